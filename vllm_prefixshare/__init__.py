@@ -1,0 +1,23 @@
+"""Prefix-shared decode attention for vLLM.
+
+``import vllm_prefixshare`` is free of torch, triton and vllm: vLLM imports this package
+in every process to find the plugin. What needs torch is loaded on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["PrefixShareDecodeWrapper", "PrefixShareError", "__version__"]
+
+from vllm_prefixshare.types import PrefixShareError
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PrefixShareDecodeWrapper":
+        from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
+
+        return PrefixShareDecodeWrapper
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

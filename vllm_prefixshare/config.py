@@ -1,0 +1,81 @@
+"""Frozen configuration, checked once where it is made."""
+
+from dataclasses import dataclass
+
+from vllm_prefixshare.types import PrefixShareError
+
+DTYPES = ("float32", "bfloat16", "float16")
+MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 256
+SHARE_POLICIES = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Shape of one attention layer on this rank.
+
+    Raises:
+        PrefixShareError: naming the argument that is out of range.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "block_size"):
+            if getattr(self, name) < 1:
+                raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.num_qo_heads % self.num_kv_heads:
+            raise PrefixShareError(
+                f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} "
+                f"and {self.num_kv_heads}."
+            )
+        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
+            raise PrefixShareError(
+                f"head_dim must be a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, "
+                f"got {self.head_dim}."
+            )
+        if self.dtype not in DTYPES:
+            raise PrefixShareError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}.")
+
+    @property
+    def gqa_group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """How plans are made.
+
+    divider: name of the divider strategy (``planning.dividers.DIVIDERS``).
+    share: ``auto`` lets the cost model refuse trees where sharing does not pay.
+    num_workers: thread blocks that walk the plan side by side (1 on a CPU).
+    max_tile_requests: most requests in one work tile (a Q tile's rows / gqa_group_size).
+    grouping: merge short nodes into their children (FastTree, section 4.2).
+    num_splits, kv_chunk_size: for the dividers ``fixed`` and ``deft_node_chunk``.
+    rebalance_factor: a private part grown past this factor of its planned length asks for
+        a new plan, where there is more than one worker to balance.
+    null_block_id: block id that pads a table row and is never shared (0 in vLLM).
+    """
+
+    divider: str = "flashforge"
+    share: str = "auto"
+    num_workers: int = 1
+    max_tile_requests: int = 1 << 30
+    grouping: bool = True
+    num_splits: int = 4
+    kv_chunk_size: int = 512
+    rebalance_factor: float = 1.5
+    null_block_id: int | None = None
+    check_plans: bool = False
+
+    def __post_init__(self) -> None:
+        if self.share not in SHARE_POLICIES:
+            raise PrefixShareError(
+                f"share must be one of {', '.join(SHARE_POLICIES)}, got {self.share!r}."
+            )
+        for name in ("num_workers", "max_tile_requests", "num_splits", "kv_chunk_size"):
+            if getattr(self, name) < 1:
+                raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")

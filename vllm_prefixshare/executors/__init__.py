@@ -1,0 +1,1 @@
+"""Run a DecodePlan: ``torch`` on the CPU, ``reference`` in float64 for tests."""

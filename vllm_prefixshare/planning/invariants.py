@@ -1,0 +1,94 @@
+"""What must hold for every plan, whoever made it."""
+
+import numpy as np
+
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.types import OPEN_END, IntArray
+
+
+class InvariantError(AssertionError):
+    """A plan that would compute something wrong: a bug of the planner."""
+
+
+def _require(condition: bool | np.bool_, message: str) -> None:
+    if not condition:
+        raise InvariantError(message)
+
+
+def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
+    """Verify that ``plan`` reads each (request, KV token) exactly once.
+
+    Args:
+        block_table: ``[num_reqs, max_blocks]``.
+        seq_lens: ``[num_reqs]``, the planned lengths or any longer ones.
+
+    Raises:
+        InvariantError: naming the request and what is wrong.
+    """
+    num_reqs = plan.num_reqs
+    _require(len(seq_lens) == num_reqs == len(block_table), "plan and batch differ in requests")
+    _check_indptr(plan.work_indptr, plan.num_tiles, "work_indptr")
+    _check_indptr(plan.tile_req_indptr, len(plan.tile_req_indices), "tile_req_indptr")
+    _check_indptr(plan.tile_run_indptr, plan.num_runs, "tile_run_indptr")
+    _check_indptr(plan.merge_indptr, plan.num_partials, "merge_indptr")
+    _require(np.all((plan.tile_req_indices >= 0) & (plan.tile_req_indices < num_reqs)), "rows")
+
+    reads = [np.zeros(max(int(n), 1) + 1, np.int64) for n in seq_lens]  # difference arrays
+    touched = np.zeros(len(plan.tile_req_indices), bool)
+    lengths = plan.run_lengths(seq_lens)
+    for tile in range(plan.num_tiles):
+        low, high = plan.tile_req_indptr[tile : tile + 2]
+        requests = plan.tile_req_indices[low:high]
+        _require(len(np.unique(requests)) == len(requests), f"tile {tile} repeats a request")
+        for run in range(*plan.tile_run_indptr[tile : tile + 2]):
+            first, last = int(plan.run_first[run]), int(plan.run_last[run])
+            _require(0 <= first < last <= len(requests), f"run {run}: readers out of range")
+            touched[low + first : low + last] = True
+            start = int(plan.run_kv_start[run])
+            stop = start + int(lengths[run])
+            row = int(plan.run_row[run])
+            readers = requests[first:last]
+            _require(row in readers, f"run {run}: row {row} is not among its readers")
+            open_end = plan.run_kv_end[run] == OPEN_END
+            _require(not open_end or len(readers) == 1, f"run {run}: open, but shared")
+            _require(
+                len(readers) == 1 or (start | stop) % plan.block_size == 0,
+                f"run {run}: shares a part of a block",
+            )
+            columns = slice(start // plan.block_size, -(-stop // plan.block_size))
+            _require(
+                np.all(block_table[readers, columns] == block_table[row, columns]),
+                f"run {run}: its readers do not hold the same blocks",
+            )
+            for request in readers.tolist():
+                _require(stop <= seq_lens[request], f"run {run} passes the end of {request}")
+                reads[request][start] += 1
+                reads[request][stop] -= 1
+    for request, change in enumerate(reads):
+        counts = np.cumsum(change)[: int(seq_lens[request])]
+        wrong = np.flatnonzero(counts != 1)
+        if len(wrong):
+            token = int(wrong[0])
+            raise InvariantError(f"token {token} of request {request} read {counts[token]} times")
+    _require(touched.all(), "a tile holds a request that none of its runs reads")
+    _check_partials(plan)
+
+
+def _check_indptr(indptr: IntArray, total: int, name: str) -> None:
+    ok = indptr[0] == 0 and indptr[-1] == total and np.all(np.diff(indptr) >= 0)
+    _require(ok, f"{name} is not an indptr over {total}")
+
+
+def _check_partials(plan: DecodePlan) -> None:
+    tiles_of = np.bincount(plan.tile_req_indices, minlength=plan.num_reqs)
+    direct = plan.partial_indices < 0
+    _require(
+        np.array_equal(direct, tiles_of[plan.tile_req_indices] == 1),
+        "a request is written directly though it has several tiles, or the reverse",
+    )
+    slots, owners = plan.partial_indices[~direct], plan.tile_req_indices[~direct]
+    _require(len(np.unique(slots)) == len(slots) == plan.num_partials, "partial slots collide")
+    _require(
+        np.all((plan.merge_indptr[owners] <= slots) & (slots < plan.merge_indptr[owners + 1])),
+        "a partial result is merged into another request",
+    )

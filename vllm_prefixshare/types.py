@@ -1,0 +1,87 @@
+"""Records that every floor of the package shares: no torch, no triton, no vllm."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float64]
+
+#: ``kv_end`` of a run that reads up to the current length of its only request.
+OPEN_END = -1
+
+
+class PrefixShareError(ValueError):
+    """A user's mistake, said in one sentence that names the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """The shared part of the prefix tree, with requests in depth-first order.
+
+    In that order the requests below a node are one interval, so a node needs two integers
+    where DeFT (section 3.3) keeps a bit mask. Only nodes with two requests or more are
+    listed; what follows the last of them in a request is its private part.
+
+    request_rows: ``[num_reqs]`` batch row of each depth-first position.
+    private_start: ``[num_reqs]`` first private token, by depth-first position.
+    node_parent: ``[num_nodes]`` index of the parent node, -1 for a root; parents come first.
+    node_start, node_end: ``[num_nodes]`` token range of the node in each of its requests.
+    node_first, node_last: ``[num_nodes]`` depth-first positions ``[first, last)`` below it.
+    """
+
+    request_rows: IntArray
+    private_start: IntArray
+    node_parent: IntArray
+    node_start: IntArray
+    node_end: IntArray
+    node_first: IntArray
+    node_last: IntArray
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.request_rows)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_parent)
+
+
+class KVSegment(NamedTuple):
+    """Tokens ``[kv_start, kv_end)`` of batch row ``row``; the same physical blocks in every
+    request that shares them. ``kv_end`` may be ``OPEN_END``."""
+
+    row: int
+    kv_start: int
+    kv_end: int
+
+
+class QueryGroup(NamedTuple):
+    """A KV segment with the batch rows that read it; ``kv_len`` is its planned length in
+    tokens (an open segment grows past it)."""
+
+    segment: KVSegment
+    rows: IntArray
+    kv_len: int
+
+
+class KVRun(NamedTuple):
+    """A piece of a KV segment inside a work tile. It is read for the requests
+    ``[first, last)`` of the tile's own request list."""
+
+    row: int
+    kv_start: int
+    kv_end: int
+    first: int
+    last: int
+
+
+class WorkTile(NamedTuple):
+    """One unit of kernel work: the requests ``rows`` over the tokens of ``runs``.
+    ``cost`` is its estimated time in microseconds."""
+
+    rows: IntArray
+    runs: tuple[KVRun, ...]
+    cost: float
