@@ -1,12 +1,12 @@
 """Records that every floor of the package shares: no torch, no triton, no vllm."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int32]
+IntArray = NDArray[np.signedinteger[Any]]
 FloatArray = NDArray[np.float64]
 
 #: ``kv_end`` of a run that reads up to the current length of its only request.

@@ -1,0 +1,342 @@
+"""The CPU executor: each shared KV run is gathered once and multiplied with the queries of
+all its readers; partial results are merged by log-sum-exp (FlashForge section 4.2, PAC and
+POR). Scores, weights and sums are float32 whatever the cache holds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.types import IntArray
+
+#: Scores of one piece of work, so that they stay in the caches of the CPU.
+MAX_SCORES = 1 << 21
+#: Hides a score. Finite, so that a block hidden whole gives no NaN; it weighs exp(-1e30) = 0.
+HIDDEN = -1e30
+
+BlockIds = torch.Tensor | slice
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedPiece:
+    """Blocks read for several requests; every query sees every token of them."""
+
+    tokens: torch.Tensor  # [num_tokens] query tokens
+    blocks: BlockIds
+    slot: int  # first partial result
+
+
+@dataclass(frozen=True, slots=True)
+class _PrivatePiece:
+    """Runs of one request each, padded to one shape."""
+
+    tokens: torch.Tensor  # [num_runs * query_len], padding repeats a token
+    blocks: torch.Tensor  # [num_runs * num_blocks]
+    hidden: torch.Tensor  # bool [num_runs, num_blocks, 1, query_len, 1, width]
+    num_runs: int
+    width: int  # tokens of a block that any run needs
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """A plan made ready for the lengths of one step; serves every layer of it.
+
+    tokens: query tokens that are computed, or None for all of them.
+    merge_slots: ``[num_tokens, most partials]`` partial results of each; the slot
+        ``num_slots`` stands for none.
+    """
+
+    shared: tuple[_SharedPiece, ...]
+    private: tuple[_PrivatePiece, ...]
+    tokens: torch.Tensor | None
+    merge_slots: torch.Tensor
+    num_slots: int
+
+
+class TorchExecutor:
+    """Runs DecodePlans with torch on the CPU.
+
+    Args:
+        num_kv_heads: KV heads, for sizing the pieces of work.
+        gqa_group_size: query heads per KV head.
+    """
+
+    def __init__(self, num_kv_heads: int, gqa_group_size: int) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.gqa_group_size = gqa_group_size
+        self._static: tuple[DecodePlan, bytes, list[_SharedPiece]] | None = None
+
+    def prepare(
+        self,
+        plan: DecodePlan,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        query_start_loc: IntArray,
+        rows: IntArray | None = None,
+    ) -> TorchStep:
+        """Look up block ids and lengths, once per step.
+
+        Args:
+            plan: valid for this batch.
+            block_table: ``[num_reqs, max_blocks]``.
+            seq_lens: ``[num_reqs]`` current lengths.
+            query_start_loc: ``[num_reqs + 1]`` token range of each row; ragged is fine.
+            rows: compute these batch rows only (each with all of its runs).
+        """
+        several = (plan.run_last - plan.run_first) > 1
+        key = query_start_loc.tobytes()
+        if self._static is None or self._static[0] is not plan or self._static[1] != key:
+            pieces = list(
+                self._shared_pieces(plan, np.flatnonzero(several), block_table, query_start_loc)
+            )
+            self._static = plan, key, pieces
+        shared = self._static[2]
+        slot = shared[-1].slot + len(shared[-1].tokens) if shared else 0
+
+        alone = np.flatnonzero(~several & (plan.run_lengths(seq_lens) > 0))
+        if rows is not None:
+            alone = alone[np.isin(plan.run_row[alone], rows)]
+        private = list(
+            self._private_pieces(plan, alone, block_table, seq_lens, query_start_loc, slot)
+        )
+
+        owners = [p.tokens for p in shared] + [p.tokens for p in private]
+        tokens = torch.cat(owners).numpy()
+        wanted = _tokens_of(rows, query_start_loc) if rows is not None else None
+        total = int(query_start_loc[-1])
+        merge = _merge_slots(tokens, _padding(private, slot, len(tokens)), total)
+        return TorchStep(
+            shared=tuple(shared),
+            private=tuple(private),
+            tokens=None if wanted is None else torch.from_numpy(wanted),
+            merge_slots=torch.from_numpy(merge if wanted is None else merge[wanted]),
+            num_slots=len(tokens),
+        )
+
+    def _shared_pieces(
+        self, plan: DecodePlan, runs: IntArray, block_table: IntArray, starts: IntArray
+    ) -> Iterator[_SharedPiece]:
+        tile_of_run = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
+        slot = 0
+        for run in runs.tolist():
+            base = int(plan.tile_req_indptr[tile_of_run[run]])
+            readers = plan.tile_req_indices[base + plan.run_first[run] : base + plan.run_last[run]]
+            tokens = torch.from_numpy(_tokens_of(readers, starts))
+            first, last = plan.run_kv_start[run], plan.run_kv_end[run]
+            ids = block_table[plan.run_row[run], first // plan.block_size : last // plan.block_size]
+            scores = self.num_kv_heads * self.gqa_group_size * len(tokens) * plan.block_size
+            step = max(1, MAX_SCORES // scores)
+            for start in range(0, len(ids), step):
+                yield _SharedPiece(tokens, _block_ids(ids[start : start + step]), slot)
+                slot += len(tokens)
+
+    def _private_pieces(
+        self,
+        plan: DecodePlan,
+        runs: IntArray,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        starts: IntArray,
+        slot: int,
+    ) -> Iterator[_PrivatePiece]:
+        if not len(runs):
+            return
+        size = plan.block_size
+        lengths = plan.run_lengths(seq_lens)[runs]
+        num_blocks = -(-lengths // size)
+        bucket = np.ceil(np.log2(num_blocks)).astype(np.int64)  # padding at most doubles the work
+        for b in np.unique(bucket).tolist():
+            chosen = np.flatnonzero(bucket == b)
+            depth = int(num_blocks[chosen].max())
+            rows = plan.run_row[runs[chosen]]
+            query_len = int(np.diff(starts)[rows].max())
+            scores = self.num_kv_heads * self.gqa_group_size * query_len * size * depth
+            step = max(1, MAX_SCORES // scores)
+            for at in range(0, len(chosen), step):
+                part = chosen[at : at + step]
+                piece = self._private_piece(
+                    plan, runs[part], lengths[part], depth, block_table, seq_lens, starts, slot
+                )
+                yield piece
+                slot += len(piece.tokens)
+
+    def _private_piece(
+        self,
+        plan: DecodePlan,
+        runs: IntArray,
+        lengths: IntArray,
+        depth: int,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        starts: IntArray,
+        slot: int,
+    ) -> _PrivatePiece:
+        size = plan.block_size
+        rows, kv_start = plan.run_row[runs], plan.run_kv_start[runs]
+        # whole multiples of 16 keep the vector units busy
+        width = size if depth > 1 else min(size, -(-int(lengths.max()) // 16) * 16)
+        columns = kv_start[:, None] // size + np.arange(depth)
+        columns = np.minimum(columns, (kv_start + lengths - 1)[:, None] // size)
+        query_lens = np.diff(starts)[rows]
+        query = np.minimum(np.arange(query_lens.max()), query_lens[:, None] - 1)  # [runs, queries]
+        # a query sees the tokens up to its own, within the run
+        visible = np.minimum(
+            kv_start[:, None] + lengths[:, None],
+            seq_lens[rows][:, None] - query_lens[:, None] + query + 1,
+        )
+        offset = np.arange(depth)[:, None] * size + np.arange(width)
+        position = kv_start[:, None, None, None] + offset[:, None]  # [runs, depth, 1, width]
+        hidden = position >= visible[:, None, :, None]
+        return _PrivatePiece(
+            tokens=torch.from_numpy((starts[rows][:, None] + query).astype(np.int64).ravel()),
+            blocks=torch.from_numpy(block_table[rows[:, None], columns].astype(np.int64).ravel()),
+            hidden=torch.from_numpy(hidden[:, :, None, :, None, :]),
+            num_runs=len(runs),
+            width=width,
+            slot=slot,
+        )
+
+    def run(
+        self,
+        step: TorchStep,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            q: ``[num_tokens, num_qo_heads, head_dim]``.
+            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, any
+                strides; a K cache whose tokens are innermost is read without a transpose.
+            out: like ``q``; only the tokens of the step are written.
+            sm_scale: softmax scale.
+        """
+        heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
+        partial_out = torch.empty(step.num_slots + 1, heads * group, dim)
+        partial_lse = torch.empty(step.num_slots + 1, heads * group)
+        partial_out[-1] = 0.0
+        partial_lse[-1] = float("-inf")
+
+        def queries(tokens: torch.Tensor, num_runs: int) -> torch.Tensor:
+            """``[num_runs, heads, queries * group, head_dim]`` float32, scaled."""
+            x = q.index_select(0, tokens).float().mul_(sm_scale)
+            x = x.view(num_runs, -1, heads, group, dim).transpose(1, 2)
+            return x.reshape(num_runs, heads, -1, dim)
+
+        def store(slot: int, o: torch.Tensor, lse: torch.Tensor) -> None:
+            """From ``[num_runs, heads, queries * group, ...]`` to token-major slots."""
+            runs = o.shape[0]
+            n = o.shape[2] // group * runs
+            view = partial_out[slot : slot + n].view(runs, -1, heads, group, dim)
+            view.copy_(o.view(runs, heads, -1, group, dim).transpose(1, 2))
+            view = partial_lse[slot : slot + n].view(runs, -1, heads, group)
+            view.copy_(lse.view(runs, heads, -1, group).transpose(1, 2))
+
+        for piece in step.shared:
+            k, v = _gather(k_cache, v_cache, piece.blocks)
+            o, lse = _attend(queries(piece.tokens, 1), k[None], v[None], None)
+            store(piece.slot, o, lse)
+        for batch in step.private:
+            k, v = _gather(k_cache, v_cache, batch.blocks, batch.width)
+            k, v = (x.unflatten(0, (batch.num_runs, -1)) for x in (k, v))
+            o, lse = _attend(queries(batch.tokens, batch.num_runs), k, v, batch.hidden)
+            store(batch.slot, o, lse)
+
+        weights = torch.softmax(partial_lse[step.merge_slots], dim=1)
+        merged = (partial_out[step.merge_slots] * weights[..., None]).sum(dim=1)
+        if step.tokens is None:
+            out.copy_(merged)
+        else:
+            out.index_copy_(0, step.tokens, merged.to(out.dtype))
+        return out
+
+
+def _gather(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: BlockIds, width: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K ``[num_blocks, heads, head_dim, width]`` and V ``[num_blocks, heads, width,
+    head_dim]`` of the named blocks, float32 and contiguous."""
+
+    def pick(cache: torch.Tensor) -> torch.Tensor:
+        return cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
+
+    k, v = k_cache.permute(0, 2, 3, 1), v_cache.transpose(1, 2)
+    k = pick(k) if k.stride(3) == 1 else pick(k_cache).permute(0, 2, 3, 1)
+    v = pick(v)
+    if width is not None:
+        k, v = k[..., :width], v[..., :width, :]
+    return tuple(x.to(torch.float32, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial attention, block by block, then merged over the blocks.
+
+    Block-sized products are as fast as one long one and need no transposed copy of the
+    cache.
+
+    Args:
+        q: ``[runs, heads, rows, head_dim]``, scaled.
+        k, v: ``[runs, blocks, heads, head_dim, width]``, ``[runs, blocks, heads, width, head_dim]``.
+        hidden: bool ``[runs, blocks, 1, queries, 1, width]``, or None where all is visible.
+
+    Returns:
+        ``[runs, heads, rows, head_dim]`` and the log-sum-exp ``[runs, heads, rows]``.
+    """
+    scores = torch.matmul(q[:, None], k)
+    if hidden is not None:
+        scores.unflatten(3, (hidden.shape[3], -1)).masked_fill_(hidden, HIDDEN)
+    largest = scores.amax(-1)
+    weights = torch.softmax(scores, -1)
+    # the largest weight is exp(largest - lse): cheaper than a second pass of exponentials
+    lse = largest - weights.amax(-1).log()
+    o = torch.matmul(weights, v)
+    total = torch.logsumexp(lse, dim=1)
+    share = torch.exp(lse - total[:, None])
+    return (o * share[..., None]).sum(dim=1), total
+
+
+def _block_ids(ids: IntArray) -> BlockIds:
+    """A slice where the ids are consecutive, so that they are read in place."""
+    first = int(ids[0])
+    if np.array_equal(ids, np.arange(first, first + len(ids))):
+        return slice(first, first + len(ids))
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _tokens_of(rows: IntArray, starts: IntArray) -> np.ndarray:
+    """Query tokens of ``rows``, int64, in order."""
+    lens = np.diff(starts)[rows]
+    offset = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    return (np.repeat(starts[rows], lens) + offset).astype(np.int64)
+
+
+def _padding(private: list[_PrivatePiece], first: int, total: int) -> np.ndarray:
+    """bool ``[total]``: partial results that only pad a ragged batch of queries."""
+    pad = np.zeros(total, bool)
+    at = first
+    for piece in private:
+        tokens = piece.tokens.numpy().reshape(piece.num_runs, -1)
+        pad[at : at + tokens.size].reshape(tokens.shape)[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
+        at += tokens.size
+    return pad
+
+
+def _merge_slots(tokens: np.ndarray, padding: np.ndarray, num_tokens: int) -> np.ndarray:
+    """int64 ``[num_tokens, most]`` slots of each token's partial results, filled up with the
+    empty slot ``len(tokens)``."""
+    slots = np.flatnonzero(~padding)
+    owner = tokens[slots]
+    order = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner, minlength=num_tokens)
+    table = np.full((num_tokens, max(1, int(counts.max(initial=0)))), len(tokens), np.int64)
+    rank = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table[owner[order], rank] = slots[order]
+    return table

@@ -1,0 +1,260 @@
+"""PrefixShareDecodeWrapper: plan once, run once per layer, in the manner of FlashInfer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.executors.torch import TorchExecutor
+from vllm_prefixshare.planning.cost_table import CostModel, analytic_cost
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.types import IntArray, PrefixShareError
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStats:
+    """What the last plan does for the last lengths, and what planning took.
+
+    kv_tokens_read: KV tokens the plan reads in one layer.
+    kv_tokens_per_request: KV tokens a kernel that shares nothing reads.
+    plan_seconds: time of all plans so far; updates: calls of ``plan``; plans: those of them
+        that had to make a new one.
+    """
+
+    kv_tokens_read: int
+    kv_tokens_per_request: int
+    work_tiles: int
+    partials: int
+    updates: int
+    plans: int
+    plan_seconds: float
+
+    @property
+    def share_factor(self) -> float:
+        return self.kv_tokens_per_request / max(1, self.kv_tokens_read)
+
+
+class PrefixShareDecodeWrapper:
+    """Decode attention that reads every shared KV block once.
+
+    Args:
+        num_qo_heads, num_kv_heads, head_dim, block_size: shape of the layer.
+        dtype: of queries and cache: float32, bfloat16 or float16.
+        device: "cpu".
+        divider: strategy, a name in ``planning.dividers.DIVIDERS``.
+        num_workers: work lists that the plan is divided into.
+        share: "always" shares every common prefix; "auto" only where the cost model says
+            that it pays; "never".
+        sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
+        cost: cost model; the analytic estimate if None.
+
+    Raises:
+        PrefixShareError: an argument is out of range, or the device has no executor.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype | str = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        divider: str = "flashforge",
+        num_workers: int = 1,
+        share: str = "always",
+        sm_scale: float | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self.attention = AttentionConfig(num_qo_heads, num_kv_heads, head_dim, block_size, name)
+        if torch.device(device).type != "cpu":
+            raise PrefixShareError(f"device {str(device)!r} has no executor yet: use device='cpu'.")
+        self.dtype = getattr(torch, name)
+        self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        group = self.attention.gqa_group_size
+        self._planner = DecodePlanner(
+            PlannerConfig(divider=divider, num_workers=num_workers, share=share),
+            cost or analytic_cost(self.attention, "cpu"),
+            block_size,
+            group,
+        )
+        self._executor = TorchExecutor(num_kv_heads, group)
+        self._plan: DecodePlan | None = None
+        self._seq_lens: IntArray = np.zeros(0, np.int32)
+        self._query_start_loc: IntArray = np.zeros(1, np.int32)
+
+    @property
+    def last_plan(self) -> DecodePlan:
+        """The plan in force.
+
+        Raises:
+            PrefixShareError: ``plan`` was not called yet.
+        """
+        if self._plan is None:
+            raise PrefixShareError("there is no plan yet: call plan(block_table, seq_lens) first.")
+        return self._plan
+
+    def plan(
+        self,
+        block_table: ArrayLike,
+        seq_lens: ArrayLike,
+        query_start_loc: ArrayLike | None = None,
+    ) -> DecodePlan:
+        """Follow the batch; make a new plan only if the last one no longer holds.
+
+        Args:
+            block_table: host ``[num_reqs, max_blocks]`` physical block ids.
+            seq_lens: host ``[num_reqs]`` tokens of each request, its queries included.
+            query_start_loc: host ``[num_reqs + 1]`` query tokens of each request, which are
+                its last ones; one query each if None.
+
+        Raises:
+            PrefixShareError: shapes that disagree, ids below 0, lengths beyond the table.
+        """
+        table, lens, starts = self._check_batch(block_table, seq_lens, query_start_loc)
+        query_len = int(np.diff(starts).max(initial=1))
+        self._plan = self._planner.update(table, lens, query_len)
+        self._seq_lens, self._query_start_loc = lens, starts
+        return self._plan
+
+    def _check_batch(
+        self, block_table: ArrayLike, seq_lens: ArrayLike, query_start_loc: ArrayLike | None
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        table = _host_integers(block_table, "block_table", 2)
+        lens = _host_integers(seq_lens, "seq_lens", 1)
+        n = len(lens)
+        starts = (
+            np.arange(n + 1, dtype=np.int32)
+            if query_start_loc is None
+            else _host_integers(query_start_loc, "query_start_loc", 1)
+        )
+        size = self.attention.block_size
+        if len(table) != n:
+            raise PrefixShareError(
+                f"block_table has {len(table)} rows, seq_lens {n}: make them one."
+            )
+        if len(starts) != n + 1 or (n and (starts[0] != 0 or np.any(np.diff(starts) < 1))):
+            raise PrefixShareError(
+                f"query_start_loc must rise from 0 over {n + 1} entries: every request has a query."
+            )
+        short = np.flatnonzero(lens < np.diff(starts))
+        if len(short):
+            raise PrefixShareError(
+                f"seq_lens[{short[0]}] = {lens[short[0]]} is less than its queries, which count too."
+            )
+        long = np.flatnonzero(lens > table.shape[1] * size)
+        if len(long):
+            raise PrefixShareError(
+                f"seq_lens[{long[0]}] = {lens[long[0]]} goes beyond the block table: "
+                f"{table.shape[1]} blocks of {size} tokens."
+            )
+        used = np.arange(table.shape[1]) < -(-lens[:, None] // size)
+        if np.any((table < 0) & used):
+            row, column = np.argwhere((table < 0) & used)[0]
+            raise PrefixShareError(
+                f"block_table[{row}, {column}] = {table[row, column]}: block ids start at 0."
+            )
+        return table, lens, starts
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: ArrayLike,
+        seq_lens: ArrayLike,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer under the plan in force.
+
+        Args:
+            q: ``[num_tokens, num_qo_heads, head_dim]``; ``num_tokens = num_reqs`` with one
+                query each.
+            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+            block_table, seq_lens: as given to ``plan``; sequences may have grown since, as
+                far as the plan still holds.
+            out: where to write, like ``q``.
+
+        Returns:
+            ``out``, ``[num_tokens, num_qo_heads, head_dim]``.
+
+        Raises:
+            PrefixShareError: no plan yet, or a tensor of another shape, dtype or device.
+        """
+        plan = self.last_plan
+        starts = self._query_start_loc
+        table, lens, _ = self._check_batch(block_table, seq_lens, starts)
+        if len(lens) != plan.num_reqs or np.any(lens < plan.planned_seq_lens):
+            raise PrefixShareError("this batch is not the planned one: call plan() for it first.")
+        self._check_tensors(q, k_cache, v_cache, int(starts[-1]), table, lens)
+        out = torch.empty_like(q) if out is None else out
+        if not len(lens):
+            return out
+        self._seq_lens = lens
+        step = self._executor.prepare(plan, table, lens, starts)
+        return self._executor.run(step, q, k_cache, v_cache, out, self.sm_scale)
+
+    def _check_tensors(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_tokens: int,
+        table: IntArray,
+        lens: IntArray,
+    ) -> None:
+        a = self.attention
+        expected = (num_tokens, a.num_qo_heads, a.head_dim)
+        if tuple(q.shape) != expected:
+            raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            shape = (a.block_size, a.num_kv_heads, a.head_dim)
+            if cache.dim() != 4 or tuple(cache.shape[1:]) != shape:
+                raise PrefixShareError(
+                    f"{name} must be [num_blocks, {', '.join(map(str, shape))}], "
+                    f"got {list(cache.shape)}."
+                )
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            if x.dtype != self.dtype or x.device.type != "cpu":
+                raise PrefixShareError(
+                    f"{name} must be {a.dtype} on the cpu, got {x.dtype} on {x.device}."
+                )
+        used = np.arange(table.shape[1]) < -(-lens[:, None] // a.block_size)
+        largest = int(table[used].max(initial=-1))
+        limit = min(k_cache.shape[0], v_cache.shape[0])
+        if largest >= limit:
+            raise PrefixShareError(
+                f"block_table names block {largest}, but the cache has {limit} blocks."
+            )
+
+    def stats(self) -> DecodeStats:
+        """Figures of the plan in force; see ``DecodeStats``.
+
+        Raises:
+            PrefixShareError: ``plan`` was not called yet.
+        """
+        plan, counters = self.last_plan, self._planner.counters
+        return DecodeStats(
+            kv_tokens_read=plan.kv_tokens_read(self._seq_lens),
+            kv_tokens_per_request=int(self._seq_lens.sum()),
+            work_tiles=plan.num_tiles,
+            partials=plan.num_partials,
+            updates=counters.updates,
+            plans=counters.plans,
+            plan_seconds=counters.plan_seconds,
+        )
+
+
+def _host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
+    array = np.asarray(value)
+    if array.ndim != ndim or not (np.issubdtype(array.dtype, np.integer) or array.size == 0):
+        raise PrefixShareError(
+            f"{name} must be {ndim}-dimensional integers on the host, "
+            f"got {array.dtype} with shape {list(array.shape)}."
+        )
+    return array.astype(np.int32, copy=False)
