@@ -145,7 +145,7 @@ class PrefixShareDecodeWrapper:
         short = np.flatnonzero(lens < np.diff(starts))
         if len(short):
             raise PrefixShareError(
-                f"seq_lens[{short[0]}] = {lens[short[0]]} is less than its queries, which count too."
+                f"seq_lens[{short[0]}] = {lens[short[0]]} is less than its own queries."
             )
         long = np.flatnonzero(lens > table.shape[1] * size)
         if len(long):

@@ -4,6 +4,7 @@ POR). Scores, weights and sums are float32 whatever the cache holds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ MAX_SCORES = 1 << 21
 #: Hides a score. Finite, so that a block hidden whole gives no NaN; it weighs exp(-1e30) = 0.
 HIDDEN = -1e30
 
-BlockIds = torch.Tensor | slice
+BlockIds: TypeAlias = "torch.Tensor | slice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,9 @@ def _gather(
     v = pick(v)
     if width is not None:
         k, v = k[..., :width], v[..., :width, :]
-    return tuple(x.to(torch.float32, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
+    contiguous = torch.contiguous_format
+    k, v = (x.to(torch.float32, memory_format=contiguous) for x in (k, v))
+    return k, v
 
 
 def _attend(
@@ -284,7 +287,8 @@ def _attend(
 
     Args:
         q: ``[runs, heads, rows, head_dim]``, scaled.
-        k, v: ``[runs, blocks, heads, head_dim, width]``, ``[runs, blocks, heads, width, head_dim]``.
+        k: ``[runs, blocks, heads, head_dim, width]``.
+        v: ``[runs, blocks, heads, width, head_dim]``.
         hidden: bool ``[runs, blocks, 1, queries, 1, width]``, or None where all is visible.
 
     Returns:

@@ -1,0 +1,298 @@
+"""PREFIX_SHARE on vLLM's CPU platform.
+
+Inherits CPU_ATTN: its cache, its prefill, its kernel for rows that share nothing. Decode
+rows that share KV blocks leave it and run in the torch executor. One step:
+
+    build():   block table, lengths -> DecodePlanner -> TorchStep (shared rows)
+                                                     -> CPU_ATTN metadata (the other rows)
+    forward(): TorchExecutor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
+"""
+
+import time
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import (
+    AttentionType,
+    CommonAttentionMetadata,
+    max_decode_query_len,
+)
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    MIN_HEAD_DIM,
+    AttentionConfig,
+    PlannerConfig,
+)
+from vllm_prefixshare.executors.torch import TorchExecutor, TorchStep
+from vllm_prefixshare.integration.hooks import BACKEND_NAME, fall_back, logger
+from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.profiling.tables import cost_model
+from vllm_prefixshare.types import IntArray
+
+NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
+
+
+def refusal(layer: Any) -> str | None:
+    """Why a layer with this ``AttentionSelectorConfig`` cannot be served, or None."""
+    dtype = str(layer.dtype).removeprefix("torch.")
+    checks = (
+        (layer.use_mla, "multi-head latent attention"),
+        (layer.use_sparse, "sparse attention"),
+        (layer.attn_type != AttentionType.DECODER, f"attention type {layer.attn_type}"),
+        (layer.has_sink, "attention sinks"),
+        (layer.has_sliding_window, "a sliding window"),
+        (layer.use_mm_prefix, "bidirectional multimodal prefixes"),
+        (layer.use_rswa, "reference sliding-window attention"),
+        (layer.use_dcp, "decode context parallelism"),
+        (dtype not in DTYPES, f"dtype {dtype}"),
+        (layer.kv_cache_dtype not in (None, "auto", dtype), f"a {layer.kv_cache_dtype} KV cache"),
+        (
+            not MIN_HEAD_DIM <= layer.head_size <= MAX_HEAD_DIM or layer.head_size % 8,
+            f"head_dim {layer.head_size}",
+        ),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+class PrefixShareCPUBackend(CPUAttentionBackend):
+    """CPU_ATTN with shared decode rows taken out."""
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["PrefixShareCPUImpl"]:
+        return PrefixShareCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PrefixShareCPUMetadataBuilder"]:
+        return PrefixShareCPUMetadataBuilder
+
+
+@dataclass
+class PrefixShareCPUMetadata(CPUAttentionMetadata):
+    """CPU_ATTN's metadata of the whole batch, and how this step divides it.
+
+    step: shared decode rows made ready, or None where nothing is shared; then the rest is
+        not set either and CPU_ATTN runs the whole batch.
+    rest: CPU_ATTN's metadata of the rows not in ``step``; None if there are none.
+    rest_tokens: int64, their query tokens.
+    """
+
+    step: TorchStep | None = None
+    executor: TorchExecutor | None = None
+    rest: CPUAttentionMetadata | None = None
+    rest_tokens: torch.Tensor | None = None
+
+
+class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Plans for one KV-cache group; called once per step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        dtype = str(self.dtype).removeprefix("torch.")
+        attention = AttentionConfig(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, dtype
+        )
+        group = attention.gqa_group_size
+        self._planner = DecodePlanner(
+            PlannerConfig(
+                divider=envs.get("VLLM_PREFIXSHARE_DIVIDER"),
+                share=envs.get("VLLM_PREFIXSHARE_SHARE"),
+                check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
+                null_block_id=NULL_BLOCK_ID,
+            ),
+            cost_model(attention, "cpu", logger().info_once),
+            self.block_size,
+            group,
+        )
+        self._executor = TorchExecutor(self.num_kv_heads, group)
+        self._max_query_len = max_decode_query_len(self.vllm_config)
+        self.reorder_batch_threshold = self._max_query_len  # decode rows first
+        self._layout_is_known = self._check_layout()
+
+    def _set_isa_to_layers(self, layer_names: list[str]) -> None:
+        # AMX stores K in tiles of its own; the vector kernels keep it transposed per block,
+        # which the torch executor multiplies as it lies
+        self.isa: str = "vec" if self.isa == "amx" else self.isa
+        super()._set_isa_to_layers(layer_names)
+
+    def _check_layout(self) -> bool:
+        """Write one block through vLLM and see whether it lies as ``cache_views`` says."""
+        shape = (1, self.num_kv_heads, self.block_size, 2 * self.head_dim)
+        cache = torch.zeros(shape, dtype=self.dtype)
+        tokens = (self.block_size, self.num_kv_heads, self.head_dim)
+        key, value = (torch.randn(tokens).to(self.dtype) for _ in range(2))
+        packed = cache.view(1, self.num_kv_heads, 2 * self.block_size, self.head_dim)
+        k, v = packed.chunk(2, dim=2)
+        slots = torch.arange(self.block_size)
+        ops.cpu_attn_reshape_and_cache(
+            key, value, k, v, slots, self.isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+        k, v = cache_views(cache)
+        if torch.equal(k[0], key) and torch.equal(v[0], value):
+            return True
+        fall_back(f"the {self.isa} cache layout of this processor")
+        return False
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PrefixShareCPUMetadata:
+        common = common_attn_metadata
+        stock = super().build(common_prefix_len, common, fast_build)
+        metadata = PrefixShareCPUMetadata(**{f.name: getattr(stock, f.name) for f in fields(stock)})
+        if not self._layout_is_known or common.causal is not True:
+            return metadata
+        began = time.perf_counter()
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        query_lens = np.diff(starts)
+        is_decode = (query_lens > 0) & (query_lens <= self._max_query_len)
+        num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
+        if num_decodes:
+            self._share(metadata, common, starts, num_decodes)
+        STATS.build_seconds += time.perf_counter() - began
+        return metadata
+
+    def _share(
+        self,
+        metadata: PrefixShareCPUMetadata,
+        common: CommonAttentionMetadata,
+        starts: IntArray,
+        num_decodes: int,
+    ) -> None:
+        """Plan the decode rows, which come first; where some share KV, divide the batch."""
+        seq_lens = common.seq_lens[:num_decodes].numpy()
+        table = common.block_table_tensor[:num_decodes].numpy()
+        counters = self._planner.counters
+        before = counters.plans, counters.plan_seconds
+        plan = self._planner.update(table, seq_lens, self._max_query_len)
+        STATS.updates += 1
+        STATS.plans += counters.plans - before[0]
+        STATS.plan_seconds += counters.plan_seconds - before[1]
+        STATS.decode_steps += 1
+        STATS.kv_tokens_read += plan.kv_tokens_read(seq_lens)
+        STATS.kv_tokens_stock += int(seq_lens.sum())
+        shared = plan.shared_rows
+        if not len(shared):
+            return
+        STATS.shared_steps += 1
+        whole_batch = len(shared) == common.num_reqs
+        metadata.executor = self._executor
+        metadata.step = self._executor.prepare(
+            plan, table, seq_lens, starts[: num_decodes + 1], None if whole_batch else shared
+        )
+        if not whole_batch:
+            others = np.setdiff1d(np.arange(common.num_reqs), shared)
+            metadata.rest, metadata.rest_tokens = self._rest(common, starts, others)
+
+    def _rest(
+        self, common: CommonAttentionMetadata, starts: IntArray, rows: IntArray
+    ) -> tuple[CPUAttentionMetadata, torch.Tensor]:
+        """CPU_ATTN's metadata for ``rows`` alone, and their query tokens."""
+        lengths = np.diff(starts)[rows]
+        tokens = torch.from_numpy(
+            np.concatenate([np.arange(starts[r], starts[r + 1], dtype=np.int64) for r in rows])
+        )
+        index = torch.from_numpy(rows)
+        query_start_loc = torch.zeros(len(rows) + 1, dtype=torch.int32)
+        query_start_loc[1:] = torch.from_numpy(np.cumsum(lengths))
+        part = common.replace(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=common.seq_lens[index],
+            num_reqs=len(rows),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(lengths.max()),
+            block_table_tensor=common.block_table_tensor[index],
+            slot_mapping=common.slot_mapping[tokens],
+        )
+        return super().build(0, part), tokens
+
+
+class PrefixShareCPUImpl(CPUAttentionBackendImpl):
+    """One layer: shared rows in the torch executor, the others in CPU_ATTN."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = self._refusal()
+        self._shares = reason is None
+        if reason is not None:
+            fall_back(reason)
+
+    def _refusal(self) -> str | None:
+        checks = (
+            (self.alibi_slopes is not None, "ALiBi slopes"),
+            (bool(self.logits_soft_cap), "a logits soft cap"),
+            (self.sliding_window != -1, "a sliding window"),
+            (self.sinks is not None, "attention sinks"),
+            (self.is_fp8_kv_cache, f"a {self.kv_cache_dtype} KV cache"),
+        )
+        return next((reason for found, reason in checks if found), None)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PrefixShareCPUMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``CPUAttentionBackendImpl.forward``: query and output
+        ``[num_tokens, num_heads, head_size]``, written in place."""
+        metadata = attn_metadata
+        if metadata is None or metadata.step is None or not self._shares:
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        if metadata.rest is not None:
+            tokens = metadata.rest_tokens
+            part = torch.empty_like(output[tokens])
+            super().forward(
+                layer, query[tokens], key, value, kv_cache, metadata.rest, part, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+            output[tokens] = part
+        assert metadata.executor is not None
+        n = metadata.num_actual_tokens
+        k_cache, v_cache = cache_views(kv_cache)
+        metadata.executor.run(metadata.step, query[:n], k_cache, v_cache, output[:n], self.scale)
+        STATS.layer_calls += 1
+        return output
+
+
+def cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of CPU_ATTN's vector layout as ``[num_blocks, block_size, heads, head_dim]``.
+
+    Args:
+        kv_cache: ``[num_blocks, heads, block_size, 2 * head_dim]``. Its memory holds, per
+            block and head, K as ``[head_dim, block_size]``, then V as ``[block_size, head_dim]``.
+    """
+    num_blocks, heads, size, width = kv_cache.shape
+    dim = width // 2
+    block, head = kv_cache.stride(0), kv_cache.stride(1)
+    shape, start = (num_blocks, size, heads, dim), kv_cache.storage_offset()
+    k = kv_cache.as_strided(shape, (block, 1, head, size), start)
+    v = kv_cache.as_strided(shape, (block, dim, head, 1), start + size * dim)
+    return k, v

@@ -1,0 +1,46 @@
+"""What the backend did, counted in the worker and read over vLLM's own RPC."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class BackendStats:
+    """Counters of one worker process, over all its KV-cache groups; times in seconds.
+
+    decode_steps: engine steps with at least one decode row. shared_steps: those in which
+    rows shared KV. layer_calls: attention layers that ran shared rows. kv_tokens_read,
+    kv_tokens_stock: KV tokens per layer that decode rows read here, and would read each on
+    its own. plans, updates: plans made, and times the planner was asked.
+    """
+
+    decode_steps: int = 0
+    shared_steps: int = 0
+    layer_calls: int = 0
+    kv_tokens_read: int = 0
+    kv_tokens_stock: int = 0
+    plans: int = 0
+    updates: int = 0
+    plan_seconds: float = 0.0
+    build_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def reset(self) -> None:
+        for f in fields(self):
+            setattr(self, f.name, f.type(0) if callable(f.type) else 0)
+
+
+#: The counters of this process.
+STATS = BackendStats()
+
+
+class PrefixShareWorkerExtension:
+    """Mixed into vLLM's worker: ``llm.collective_rpc("prefix_share_stats")``."""
+
+    def prefix_share_stats(self, reset: bool = False) -> dict[str, float]:
+        """Counters since the start or the last reset; see ``BackendStats``."""
+        result = STATS.as_dict()
+        if reset:
+            STATS.reset()
+        return result

@@ -1,0 +1,1 @@
+"""Measured costs: ``measure`` fills a cost table, ``tables`` finds the right one."""

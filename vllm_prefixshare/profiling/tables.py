@@ -1,0 +1,59 @@
+"""Finding the cost table that fits: the user's, the cache's, or one shipped with the package."""
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.planning.cost_table import CostModel, CostTable, Fingerprint, analytic_cost
+
+#: Changes whenever the executor's speed does; part of every fingerprint.
+KERNELS = {"cpu": "torch-1"}
+SHIPPED = Path(__file__).parent / "tables"
+
+
+def fingerprint(attention: AttentionConfig, device: str) -> Fingerprint:
+    """The fingerprint of this machine for one attention shape. ``device``: "cpu"."""
+    return Fingerprint.of(attention, f"{device} {_processor()}", KERNELS[device])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        return f"{model} x{sum(line.startswith('processor') for line in lines)}"
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def cost_model(
+    attention: AttentionConfig, device: str, log: Callable[[str], None] | None = None
+) -> CostModel:
+    """The measured table for this machine and shape, or the analytic estimate.
+
+    Args:
+        log: is told once when there is no table.
+
+    Raises:
+        PrefixShareError: VLLM_PREFIXSHARE_COST_TABLE names a file that does not fit.
+    """
+    expected = fingerprint(attention, device)
+    named = envs.get("VLLM_PREFIXSHARE_COST_TABLE")
+    if named is not None:
+        return CostTable.load(named, expected)
+    for folder in (cache_folder(), SHIPPED):
+        path = folder / expected.file_name()
+        if path.is_file():
+            return CostTable.load(path, expected)
+    if log is not None:
+        log(
+            "No cost table for this processor and model shape: using the analytic estimate. "
+            "Measure one with 'vllm-prefixshare profile'."
+        )
+    return analytic_cost(attention, device)
+
+
+def cache_folder() -> Path:
+    """Where tables measured on this machine are kept."""
+    return Path(envs.get("VLLM_PREFIXSHARE_CACHE")) / "cost_tables"
