@@ -2,6 +2,7 @@
 all its readers; partial results are merged by log-sum-exp (FlashForge section 4.2, PAC and
 POR). Scores, weights and sums are float32 whatever the cache holds."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -68,6 +69,7 @@ class TorchExecutor:
     def __init__(self, num_kv_heads: int, gqa_group_size: int) -> None:
         self.num_kv_heads = num_kv_heads
         self.gqa_group_size = gqa_group_size
+        self._buffers = _Buffers()
         self._static: tuple[DecodePlan, bytes, list[_SharedPiece]] | None = None
 
     def prepare(
@@ -219,8 +221,8 @@ class TorchExecutor:
             sm_scale: softmax scale.
         """
         heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
-        partial_out = torch.empty(step.num_slots + 1, heads * group, dim)
-        partial_lse = torch.empty(step.num_slots + 1, heads * group)
+        partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, dim))
+        partial_lse = self._buffers.take("partial_lse", (step.num_slots + 1, heads * group))
         partial_out[-1] = 0.0
         partial_lse[-1] = float("-inf")
 
@@ -240,14 +242,12 @@ class TorchExecutor:
             view.copy_(lse.view(runs, heads, -1, group).transpose(1, 2))
 
         for piece in step.shared:
-            k, v = _gather(k_cache, v_cache, piece.blocks)
-            o, lse = _attend(queries(piece.tokens, 1), k[None], v[None], None)
-            store(piece.slot, o, lse)
+            k, v = self._gather(k_cache, v_cache, piece.blocks, 1)
+            store(piece.slot, *self._attend(queries(piece.tokens, 1), k, v, None))
         for batch in step.private:
-            k, v = _gather(k_cache, v_cache, batch.blocks, batch.width)
-            k, v = (x.unflatten(0, (batch.num_runs, -1)) for x in (k, v))
-            o, lse = _attend(queries(batch.tokens, batch.num_runs), k, v, batch.hidden)
-            store(batch.slot, o, lse)
+            k, v = self._gather(k_cache, v_cache, batch.blocks, batch.num_runs, batch.width)
+            rows = queries(batch.tokens, batch.num_runs)
+            store(batch.slot, *self._attend(rows, k, v, batch.hidden))
 
         weights = torch.softmax(partial_lse[step.merge_slots], dim=1)
         merged = (partial_out[step.merge_slots] * weights[..., None]).sum(dim=1)
@@ -257,54 +257,90 @@ class TorchExecutor:
             out.index_copy_(0, step.tokens, merged.to(out.dtype))
         return out
 
+    def _gather(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: BlockIds,
+        num_runs: int,
+        width: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K ``[num_runs, blocks, heads, head_dim, width]`` and V ``[num_runs, blocks, heads,
+        width, head_dim]`` of the named blocks, float32."""
 
-def _gather(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: BlockIds, width: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K ``[num_blocks, heads, head_dim, width]`` and V ``[num_blocks, heads, width,
-    head_dim]`` of the named blocks, float32 and contiguous."""
+        def pick(name: str, cache: torch.Tensor, in_place: bool) -> torch.Tensor:
+            if isinstance(blocks, slice):
+                return cache[blocks]
+            if not in_place:
+                return cache.index_select(0, blocks)
+            out = self._buffers.take(name, (len(blocks), *cache.shape[1:]), cache.dtype)
+            return torch.index_select(cache, 0, blocks, out=out)
 
-    def pick(cache: torch.Tensor) -> torch.Tensor:
-        return cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
+        transposed = k_cache.stride(1) == 1  # tokens innermost: CPU_ATTN's layout
+        k, v = k_cache.permute(0, 2, 3, 1), v_cache.transpose(1, 2)
+        k = pick("k", k, True) if transposed else pick("k", k_cache, False).permute(0, 2, 3, 1)
+        v = pick("v", v, transposed)
+        if width is not None:
+            k, v = k[..., :width], v[..., :width, :]
+        k = self._buffers.take("k_float", k.shape).copy_(k)
+        v = self._buffers.take("v_float", v.shape).copy_(v)
+        return k.unflatten(0, (num_runs, -1)), v.unflatten(0, (num_runs, -1))
 
-    k, v = k_cache.permute(0, 2, 3, 1), v_cache.transpose(1, 2)
-    k = pick(k) if k.stride(3) == 1 else pick(k_cache).permute(0, 2, 3, 1)
-    v = pick(v)
-    if width is not None:
-        k, v = k[..., :width], v[..., :width, :]
-    contiguous = torch.contiguous_format
-    k, v = (x.to(torch.float32, memory_format=contiguous) for x in (k, v))
-    return k, v
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial attention, block by block, then merged over the blocks.
+
+        Block-sized products are as fast as one long one and need no transposed copy of the
+        cache.
+
+        Args:
+            q: ``[runs, heads, rows, head_dim]``, scaled.
+            k: ``[runs, blocks, heads, head_dim, width]``.
+            v: ``[runs, blocks, heads, width, head_dim]``.
+            hidden: bool ``[runs, blocks, 1, queries, 1, width]``; None where all is visible.
+
+        Returns:
+            ``[runs, heads, rows, head_dim]`` and the log-sum-exp ``[runs, heads, rows]``.
+        """
+        take = self._buffers.take
+        shape = (*k.shape[:3], q.shape[2], k.shape[4])
+        spread = take("q", (*k.shape[:3], *q.shape[2:])).copy_(q[:, None])
+        scores = take("scores", shape)
+        torch.bmm(spread.flatten(0, 2), k.flatten(0, 2), out=scores.flatten(0, 2))
+        if hidden is not None:
+            scores.unflatten(3, (hidden.shape[3], -1)).masked_fill_(hidden, HIDDEN)
+        largest = scores.amax(-1)
+        weights = torch.softmax(scores, -1, out=take("weights", shape))
+        # the largest weight is exp(largest - lse): cheaper than a second pass of exponentials
+        lse = largest - weights.amax(-1).log()
+        o = spread  # the queries are done with, and the output has their shape
+        torch.bmm(weights.flatten(0, 2), v.flatten(0, 2), out=o.flatten(0, 2))
+        total = torch.logsumexp(lse, dim=1)
+        share = torch.exp(lse - total[:, None])
+        return o.mul_(share[..., None]).sum(dim=1), total
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial attention, block by block, then merged over the blocks.
+class _Buffers:
+    """Scratch tensors kept from layer to layer: fresh ones of this size would be returned to
+    the system and faulted in again each time."""
 
-    Block-sized products are as fast as one long one and need no transposed copy of the
-    cache.
+    def __init__(self) -> None:
+        self._flat: dict[str, torch.Tensor] = {}
 
-    Args:
-        q: ``[runs, heads, rows, head_dim]``, scaled.
-        k: ``[runs, blocks, heads, head_dim, width]``.
-        v: ``[runs, blocks, heads, width, head_dim]``.
-        hidden: bool ``[runs, blocks, 1, queries, 1, width]``, or None where all is visible.
-
-    Returns:
-        ``[runs, heads, rows, head_dim]`` and the log-sum-exp ``[runs, heads, rows]``.
-    """
-    scores = torch.matmul(q[:, None], k)
-    if hidden is not None:
-        scores.unflatten(3, (hidden.shape[3], -1)).masked_fill_(hidden, HIDDEN)
-    largest = scores.amax(-1)
-    weights = torch.softmax(scores, -1)
-    # the largest weight is exp(largest - lse): cheaper than a second pass of exponentials
-    lse = largest - weights.amax(-1).log()
-    o = torch.matmul(weights, v)
-    total = torch.logsumexp(lse, dim=1)
-    share = torch.exp(lse - total[:, None])
-    return (o * share[..., None]).sum(dim=1), total
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """An uninitialised tensor; it holds until ``name`` is taken again."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < size or flat.dtype != dtype:
+            flat = self._flat[name] = torch.empty(size, dtype=dtype)
+        return flat[:size].view(shape)
 
 
 def _block_ids(ids: IntArray) -> BlockIds:
