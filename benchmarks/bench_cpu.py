@@ -1,7 +1,7 @@
 """Decode time per output token on the CPU: PREFIX_SHARE against stock CPU_ATTN, whole engine.
 
-Two engines run side by side on the embedded model, or another, and take turns on the same
-prompts, so that both see the machine in the same state. Tokens are compared before a time
+Two engines take turns on the same prompts, the waiting one stopped, so that both see the
+machine in the same state. Tokens are compared before a time
 counts; the exit status is 1 if they differ where stock was sure of its token.
 
     python benchmarks/bench_cpu.py --out benchmarks/results/cpu.json
@@ -89,7 +89,7 @@ def main() -> int:
         parser.error("--tokens must be 2 or more, --repeats and --batches 1 or more")
     try:
         model = args.model or embedded_model_path()
-        settings = {"max_model_len": 4096 + 1024, "max_num_seqs": max(args.batches)}
+        settings = {"pause": True, "max_model_len": 4096 + 1024, "max_num_seqs": max(args.batches)}
         text = read_tokens(model)
         with (
             EngineProcess(PREFIX_SHARE, model, **settings) as ours,

@@ -79,3 +79,7 @@ class PlannerConfig:
         for name in ("num_workers", "max_tile_requests", "num_splits", "kv_chunk_size"):
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not self.rebalance_factor >= 1:
+            raise PrefixShareError(
+                f"rebalance_factor must be at least 1, got {self.rebalance_factor}."
+            )

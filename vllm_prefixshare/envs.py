@@ -58,7 +58,7 @@ def get(name: str) -> Any:
     value = os.environ.get(name, default)
     try:
         return parse(value)
-    except ValueError as e:
+    except (ValueError, RuntimeError) as e:
         raise PrefixShareError(f"{name}={value!r} is not valid: set it to {e}.") from None
 
 

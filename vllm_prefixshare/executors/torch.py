@@ -37,6 +37,7 @@ class _PrivatePiece:
     tokens: torch.Tensor  # [num_runs * query_len], padding repeats a token
     blocks: torch.Tensor  # [num_runs * num_blocks]
     hidden: torch.Tensor  # bool [num_runs, num_blocks, 1, query_len, 1, width]
+    beyond: torch.Tensor  # bool [num_runs, num_blocks, 1, width, 1], tokens not of the run
     num_runs: int
     width: int  # tokens of a block that any run needs
     slot: int
@@ -193,10 +194,12 @@ class TorchExecutor:
         offset = np.arange(depth)[:, None] * size + np.arange(width)
         position = kv_start[:, None, None, None] + offset[:, None]  # [runs, depth, 1, width]
         hidden = position >= visible[:, None, :, None]
+        beyond = position >= (kv_start + lengths)[:, None, None, None]
         return _PrivatePiece(
             tokens=torch.from_numpy((starts[rows][:, None] + query).astype(np.int64).ravel()),
             blocks=torch.from_numpy(block_table[rows[:, None], columns].astype(np.int64).ravel()),
             hidden=torch.from_numpy(hidden[:, :, None, :, None, :]),
+            beyond=torch.from_numpy(beyond[..., None]),
             num_runs=len(runs),
             width=width,
             slot=slot,
@@ -246,6 +249,8 @@ class TorchExecutor:
             store(piece.slot, *self._attend(queries(piece.tokens, 1), k, v, None))
         for batch in step.private:
             k, v = self._gather(k_cache, v_cache, batch.blocks, batch.num_runs, batch.width)
+            # what lies beyond may be anything; a weight of 0 does not undo a NaN
+            v.masked_fill_(batch.beyond, 0.0)
             rows = queries(batch.tokens, batch.num_runs)
             store(batch.slot, *self._attend(rows, k, v, batch.hidden))
 

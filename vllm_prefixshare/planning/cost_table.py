@@ -88,7 +88,12 @@ class Grid:
                 f"got {list(self.microseconds.shape)}."
             )
         for name, axis in (("rows", self.rows), ("kv_len", self.kv_len)):
-            if len(axis) < 2 or not np.all(np.diff(axis) > 0):
+            if (
+                axis.ndim != 1
+                or len(axis) < 2
+                or not np.all(np.diff(axis) > 0)
+                or not np.isfinite(axis[-1])
+            ):
                 raise PrefixShareError(f"cost table: {name} must ascend and have 2 entries.")
         if not np.all(np.isfinite(self.microseconds)) or np.any(self.microseconds <= 0):
             raise PrefixShareError("cost table: microseconds must be positive and finite.")
@@ -110,7 +115,7 @@ class Grid:
         us = self.microseconds
         low = us[i, j] * (1 - y) + us[i, j + 1] * y
         high = us[i + 1, j] * (1 - y) + us[i + 1, j + 1] * y
-        return np.maximum(low * (1 - x) + high * x, us[0, 0])
+        return np.maximum(low * (1 - x) + high * x, us.min())
 
     @staticmethod
     def _locate(axis: FloatArray, value: ArrayLike) -> tuple[np.ndarray, FloatArray]:
@@ -132,6 +137,10 @@ class CostTable:
     tile_us: Grid
     merge_us: float
     unshared_us: Grid | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.merge_us < np.inf:
+            raise PrefixShareError("cost table: merge_us must be 0 or more, and finite.")
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
         return self.tile_us(rows, kv_len)

@@ -33,6 +33,17 @@ def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
     _check_indptr(plan.merge_indptr, plan.num_partials, "merge_indptr")
     _require(np.all((plan.tile_req_indices >= 0) & (plan.tile_req_indices < num_reqs)), "rows")
 
+    for name in ("run_row", "run_kv_start", "run_kv_end", "run_first", "run_last"):
+        _require(len(getattr(plan, name)) == plan.num_runs, name)
+    _require(len(plan.merge_indptr) == num_reqs + 1, "merge_indptr is not one range per request")
+    _require(np.all(plan.run_kv_start >= 0), "a run starts before token 0")
+    _require(np.all((plan.run_row >= 0) & (plan.run_row < num_reqs)), "run_row")
+    open_rows = plan.run_row[plan.run_kv_end == OPEN_END]
+    _require(
+        np.array_equal(np.sort(open_rows), np.arange(num_reqs)),
+        "a request has no open run, or several",
+    )
+
     reads = [np.zeros(max(int(n), 1) + 1, np.int64) for n in seq_lens]  # difference arrays
     touched = np.zeros(len(plan.tile_req_indices), bool)
     lengths = plan.run_lengths(seq_lens)

@@ -68,9 +68,13 @@ class DecodePlan:
     @property
     def shared_rows(self) -> IntArray:
         """Batch rows that read some KV together with another row, ascending."""
-        several = np.diff(self.tile_req_indptr) > 1
-        tile_of_req = np.repeat(np.arange(self.num_tiles), np.diff(self.tile_req_indptr))
-        return np.unique(self.tile_req_indices[several[tile_of_req]])
+        low = np.repeat(self.tile_req_indptr[:-1], np.diff(self.tile_run_indptr))
+        several = np.flatnonzero(self.run_last - self.run_first > 1)
+        read = [
+            self.tile_req_indices[low[r] + self.run_first[r] : low[r] + self.run_last[r]]
+            for r in several
+        ]
+        return np.unique(np.concatenate(read)) if read else np.zeros(0, np.int32)
 
     def run_lengths(self, seq_lens: IntArray) -> IntArray:
         """``[num_runs]`` tokens that each run reads when the requests have ``seq_lens``."""

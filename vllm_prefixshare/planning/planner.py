@@ -51,8 +51,10 @@ class DecodePlanner:
         self._tree = PrefixTree(block_size)
         self._next_request = 0
         self._requests: list[int] = []  # tree request of each batch row
-        self._table = np.zeros((0, 0), np.int32)  # what the tree knows of the block table
-        self._tracked = np.zeros(0, np.int64)  # blocks per row in _table
+        self._table = np.zeros((0, 0), np.int32)  # the block table of the last plan
+        self._tracked = np.zeros(0, np.int64)  # blocks of each row that the tree has
+        self._used = np.zeros(0, np.int64)  # those and the ones being written, all in _table
+        self._private_start = np.zeros(0, np.int64)  # by row, in the last plan
         self._query_len = 1
         self._plan: DecodePlan | None = None
 
@@ -90,14 +92,15 @@ class DecodePlanner:
         if known.shape != self._table.shape:
             return False
         depth = np.arange(known.shape[1])
-        if np.any((known != self._table) & (depth < self._tracked[:, None])):
+        if np.any((known != self._table) & (depth < self._used[:, None])):
             return False
-        if np.any((seq_lens - self._query_len) // self.block_size < self._tracked):
-            return False  # a request was rolled back into blocks that count as filled
+        if np.any(seq_lens < plan.planned_seq_lens):
+            return False  # a request was rolled back, maybe into blocks that are read to their end
         if self.config.num_workers == 1:
             return True  # nothing to balance
-        limit = self.config.rebalance_factor * plan.planned_seq_lens + self.block_size
-        return not np.any(seq_lens > limit)
+        planned = plan.planned_seq_lens - self._private_start
+        limit = self.config.rebalance_factor * planned + self.block_size
+        return not np.any(seq_lens - self._private_start > limit)
 
     def _follow(self, block_table: IntArray, seq_lens: IntArray) -> None:
         """Bring the tree up to date with the batch, as remove, append and add events.
@@ -105,7 +108,7 @@ class DecodePlanner:
         Rows are told apart by their block ids: a row that moved keeps its place in the tree.
         """
         num_blocks = np.maximum(seq_lens - self._query_len, 0) // self.block_size
-        if self.config.null_block_id is not None:
+        if self.config.null_block_id is not None and block_table.size:
             filled = block_table != self.config.null_block_id
             leading = np.where(filled.all(axis=1), block_table.shape[1], filled.argmin(axis=1))
             num_blocks = np.minimum(num_blocks, leading)
@@ -147,7 +150,8 @@ class DecodePlanner:
             self._tree.add(self._requests[row], ids[row].tolist())
 
         self._tracked = num_blocks.astype(np.int64)
-        width = int(num_blocks.max(initial=0))
+        self._used = -(-seq_lens // self.block_size)
+        width = int(self._used.max(initial=0))
         self._table = block_table[:, :width].astype(np.int32, copy=True)
 
     def _make_plan(self, block_table: IntArray, seq_lens: IntArray) -> DecodePlan:
@@ -156,6 +160,8 @@ class DecodePlanner:
         rows = self.gqa_group_size * self._query_len
         if self.config.share != "always":
             forest = drop_trees(forest, self._roots_to_drop(forest, kv_lens, rows))
+        self._private_start = np.empty(len(kv_lens), np.int64)
+        self._private_start[forest.request_rows] = forest.private_start
         problem = DivisionProblem(forest, kv_lens, self.cost, rows, self.block_size, self.config)
         tiles = self._divide(problem) if len(kv_lens) else []
         plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)

@@ -166,8 +166,9 @@ class PrefixTree:
         Raises:
             PrefixShareError: ``order`` does not name every request exactly once.
         """
+        order = list(order)
         row_of = {request: row for row, request in enumerate(order)}
-        if row_of.keys() != self._node_of.keys():
+        if len(order) != len(row_of) or row_of.keys() != self._node_of.keys():
             raise PrefixShareError("order must name every request of the tree exactly once.")
         rows: list[int] = []
         private: list[int] = []

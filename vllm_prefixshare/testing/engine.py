@@ -4,8 +4,10 @@ Its own process, because two engines that are compared must not share hooks, env
 memory, and because vLLM's CPU settings are read at import.
 """
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ PREFIX_SHARE = "PREFIX_SHARE"
 DEFAULT_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -61,6 +63,8 @@ class EngineProcess:
         backend: ``PREFIX_SHARE`` or ``STOCK``.
         model: checkpoint folder.
         environment: variables for this engine alone.
+        pause: stop its processes between calls: even an idle engine polls, and on few cores
+            that slows the engine it is compared with.
         engine_args: further arguments of ``vllm.LLM``.
 
     Raises:
@@ -73,8 +77,10 @@ class EngineProcess:
         backend: str,
         model: Path | str,
         environment: dict[str, str] | None = None,
+        pause: bool = False,
         **engine_args: Any,
     ) -> None:
+        self._pause = pause
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         args = {"model": str(model), "seed": 0, "disable_log_stats": False, **engine_args}
@@ -83,7 +89,17 @@ class EngineProcess:
         self._process = context.Process(target=_serve, args=(theirs, environment or {}, args))
         self._process.start()
         theirs.close()
-        self._receive()
+        try:
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP if pause else signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)  # it leads a group, see _serve
 
     def _receive(self) -> Any:
         try:
@@ -118,16 +134,22 @@ class EngineProcess:
         settings = {"max_tokens": max_tokens, "temperature": 0.0, **sampling}
         if gaps:
             settings["logprobs"] = 2
+        self._signal(signal.SIGCONT)
         self._pipe.send((list(prompts), chat, progress, settings))
-        return self._receive()
+        batch: Batch = self._receive()
+        if self._pause:
+            self._signal(signal.SIGSTOP)
+        return batch
 
     def close(self) -> None:
+        """Stop the engine with all the processes it started."""
         if self._process.is_alive():
-            self._pipe.send(None)
-            self._process.join(60)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+            self._signal(signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
+            self._process.join(30)
+        self._signal(signal.SIGKILL)
+        self._process.join()
 
     def __enter__(self) -> "EngineProcess":
         return self
@@ -137,6 +159,7 @@ class EngineProcess:
 
 
 def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any]) -> None:
+    os.setpgid(0, 0)  # so that close() also reaches what vLLM spawns
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(environment)
@@ -147,6 +170,7 @@ def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str,
         pipe.send(("ready", None))
         while (request := pipe.recv()) is not None:
             pipe.send(("batch", _generate(llm, *request)))
+        llm.llm_engine.engine_core.shutdown()
     except PrefixShareError as e:
         pipe.send(("refused", str(e)))
     except Exception:  # crosses a process: the traceback is all the parent can see

@@ -1,0 +1,46 @@
+# `make demo` and `make test` set up all they need from a fresh clone, each step once.
+# The first set-up takes about two minutes and 3 GiB; pip must be able to find PyTorch's CPU wheels.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON ?= python3.11 python3.12 python3  # the first that fits the lock is taken
+INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys; \
+	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
+	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
+
+.PHONY: demo test lint venv model clean
+
+demo: model
+	$(PY) examples/document_qa.py $(DEMO_ARGS)
+
+test: lint model
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+venv: $(VENV)/.project
+
+# Converts on the first call only; after that it prints where the model is.
+model: venv
+	$(PY) -m vllm_prefixshare.testing.embedded_model
+
+# The converted model stays in its cache.
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A new lock or interpreter starts over, so that the environment holds what the lock says and
+# no more. A stamp is written last: a failed or interrupted step is done again.
+$(VENV)/.locked: requirements/cpu.lock $(INTERPRETER)
+	@test -n "$(INTERPRETER)" || { echo "no CPython 3.11 or 3.12 with venv among: $(PYTHON)" >&2; exit 1; }
+	rm -rf $(VENV)
+	$(INTERPRETER) -m venv $(VENV)
+	$(PY) -m pip install --quiet --no-deps -r $<
+	touch $@
+
+$(VENV)/.project: setup.py pyproject.toml vllm_prefixshare/__init__.py $(VENV)/.locked
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@

@@ -1,0 +1,182 @@
+"""Environment variables and configuration: what is refused, and in which words."""
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
+from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.types import PrefixShareError
+
+from .strategies import COSTS
+
+GOOD = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(envs.os.environ):
+        if name.startswith(envs.PREFIX):
+            monkeypatch.delenv(name)
+
+
+def test_nothing_set_is_a_valid_environment():
+    envs.check_environment()
+
+
+def test_every_variable_has_the_prefix_a_valid_default_and_a_meaning():
+    for name, (parse, default, meaning) in envs.VARIABLES.items():
+        assert name.startswith(envs.PREFIX)
+        assert envs.get(name) == parse(default)
+        assert len(meaning) > 10
+
+
+def test_defaults():
+    assert envs.get("VLLM_PREFIXSHARE_DIVIDER") == PlannerConfig().divider
+    assert envs.get("VLLM_PREFIXSHARE_SHARE") == PlannerConfig().share
+    assert envs.get("VLLM_PREFIXSHARE_COST_TABLE") is None
+    assert envs.get("VLLM_PREFIXSHARE_CACHE") == Path.home() / ".cache/vllm_prefixshare"
+    assert envs.get("VLLM_PREFIXSHARE_STRICT") is False
+    assert envs.get("VLLM_PREFIXSHARE_CHECK_PLANS") is False
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("VLLM_PREFIXSHARE_SHARE", "never", "never"),
+        ("VLLM_PREFIXSHARE_SHARE", "ALWAYS", "always"),
+        ("VLLM_PREFIXSHARE_STRICT", "1", True),
+        ("VLLM_PREFIXSHARE_STRICT", "0", False),
+        ("VLLM_PREFIXSHARE_CHECK_PLANS", "1", True),
+        ("VLLM_PREFIXSHARE_DIVIDER", "deft_flatten", "deft_flatten"),
+        ("VLLM_PREFIXSHARE_COST_TABLE", "/tmp/table.json", Path("/tmp/table.json")),
+        ("VLLM_PREFIXSHARE_COST_TABLE", "", None),
+        ("VLLM_PREFIXSHARE_CACHE", "~/here", Path.home() / "here"),
+    ],
+)
+def test_values_are_parsed(monkeypatch, name, text, value):
+    monkeypatch.setenv(name, text)
+    assert envs.get(name) == value
+    envs.check_environment()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("VLLM_PREFIXSHARE_SHARE", "sometimes", "auto, always, never"),
+        ("VLLM_PREFIXSHARE_SHARE", "", "auto, always, never"),
+        ("VLLM_PREFIXSHARE_STRICT", "yes", "0 or 1"),
+        ("VLLM_PREFIXSHARE_STRICT", "", "0 or 1"),
+        ("VLLM_PREFIXSHARE_CHECK_PLANS", "true", "0 or 1"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_would_be_good(monkeypatch, name, text, allowed):
+    monkeypatch.setenv(name, text)
+    for call in (lambda: envs.get(name), envs.check_environment):
+        with pytest.raises(PrefixShareError) as error:
+            call()
+        assert f"{name}={text!r}" in str(error.value)
+        assert allowed in str(error.value)
+
+
+def test_a_path_of_an_unknown_user_is_refused_by_the_name_of_the_variable(monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", "~no-such-user-here/table.json")
+    for call in (lambda: envs.get("VLLM_PREFIXSHARE_COST_TABLE"), envs.check_environment):
+        with pytest.raises(PrefixShareError, match="VLLM_PREFIXSHARE_COST_TABLE"):
+            call()
+
+
+def test_an_unknown_variable_is_refused_and_the_known_ones_are_named(monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDR", "fixed")
+    with pytest.raises(PrefixShareError) as error:
+        envs.check_environment()
+    assert str(error.value).startswith("VLLM_PREFIXSHARE_DIVIDR is not a known variable")
+    assert all(name in str(error.value) for name in envs.VARIABLES)
+
+
+def test_variables_of_others_are_left_alone(monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIX", "1")
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
+    envs.check_environment()
+
+
+def test_the_environment_is_read_at_each_call(monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "never")
+    assert envs.get("VLLM_PREFIXSHARE_SHARE") == "never"
+    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
+    assert envs.get("VLLM_PREFIXSHARE_SHARE") == "always"
+
+
+def test_a_refusal_is_a_value_error():
+    assert issubclass(PrefixShareError, ValueError)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_shapes_that_are_accepted(head_dim, dtype):
+    config = AttentionConfig(**{**GOOD, "head_dim": head_dim, "dtype": dtype})
+    assert config.gqa_group_size == 4
+
+
+def test_attention_without_grouped_queries():
+    assert AttentionConfig(**{**GOOD, "num_kv_heads": 32}).gqa_group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("num_qo_heads", 0, "num_qo_heads must be at least 1, got 0."),
+        ("num_kv_heads", 0, "num_kv_heads must be at least 1, got 0."),
+        ("num_kv_heads", -1, "num_kv_heads must be at least 1, got -1."),
+        ("block_size", 0, "block_size must be at least 1, got 0."),
+        ("num_kv_heads", 5, "num_qo_heads must be a multiple of num_kv_heads, got 32 and 5."),
+        ("num_kv_heads", 64, "num_qo_heads must be a multiple of num_kv_heads, got 32 and 64."),
+        ("head_dim", 56, "head_dim must be a multiple of 8 from 64 to 256, got 56."),
+        ("head_dim", 264, "head_dim must be a multiple of 8 from 64 to 256, got 264."),
+        ("head_dim", 100, "head_dim must be a multiple of 8 from 64 to 256, got 100."),
+        ("dtype", "int8", "dtype must be one of float32, bfloat16, float16, got int8."),
+    ],
+)
+def test_attention_shapes_that_are_refused(name, value, sentence):
+    with pytest.raises(PrefixShareError) as error:
+        AttentionConfig(**{**GOOD, name: value})
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "name", ["num_workers", "max_tile_requests", "num_splits", "kv_chunk_size"]
+)
+@pytest.mark.parametrize("value", [0, -3])
+def test_planner_counts_must_be_positive(name, value):
+    with pytest.raises(PrefixShareError) as error:
+        PlannerConfig(**{name: value})
+    assert str(error.value) == f"{name} must be at least 1, got {value}."
+
+
+@pytest.mark.parametrize("value", [0.0, -1.5, float("nan")])
+def test_a_rebalance_factor_that_would_plan_at_every_step_is_refused(value):
+    with pytest.raises(PrefixShareError, match="rebalance_factor"):
+        PlannerConfig(rebalance_factor=value)
+
+
+def test_a_share_policy_must_be_a_known_one():
+    with pytest.raises(PrefixShareError) as error:
+        PlannerConfig(share="maybe")
+    assert str(error.value) == "share must be one of auto, always, never, got 'maybe'."
+
+
+def test_a_divider_must_be_a_known_one():
+    with pytest.raises(PrefixShareError) as error:
+        DecodePlanner(PlannerConfig(divider="best"), COSTS["h200"], 16, 4)
+    assert "'best'" in str(error.value)
+    assert all(name in str(error.value) for name in DIVIDERS)
+
+
+def test_configuration_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        PlannerConfig().num_workers = 2
+    with pytest.raises(FrozenInstanceError):
+        AttentionConfig(**GOOD).block_size = 1

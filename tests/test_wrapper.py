@@ -1,0 +1,109 @@
+"""What the operator refuses, and how it says so."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+
+SHAPE = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
+TABLE = np.array([[1, 2, 3], [1, 2, 4]], np.int32)
+LENS = np.array([40, 41], np.int32)
+
+
+def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
+    return PrefixShareDecodeWrapper(**{**SHAPE, "dtype": torch.float32, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"divider": "best"}, "divider 'best' is unknown: use one of flashforge"),
+        ({"head_dim": 32}, "head_dim must be a multiple of 8 from 64 to 256, got 32"),
+        ({"head_dim": 512}, "head_dim must be"),
+        ({"dtype": torch.int8}, "dtype must be one of float32, bfloat16, float16, got int8"),
+        ({"num_qo_heads": 5}, "num_qo_heads must be a multiple of num_kv_heads"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"device": "cuda"}, "device 'cuda' has no executor yet"),
+        ({"share": "sometimes"}, "share must be one of"),
+        ({"num_workers": 0}, "num_workers must be at least 1"),
+    ],
+)
+def test_refuses_arguments_out_of_range(changes, sentence):
+    with pytest.raises(PrefixShareError, match=sentence):
+        wrapper(**changes)
+
+
+@pytest.mark.parametrize(
+    ("table", "lens", "starts", "sentence"),
+    [
+        (TABLE[0], LENS, None, "block_table must be 2-dimensional integers"),
+        (TABLE.astype(float), LENS, None, "block_table must be 2-dimensional integers"),
+        (TABLE, LENS[:1], None, "block_table has 2 rows, seq_lens 1"),
+        (TABLE, LENS + 8, None, r"seq_lens\[1\] = 49 goes beyond the block table: 3 blocks of 16"),
+        (TABLE, LENS * 0, None, r"seq_lens\[0\] = 0 is less than its own queries"),
+        (TABLE * -1, LENS, None, r"block_table\[0, 0\] = -1: block ids start at 0"),
+        (TABLE, LENS, [0, 1], "query_start_loc must rise from 0 over 3 entries"),
+        (TABLE, LENS, [0, 1, 1], "query_start_loc must rise"),
+    ],
+)
+def test_refuses_batches_that_make_no_sense(table, lens, starts, sentence):
+    with pytest.raises(PrefixShareError, match=sentence):
+        wrapper().plan(table, lens, starts)
+
+
+def test_unused_entries_of_the_table_may_hold_anything():
+    table = np.array([[1, 2, 3, -1], [1, 2, 4, -7]], np.int32)
+    assert wrapper().plan(table, LENS).num_reqs == 2
+
+
+def tensors(blocks: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(2, 4, 64), torch.randn(blocks, 16, 2, 64), torch.randn(blocks, 16, 2, 64)
+
+
+def test_refuses_tensors_of_another_shape_or_dtype():
+    w = wrapper()
+    with pytest.raises(PrefixShareError, match="no plan yet"):
+        w.run(*tensors(), TABLE, LENS)
+    w.plan(TABLE, LENS)
+    q, k, v = tensors()
+    with pytest.raises(PrefixShareError, match=r"q must be \[2, 4, 64\], got \[1, 4, 64\]"):
+        w.run(q[:1], k, v, TABLE, LENS)
+    with pytest.raises(PrefixShareError, match=r"k_cache must be \[num_blocks, 16, 2, 64\]"):
+        w.run(q, k.transpose(1, 2), v, TABLE, LENS)
+    with pytest.raises(PrefixShareError, match=r"v_cache must be float32 on the cpu"):
+        w.run(q, k, v.half(), TABLE, LENS)
+    with pytest.raises(PrefixShareError, match="names block 4, but the cache has 4 blocks"):
+        w.run(*tensors(blocks=4), TABLE, LENS)
+    with pytest.raises(PrefixShareError, match="not the planned one"):
+        w.run(q, k, v, TABLE, LENS - 8)
+
+
+def test_an_empty_batch_is_a_batch():
+    w = wrapper()
+    assert w.plan(np.zeros((0, 3), np.int32), np.zeros(0, np.int32)).num_tiles == 0
+    out = w.run(torch.zeros(0, 4, 64), *tensors()[1:], np.zeros((0, 3), np.int32), [])
+    assert out.shape == (0, 4, 64)
+
+
+def test_stats_count_kv_tokens_and_plans():
+    w = wrapper()
+    w.plan(TABLE, LENS)
+    w.plan(TABLE, LENS + 1)
+    stats = w.stats()
+    assert stats.kv_tokens_per_request == 83
+    assert stats.kv_tokens_read == 83 - 32  # two shared blocks are read once
+    assert (stats.updates, stats.plans, stats.work_tiles, stats.partials) == (2, 1, 3, 4)
+    assert stats.plan_seconds > 0
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm():
+    code = (
+        "import sys, vllm_prefixshare, vllm_prefixshare.planning.planner, vllm_prefixshare.envs\n"
+        "print(sorted({'torch', 'vllm', 'triton'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

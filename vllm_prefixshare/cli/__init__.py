@@ -1,0 +1,161 @@
+"""``vllm-prefixshare``: doctor, profile, inspect."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
+from vllm_prefixshare.types import PrefixShareError
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Say what is installed, what is set, and whether the backend can be chosen."""
+    from importlib.metadata import entry_points
+
+    from vllm_prefixshare import __version__
+    from vllm_prefixshare.integration import compat
+
+    print(f"vllm_prefixshare   {__version__}")
+    plugins = entry_points(group="vllm.general_plugins")
+    found = any(p.value.startswith("vllm_prefixshare.") for p in plugins)
+    print(f"plugin             {'registered' if found else 'not registered'}")
+    for name in envs.VARIABLES:
+        print(f"{name:<30} {envs.get(name)}")
+    envs.check_environment()
+    print(f"vLLM               {compat.vllm_version()}")
+    compat.check_vllm_version()
+    if not found:
+        raise PrefixShareError("vLLM does not see the plugin: install it with 'pip install .'.")
+    from vllm_prefixshare.integration.hooks import HOOKS, install_hooks
+
+    install_hooks()
+    for hook in HOOKS:
+        print(f"hook               {hook.target}")
+    print("PREFIX_SHARE can be chosen")
+    return 0
+
+
+def attention_of(args: argparse.Namespace) -> AttentionConfig:
+    """The attention shape named by ``--model``, or by its numbers."""
+    if args.model is None:
+        return AttentionConfig(
+            args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
+        )
+    path = args.model / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        heads = config["num_attention_heads"]
+        return AttentionConfig(
+            heads,
+            config.get("num_key_value_heads", heads),
+            config.get("head_dim") or config["hidden_size"] // heads,
+            args.block_size,
+            args.dtype,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        if isinstance(e, PrefixShareError):
+            raise
+        raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
+
+
+def profile(args: argparse.Namespace) -> int:
+    """Measure the cost table of this machine for one attention shape."""
+    attention = attention_of(args)
+    from vllm_prefixshare.integration import compat
+
+    compat.check_vllm_version()
+    from vllm_prefixshare.integration.cpu_timing import cpu_attn_timer
+    from vllm_prefixshare.profiling.measure import measure_cpu
+    from vllm_prefixshare.profiling.tables import cache_folder
+
+    table = measure_cpu(attention, cpu_attn_timer(attention))
+    path = args.out or cache_folder() / table.fingerprint.file_name()
+    table.save(path)
+    print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
+    print(" " * 6 + "".join(f"{n:10.0f}" for n in table.tile_us.kv_len))
+    for rows, line in zip(table.tile_us.rows, table.tile_us.microseconds, strict=True):
+        print(f"{rows:6.0f}" + "".join(f"{us:10.1f}" for us in line))
+    assert table.unshared_us is not None
+    print(" alone" + "".join(f"{us:10.1f}" for us in table.unshared_us.microseconds[0]))
+    print(f"written to {path}")
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Show what every divider makes of a tree."""
+    from vllm_prefixshare.planning.cost_table import analytic_cost
+    from vllm_prefixshare.planning.dividers import DIVIDERS, get_divider
+    from vllm_prefixshare.planning.planner import DecodePlanner
+    from vllm_prefixshare.testing.workloads import tree
+
+    get_divider(args.divider or "flashforge")
+    attention = attention_of(args)
+    work = tree(args.tree, attention.block_size)
+    stock = int(work.seq_lens.sum())
+    print(f"{len(work.seq_lens)} requests, {stock} KV tokens read one by one")
+    print(f"{'divider':<16} {'KV read':>9} {'share':>6} {'tiles':>6} {'partials':>8} {'ms':>7}")
+    for name in [args.divider] if args.divider else DIVIDERS:
+        config = PlannerConfig(
+            divider=name,
+            share="always",
+            num_workers=args.workers,
+            max_tile_requests=max(1, args.tile_rows // attention.gqa_group_size),
+        )
+        planner = DecodePlanner(
+            config, analytic_cost(attention, "cuda"), work.block_size, attention.gqa_group_size
+        )
+        plan = planner.update(work.block_table, work.seq_lens)
+        read = plan.kv_tokens_read(work.seq_lens)
+        print(
+            f"{name:<16} {read:9} {stock / read:6.2f} {plan.num_tiles:6} {plan.num_partials:8} "
+            f"{planner.counters.plan_seconds * 1e3:7.2f}"
+        )
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="vllm-prefixshare", description=__doc__)
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.set_defaults(run=run)
+        return command
+
+    add(doctor)
+    for run in (profile, inspect):
+        command = add(run)
+        command.add_argument("--model", type=Path, help="checkpoint folder to take the shape from")
+        command.add_argument("--num-qo-heads", type=int, default=32)
+        command.add_argument("--num-kv-heads", type=int, default=8)
+        command.add_argument("--head-dim", type=int, default=128)
+        command.add_argument("--block-size", type=int, default=128 if run is profile else 16)
+        command.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+        if run is profile:
+            command.add_argument("--out", type=Path, help="default: the cache folder")
+        else:
+            command.add_argument(
+                "--tree", default="1,4,16_1024,256,64", help="see testing.workloads"
+            )
+            command.add_argument("--divider", help="only this one")
+            command.add_argument("--workers", type=int, default=132, help="thread blocks")
+            command.add_argument("--tile-rows", type=int, default=128, help="rows of a Q tile")
+    return root
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command. A user's mistake is one line on standard error and exit status 2."""
+    args = parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        return status
+    except PrefixShareError as e:
+        print(f"vllm-prefixshare: error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
