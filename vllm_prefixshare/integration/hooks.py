@@ -108,10 +108,13 @@ def _check_engine_config(config: Any) -> None:
     """Refuse at start-up what would fail later; give the workers the statistics method."""
     from vllm.platforms import current_platform
 
+    from vllm_prefixshare.planning.cost_table import CostTable
     from vllm_prefixshare.planning.dividers import get_divider
 
     envs.check_environment()
     get_divider(envs.get("VLLM_PREFIXSHARE_DIVIDER"))
+    if (table := envs.get("VLLM_PREFIXSHARE_COST_TABLE")) is not None:
+        CostTable.load(table)  # whether it fits is known once the model's shape is
     if not current_platform.is_cpu():
         raise PrefixShareError(
             f"{BACKEND_NAME} serves the CPU platform in this version: unset {ENV_VAR} here."

@@ -47,13 +47,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Completions of one ``generate`` call. seconds_per_token: decode time per output token,
-    from the moment all requests had their first one."""
+    """Completions of one ``generate`` call.
+
+    seconds_per_token: decode time per output token, from the moment all requests had their
+        first one.
+    stats: ``BackendStats`` of this call (empty for stock).
+    preemptions: requests that the scheduler pre-empted during it.
+    """
 
     answers: tuple[Answer, ...]
     seconds: float
     seconds_per_token: float
     stats: dict[str, float] = field(default_factory=dict)
+    preemptions: int = 0
 
 
 class EngineProcess:
@@ -186,6 +192,7 @@ def _generate(
     shares = "PREFIX_SHARE" in str(llm.llm_engine.vllm_config.attention_config.backend)
     if shares:
         llm.collective_rpc("prefix_share_stats", args=(True,))
+    preempted = _preemptions(llm)
     began = time.perf_counter()
     if chat:
         messages = [[{"role": "user", "content": text}] for text in prompts]
@@ -210,7 +217,17 @@ def _generate(
         for output in outputs
         for completion in output.outputs
     )
-    return Batch(answers, seconds, (last - first) / max(1, longest - 1), stats)
+    return Batch(
+        answers,
+        seconds,
+        (last - first) / max(1, longest - 1),
+        stats,
+        _preemptions(llm) - preempted,
+    )
+
+
+def _preemptions(llm: Any) -> int:
+    return sum(int(m.value) for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
 def _gaps(logprobs: Any) -> tuple[float, ...]:

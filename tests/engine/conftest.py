@@ -1,0 +1,54 @@
+"""Two real engines on the embedded model, side by side: PREFIX_SHARE and stock."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_prefixshare.testing.embedded_model import embedded_model_path
+from vllm_prefixshare.testing.engine import PREFIX_SHARE, STOCK, Batch, EngineProcess
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+
+#: float32, so that a token that differs is a fault and not a rounding of bfloat16 logits.
+#: Few blocks and a small token budget, so that prefill is chunked, batches are mixed and
+#: requests are pre-empted.
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 3072,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 40,
+    "enforce_eager": True,
+    "pause": True,
+}
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return embedded_model_path()
+
+
+@pytest.fixture(scope="session")
+def ours(model: Path) -> Iterator[EngineProcess]:
+    environment = {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_CHECK_PLANS": "1"}
+    with EngineProcess(PREFIX_SHARE, model, environment, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def stock(model: Path) -> Iterator[EngineProcess]:
+    with EngineProcess(STOCK, model, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def both(ours: EngineProcess, stock: EngineProcess) -> Callable[..., tuple[Batch, Batch]]:
+    """Runs the same prompts on both engines: (PREFIX_SHARE, stock)."""
+
+    def run(prompts: Any, max_tokens: int, **options: Any) -> tuple[Batch, Batch]:
+        batches = [e.generate(prompts, max_tokens, gaps=True, **options) for e in (ours, stock)]
+        return batches[0], batches[1]
+
+    return run

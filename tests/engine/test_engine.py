@@ -1,0 +1,101 @@
+"""Tokens of a real engine through PREFIX_SHARE against stock vLLM, on real prompts.
+
+Each test also asserts that what it is about really took place: shared steps, plans reused,
+pre-emption.
+"""
+
+import pytest
+
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.testing.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
+
+from .conftest import DOCUMENT
+
+pytestmark = pytest.mark.engine
+
+NUM_LAYERS = 30
+MAX_GAP = 0.05  # nats
+QUESTIONS = (
+    "What does the prefix tree hold?",
+    "What is a work tile?",
+    "Why does a plan stay valid?",
+    "What does the cost table measure?",
+    "How are partial results merged?",
+    "What is a divider?",
+)
+
+
+def ask(question: str, document: str = DOCUMENT) -> str:
+    return f"Document:\n\n{document}\n\nQuestion: {question}\nAnswer:"
+
+
+def assert_same_tokens(ours: Batch, stock: Batch) -> None:
+    wrong = [d for d in divergences(ours, stock) if d.gap > MAX_GAP]
+    assert not wrong, f"tokens differ where stock was sure: {wrong}"
+
+
+def assert_shared(batch: Batch, factor: float = 1.2) -> None:
+    stats = batch.stats
+    assert stats["shared_steps"] > 0
+    assert stats["layer_calls"] == stats["shared_steps"] * NUM_LAYERS
+    assert stats["kv_tokens_stock"] > factor * stats["kv_tokens_read"]
+
+
+def test_questions_about_one_document(both):
+    prompts = [ask(q) for q in QUESTIONS]
+    both(prompts[:1], 1)  # the document into the prefix cache
+    ours, stock = both(prompts, 40, ignore_eos=True)
+    assert_same_tokens(ours, stock)
+    assert_shared(ours, factor=3.0)
+    assert ours.answers[-1].num_cached_tokens >= 1024
+    assert ours.stats["shared_steps"] == ours.stats["decode_steps"]
+    assert ours.stats["plans"] <= 3 < 30 < ours.stats["updates"], "steady decode must not plan"
+
+
+def test_requests_that_end_at_different_times(both):
+    half = DOCUMENT[: len(DOCUMENT) // 2]
+    prompts = [ask(q, d) for q in QUESTIONS[:4] for d in (DOCUMENT, half)]
+    ours, stock = both(prompts, 60)  # each ends with its own end-of-sequence token
+    assert_same_tokens(ours, stock)
+    assert_shared(ours)
+    assert ours.stats["plans"] < ours.stats["updates"]
+
+
+def test_nothing_shared_runs_as_stock(both):
+    prompts = [f"{i} " + DOCUMENT[1000 * i : 1000 * i + 700] for i in range(4)]
+    ours, stock = both(prompts, 12, ignore_eos=True)
+    assert_same_tokens(ours, stock)
+    assert ours.stats["shared_steps"] == 0
+    assert ours.stats["kv_tokens_read"] == ours.stats["kv_tokens_stock"]
+
+
+def test_chunked_prefill_mixes_with_shared_decode(both):
+    # short prompts decode while the long ones are still in prefill, 512 tokens a step
+    short = [ask(q, DOCUMENT[:2500]) for q in QUESTIONS[:3]]
+    both(short[:1], 1)
+    ours, stock = both([*short, DOCUMENT[200:], DOCUMENT[700:]], 24, ignore_eos=True)
+    assert_same_tokens(ours, stock)
+    assert_shared(ours)
+
+
+def test_several_samples_of_one_prompt(both):
+    options = {"n": 5, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+    ours, stock = both([ask(QUESTIONS[0])], 24, **options)
+    assert len(ours.answers) == 5
+    assert len({a.token_ids for a in ours.answers}) > 1
+    assert_same_tokens(ours, stock)
+    assert_shared(ours, factor=2.0)
+
+
+def test_pre_empted_requests_come_back_right(both):
+    # 5120 tokens of cache: 12 requests outgrow it
+    prompts = [ask(q + " " * i, DOCUMENT[:4000]) for i, q in enumerate(QUESTIONS * 2)]
+    ours, stock = both(prompts, 330, ignore_eos=True)
+    assert ours.preemptions > 0
+    assert_same_tokens(ours, stock)
+    assert_shared(ours)
+
+
+def test_a_wrong_setting_is_refused_before_work_starts(model):
+    with pytest.raises(PrefixShareError, match="divider 'best' is unknown"):
+        EngineProcess(PREFIX_SHARE, model, {"VLLM_PREFIXSHARE_DIVIDER": "best"})
