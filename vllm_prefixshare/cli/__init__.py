@@ -155,7 +155,3 @@ def main(argv: list[str] | None = None) -> int:
     except PrefixShareError as e:
         print(f"vllm-prefixshare: error: {e}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
