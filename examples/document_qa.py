@@ -116,7 +116,14 @@ def main() -> int:
         default="always",
         help="auto lets the cost model decide whether sharing pays",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="default: bfloat16; float32 with --compare, because bfloat16 logits come in steps "
+        "of an eighth and make other tokens of a tie look like a fault",
+    )
     args = parser.parse_args()
+    dtype = args.dtype or ("float32" if args.compare else "bfloat16")
     try:
         if args.max_tokens < 1:
             raise PrefixShareError(f"--max-tokens must be at least 1, got {args.max_tokens}.")
@@ -127,11 +134,12 @@ def main() -> int:
         prompts = [prompt(document, question) for question in questions]
         results: dict[str, Batch] = {}
         for backend in (PREFIX_SHARE, STOCK) if args.compare else (PREFIX_SHARE,):
-            print(f"starting vLLM with {backend} attention ...", flush=True)
+            print(f"starting vLLM with {backend} attention, {dtype} ...", flush=True)
             with EngineProcess(
                 backend,
                 model,
                 environment={"VLLM_PREFIXSHARE_SHARE": args.share},
+                dtype=dtype,
                 max_model_len=args.max_model_len,
                 max_num_seqs=max(8, len(prompts)),
             ) as engine:

@@ -16,7 +16,7 @@ FLOORS = {
     "config": ({"types"}, set()),
     "planning": ({"types", "config"}, {"numpy", "numba"}),
     "kernels": ({"types", "config"}, {"torch", "triton"}),
-    "executors": ({"types", "config", "planning", "kernels"}, {"numpy", "torch"}),
+    "executors": ({"types", "config", "envs", "planning", "kernels"}, {"numpy", "torch"}),
     "profiling": (
         {"types", "config", "envs", "planning", "kernels", "executors"},
         {"numpy", "torch"},

@@ -79,7 +79,7 @@ class PrefixShareDecodeWrapper:
         group = self.attention.gqa_group_size
         self._planner = DecodePlanner(
             PlannerConfig(divider=divider, num_workers=num_workers, share=share),
-            cost or analytic_cost(self.attention, "cpu"),
+            cost or analytic_cost(self.attention, "torch"),
             block_size,
             group,
         )

@@ -71,8 +71,8 @@ def flashforge_table() -> CostTable:
 
 
 COSTS = {
-    "h200": analytic_cost(LLAMA, "cuda"),
-    "cpu": analytic_cost(LLAMA, "cpu"),
+    "h200": analytic_cost(LLAMA, "triton"),
+    "cpu": analytic_cost(LLAMA, "torch"),
     "paper": flashforge_table(),
     "bytes": LinearCost(launch=0.001),
     "launch": LinearCost(launch=1000.0, unshared_launch=1000.0),

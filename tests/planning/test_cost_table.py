@@ -319,14 +319,14 @@ def test_file_names_are_plain_and_differ_where_fingerprints_do():
         assert all(c.isalnum() or c in "-._" for c in name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("executor", ["torch", "native", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @quick(40)
 @given(st.integers(1, 300), st.integers(1, 100_000), st.integers(0, 200), st.integers(0, 10_000))
 def test_estimates_are_positive_and_rise_with_rows_and_tokens(
-    device, dtype, rows, kv_len, more_rows, more_kv
+    executor, dtype, rows, kv_len, more_rows, more_kv
 ):
-    cost = analytic_cost(replace(LLAMA, dtype=dtype), device)
+    cost = analytic_cost(replace(LLAMA, dtype=dtype), executor)
     for call in (cost.tile, cost.unshared):
         assert 0 < call(rows, kv_len) < np.inf
         assert call(rows + more_rows, kv_len) >= call(rows, kv_len)
@@ -335,17 +335,17 @@ def test_estimates_are_positive_and_rise_with_rows_and_tokens(
     assert cost.merge(rows + more_rows) >= cost.merge(rows)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_estimate_charges_the_launch_however_short_the_tile(device):
-    cost = analytic_cost(LLAMA, device)
+@pytest.mark.parametrize("executor", ["torch", "native", "triton"])
+def test_an_estimate_charges_the_launch_however_short_the_tile(executor):
+    cost = analytic_cost(LLAMA, executor)
     assert isinstance(cost, AnalyticCost)
     assert cost.tile(1, 1) >= cost.launch_us
     assert cost.tile(4, 20_000) > 2 * cost.tile(4, 16)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_estimate_prefers_reading_a_long_prefix_once(device):
-    cost = analytic_cost(LLAMA, device)
+@pytest.mark.parametrize("executor", ["torch", "native", "triton"])
+def test_an_estimate_prefers_reading_a_long_prefix_once(executor):
+    cost = analytic_cost(LLAMA, executor)
     readers, rows = 16, LLAMA.gqa_group_size
     together = cost.tile(readers * rows, 8192) + cost.merge(readers * rows)
     assert together < readers * cost.unshared(rows, 8192)
@@ -353,7 +353,7 @@ def test_an_estimate_prefers_reading_a_long_prefix_once(device):
 
 def test_a_wider_dtype_costs_no_less():
     half, single = (
-        analytic_cost(AttentionConfig(32, 8, 128, 16, dtype), "cuda")
+        analytic_cost(AttentionConfig(32, 8, 128, 16, dtype), "triton")
         for dtype in ("bfloat16", "float32")
     )
     assert single.tile(4, 4096) >= half.tile(4, 4096)

@@ -105,7 +105,7 @@ def inspect(args: argparse.Namespace) -> int:
             max_tile_requests=max(1, args.tile_rows // attention.gqa_group_size),
         )
         planner = DecodePlanner(
-            config, analytic_cost(attention, "cuda"), work.block_size, attention.gqa_group_size
+            config, analytic_cost(attention, "triton"), work.block_size, attention.gqa_group_size
         )
         plan = planner.update(work.block_table, work.seq_lens)
         read = plan.kv_tokens_read(work.seq_lens)

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from vllm_prefixshare.executors.partials import merge_slots, tokens_of
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.types import IntArray
 
@@ -109,9 +110,9 @@ class TorchExecutor:
 
         owners = [p.tokens for p in shared] + [p.tokens for p in private]
         tokens = torch.cat(owners).numpy()
-        wanted = _tokens_of(rows, query_start_loc) if rows is not None else None
+        wanted = tokens_of(rows, query_start_loc) if rows is not None else None
         total = int(query_start_loc[-1])
-        merge = _merge_slots(tokens, _padding(private, slot, len(tokens)), total)
+        merge = merge_slots(tokens, total, len(tokens), _padding(private, slot, len(tokens)))
         return TorchStep(
             shared=tuple(shared),
             private=tuple(private),
@@ -128,7 +129,7 @@ class TorchExecutor:
         for run in runs.tolist():
             base = int(plan.tile_req_indptr[tile_of_run[run]])
             readers = plan.tile_req_indices[base + plan.run_first[run] : base + plan.run_last[run]]
-            tokens = torch.from_numpy(_tokens_of(readers, starts))
+            tokens = torch.from_numpy(tokens_of(readers, starts))
             first, last = plan.run_kv_start[run], plan.run_kv_end[run]
             ids = block_table[plan.run_row[run], first // plan.block_size : last // plan.block_size]
             scores = self.num_kv_heads * self.gqa_group_size * len(tokens) * plan.block_size
@@ -358,13 +359,6 @@ def _block_ids(ids: IntArray) -> BlockIds:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def _tokens_of(rows: IntArray, starts: IntArray) -> np.ndarray:
-    """Query tokens of ``rows``, int64, in order."""
-    lens = np.diff(starts)[rows]
-    offset = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
-    return (np.repeat(starts[rows], lens) + offset).astype(np.int64)
-
-
 def _padding(private: list[_PrivatePiece], first: int, total: int) -> np.ndarray:
     """bool ``[total]``: partial results that only pad a ragged batch of queries."""
     pad = np.zeros(total, bool)
@@ -374,16 +368,3 @@ def _padding(private: list[_PrivatePiece], first: int, total: int) -> np.ndarray
         pad[at : at + tokens.size].reshape(tokens.shape)[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
         at += tokens.size
     return pad
-
-
-def _merge_slots(tokens: np.ndarray, padding: np.ndarray, num_tokens: int) -> np.ndarray:
-    """int64 ``[num_tokens, most]`` slots of each token's partial results, filled up with the
-    empty slot ``len(tokens)``."""
-    slots = np.flatnonzero(~padding)
-    owner = tokens[slots]
-    order = np.argsort(owner, kind="stable")
-    counts = np.bincount(owner, minlength=num_tokens)
-    table = np.full((num_tokens, max(1, int(counts.max(initial=0)))), len(tokens), np.int64)
-    rank = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table[owner[order], rank] = slots[order]
-    return table

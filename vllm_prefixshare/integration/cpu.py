@@ -1,11 +1,11 @@
 """PREFIX_SHARE on vLLM's CPU platform.
 
 Inherits CPU_ATTN: its cache, its prefill, its kernel for rows that share nothing. Decode
-rows that share KV blocks leave it and run in the torch executor. One step:
+rows that share KV blocks leave it and run in an executor of ours. One step:
 
-    build():   block table, lengths -> DecodePlanner -> TorchStep (shared rows)
+    build():   block table, lengths -> DecodePlanner -> CpuStep (shared rows)
                                                      -> CPU_ATTN metadata (the other rows)
-    forward(): TorchExecutor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
+    forward(): CpuExecutor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
 """
 
 import time
@@ -35,7 +35,7 @@ from vllm_prefixshare.config import (
     AttentionConfig,
     PlannerConfig,
 )
-from vllm_prefixshare.executors.torch import TorchExecutor, TorchStep
+from vllm_prefixshare.executors.cpu import CpuExecutor, CpuStep, cache_views, cpu_executor
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, fall_back, logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -93,8 +93,8 @@ class PrefixShareCPUMetadata(CPUAttentionMetadata):
     rest_tokens: int64, their query tokens.
     """
 
-    step: TorchStep | None = None
-    executor: TorchExecutor | None = None
+    step: CpuStep | None = None
+    executor: CpuExecutor | None = None
     rest: CPUAttentionMetadata | None = None
     rest_tokens: torch.Tensor | None = None
 
@@ -109,6 +109,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, dtype
         )
         group = attention.gqa_group_size
+        self._executor = cpu_executor(attention, logger().info_once)
         self._planner = DecodePlanner(
             PlannerConfig(
                 divider=envs.get("VLLM_PREFIXSHARE_DIVIDER"),
@@ -116,18 +117,17 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
                 null_block_id=NULL_BLOCK_ID,
             ),
-            cost_model(attention, "cpu", logger().info_once),
+            cost_model(attention, self._executor.name, logger().info_once),
             self.block_size,
             group,
         )
-        self._executor = TorchExecutor(self.num_kv_heads, group)
         self._max_query_len = max_decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
         self._layout_is_known = self._check_layout()
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
         # AMX stores K in tiles of its own; the vector kernels keep it transposed per block,
-        # which the torch executor multiplies as it lies
+        # which our executors multiply as it lies
         self.isa: str = "vec" if self.isa == "amx" else self.isa
         super()._set_isa_to_layers(layer_names)
 
@@ -227,7 +227,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class PrefixShareCPUImpl(CPUAttentionBackendImpl):
-    """One layer: shared rows in the torch executor, the others in CPU_ATTN."""
+    """One layer: shared rows in our executor, the others in CPU_ATTN."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -276,23 +276,6 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
             output[tokens] = part
         assert metadata.executor is not None
         n = metadata.num_actual_tokens
-        k_cache, v_cache = cache_views(kv_cache)
-        metadata.executor.run(metadata.step, query[:n], k_cache, v_cache, output[:n], self.scale)
+        metadata.executor.run(metadata.step, query[:n], kv_cache, output[:n], self.scale)
         STATS.layer_calls += 1
         return output
-
-
-def cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of CPU_ATTN's vector layout as ``[num_blocks, block_size, heads, head_dim]``.
-
-    Args:
-        kv_cache: ``[num_blocks, heads, block_size, 2 * head_dim]``. Its memory holds, per
-            block and head, K as ``[head_dim, block_size]``, then V as ``[block_size, head_dim]``.
-    """
-    num_blocks, heads, size, width = kv_cache.shape
-    dim = width // 2
-    block, head = kv_cache.stride(0), kv_cache.stride(1)
-    shape, start = (num_blocks, size, heads, dim), kv_cache.storage_offset()
-    k = kv_cache.as_strided(shape, (block, 1, head, size), start)
-    v = kv_cache.as_strided(shape, (block, dim, head, 1), start + size * dim)
-    return k, v

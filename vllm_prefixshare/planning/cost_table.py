@@ -233,9 +233,15 @@ class AnalyticCost:
         )
 
 
-def analytic_cost(attention: AttentionConfig, device: str) -> AnalyticCost:
-    """An ``AnalyticCost`` for ``device`` ("cpu" or "cuda"), in round figures of common
-    hardware: two server cores, or one multiprocessor of a data-centre GPU."""
-    if device == "cpu":
-        return AnalyticCost(attention, 200.0, 1e4, 1.2e5, 5e4, 2.0)
-    return AnalyticCost(attention, 4.5, 3e4, 5e6, 5e6, 4.5)
+#: executor -> launch_us, bytes_per_us, flops_per_us, unshared_flops_per_us, unshared_launch_us
+_ROOFLINES = {
+    "torch": (300.0, 1e4, 1.2e5, 9e4, 4.0),  # two server cores
+    "native": (20.0, 2e4, 2.5e5, 9e4, 4.0),  # the same
+    "triton": (4.5, 3e4, 5e6, 5e6, 4.5),  # one multiprocessor of a data-centre GPU
+}
+
+
+def analytic_cost(attention: AttentionConfig, executor: str) -> AnalyticCost:
+    """An ``AnalyticCost`` for an executor ("torch", "native" or "triton"), in round figures of
+    common hardware."""
+    return AnalyticCost(attention, *_ROOFLINES[executor])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.executors.torch import TorchExecutor
+from vllm_prefixshare.executors.cpu import cpu_executor
 from vllm_prefixshare.planning.cost_table import CostTable, Grid
 from vllm_prefixshare.planning.plan import build_plan
 from vllm_prefixshare.profiling.tables import fingerprint
@@ -35,7 +35,7 @@ def median_seconds(call: Callable[[], object], repeats: int = 7) -> float:
 
 
 def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = None) -> CostTable:
-    """The cost table of the torch executor; takes well under two minutes.
+    """The cost table of this machine's CPU executor; takes well under two minutes.
 
     Args:
         unshared: times the backend's own kernel; without it the table has no column for
@@ -45,13 +45,13 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
     tokens = sorted({-(-n // size) * size for n in TOKENS})
     num_blocks = tokens[-1] // size
     dtype = getattr(torch, attention.dtype)
-    shape = (num_blocks + 1, size, attention.num_kv_heads, attention.head_dim)
-    k_cache, v_cache = (torch.randn(shape).to(dtype) for _ in range(2))
-    # every other block, so that they are gathered and not read in place
+    shape = (num_blocks + 1, attention.num_kv_heads, size, 2 * attention.head_dim)
+    kv_cache = torch.randn(shape).to(dtype)
+    executor = cpu_executor(attention)
+    # scattered, so that they are gathered and not read in place
     ids = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
 
     def tile_seconds(requests: int, kv_len: int, pieces: int = 1) -> float:
-        executor = TorchExecutor(attention.num_kv_heads, group)
         rows = np.arange(requests, dtype=np.int32)
         edges = np.linspace(0, kv_len // size, pieces + 1).astype(int) * size
         tiles = [
@@ -66,11 +66,11 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
         q = torch.randn(requests, attention.num_qo_heads, attention.head_dim).to(dtype)
         out = torch.empty_like(q)
         scale = attention.head_dim**-0.5
-        return median_seconds(lambda: executor.run(step, q, k_cache, v_cache, out, scale))
+        return median_seconds(lambda: executor.run(step, q, kv_cache, out, scale))
 
     tile = np.array([[tile_seconds(n, kv) for kv in tokens] for n in REQUESTS]) * 1e6
-    # a request read as a second tile of one costs a launch and a merge; what is left of the
-    # difference once the launch is counted as a tile's is small, so a floor keeps it positive
+    # cutting a tile in two costs a launch and a merge; the rest of the difference is small, so
+    # a floor keeps it positive
     most = REQUESTS[-1]
     halves = (tile_seconds(most, tokens[2], 2) - tile_seconds(most, tokens[2])) * 1e6
     merge = max(halves - tile[0, 0], 0.0) / (most * group)
@@ -81,7 +81,7 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
         times = np.array([unshared(batch, kv) / batch for kv in tokens]) * 1e6
         alone = Grid(rows[:2], np.array(tokens, np.float64), times * (rows[:2, None] / group))
     return CostTable(
-        fingerprint=fingerprint(attention, "cpu"),
+        fingerprint=fingerprint(attention, executor.name),
         tile_us=Grid(rows, np.array(tokens, np.float64), np.maximum.accumulate(tile, axis=1)),
         merge_us=max(merge, 0.01),
         unshared_us=alone,

@@ -9,13 +9,13 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.cost_table import CostModel, CostTable, Fingerprint, analytic_cost
 
 #: Changes whenever the executor's speed does; part of every fingerprint.
-KERNELS = {"cpu": "torch-1"}
+KERNELS = {"torch": "torch-1", "native": "native-1"}
 SHIPPED = Path(__file__).parent / "tables"
 
 
-def fingerprint(attention: AttentionConfig, device: str) -> Fingerprint:
-    """The fingerprint of this machine for one attention shape. ``device``: "cpu"."""
-    return Fingerprint.of(attention, f"{device} {processor()}", KERNELS[device])
+def fingerprint(attention: AttentionConfig, executor: str) -> Fingerprint:
+    """The fingerprint of this machine for one attention shape and CPU executor."""
+    return Fingerprint.of(attention, processor(), KERNELS[executor])
 
 
 def processor() -> str:
@@ -28,7 +28,7 @@ def processor() -> str:
 
 
 def cost_model(
-    attention: AttentionConfig, device: str, log: Callable[[str], None] | None = None
+    attention: AttentionConfig, executor: str, log: Callable[[str], None] | None = None
 ) -> CostModel:
     """The measured table for this machine and shape, or the analytic estimate.
 
@@ -38,7 +38,7 @@ def cost_model(
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_COST_TABLE names a file that does not fit.
     """
-    expected = fingerprint(attention, device)
+    expected = fingerprint(attention, executor)
     named = envs.get("VLLM_PREFIXSHARE_COST_TABLE")
     if named is not None:
         return CostTable.load(named, expected)
@@ -51,7 +51,7 @@ def cost_model(
             "No cost table for this processor and model shape: using the analytic estimate. "
             "Measure one with 'vllm-prefixshare profile'."
         )
-    return analytic_cost(attention, device)
+    return analytic_cost(attention, executor)
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,35 @@
+"""Where partial results lie, and which of them make up a query token."""
+
+import numpy as np
+
+from vllm_prefixshare.types import IntArray
+
+
+def tokens_of(rows: IntArray, query_start_loc: IntArray) -> np.ndarray:
+    """Query tokens of the batch ``rows``, int64, in order."""
+    lens = np.diff(query_start_loc)[rows]
+    offset = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    return (np.repeat(query_start_loc[rows], lens) + offset).astype(np.int64)
+
+
+def merge_slots(
+    owner: np.ndarray, num_tokens: int, empty: int, padding: np.ndarray | None = None
+) -> np.ndarray:
+    """Partial results of each token, as a table.
+
+    Args:
+        owner: ``[num_partials]`` query token of each partial result.
+        empty: fills up the table.
+        padding: bool ``[num_partials]``, results that belong to nobody.
+
+    Returns:
+        int64 ``[num_tokens, most partials of a token]``.
+    """
+    slots = np.arange(len(owner)) if padding is None else np.flatnonzero(~padding)
+    owner = owner[slots]
+    order = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner, minlength=num_tokens)
+    table = np.full((num_tokens, max(1, int(counts.max(initial=0)))), empty, np.int64)
+    rank = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table[owner[order], rank] = slots[order]
+    return table
