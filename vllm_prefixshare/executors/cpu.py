@@ -12,7 +12,7 @@ from vllm_prefixshare.executors.torch import TorchExecutor, TorchStep
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.types import IntArray
 
-CpuStep: TypeAlias = "TorchStep | NativeStep"
+CpuStep: TypeAlias = TorchStep | NativeStep
 
 
 class CpuExecutor(Protocol):

@@ -19,7 +19,7 @@ MAX_SCORES = 1 << 21
 #: Hides a score. Finite, so that a block hidden whole gives no NaN; it weighs exp(-1e30) = 0.
 HIDDEN = -1e30
 
-BlockIds: TypeAlias = "torch.Tensor | slice"
+BlockIds: TypeAlias = torch.Tensor | slice
 
 
 @dataclass(frozen=True, slots=True)
