@@ -107,13 +107,32 @@ static void pack_pairs(const bf16 *src, int rows, int cols, int valid, uint32_t 
 DEFINE_PRODUCT(8)
 DEFINE_PRODUCT(4)
 
+/* The block that comes next, fetched a little with each group of rows: all at once would fill
+ * the queue of outstanding loads, and the hardware prefetcher does not follow a block table. */
+typedef struct {
+  const char *at;
+  int64_t left, step; /* bytes */
+} Ahead;
+
+static inline void fetch_ahead(Ahead *ahead) {
+  int64_t bytes = ahead->left < ahead->step ? ahead->left : ahead->step;
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(ahead->at + i, _MM_HINT_T0);
+  ahead->at += bytes;
+  ahead->left -= bytes;
+}
+
 /* rows is a multiple of 4 */
 static void product(const bf16 *a, int lda, const uint32_t *b, int pairs, int cols, float *c,
-                    int rows, int add) {
+                    int rows, int add, Ahead *ahead) {
   int r = 0;
-  for (; r + 8 <= rows; r += 8)
+  for (; r + 8 <= rows; r += 8) {
+    fetch_ahead(ahead);
     product_8(a + (size_t)r * lda, lda, b, pairs, cols, c + (size_t)r * cols, add);
-  if (r < rows) product_4(a + (size_t)r * lda, lda, b, pairs, cols, c + (size_t)r * cols, add);
+  }
+  if (r < rows) {
+    fetch_ahead(ahead);
+    product_4(a + (size_t)r * lda, lda, b, pairs, cols, c + (size_t)r * cols, add);
+  }
 }
 
 typedef struct {
@@ -199,11 +218,17 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
   for (int t = start; t < end; t += n) {
     const bf16 *block = w->cache + table[t / n] * w->cache_block + h * w->cache_head;
     int valid = end - t < n ? end - t : n;
+    Ahead ahead = {NULL, 0, 0};
+    if (t + n < end) {
+      ahead.at = (const char *)(w->cache + table[t / n + 1] * w->cache_block + h * w->cache_head);
+      ahead.left = (w->v_offset + (int64_t)n * d) * 2; /* K, then V */
+      ahead.step = (ahead.left / (2 * ((padded + 7) / 8)) + 63) / 64 * 64;
+    }
     pack_pairs(block, d, n, d, x->k);
     pack_pairs(block + w->v_offset, n, d, valid, x->v);
-    product(x->q, d, x->k, d / 2, n, x->s, padded, 0);
+    product(x->q, d, x->k, d / 2, n, x->s, padded, 0, &ahead);
     softmax_block(w, x, t, w->visible + slot, rows);
-    product(x->p, n, x->v, n / 2, d, x->acc, padded, 1);
+    product(x->p, n, x->v, n / 2, d, x->acc, padded, 1, &ahead);
   }
   const int64_t heads = w->num_kv_heads * group;
   for (int r = 0; r < rows; r++) {
