@@ -117,6 +117,7 @@ def main() -> int:
     if args.out:
         result = {
             "command": "python benchmarks/bench_cpu.py",
+            "repeats": args.repeats,
             "processor": processor(),
             "versions": {
                 "vllm_prefixshare": __version__,
