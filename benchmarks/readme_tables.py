@@ -1,6 +1,6 @@
 """Write the README's tables from the benchmarks' JSON; ``--check`` only compares.
 
-    python benchmarks/readme_tables.py
+python benchmarks/readme_tables.py
 """
 
 import argparse
@@ -18,8 +18,8 @@ def cpu_table() -> str:
     result = json.loads((PUBLISHED / "cpu.json").read_text())
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
     lines = [
-        f"{result['model']}; {result['processor']} cores; {versions}. "
-        f"`{result['command']}`, median and range of {result['repeats']} runs of each engine in turn.",
+        f"{result['model']}; {result['processor']} cores; {versions}. `{result['command']}`: "
+        f"median and range of {result['repeats']} runs of each engine, taking turns.",
         "",
         "| shared document | private prompt | batch | stock, ms a token | PREFIX_SHARE | speed-up "
         "| KV read, share factor | plans / steps |",
@@ -42,7 +42,9 @@ TABLES = {"cpu": cpu_table}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 if the README is not up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if the README is not up to date"
+    )
     args = parser.parse_args()
     text = README.read_text()
     new = text

@@ -127,6 +127,8 @@ def main() -> int:
     try:
         if args.max_tokens < 1:
             raise PrefixShareError(f"--max-tokens must be at least 1, got {args.max_tokens}.")
+        if args.model is not None and not (args.model / "config.json").is_file():
+            raise PrefixShareError(f"model {args.model} is not a checkpoint folder.")
         document = read_text(args.document, "document")
         questions = read_questions(args.questions)
         model = args.model or embedded_model_path()

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "PrefixShareDecodeWrapper":
-        from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
-
+        try:
+            from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
+        except ModuleNotFoundError as e:
+            raise PrefixShareError(f"{name} needs {e.name}: install it with pip first.") from None
         return PrefixShareDecodeWrapper
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

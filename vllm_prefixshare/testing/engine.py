@@ -5,6 +5,7 @@ memory, and because vLLM's CPU settings are read at import.
 """
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -86,6 +87,8 @@ class EngineProcess:
         pause: bool = False,
         **engine_args: Any,
     ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise PrefixShareError("vLLM is not installed: 'make venv' installs its CPU build.")
         self._pause = pause
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -172,7 +175,12 @@ def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str,
     try:
         from vllm import LLM
 
-        llm = LLM(**engine_args)
+        try:
+            llm = LLM(**engine_args)
+        except PrefixShareError:
+            raise
+        except ValueError as e:  # vLLM's own checks of the arguments
+            raise PrefixShareError(f"vLLM refused its configuration: {e}") from e
         pipe.send(("ready", None))
         while (request := pipe.recv()) is not None:
             pipe.send(("batch", _generate(llm, *request)))
