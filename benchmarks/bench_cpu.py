@@ -4,13 +4,14 @@ Two engines take turns on the same prompts, the waiting one stopped, so that bot
 machine in the same state. Tokens are compared before a time
 counts; the exit status is 1 if they differ where stock was sure of its token.
 
-    python benchmarks/bench_cpu.py --out benchmarks/results/cpu.json
+    python benchmarks/bench_cpu.py --out benchmarks/published/cpu.json
 """
 
 import argparse
 import json
 import platform
 import random
+import shlex
 import statistics
 import sys
 from importlib.metadata import version
@@ -116,7 +117,7 @@ def main() -> int:
         return 2
     if args.out:
         result = {
-            "command": "python benchmarks/bench_cpu.py",
+            "command": shlex.join(["python", *sys.argv]),
             "repeats": args.repeats,
             "processor": processor(),
             "versions": {

@@ -31,7 +31,17 @@ FLOORS = {
         {"numpy", "torch", "transformers", "vllm"},
     ),
     "cli": (
-        {"types", "config", "envs", "planning", "profiling", "integration", "testing", "__init__"},
+        {
+            "executors",
+            "types",
+            "config",
+            "envs",
+            "planning",
+            "profiling",
+            "integration",
+            "testing",
+            "__init__",
+        },
         set(),
     ),
     "__init__": ({"types", "wrapper"}, set()),

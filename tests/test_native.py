@@ -160,12 +160,20 @@ def test_the_torch_executor_takes_over_where_the_native_one_cannot_run(monkeypat
     assert cpu_executor(attention("bfloat16", 16), said.append).name == "torch"
     assert "multiples of 32" in said[-1]
 
-    native.load_library.cache_clear()
+    native._find_library.cache_clear()
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
         assert cpu_executor(attention("bfloat16"), said.append).name == "torch"
         assert "no C compiler" in said[-1]
-    native.load_library.cache_clear()
+    native._find_library.cache_clear()
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path / "file" / "below"))
+    native._find_library.cache_clear()
+    assert cpu_executor(AttentionConfig(4, 2, 64, 128, "bfloat16")).name == "torch"
+    native._find_library.cache_clear()
 
 
 def test_the_torch_executor_runs_on_the_packed_cache():

@@ -80,6 +80,8 @@ def test_refuses_tensors_of_another_shape_or_dtype():
         w.run(*tensors(blocks=4), TABLE, LENS)
     with pytest.raises(PrefixShareError, match="not the planned one"):
         w.run(q, k, v, TABLE, LENS - 8)
+    with pytest.raises(PrefixShareError, match="not the planned one"):
+        w.run(q, k, v, TABLE[::-1], LENS[::-1])
 
 
 def test_an_empty_batch_is_a_batch():

@@ -29,6 +29,12 @@ def _optional_path(value: str) -> Path | None:
     return Path(value).expanduser() if value else None
 
 
+def _folder(value: str) -> Path:
+    if not value:
+        raise ValueError("a folder, or unset it")
+    return Path(value).expanduser()
+
+
 #: name -> (parser, default as text, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "VLLM_PREFIXSHARE_DIVIDER": (str, "flashforge", "how KV segments are divided into work tiles"),
@@ -39,9 +45,9 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     ),
     "VLLM_PREFIXSHARE_COST_TABLE": (_optional_path, "", "cost table to use, a JSON file"),
     "VLLM_PREFIXSHARE_CACHE": (
-        _optional_path,
+        _folder,
         "~/.cache/vllm_prefixshare",
-        "folder for the embedded model and measured cost tables",
+        "folder for the embedded model, compiled code and measured cost tables",
     ),
     "VLLM_PREFIXSHARE_STRICT": (_flag, "0", "1: refuse instead of falling back to the parent"),
     "VLLM_PREFIXSHARE_CHECK_PLANS": (_flag, "0", "1: verify every new plan (slow, for debugging)"),

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.executors.torch import TorchExecutor
+from vllm_prefixshare.executors.torch import TorchExecutor, TorchStep
 from vllm_prefixshare.planning.cost_table import CostModel, analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -77,6 +77,7 @@ class PrefixShareDecodeWrapper:
         self.dtype = getattr(torch, name)
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         group = self.attention.gqa_group_size
+        self._query_len = 1
         self._planner = DecodePlanner(
             PlannerConfig(divider=divider, num_workers=num_workers, share=share),
             cost or analytic_cost(self.attention, "torch"),
@@ -87,6 +88,7 @@ class PrefixShareDecodeWrapper:
         self._plan: DecodePlan | None = None
         self._seq_lens: IntArray = np.zeros(0, np.int32)
         self._query_start_loc: IntArray = np.zeros(1, np.int32)
+        self._step: tuple[DecodePlan, IntArray, IntArray, TorchStep] | None = None
 
     @property
     def last_plan(self) -> DecodePlan:
@@ -117,8 +119,9 @@ class PrefixShareDecodeWrapper:
             PrefixShareError: shapes that disagree, ids below 0, lengths beyond the table.
         """
         table, lens, starts = self._check_batch(block_table, seq_lens, query_start_loc)
-        query_len = int(np.diff(starts).max(initial=1))
-        self._plan = self._planner.update(table, lens, query_len)
+        self._query_len = int(np.diff(starts).max(initial=1))
+        self._plan = self._planner.update(table, lens, self._query_len)
+        self._step = None
         self._seq_lens, self._query_start_loc = lens, starts
         return self._plan
 
@@ -189,15 +192,18 @@ class PrefixShareDecodeWrapper:
         plan = self.last_plan
         starts = self._query_start_loc
         table, lens, _ = self._check_batch(block_table, seq_lens, starts)
-        if len(lens) != plan.num_reqs or np.any(lens < plan.planned_seq_lens):
+        if not self._planner.holds(table, lens, self._query_len):
             raise PrefixShareError("this batch is not the planned one: call plan() for it first.")
         self._check_tensors(q, k_cache, v_cache, int(starts[-1]), table, lens)
         out = torch.empty_like(q) if out is None else out
         if not len(lens):
             return out
         self._seq_lens = lens
-        step = self._executor.prepare(plan, table, lens, starts)
-        return self._executor.run(step, q, k_cache, v_cache, out, self.sm_scale)
+        last = self._step  # the layers of one step share it
+        if last is None or last[0] is not plan or not _same(last[1:3], (table, lens)):
+            step = self._executor.prepare(plan, table, lens, starts)
+            last = self._step = plan, table.copy(), lens.copy(), step
+        return self._executor.run(last[3], q, k_cache, v_cache, out, self.sm_scale)
 
     def _check_tensors(
         self,
@@ -248,6 +254,10 @@ class PrefixShareDecodeWrapper:
             plans=counters.plans,
             plan_seconds=counters.plan_seconds,
         )
+
+
+def _same(a: tuple[IntArray, ...], b: tuple[IntArray, ...]) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:

@@ -52,7 +52,7 @@ def test_defaults():
         ("VLLM_PREFIXSHARE_STRICT", "0", False),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "1", True),
         ("VLLM_PREFIXSHARE_DIVIDER", "deft_flatten", "deft_flatten"),
-        ("VLLM_PREFIXSHARE_COST_TABLE", "/tmp/table.json", Path("/tmp/table.json")),
+        ("VLLM_PREFIXSHARE_COST_TABLE", "/some/table.json", Path("/some/table.json")),
         ("VLLM_PREFIXSHARE_COST_TABLE", "", None),
         ("VLLM_PREFIXSHARE_CACHE", "~/here", Path.home() / "here"),
     ],

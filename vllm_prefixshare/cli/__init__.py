@@ -29,11 +29,18 @@ def doctor(args: argparse.Namespace) -> int:
     compat.check_vllm_version()
     if not found:
         raise PrefixShareError("vLLM does not see the plugin: install it with 'pip install .'.")
-    from vllm_prefixshare.integration.hooks import HOOKS, install_hooks
+    from vllm_prefixshare.executors.native import NativeUnavailableError, load_library
+    from vllm_prefixshare.integration.hooks import HOOKS, check_platform, install_hooks
 
+    try:
+        load_library()
+        print("native executor    ready")
+    except NativeUnavailableError as e:
+        print(f"native executor    no: {e}")
     install_hooks()
     for hook in HOOKS:
         print(f"hook               {hook.target}")
+    check_platform()
     print("PREFIX_SHARE can be chosen")
     return 0
 

@@ -20,10 +20,10 @@ typedef uint16_t bf16;
 
 typedef struct {
   int64_t num_pieces, num_tokens, most_partials;
-  int64_t num_kv_heads, group, head_dim, block_size;
+  int64_t num_kv_heads, gqa_group_size, head_dim, block_size;
   int64_t q_token, q_head, out_token, out_head; /* strides in elements */
   int64_t cache_block, cache_head, v_offset, table_row;
-  float scale;
+  float sm_scale;
   const bf16 *q, *cache;
   bf16 *out;
   const int32_t *block_table; /* [num_reqs, max_blocks] */
@@ -43,10 +43,9 @@ static inline bf16 round_bf16(float x) {
   return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-/* e^x for x <= 0: 2^n times a polynomial on [-1/2, 1/2], about 1e-7 relative */
-static inline __m512 exp_negative(__m512 x) {
-  __m512 y = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-126.0f * 0.69314718f)),
-                           _mm512_set1_ps(1.44269504f));
+/* 2^y for y <= 0: 2^n times a polynomial on [-1/2, 1/2], about 1e-7 relative */
+static inline __m512 exp2_negative(__m512 y) {
+  y = _mm512_max_ps(y, _mm512_set1_ps(-126.0f));
   __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 f = _mm512_sub_ps(y, n);
   __m512 p = _mm512_set1_ps(1.5403530e-4f);
@@ -155,35 +154,34 @@ static size_t scratch_bytes(const Work *w, int rows, Scratch *x, char *base) {
 /* Online softmax over one block: s holds Q K, becomes the weights in p; acc is rescaled. */
 static void softmax_block(const Work *w, const Scratch *x, int first, const int32_t *visible,
                           int rows) {
-  const int n = (int)w->block_size, d = (int)w->head_dim, group = (int)w->group;
+  const int n = (int)w->block_size, d = (int)w->head_dim, group = (int)w->gqa_group_size;
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512 scale = _mm512_set1_ps(w->scale), hidden = _mm512_set1_ps(-INFINITY);
+  const float scale2 = w->sm_scale * 1.44269504f; /* scores count in powers of 2 from here on */
+  const __m512 hidden = _mm512_set1_ps(-INFINITY);
   for (int r = 0; r < rows; r++) {
-    float *s = x->s + (size_t)r * n;
+    const float *s = x->s + (size_t)r * n;
     int left = visible[r / group] - first; /* tokens of this block that the row sees */
     __m512 top = hidden;
     for (int j = 0; j < n; j += 16) {
       __mmask16 seen = _mm512_cmplt_epi32_mask(lanes, _mm512_set1_epi32(left - j));
-      __m512 t = _mm512_mask_mul_ps(hidden, seen, _mm512_loadu_ps(s + j), scale);
-      _mm512_storeu_ps(s + j, t);
-      top = _mm512_max_ps(top, t);
+      top = _mm512_mask_max_ps(top, seen, top, _mm512_loadu_ps(s + j));
     }
-    float m = fmaxf(x->m[r], _mm512_reduce_max_ps(top));
+    float m = fmaxf(x->m[r], _mm512_reduce_max_ps(top) * scale2);
     bf16 *p = x->p + (size_t)r * n;
     if (m == -INFINITY) { /* nothing seen so far */
       memset(p, 0, (size_t)n * 2);
       continue;
     }
-    __m512 sum = _mm512_setzero_ps(), base = _mm512_set1_ps(m);
+    __m512 sum = _mm512_setzero_ps(), base = _mm512_set1_ps(m), scale = _mm512_set1_ps(scale2);
     for (int j = 0; j < n; j += 16) {
       __mmask16 seen = _mm512_cmplt_epi32_mask(lanes, _mm512_set1_epi32(left - j));
-      __m512 e = exp_negative(_mm512_sub_ps(_mm512_loadu_ps(s + j), base));
+      __m512 e = exp2_negative(_mm512_fmsub_ps(_mm512_loadu_ps(s + j), scale, base));
       e = _mm512_maskz_mov_ps(seen, e);
       sum = _mm512_add_ps(sum, e);
       _mm256_storeu_si256((__m256i *)(p + j), (__m256i)_mm512_cvtneps_pbh(e));
     }
     if (m != x->m[r]) {
-      float shrink = expf(x->m[r] - m);
+      float shrink = exp2f(x->m[r] - m);
       __m512 f = _mm512_set1_ps(shrink);
       float *acc = x->acc + (size_t)r * d;
       for (int j = 0; j < d; j += 16)
@@ -197,7 +195,7 @@ static void softmax_block(const Work *w, const Scratch *x, int first, const int3
 
 /* Piece `i` for KV head `h`. */
 static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
-  const int d = (int)w->head_dim, n = (int)w->block_size, group = (int)w->group;
+  const int d = (int)w->head_dim, n = (int)w->block_size, group = (int)w->gqa_group_size;
   const int32_t slot = w->piece_indptr[i], tokens = w->piece_indptr[i + 1] - slot;
   const int rows = tokens * group, padded = (rows + 3) & ~3;
   const int start = w->piece_start[i], end = w->piece_end[i];
@@ -235,13 +233,13 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
     int64_t at = (slot + r / group) * heads + h * group + r % group;
     float inverse = x->l[r] > 0.0f ? 1.0f / x->l[r] : 0.0f;
     for (int j = 0; j < d; j++) w->partial_out[at * d + j] = x->acc[(size_t)r * d + j] * inverse;
-    w->partial_lse[at] = x->m[r] + logf(x->l[r]);
+    w->partial_lse[at] = x->m[r] * 0.69314718f + logf(x->l[r]); /* natural, as everywhere */
   }
 }
 
 /* Merge the partial results of one token (POR). */
 static void merge(const Work *w, int64_t i) {
-  const int64_t heads = w->num_kv_heads * w->group, d = w->head_dim;
+  const int64_t heads = w->num_kv_heads * w->gqa_group_size, d = w->head_dim;
   const int32_t *slots = w->merge_slots + i * w->most_partials;
   bf16 *out = w->out + w->out_tokens[i] * w->out_token;
   float sum[1024];
@@ -263,7 +261,7 @@ static void merge(const Work *w, int64_t i) {
 static int most_rows(const Work *w) {
   int most = 0;
   for (int64_t i = 0; i < w->num_pieces; i++) {
-    int rows = (int)((w->piece_indptr[i + 1] - w->piece_indptr[i]) * w->group);
+    int rows = (int)((w->piece_indptr[i + 1] - w->piece_indptr[i]) * w->gqa_group_size);
     most = rows > most ? rows : most;
   }
   return (most + 3) & ~3;

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from vllm_prefixshare import envs
-from vllm_prefixshare.executors.partials import merge_slots, tokens_of
+from vllm_prefixshare.config import MAX_HEAD_DIM
+from vllm_prefixshare.executors.partials import PrivateRuns, merge_slots, private_runs, tokens_of
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.types import IntArray
 
@@ -41,11 +42,11 @@ class _Work(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
             "num_pieces", "num_tokens", "most_partials",
-            "num_kv_heads", "group", "head_dim", "block_size",
+            "num_kv_heads", "gqa_group_size", "head_dim", "block_size",
             "q_token", "q_head", "out_token", "out_head",
             "cache_block", "cache_head", "v_offset", "table_row",
         )),
-        ("scale", ctypes.c_float),
+        ("sm_scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in (
             "q", "cache", "out", "block_table",
             "piece_row", "piece_start", "piece_end", "piece_indptr", "token_of", "visible",
@@ -54,29 +55,38 @@ class _Work(ctypes.Structure):
     )  # fmt: skip
 
 
-@cache
 def load_library() -> ctypes.CDLL:
     """Compile ``native.c`` if this machine has not yet, and load it.
 
     Raises:
         NativeUnavailableError: no AVX-512 BF16, no compiler, or it failed.
     """
+    found = _find_library()
+    if isinstance(found, str):
+        raise NativeUnavailableError(found)
+    return found
+
+
+@cache  # a failure is remembered too, so that it is not tried again for every layer
+def _find_library() -> ctypes.CDLL | str:
     cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    if "avx512_bf16" not in flags:
-        raise NativeUnavailableError("the processor has no AVX-512 BF16")
-    compiler = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    if "avx512_bf16" not in flags.split():
+        return "the processor has no AVX-512 BF16"
+    compiler = next((path for path in map(shutil.which, ("gcc", "cc")) if path), None)
     if compiler is None:
-        raise NativeUnavailableError("there is no C compiler (cc, gcc or clang)")
-    model = next((line for line in flags.splitlines() if line.startswith("model name")), "")
-    key = hashlib.sha256(SOURCE.read_bytes() + model.encode() + " ".join(COMPILE).encode())
+        return "there is no C compiler (gcc or cc)"
+    # the flags, because machines of one processor model may hide different instructions
+    key = hashlib.sha256("\0".join((SOURCE.read_text(), flags, compiler, *COMPILE)).encode())
     library = Path(envs.get("VLLM_PREFIXSHARE_CACHE")) / f"native-{key.hexdigest()[:16]}.so"
-    if not library.is_file():
-        _compile(compiler, library)
     try:
+        if not library.is_file():
+            _compile(compiler, library)
         loaded = ctypes.CDLL(str(library))
-    except OSError as e:
-        raise NativeUnavailableError(f"{library} cannot be loaded ({e})") from None
+    except (OSError, subprocess.CalledProcessError) as e:
+        detail = e.stderr.strip()[-300:] if isinstance(e, subprocess.CalledProcessError) else e
+        return f"{library.name} cannot be built or loaded ({detail})"
     loaded.prefix_share_scratch.restype = ctypes.c_int64
     loaded.prefix_share_decode.restype = None
     return loaded
@@ -91,9 +101,7 @@ def _compile(compiler: str, library: Path) -> None:
             [compiler, "-shared", str(built[0]), "-lm", "-o", str(built[1])],
         )
         for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True)
-            if done.returncode:
-                raise NativeUnavailableError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+            subprocess.run(step, capture_output=True, text=True, check=True)
         os.replace(built[1], library)  # whole or not at all, whoever else compiles
 
 
@@ -135,8 +143,10 @@ class NativeExecutor:
     def __init__(
         self, num_kv_heads: int, gqa_group_size: int, head_dim: int, block_size: int
     ) -> None:
-        if head_dim % 32 or block_size % 32:
-            raise NativeUnavailableError("head_dim and block_size must be multiples of 32")
+        if head_dim % 32 or block_size % 32 or head_dim > MAX_HEAD_DIM:
+            raise NativeUnavailableError(
+                f"head_dim (at most {MAX_HEAD_DIM}) and block_size must be multiples of 32"
+            )
         self._library = load_library()
         self._shape = num_kv_heads, gqa_group_size, head_dim, block_size
         self._static: tuple[DecodePlan, bytes, _Pieces] | None = None
@@ -155,10 +165,9 @@ class NativeExecutor:
         key = query_start_loc.tobytes()
         if self._static is None or self._static[0] is not plan or self._static[1] != key:
             self._static = plan, key, self._shared_pieces(plan, several, query_start_loc)
-        alone = np.flatnonzero(~several & (plan.run_lengths(seq_lens) > 0))
-        if rows is not None:
-            alone = alone[np.isin(plan.run_row[alone], rows)]
-        parts = self._static[2], self._private_pieces(plan, alone, seq_lens, query_start_loc)
+        chunk = -(-2 * MIN_TOKENS // plan.block_size) * plan.block_size
+        private = private_runs(plan, seq_lens, rows, chunk)
+        parts = self._static[2], self._private_pieces(private, seq_lens, query_start_loc)
         pieces = [
             np.concatenate([getattr(p, name) for p in parts]).astype(np.int32)
             for name in _Pieces.__slots__
@@ -176,7 +185,7 @@ class NativeExecutor:
             num_tokens=len(out_tokens),
             most_partials=merge.shape[1],
             num_kv_heads=heads,
-            group=group,
+            gqa_group_size=group,
             head_dim=dim,
             block_size=size,
             v_offset=dim * size,
@@ -221,26 +230,14 @@ class NativeExecutor:
         )
 
     @staticmethod
-    def _private_pieces(
-        plan: DecodePlan, runs: np.ndarray, seq_lens: IntArray, starts: IntArray
-    ) -> _Pieces:
-        """Runs of one request each; the long ones in several pieces."""
-        size = plan.block_size
-        chunk = -(-2 * MIN_TOKENS // size) * size
-        lengths = plan.run_lengths(seq_lens)[runs]
-        pieces = -(-lengths // chunk)
-        run = np.repeat(runs, pieces)
-        order = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        start = plan.run_kv_start[run] + order * chunk
-        end = np.minimum(start + chunk, np.repeat(plan.run_kv_start[runs] + lengths, pieces))
-        row = plan.run_row[run]
+    def _private_pieces(runs: PrivateRuns, seq_lens: IntArray, starts: IntArray) -> _Pieces:
+        row, start, end = runs.row, runs.kv_start, runs.kv_start + runs.kv_len
         tokens = np.diff(starts)[row]
         token_of = tokens_of(row, starts)
         # a query sees the tokens up to its own
         position = np.repeat(seq_lens[row] - starts[row + 1], tokens) + token_of + 1
-        return _Pieces(
-            row, start, end, tokens, token_of, np.minimum(np.repeat(end, tokens), position)
-        )
+        visible = np.minimum(np.repeat(end, tokens), position)
+        return _Pieces(row, start, end, tokens, token_of, visible)
 
     def run(
         self,
@@ -258,6 +255,9 @@ class NativeExecutor:
             sm_scale: softmax scale.
         """
         heads, group, dim, _ = self._shape
+        assert q.dtype == kv_cache.dtype == out.dtype == torch.bfloat16
+        assert q.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
+        assert kv_cache.stride(2) == kv_cache.shape[3]
         work, threads = step.work, torch.get_num_threads()
         partial = step.num_partials * heads * group
         work.partial_out = self._buffer("partial_out", partial * dim * 4)
@@ -266,7 +266,7 @@ class NativeExecutor:
         work.q_token, work.q_head = q.stride(0), q.stride(1)
         work.out_token, work.out_head = out.stride(0), out.stride(1)
         work.cache_block, work.cache_head = kv_cache.stride(0), kv_cache.stride(1)
-        work.scale = sm_scale
+        work.sm_scale = sm_scale
         work.q, work.cache, work.out = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
         self._library.prefix_share_decode(
             ctypes.byref(work), ctypes.c_void_p(-(-scratch // 64) * 64), threads

@@ -1,8 +1,41 @@
 """Where partial results lie, and which of them make up a query token."""
 
+from typing import NamedTuple
+
 import numpy as np
 
+from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.types import IntArray
+
+
+class PrivateRuns(NamedTuple):
+    """Runs with one reader, ``[num_runs]`` each: batch row, first token, number of tokens."""
+
+    row: IntArray
+    kv_start: IntArray
+    kv_len: IntArray
+
+
+def private_runs(
+    plan: DecodePlan, seq_lens: IntArray, rows: IntArray | None, chunk: int
+) -> PrivateRuns:
+    """The runs of ``plan`` that one request reads alone, cut into ``chunk`` tokens at most.
+
+    Args:
+        seq_lens: ``[num_reqs]`` current lengths.
+        rows: of these batch rows only.
+        chunk: tokens, a multiple of the block size.
+    """
+    lengths = plan.run_lengths(seq_lens)
+    runs = np.flatnonzero((plan.run_last - plan.run_first == 1) & (lengths > 0))
+    if rows is not None:
+        runs = runs[np.isin(plan.run_row[runs], rows)]
+    lengths = lengths[runs]
+    pieces = -(-lengths // chunk)
+    run = np.repeat(runs, pieces)
+    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * chunk
+    kv_len = np.minimum(np.repeat(lengths, pieces) - skipped, chunk)
+    return PrivateRuns(plan.run_row[run], plan.run_kv_start[run] + skipped, kv_len)
 
 
 def tokens_of(rows: IntArray, query_start_loc: IntArray) -> np.ndarray:

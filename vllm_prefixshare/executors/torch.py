@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from vllm_prefixshare.executors.partials import merge_slots, tokens_of
+from vllm_prefixshare.executors.partials import PrivateRuns, merge_slots, private_runs, tokens_of
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.types import IntArray
 
@@ -101,11 +101,14 @@ class TorchExecutor:
         shared = self._static[2]
         slot = shared[-1].slot + len(shared[-1].tokens) if shared else 0
 
-        alone = np.flatnonzero(~several & (plan.run_lengths(seq_lens) > 0))
-        if rows is not None:
-            alone = alone[np.isin(plan.run_row[alone], rows)]
+        rows_per_token = self.num_kv_heads * self.gqa_group_size
+        longest = int(np.diff(query_start_loc).max())
+        chunk = max(1, MAX_SCORES // (rows_per_token * longest * plan.block_size)) * plan.block_size
+        runs = private_runs(plan, seq_lens, rows, chunk)
         private = list(
-            self._private_pieces(plan, alone, block_table, seq_lens, query_start_loc, slot)
+            self._private_pieces(
+                runs, plan.block_size, block_table, seq_lens, query_start_loc, slot
+            )
         )
 
         owners = [p.tokens for p in shared] + [p.tokens for p in private]
@@ -140,47 +143,40 @@ class TorchExecutor:
 
     def _private_pieces(
         self,
-        plan: DecodePlan,
-        runs: IntArray,
+        runs: PrivateRuns,
+        size: int,
         block_table: IntArray,
         seq_lens: IntArray,
         starts: IntArray,
         slot: int,
     ) -> Iterator[_PrivatePiece]:
-        if not len(runs):
+        if not len(runs.row):
             return
-        size = plan.block_size
-        lengths = plan.run_lengths(seq_lens)[runs]
-        num_blocks = -(-lengths // size)
+        num_blocks = -(-runs.kv_len // size)
         bucket = np.ceil(np.log2(num_blocks)).astype(np.int64)  # padding at most doubles the work
         for b in np.unique(bucket).tolist():
             chosen = np.flatnonzero(bucket == b)
             depth = int(num_blocks[chosen].max())
-            rows = plan.run_row[runs[chosen]]
-            query_len = int(np.diff(starts)[rows].max())
+            query_len = int(np.diff(starts)[runs.row[chosen]].max())
             scores = self.num_kv_heads * self.gqa_group_size * query_len * size * depth
             step = max(1, MAX_SCORES // scores)
             for at in range(0, len(chosen), step):
-                part = chosen[at : at + step]
-                piece = self._private_piece(
-                    plan, runs[part], lengths[part], depth, block_table, seq_lens, starts, slot
-                )
+                part = PrivateRuns(*(x[chosen[at : at + step]] for x in runs))
+                piece = self._private_piece(part, size, depth, block_table, seq_lens, starts, slot)
                 yield piece
                 slot += len(piece.tokens)
 
+    @staticmethod
     def _private_piece(
-        self,
-        plan: DecodePlan,
-        runs: IntArray,
-        lengths: IntArray,
+        runs: PrivateRuns,
+        size: int,
         depth: int,
         block_table: IntArray,
         seq_lens: IntArray,
         starts: IntArray,
         slot: int,
     ) -> _PrivatePiece:
-        size = plan.block_size
-        rows, kv_start = plan.run_row[runs], plan.run_kv_start[runs]
+        rows, kv_start, lengths = runs
         # whole multiples of 16 keep the vector units busy
         width = size if depth > 1 else min(size, -(-int(lengths.max()) // 16) * 16)
         columns = kv_start[:, None] // size + np.arange(depth)
@@ -201,7 +197,7 @@ class TorchExecutor:
             blocks=torch.from_numpy(block_table[rows[:, None], columns].astype(np.int64).ravel()),
             hidden=torch.from_numpy(hidden[:, :, None, :, None, :]),
             beyond=torch.from_numpy(beyond[..., None]),
-            num_runs=len(runs),
+            num_runs=len(rows),
             width=width,
             slot=slot,
         )

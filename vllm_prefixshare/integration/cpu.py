@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import _custom_ops as ops
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
@@ -26,6 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import (
@@ -45,6 +48,18 @@ from vllm_prefixshare.types import IntArray
 NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
 
 
+def kernel_isa(isa: str) -> str:
+    """The kernels of CPU_ATTN to run with. AMX stores K in tiles of its own; the vector
+    kernels keep it transposed per block, which our executors multiply as it lies."""
+    if isa != "amx" or envs.get("VLLM_PREFIXSHARE_SHARE") == "never":
+        return isa
+    logger().warning_once(
+        "PREFIX_SHARE runs CPU_ATTN's vector kernels instead of AMX: prefill and requests that "
+        "share nothing are slower here than with stock vLLM."
+    )
+    return "vec"
+
+
 def refusal(layer: Any) -> str | None:
     """Why a layer with this ``AttentionSelectorConfig`` cannot be served, or None."""
     dtype = str(layer.dtype).removeprefix("torch.")
@@ -57,6 +72,7 @@ def refusal(layer: Any) -> str | None:
         (layer.use_mm_prefix, "bidirectional multimodal prefixes"),
         (layer.use_rswa, "reference sliding-window attention"),
         (layer.use_dcp, "decode context parallelism"),
+        (layer.use_batch_invariant, "batch invariance"),
         (dtype not in DTYPES, f"dtype {dtype}"),
         (layer.kv_cache_dtype not in (None, "auto", dtype), f"a {layer.kv_cache_dtype} KV cache"),
         (
@@ -123,13 +139,20 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         self._max_query_len = max_decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
-        self._layout_is_known = self._check_layout()
+        self._can_share = (
+            type(self.kv_cache_spec) is FullAttentionSpec
+            and self.kv_cache_spec.attention_chunk_size is None
+            and self._some_layer_shares(self.layer_names)
+            and self._check_layout()
+        )
 
     def _set_isa_to_layers(self, layer_names: list[str]) -> None:
-        # AMX stores K in tiles of its own; the vector kernels keep it transposed per block,
-        # which our executors multiply as it lies
-        self.isa: str = "vec" if self.isa == "amx" else self.isa
+        self.isa: str = kernel_isa(self.isa)
         super()._set_isa_to_layers(layer_names)
+
+    def _some_layer_shares(self, layer_names: list[str]) -> bool:
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, layer_names)
+        return any(getattr(layer.impl, "shares", False) for layer in layers.values())
 
     def _check_layout(self) -> bool:
         """Write one block through vLLM and see whether it lies as ``cache_views`` says."""
@@ -158,7 +181,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         common = common_attn_metadata
         stock = super().build(common_prefix_len, common, fast_build)
         metadata = PrefixShareCPUMetadata(**{f.name: getattr(stock, f.name) for f in fields(stock)})
-        if not self._layout_is_known or common.causal is not True:
+        if not self._can_share or common.causal is not True:
             return metadata
         began = time.perf_counter()
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
@@ -183,7 +206,6 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         counters = self._planner.counters
         before = counters.plans, counters.plan_seconds
         plan = self._planner.update(table, seq_lens, self._max_query_len)
-        STATS.updates += 1
         STATS.plans += counters.plans - before[0]
         STATS.plan_seconds += counters.plan_seconds - before[1]
         STATS.decode_steps += 1
@@ -193,14 +215,15 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if not len(shared):
             return
         STATS.shared_steps += 1
-        whole_batch = len(shared) == common.num_reqs
+        whole_batch = len(shared) == common.num_reqs and starts[-1] == common.num_actual_tokens
         metadata.executor = self._executor
         metadata.step = self._executor.prepare(
             plan, table, seq_lens, starts[: num_decodes + 1], None if whole_batch else shared
         )
         if not whole_batch:
-            others = np.setdiff1d(np.arange(common.num_reqs), shared)
-            metadata.rest, metadata.rest_tokens = self._rest(common, starts, others)
+            others = np.setdiff1d(np.flatnonzero(np.diff(starts)), shared)
+            if len(others):
+                metadata.rest, metadata.rest_tokens = self._rest(common, starts, others)
 
     def _rest(
         self, common: CommonAttentionMetadata, starts: IntArray, rows: IntArray
@@ -232,7 +255,7 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         reason = self._refusal()
-        self._shares = reason is None
+        self.shares = reason is None
         if reason is not None:
             fall_back(reason)
 
@@ -261,14 +284,16 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
         """As ``CPUAttentionBackendImpl.forward``: query and output
         ``[num_tokens, num_heads, head_size]``, written in place."""
         metadata = attn_metadata
-        if metadata is None or metadata.step is None or not self._shares:
+        unsupported = output_scale is not None or output_block_scale is not None
+        if metadata is None or metadata.step is None or not self.shares or unsupported:
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
         if metadata.rest is not None:
             tokens = metadata.rest_tokens
-            part = torch.empty_like(output[tokens])
+            assert tokens is not None
+            part = output.new_empty((len(tokens), *output.shape[1:]))
             super().forward(
                 layer, query[tokens], key, value, kv_cache, metadata.rest, part, output_scale,
                 output_block_scale,
@@ -276,6 +301,8 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
             output[tokens] = part
         assert metadata.executor is not None
         n = metadata.num_actual_tokens
+        began = time.perf_counter()
         metadata.executor.run(metadata.step, query[:n], kv_cache, output[:n], self.scale)
         STATS.layer_calls += 1
+        STATS.layer_seconds += time.perf_counter() - began
         return output

@@ -2,8 +2,10 @@
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.integration.cpu import kernel_isa
 from vllm_prefixshare.profiling.measure import UnsharedTimer, median_seconds
 
 
@@ -13,7 +15,7 @@ def cpu_attn_timer(attention: AttentionConfig) -> UnsharedTimer:
 
     a = attention
     dtype = getattr(torch, a.dtype)
-    isa = "vec" if a.block_size % 32 == 0 and a.head_dim % 32 == 0 else "vec16"
+    isa = kernel_isa(_get_attn_isa(dtype, a.block_size, a.head_dim))
 
     def seconds(requests: int, kv_len: int) -> float:
         blocks = -(-kv_len // a.block_size)

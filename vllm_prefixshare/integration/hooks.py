@@ -1,4 +1,4 @@
-"""Every change this plugin makes to vLLM at run time. vLLM's files stay as released.
+"""Every function of vLLM that this plugin changes at run time. Its files stay as released.
 
 Each hook says what it changes, why, and when it can go. ``install_hooks`` may run any number
 of times in a process: a hook is recognised by the mark it leaves on its target.
@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_prefixshare import envs
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.types import PrefixShareError
 
 BACKEND_NAME = "PREFIX_SHARE"
@@ -28,7 +29,7 @@ class Hook:
     target: str
     why: str
     until: str
-    install: Callable[[], None]
+    install: Callable[[], object]
 
 
 def backend_member() -> Any:
@@ -49,7 +50,8 @@ def backend_member() -> Any:
 def _register_environment() -> None:
     import vllm.envs
 
-    for name in (ENV_VAR, *envs.VARIABLES):
+    ours = os.environ.get(ENV_VAR, "").upper() == BACKEND_NAME
+    for name in (*envs.VARIABLES, *((ENV_VAR,) if ours else ())):
         vllm.envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
 
 
@@ -74,18 +76,24 @@ def _hook_engine_config() -> None:
             try:
                 _select_from_environment(self)
                 config = original(self, *args, **kwargs)
-                if config.attention_config.backend is backend_member():
+                chosen = config.attention_config
+                if backend_member() in (chosen.backend, *chosen.backend_per_kind.values()):
                     _check_engine_config(config)
                 return config
             except PrefixShareError as e:
-                if os.path.basename(sys.argv[0]) != "vllm":
-                    raise
-                print(f"vllm: error: {e}", file=sys.stderr)  # a command line gets no traceback
-                raise SystemExit(2) from None
+                refuse(e)
 
         return create_engine_config
 
     _wrap(EngineArgs, "create_engine_config", wrapper)
+
+
+def refuse(error: PrefixShareError) -> NoReturn:
+    """Raise ``error``, or, under the ``vllm`` command, print it and exit with status 2."""
+    if os.path.basename(sys.argv[0]) != "vllm":
+        raise error
+    print(f"vllm: error: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 def _select_from_environment(engine_args: Any) -> None:
@@ -106,21 +114,45 @@ def _select_from_environment(engine_args: Any) -> None:
 
 def _check_engine_config(config: Any) -> None:
     """Refuse at start-up what would fail later; give the workers the statistics method."""
-    from vllm.platforms import current_platform
-
+    from vllm_prefixshare.executors.cpu import cpu_executor
     from vllm_prefixshare.planning.cost_table import CostTable
     from vllm_prefixshare.planning.dividers import get_divider
+    from vllm_prefixshare.profiling.tables import fingerprint
 
     envs.check_environment()
     get_divider(envs.get("VLLM_PREFIXSHARE_DIVIDER"))
     if (table := envs.get("VLLM_PREFIXSHARE_COST_TABLE")) is not None:
-        CostTable.load(table)  # whether it fits is known once the model's shape is
+        attention = _attention_of(config)
+        CostTable.load(table, fingerprint(attention, cpu_executor(attention).name))
+    check_platform()
+    if not config.parallel_config.worker_extension_cls:
+        config.parallel_config.worker_extension_cls = EXTENSION_PATH
+
+
+def check_platform() -> None:
+    """Refuse a platform without an executor.
+
+    Raises:
+        PrefixShareError: it is not the CPU platform.
+    """
+    from vllm.platforms import current_platform
+
     if not current_platform.is_cpu():
         raise PrefixShareError(
             f"{BACKEND_NAME} serves the CPU platform in this version: unset {ENV_VAR} here."
         )
-    if not config.parallel_config.worker_extension_cls:
-        config.parallel_config.worker_extension_cls = EXTENSION_PATH
+
+
+def _attention_of(config: Any) -> AttentionConfig:
+    """The shape of the model's full-attention layers on one rank."""
+    model, parallel = config.model_config, config.parallel_config
+    return AttentionConfig(
+        model.get_num_attention_heads(parallel),
+        model.get_num_kv_heads(parallel),
+        model.get_head_size(),
+        config.cache_config.block_size,
+        str(model.dtype).removeprefix("torch."),
+    )
 
 
 def _hook_cpu_platform() -> None:
@@ -167,7 +199,7 @@ HOOKS = (
         "vllm.v1.attention.backends.registry.AttentionBackendEnum",
         "a backend needs an enum member, and a dynamic one does not survive pickling",
         "dynamic members pickle by name",
-        lambda: (backend_member(), None)[1],
+        backend_member,
     ),
     Hook(
         "vllm.envs.environment_variables",

@@ -20,7 +20,7 @@ def register() -> None:
         compat.check_vllm_version()
     except PrefixShareError as e:
         if os.environ.get(hooks.ENV_VAR, "").upper() == hooks.BACKEND_NAME:
-            raise
+            hooks.refuse(e)
         hooks.logger().warning("%s", e)
         return
     hooks.install_hooks()

@@ -7,19 +7,21 @@ from dataclasses import dataclass, fields
 class BackendStats:
     """Counters of one worker process, over all its KV-cache groups; times in seconds.
 
-    decode_steps: engine steps with at least one decode row. shared_steps: those in which
-    rows shared KV. layer_calls: attention layers that ran shared rows. kv_tokens_read,
-    kv_tokens_stock: KV tokens per layer that decode rows read here, and would read each on
-    its own. plans, updates: plans made, and times the planner was asked.
+    decode_steps: engine steps with at least one decode row, once per KV-cache group.
+    shared_steps: those in which rows shared KV.
+    layer_calls, layer_seconds: attention layers that ran shared rows, and their time.
+    kv_tokens_read, kv_tokens_stock: KV tokens per layer that decode rows read here, and would
+        read each on its own.
+    plans, plan_seconds: plans made. build_seconds: all that was added to metadata building.
     """
 
     decode_steps: int = 0
     shared_steps: int = 0
     layer_calls: int = 0
+    layer_seconds: float = 0.0
     kv_tokens_read: int = 0
     kv_tokens_stock: int = 0
     plans: int = 0
-    updates: int = 0
     plan_seconds: float = 0.0
     build_seconds: float = 0.0
 
@@ -28,7 +30,7 @@ class BackendStats:
 
     def reset(self) -> None:
         for f in fields(self):
-            setattr(self, f.name, f.type(0) if callable(f.type) else 0)
+            setattr(self, f.name, f.default)
 
 
 #: The counters of this process.

@@ -6,6 +6,7 @@ the table; this module only reads, stores and interpolates it.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -152,7 +153,11 @@ class CostTable:
         return self.merge_us * np.asarray(rows, np.float64)
 
     def save(self, path: Path) -> None:
-        """Write JSON; the file appears whole or not at all."""
+        """Write JSON; the file appears whole or not at all.
+
+        Raises:
+            PrefixShareError: it cannot be written.
+        """
         data = {
             "format": FORMAT,
             "fingerprint": asdict(self.fingerprint),
@@ -160,10 +165,13 @@ class CostTable:
             "unshared": self.unshared_us.to_json() if self.unshared_us else None,
             "merge_us": self.merge_us,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(data, indent=1))
-        temporary.replace(path)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(data, indent=1))
+            temporary.replace(path)
+        except OSError as e:
+            raise PrefixShareError(f"the cost table cannot be written to {path} ({e}).") from None
 
     @classmethod
     def load(cls, path: Path, expected: Fingerprint | None = None) -> "CostTable":

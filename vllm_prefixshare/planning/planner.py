@@ -72,11 +72,7 @@ class DecodePlanner:
         began = time.perf_counter()
         self.counters.updates += 1
         plan = self._plan
-        if (
-            plan is None
-            or query_len != self._query_len
-            or not self._still_holds(plan, block_table, seq_lens)
-        ):
+        if plan is None or not self.holds(block_table, seq_lens, query_len):
             self._query_len = query_len
             self._follow(block_table, seq_lens)
             plan = self._plan = self._make_plan(block_table, seq_lens)
@@ -85,7 +81,11 @@ class DecodePlanner:
         self.counters.update_seconds += time.perf_counter() - began
         return plan
 
-    def _still_holds(self, plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> bool:
+    def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
+        """Whether the last plan is right, and balanced enough, for this batch."""
+        plan = self._plan
+        if plan is None or query_len != self._query_len:
+            return False
         if len(seq_lens) != plan.num_reqs:
             return False
         known = block_table[:, : self._table.shape[1]]

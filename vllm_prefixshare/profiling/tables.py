@@ -1,4 +1,4 @@
-"""Finding the cost table that fits: the user's, the cache's, or one shipped with the package."""
+"""Finding the cost table that fits: the one that the user names, or one measured here."""
 
 import platform
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from vllm_prefixshare.planning.cost_table import CostModel, CostTable, Fingerpri
 
 #: Changes whenever the executor's speed does; part of every fingerprint.
 KERNELS = {"torch": "torch-1", "native": "native-1"}
-SHIPPED = Path(__file__).parent / "tables"
 
 
 def fingerprint(attention: AttentionConfig, executor: str) -> Fingerprint:
@@ -42,10 +41,9 @@ def cost_model(
     named = envs.get("VLLM_PREFIXSHARE_COST_TABLE")
     if named is not None:
         return CostTable.load(named, expected)
-    for folder in (cache_folder(), SHIPPED):
-        path = folder / expected.file_name()
-        if path.is_file():
-            return CostTable.load(path, expected)
+    path = cache_folder() / expected.file_name()
+    if path.is_file():
+        return CostTable.load(path, expected)
     if log is not None:
         log(
             "No cost table for this processor and model shape: using the analytic estimate. "

@@ -51,7 +51,7 @@ class Batch:
     """Completions of one ``generate`` call.
 
     seconds_per_token: decode time per output token, from the moment all requests had their
-        first one.
+        first one; exact where the answers are equally long.
     stats: ``BackendStats`` of this call (empty for stock).
     preemptions: requests that the scheduler pre-empted during it.
     """
