@@ -58,16 +58,16 @@ static inline __m512 exp2_negative(__m512 y) {
   return _mm512_scalef_ps(p, n);
 }
 
-/* Interleave rows 2i and 2i+1, as vdpbf16ps wants them: dst[rows / 2][cols] pairs. Rows from
- * `valid` on count as zero, whatever lies there. */
-static void pack_pairs(const bf16 *src, int rows, int cols, int valid, uint32_t *dst) {
+/* Interleave rows 2i and 2i+1, as vdpbf16ps wants them: dst[rows / 2][cols] pairs, of which the
+ * first `used` columns are written. Rows from `valid` on count as zero, whatever lies there. */
+static void pack_pairs(const bf16 *src, int rows, int cols, int used, int valid, uint32_t *dst) {
   static const uint16_t low[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                    8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i lo = _mm512_loadu_si512(low);
   const __m512i hi = _mm512_add_epi16(lo, _mm512_set1_epi16(16));
   const __m512i zero = _mm512_setzero_si512();
   for (int r = 0; r < rows; r += 2)
-    for (int c = 0; c < cols; c += 32) {
+    for (int c = 0; c < used; c += 32) {
       __m512i a = r < valid ? _mm512_loadu_si512(src + (size_t)r * cols + c) : zero;
       __m512i b = r + 1 < valid ? _mm512_loadu_si512(src + (size_t)(r + 1) * cols + c) : zero;
       uint32_t *at = dst + (size_t)(r / 2) * cols + c;
@@ -76,11 +76,11 @@ static void pack_pairs(const bf16 *src, int rows, int cols, int valid, uint32_t 
     }
 }
 
-/* ROWS x 32 of C (+)= A B: a [.., 2 * pairs] bf16, b packed [pairs][cols], c [.., cols] */
+/* ROWS x used of C (+)= A B: a [.., lda] bf16, b packed [pairs][cols], c [.., cols] */
 #define DEFINE_PRODUCT(ROWS)                                                                     \
   static inline void product_##ROWS(const bf16 *a, int lda, const uint32_t *b, int pairs,        \
-                                    int cols, float *c, int add) {                               \
-    for (int j = 0; j < cols; j += 32) {                                                         \
+                                    int cols, int used, float *c, int add) {                     \
+    for (int j = 0; j < used; j += 32) {                                                         \
       __m512 x[ROWS], y[ROWS];                                                                   \
       for (int r = 0; r < ROWS; r++) {                                                           \
         x[r] = add ? _mm512_loadu_ps(c + (size_t)r * cols + j) : _mm512_setzero_ps();            \
@@ -121,16 +121,16 @@ static inline void fetch_ahead(Ahead *ahead) {
 }
 
 /* rows is a multiple of 4 */
-static void product(const bf16 *a, int lda, const uint32_t *b, int pairs, int cols, float *c,
-                    int rows, int add, Ahead *ahead) {
+static void product(const bf16 *a, int lda, const uint32_t *b, int pairs, int cols, int used,
+                    float *c, int rows, int add, Ahead *ahead) {
   int r = 0;
   for (; r + 8 <= rows; r += 8) {
     fetch_ahead(ahead);
-    product_8(a + (size_t)r * lda, lda, b, pairs, cols, c + (size_t)r * cols, add);
+    product_8(a + (size_t)r * lda, lda, b, pairs, cols, used, c + (size_t)r * cols, add);
   }
   if (r < rows) {
     fetch_ahead(ahead);
-    product_4(a + (size_t)r * lda, lda, b, pairs, cols, c + (size_t)r * cols, add);
+    product_4(a + (size_t)r * lda, lda, b, pairs, cols, used, c + (size_t)r * cols, add);
   }
 }
 
@@ -151,9 +151,10 @@ static size_t scratch_bytes(const Work *w, int rows, Scratch *x, char *base) {
   return at;
 }
 
-/* Online softmax over one block: s holds Q K, becomes the weights in p; acc is rescaled. */
-static void softmax_block(const Work *w, const Scratch *x, int first, const int32_t *visible,
-                          int rows) {
+/* Online softmax over the first `used` tokens of a block: s holds Q K, becomes the weights in
+ * p; acc is rescaled. */
+static void softmax_block(const Work *w, const Scratch *x, int first, int used,
+                          const int32_t *visible, int rows) {
   const int n = (int)w->block_size, d = (int)w->head_dim, group = (int)w->gqa_group_size;
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const float scale2 = w->sm_scale * 1.44269504f; /* scores count in powers of 2 from here on */
@@ -162,7 +163,7 @@ static void softmax_block(const Work *w, const Scratch *x, int first, const int3
     const float *s = x->s + (size_t)r * n;
     int left = visible[r / group] - first; /* tokens of this block that the row sees */
     __m512 top = hidden;
-    for (int j = 0; j < n; j += 16) {
+    for (int j = 0; j < used; j += 16) {
       __mmask16 seen = _mm512_cmplt_epi32_mask(lanes, _mm512_set1_epi32(left - j));
       top = _mm512_mask_max_ps(top, seen, top, _mm512_loadu_ps(s + j));
     }
@@ -173,7 +174,7 @@ static void softmax_block(const Work *w, const Scratch *x, int first, const int3
       continue;
     }
     __m512 sum = _mm512_setzero_ps(), base = _mm512_set1_ps(m), scale = _mm512_set1_ps(scale2);
-    for (int j = 0; j < n; j += 16) {
+    for (int j = 0; j < used; j += 16) {
       __mmask16 seen = _mm512_cmplt_epi32_mask(lanes, _mm512_set1_epi32(left - j));
       __m512 e = exp2_negative(_mm512_fmsub_ps(_mm512_loadu_ps(s + j), scale, base));
       e = _mm512_maskz_mov_ps(seen, e);
@@ -222,11 +223,16 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
       ahead.left = (w->v_offset + (int64_t)n * d) * 2; /* K, then V */
       ahead.step = (ahead.left / (2 * ((padded + 7) / 8)) + 63) / 64 * 64;
     }
-    pack_pairs(block, d, n, d, x->k);
-    pack_pairs(block + w->v_offset, n, d, valid, x->v);
-    product(x->q, d, x->k, d / 2, n, x->s, padded, 0, &ahead);
-    softmax_block(w, x, t, w->visible + slot, rows);
-    product(x->p, n, x->v, n / 2, d, x->acc, padded, 1, &ahead);
+    const int used = (valid + 31) & ~31;
+    if (t == start) { /* nothing was fetched ahead: let V come while K is packed */
+      const char *v = (const char *)(block + w->v_offset);
+      for (int64_t j = 0; j < (int64_t)valid * d * 2; j += 64) _mm_prefetch(v + j, _MM_HINT_T1);
+    }
+    pack_pairs(block, d, n, used, d, x->k);
+    pack_pairs(block + w->v_offset, used, d, d, valid, x->v);
+    product(x->q, d, x->k, d / 2, n, used, x->s, padded, 0, &ahead);
+    softmax_block(w, x, t, used, w->visible + slot, rows);
+    product(x->p, n, x->v, used / 2, d, d, x->acc, padded, 1, &ahead);
   }
   const int64_t heads = w->num_kv_heads * group;
   for (int r = 0; r < rows; r++) {
