@@ -9,7 +9,7 @@ import pytest
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.testing.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
 
-from .conftest import DOCUMENT
+from .conftest import DOCUMENT, SETTINGS
 
 pytestmark = pytest.mark.engine
 
@@ -97,6 +97,20 @@ def test_pre_empted_requests_come_back_right(both):
     assert ours.preemptions > 0
     assert_same_tokens(ours, stock)
     assert_shared(ours)
+
+
+def test_speculative_rows_share_too(model, stock):
+    # rows of 1 to 4 queries, causal among themselves; speculation must not change a token
+    prompts = [ask(q) for q in QUESTIONS[:4]]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    environment = {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_CHECK_PLANS": "1"}
+    settings = {**SETTINGS, "pause": False, "speculative_config": speculation}
+    with EngineProcess(PREFIX_SHARE, model, environment, **settings) as engine:
+        engine.generate(prompts[:1], 1)
+        ours = engine.generate(prompts, 40, ignore_eos=True)
+    assert_same_tokens(ours, stock.generate(prompts, 40, gaps=True, ignore_eos=True))
+    assert_shared(ours)
+    assert ours.stats["decode_steps"] < 40, "some drafts must have been accepted"
 
 
 def test_a_wrong_setting_is_refused_before_work_starts(model):
