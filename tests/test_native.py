@@ -12,7 +12,7 @@ from vllm_prefixshare.executors.cpu import TorchOnPackedCache, cache_views, cpu_
 from vllm_prefixshare.executors.native import NativeExecutor, NativeUnavailableError
 from vllm_prefixshare.executors.reference import reference_attention
 from vllm_prefixshare.planning.plan import build_plan
-from vllm_prefixshare.types import OPEN_END, KVRun, WorkTile
+from vllm_prefixshare.types import OPEN_END, WorkTiles
 
 from .batches import PagedBatch, paged_batch
 from .test_executors import wrapper_for
@@ -138,11 +138,9 @@ def test_a_request_that_sees_nothing_of_a_piece_is_not_spoilt():
     batch = paged_batch(documents=1, requests=1, block_size=32, dtype=torch.bfloat16, query_lens=4)
     length = int(batch.seq_lens[0])
     cut = (length - 2) // 32 * 32
-    rows = np.array([0], np.int32)
-    tiles = [
-        WorkTile(rows, (KVRun(0, 0, cut, 0, 1),), 1.0),
-        WorkTile(rows, (KVRun(0, cut, OPEN_END, 0, 1),), 1.0),
-    ]
+    each = np.arange(3, dtype=np.int32)
+    runs = np.array([[0, 0, cut, 0, 1], [0, cut, OPEN_END, 0, 1]], np.int32)
+    tiles = WorkTiles(each, np.zeros(2, np.int32), each, runs, np.ones(2))
     plan = build_plan(tiles, 1, 32, batch.seq_lens)
     executor = NativeExecutor(2, 2, 64, 32)
     step = executor.prepare(plan, batch.block_table, batch.seq_lens, batch.query_start_loc)

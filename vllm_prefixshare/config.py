@@ -53,6 +53,7 @@ class PlannerConfig:
     share: ``auto`` lets the cost model refuse trees where sharing does not pay.
     num_workers: thread blocks that walk the plan side by side (1 on a CPU).
     max_tile_requests: most requests in one work tile (a Q tile's rows / gqa_group_size).
+    max_tile_runs: most runs of KV tokens in one work tile.
     grouping: merge short nodes into their children (FastTree, section 4.2).
     num_splits, kv_chunk_size: for the dividers ``fixed`` and ``deft_node_chunk``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
@@ -64,6 +65,7 @@ class PlannerConfig:
     share: str = "auto"
     num_workers: int = 1
     max_tile_requests: int = 1 << 30
+    max_tile_runs: int = 1 << 30
     grouping: bool = True
     num_splits: int = 4
     kv_chunk_size: int = 512
@@ -76,7 +78,8 @@ class PlannerConfig:
             raise PrefixShareError(
                 f"share must be one of {', '.join(SHARE_POLICIES)}, got {self.share!r}."
             )
-        for name in ("num_workers", "max_tile_requests", "num_splits", "kv_chunk_size"):
+        counts = ("num_workers", "max_tile_requests", "max_tile_runs", "num_splits")
+        for name in (*counts, "kv_chunk_size"):
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if not self.rebalance_factor >= 1:

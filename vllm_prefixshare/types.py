@@ -67,21 +67,29 @@ class QueryGroup(NamedTuple):
     kv_len: int
 
 
-class KVRun(NamedTuple):
-    """A piece of a KV segment inside a work tile. It is read for the requests
-    ``[first, last)`` of the tile's own request list."""
+@dataclass(frozen=True, slots=True)
+class WorkTiles:
+    """Units of kernel work: each has some requests and the runs of KV tokens they read.
 
-    row: int
-    kv_start: int
-    kv_end: int
-    first: int
-    last: int
+    row_indptr: ``[num_tiles + 1]`` int32, into ``rows``.
+    rows: ``[num_slots]`` int32 batch rows, the requests of tile after tile.
+    run_indptr: ``[num_tiles + 1]`` int32, into ``runs``.
+    runs: ``[num_runs, 5]`` int32: row, kv_start, kv_end, first, last. A run is read for the
+        requests ``[first, last)`` of its tile, through the block table of batch row ``row``.
+    cost: ``[num_tiles]`` float64, estimated microseconds.
+    worker: ``[num_tiles]`` int32, ascending: who runs each tile, in this order; None leaves
+        that to the scheduler.
+    """
 
-
-class WorkTile(NamedTuple):
-    """One unit of kernel work: the requests ``rows`` over the tokens of ``runs``.
-    ``cost`` is its estimated time in microseconds."""
-
+    row_indptr: IntArray
     rows: IntArray
-    runs: tuple[KVRun, ...]
-    cost: float
+    run_indptr: IntArray
+    runs: IntArray
+    cost: FloatArray
+    worker: IntArray | None = None
+
+    @classmethod
+    def none(cls) -> "WorkTiles":
+        nothing = np.zeros(0, np.int32)
+        start = np.zeros(1, np.int32)
+        return cls(start, nothing, start, np.zeros((0, 5), np.int32), np.zeros(0))

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.planning.cost_table import CostTable, Fingerprint, Grid, analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.prefix_tree import forest_from_blocks
+from vllm_prefixshare.types import Forest
 
 NULL_BLOCK = 0
 LLAMA = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
@@ -25,6 +27,16 @@ def quick(max_examples: int, **more: int) -> settings:
     )
 
 
+def forest_of_ids(requests: list[list[int]], block_size: int, null: int | None = None) -> Forest:
+    """The forest of requests with these filled blocks, one row each. What follows in a row is
+    the same in all of them, and no part of it."""
+    lengths = np.array([len(ids) for ids in requests], np.int32)
+    table = np.full((len(requests), lengths.max(initial=0) + 3), 7777, np.int32)
+    for row, ids in enumerate(requests):
+        table[row, : len(ids)] = ids
+    return forest_from_blocks(table, lengths, block_size, null)
+
+
 @dataclass(frozen=True)
 class LinearCost:
     """A cost model whose answers are easy to work out by hand."""
@@ -35,7 +47,7 @@ class LinearCost:
     merge_per_row: float = 0.0
     unshared_launch: float = 1.0
 
-    def tile(self, rows, kv_len):
+    def tile(self, rows, kv_len, readers=1):
         rows, kv_len = np.asarray(rows, float), np.asarray(kv_len, float)
         return self.launch + kv_len * (self.per_token + self.per_row_token * rows)
 

@@ -14,11 +14,12 @@ from vllm_prefixshare.planning.cost_table import (
     CostTable,
     Fingerprint,
     Grid,
+    TileRates,
     analytic_cost,
 )
 from vllm_prefixshare.types import PrefixShareError
 
-from .strategies import LLAMA, fingerprint, flashforge_table, quick
+from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, quick
 
 
 @st.composite
@@ -160,10 +161,10 @@ def test_an_axis_that_ends_at_infinity_is_refused():
 
 
 @quick(40)
-@given(grids(), st.none() | grids(), st.floats(0, 100))
-def test_a_table_survives_its_file(tmp_path_factory, tile, unshared, merge_us):
+@given(grids(), st.none() | grids(), st.none() | grids(), st.floats(0, 100))
+def test_a_table_survives_its_file(tmp_path_factory, tile, unshared, cached, merge_us):
     path = tmp_path_factory.mktemp("tables") / "new" / "folder" / "table.json"
-    table = CostTable(fingerprint(), tile, merge_us, unshared)
+    table = CostTable(fingerprint(), tile, merge_us, unshared, cached)
     table.save(path)
     back = CostTable.load(path, expected=fingerprint())
     assert back.fingerprint == table.fingerprint
@@ -173,6 +174,10 @@ def test_a_table_survives_its_file(tmp_path_factory, tile, unshared, merge_us):
     for call in ("tile", "unshared"):
         got, expected = getattr(back, call)(rows, kv_len), getattr(table, call)(rows, kv_len)
         np.testing.assert_allclose(got, expected)
+    for readers in (1, 3, 1000):
+        np.testing.assert_allclose(
+            back.tile(rows, kv_len, readers), table.tile(rows, kv_len, readers)
+        )
     assert [p.name for p in path.parent.iterdir()] == ["table.json"]
 
 
@@ -191,6 +196,50 @@ def test_without_a_grid_of_its_own_an_unshared_request_costs_what_its_tile_does(
     )
     assert own.unshared(5, 3000) == pytest.approx(7)
     assert own.tile(5, 3000) == table.tile(5, 3000)
+
+
+@quick(60)
+@given(grids(), grids(), st.integers(1, 200), st.integers(1, 9000), st.integers(1, 100))
+def test_kv_that_others_read_too_costs_between_memory_and_cache(tile, cached, rows, kv, readers):
+    """The first reader's price is spread over all of them."""
+    table = CostTable(fingerprint(), tile, 1.0, tile_l2_us=cached)
+    first, rest = float(tile(rows, kv)), float(cached(rows, kv))
+    assert table.tile(rows, kv) == pytest.approx(first)
+    everyone = first + (readers - 1) * rest
+    assert readers * table.tile(rows, kv, readers) == pytest.approx(everyone)
+
+
+def test_without_a_grid_for_the_cache_other_readers_change_nothing():
+    table = flashforge_table()
+    assert table.tile(5, 3000, 7) == table.tile(5, 3000)
+
+
+def test_the_estimate_for_a_gpu_is_near_what_an_h200_measures():
+    """Microseconds for 64 tokens of one KV head, head_dim 128, all multiprocessors busy."""
+    rates = TileRates.of(analytic_cost(LLAMA, "triton"))
+    np.testing.assert_allclose(64 * rates.memory, [1.04, 1.04], rtol=0.05)
+    np.testing.assert_allclose(64 * rates.cached, [0.68, 0.90], rtol=0.05)
+    assert rates.overhead == pytest.approx(2.5, rel=0.1)
+
+
+@quick(60)
+@given(st.floats(0.1, 100), st.floats(0.001, 1), st.floats(0, 0.1), st.floats(0, 10))
+def test_rates_of_a_linear_cost_model_are_its_own(launch, per_token, per_row_token, merge):
+    rates = TileRates.of(LinearCost(launch, per_token, per_row_token, merge))
+    expected = per_token + per_row_token * np.array([64, 128])
+    np.testing.assert_allclose(rates.memory, expected, rtol=1e-6)
+    np.testing.assert_allclose(rates.cached, expected, rtol=1e-6)
+    assert rates.overhead == pytest.approx(launch, rel=1e-3)
+    assert rates.merge == pytest.approx(merge)
+
+
+@quick(60)
+@given(grids(), grids())
+def test_rates_are_positive_whatever_was_measured(tile, cached):
+    rates = TileRates.of(CostTable(fingerprint(), tile, 0.0, tile_l2_us=cached))
+    assert rates.overhead > 0
+    assert np.all(rates.memory > 0)
+    assert np.all(rates.cached > 0)
 
 
 @quick(30)
@@ -268,6 +317,7 @@ GRID = {"rows": [1, 2], "kv_len": [1, 2], "microseconds": [[1, 2], [3, 4]]}
     "changes",
     [
         {"format": 0},
+        {"format": 1},
         {"format": None},
         {"fingerprint": {}},
         {"fingerprint": None},
@@ -283,6 +333,7 @@ GRID = {"rows": [1, 2], "kv_len": [1, 2], "microseconds": [[1, 2], [3, 4]]}
         {"tile": {**GRID, "microseconds": [[1, 2], [3]]}},
         {"tile": {**GRID, "microseconds": [[1, 2], [3, None]]}},
         {"unshared": {**GRID, "microseconds": [[1, 2], [3, -4]]}},
+        {"tile_l2": {**GRID, "microseconds": [[1, 2], [3, -4]]}},
         {"merge_us": None},
         {"merge_us": "much"},
         {"merge_us": -1.0},
@@ -295,7 +346,7 @@ def test_a_table_with_a_damaged_part_is_refused(tmp_path, changes):
         CostTable.load(saved(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("part", ["format", "fingerprint", "tile", "merge_us"])
+@pytest.mark.parametrize("part", ["format", "fingerprint", "tile", "tile_l2", "merge_us"])
 def test_a_table_without_one_of_its_parts_is_refused(tmp_path, part):
     path = saved(tmp_path)
     data = json.loads(path.read_text())

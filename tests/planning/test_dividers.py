@@ -37,7 +37,15 @@ from .strategies import (
     quick,
 )
 
-SHARING = ("flashforge", "fasttree", "deft_node", "deft_node_chunk", "deft_flatten", "fixed")
+SHARING = (
+    "depth_first",
+    "flashforge",
+    "fasttree",
+    "deft_node",
+    "deft_node_chunk",
+    "deft_flatten",
+    "fixed",
+)
 NODE_BY_NODE = ("flashforge", "deft_node", "deft_node_chunk", "deft_flatten", "fixed")
 
 
@@ -50,6 +58,7 @@ def settings_of(draw: st.DrawFn) -> dict:
         "share": draw(st.sampled_from(["always", "always", "auto", "never"])),
         "num_workers": draw(st.integers(1, 40)),
         "max_tile_requests": draw(st.sampled_from([1, 2, 3, 8, 1 << 30])),
+        "max_tile_runs": draw(st.sampled_from([1, 2, 5, 1 << 30])),
         "grouping": draw(st.booleans()),
         "num_splits": draw(st.integers(1, 9)),
         "kv_chunk_size": draw(st.integers(1, 200)),
@@ -120,8 +129,9 @@ def test_plan_arrays_are_what_their_docstring_says(divider, batch, config):
     assert plan.planned_seq_lens.tolist() == batch.seq_lens.tolist()
     last_runs = plan.run_row[plan.run_kv_end == OPEN_END]
     assert sorted(last_runs.tolist()) == list(range(plan.num_reqs))
-    for low, high in pairwise(plan.work_indptr):
-        assert np.all(np.diff(plan.tile_cost[low:high]) <= 0), "longest first within a worker"
+    if divider != "depth_first":
+        for low, high in pairwise(plan.work_indptr):
+            assert np.all(np.diff(plan.tile_cost[low:high]) <= 0), "longest first within a worker"
     read = sum(tile_tokens(plan, t, batch.seq_lens) for t in range(plan.num_tiles))
     assert plan.kv_tokens_read(batch.seq_lens) == read
 
@@ -142,11 +152,13 @@ def test_shared_rows_are_the_rows_that_read_some_kv_with_another(divider, batch,
 
 @pytest.mark.parametrize("divider", sorted(DIVIDERS))
 @quick(40)
-@given(batches(), settings_of(), st.integers(1, 4))
-def test_no_tile_holds_more_requests_than_allowed(divider, batch, config, limit):
-    plan = plan_of(batch, divider=divider, **{**config, "max_tile_requests": limit})
+@given(batches(), settings_of(), st.integers(1, 4), st.integers(1, 4))
+def test_no_tile_holds_more_requests_or_runs_than_allowed(divider, batch, config, limit, runs):
+    config |= {"max_tile_requests": limit, "max_tile_runs": runs}
+    plan = plan_of(batch, divider=divider, **config)
     for tile in range(plan.num_tiles):
         assert 1 <= len(tile_rows(plan, tile)) <= limit
+    assert 1 <= np.diff(plan.tile_run_indptr).min() <= np.diff(plan.tile_run_indptr).max() <= runs
 
 
 @pytest.mark.parametrize("divider", NODE_BY_NODE)

@@ -147,7 +147,8 @@ def test_attention_shapes_that_are_refused(name, value, sentence):
 
 
 @pytest.mark.parametrize(
-    "name", ["num_workers", "max_tile_requests", "num_splits", "kv_chunk_size"]
+    "name",
+    ["num_workers", "max_tile_requests", "max_tile_runs", "num_splits", "kv_chunk_size"],
 )
 @pytest.mark.parametrize("value", [0, -3])
 def test_planner_counts_must_be_positive(name, value):

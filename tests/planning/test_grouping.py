@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.planning.grouping import group_queries
-from vllm_prefixshare.planning.prefix_tree import PrefixTree
 from vllm_prefixshare.types import OPEN_END, Forest, QueryGroup
 
 from .oracle import shared_runs
-from .strategies import COSTS, LinearCost, block_ids, quick
+from .strategies import COSTS, LinearCost, block_ids, forest_of_ids, quick
 
 BLOCK_SIZE = 16
 
@@ -24,7 +23,7 @@ class PaddedCost(LinearCost):
 
     tile_rows: int = 8
 
-    def tile(self, rows, kv_len):
+    def tile(self, rows, kv_len, readers=1):
         tiles = np.ceil(np.asarray(rows, float) / self.tile_rows)
         return tiles * (self.launch + self.per_token * np.asarray(kv_len, float))
 
@@ -44,11 +43,8 @@ MODELS = (
 
 def forest_of(requests: list[list[int]], tails: list[int]) -> tuple[Forest, np.ndarray]:
     """Their forest and lengths, for rows in the order given."""
-    tree = PrefixTree(BLOCK_SIZE)
-    for row, ids in enumerate(requests):
-        tree.add(row, ids)
     lens = [len(ids) * BLOCK_SIZE + tail for ids, tail in zip(requests, tails, strict=True)]
-    return tree.forest(range(len(requests))), np.array(lens, np.int32)
+    return forest_of_ids(requests, BLOCK_SIZE), np.array(lens, np.int32)
 
 
 @st.composite

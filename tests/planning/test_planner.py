@@ -13,6 +13,7 @@ from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.types import PrefixShareError
 
 from .oracle import assert_reads_once, distinct_tokens, filled_blocks
 from .server import Server
@@ -424,6 +425,53 @@ def test_a_greater_rebalance_factor_waits_longer():
     batch = make_batch([[], []], [100, 100], 16)
     first = update(planner, batch)
     assert update(planner, batch.grown([400, 0])) is first
+
+
+def test_auto_shares_documents_and_not_single_blocks_under_depth_first():
+    prefixes = [list(range(1, 101))] * 8 + [[500]] * 2
+    batch = make_batch(prefixes, [10] * 8 + [20_000] * 2, 16)
+    free = LinearCost(launch=100.0, unshared_launch=1.0)
+    settings = {"share": "auto", "divider": "depth_first", "max_tile_requests": 4}
+    plan = update(make_planner(16, cost=free, **settings), batch)
+    assert plan.shared_rows.tolist() == list(range(8))
+    plan = update(make_planner(16, cost=COSTS["h200"], **settings), batch)
+    assert set(plan.shared_rows.tolist()) >= set(range(8))
+
+
+def test_a_table_and_lengths_of_different_batches_are_refused():
+    planner = make_planner()
+    batch = make_batch([[1], [1]], [3, 3], 16)
+    with pytest.raises(PrefixShareError, match=r"block_table has 2 rows and seq_lens 1 entries"):
+        planner.update(batch.block_table, batch.seq_lens[:1])
+
+
+def test_lengths_beyond_the_table_share_no_more_than_it_has():
+    planner = sharing_planner()
+    table = np.array([[1, 2], [1, 2]], np.int32)
+    plan = planner.update(table, np.array([1000, 1000], np.int32))
+    assert plan.run_kv_end[plan.run_last - plan.run_first > 1].tolist() == [2 * BLOCK_SIZE]
+    assert planner.update(table, np.array([1000, 1000], np.int32)).num_reqs == 2
+
+
+@pytest.mark.parametrize("divider", sorted(DIVIDERS))
+def test_warming_up_makes_no_plan(divider):
+    planner = make_planner(16, divider=divider)
+    planner.warm_up()
+    assert planner.counters.plans == planner.counters.updates == 0
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
+def test_any_block_that_changes_is_seen(width):
+    planner = sharing_planner(1)
+    table = np.arange(3 * width, dtype=np.int32).reshape(3, width) + 1
+    lens = np.full(3, width, np.int32)
+    first = planner.update(table, lens)
+    for row in range(3):
+        for column in {0, width // 2, width - 1}:
+            other = table.copy()
+            other[row, column] = 9999
+            assert not planner.holds(other, lens)
+    assert planner.update(table, lens) is first
 
 
 def test_plans_are_the_same_for_the_same_history():

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning.dividers import DivisionProblem, flashforge
 from vllm_prefixshare.planning.plan import build_plan
-from vllm_prefixshare.planning.prefix_tree import PrefixTree
 from vllm_prefixshare.planning.scheduler import longest_first
 
 from .exact import optimal_division, optimal_makespan
-from .strategies import COSTS, quick
+from .strategies import COSTS, forest_of_ids, quick
 
 COST_LISTS = st.lists(st.floats(0.5, 1000.0), min_size=1, max_size=40)
 
@@ -122,16 +121,14 @@ BLOCK_SIZE = 16
 def problem(trees: list[tuple[int, int]], tail: int, cost: str, num_workers: int):
     """A case as a division problem; block counts are multiples of 12, so that cuts into one
     to four pieces are exact."""
-    tree = PrefixTree(BLOCK_SIZE)
-    kv_lens: list[int] = []
-    for root, (shared, requests) in enumerate(trees):
-        for _ in range(requests):
-            ids = list(range(root * 10_000, root * 10_000 + shared))
-            tree.add(len(kv_lens), ids)
-            kv_lens.append((shared + tail) * BLOCK_SIZE)
+    ids = [
+        list(range(root * 10_000, root * 10_000 + shared))
+        for root, (shared, requests) in enumerate(trees)
+        for _ in range(requests)
+    ]
     return DivisionProblem(
-        forest=tree.forest(range(len(kv_lens))),
-        kv_lens=np.array(kv_lens, np.int32),
+        forest=forest_of_ids(ids, BLOCK_SIZE),
+        kv_lens=np.array([(len(i) + tail) * BLOCK_SIZE for i in ids], np.int32),
         cost=COSTS[cost],
         rows_per_request=GQA_GROUP_SIZE,
         block_size=BLOCK_SIZE,

@@ -137,6 +137,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             self.block_size,
             group,
         )
+        self._planner.warm_up()
         self._max_query_len = max_decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
         self._can_share = (

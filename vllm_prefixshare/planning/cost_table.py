@@ -17,15 +17,16 @@ from numpy.typing import ArrayLike
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.types import FloatArray, PrefixShareError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CostModel(Protocol):
     """Times in microseconds; arguments broadcast. ``rows`` counts query rows of one KV head
     (queries x gqa_group_size), ``kv_len`` tokens."""
 
-    def tile(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
-        """One work tile that leaves a partial result to be merged."""
+    def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
+        """One work tile that leaves a partial result to be merged. ``readers``: work tiles
+        that read the same KV at about the same time; all but one find it in a shared cache."""
         ...
 
     def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
@@ -132,19 +133,26 @@ class CostTable:
     tile_us, unshared_us: grids for ``tile`` and ``unshared``; where the second is missing
         an unshared request costs what a tile of it does.
     merge_us: microseconds to merge one row of one partial result.
+    tile_l2_us: ``tile`` whose KV lies in a shared cache already; where it is missing that
+        makes no difference.
     """
 
     fingerprint: Fingerprint
     tile_us: Grid
     merge_us: float
     unshared_us: Grid | None = None
+    tile_l2_us: Grid | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.merge_us < np.inf:
             raise PrefixShareError("cost table: merge_us must be 0 or more, and finite.")
 
-    def tile(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
-        return self.tile_us(rows, kv_len)
+    def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
+        first = self.tile_us(rows, kv_len)
+        if self.tile_l2_us is None:
+            return first
+        cached = self.tile_l2_us(rows, kv_len)
+        return cached + (first - cached) / np.asarray(readers, np.float64)
 
     def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
         return (self.unshared_us or self.tile_us)(rows, kv_len)
@@ -163,6 +171,7 @@ class CostTable:
             "fingerprint": asdict(self.fingerprint),
             "tile": self.tile_us.to_json(),
             "unshared": self.unshared_us.to_json() if self.unshared_us else None,
+            "tile_l2": self.tile_l2_us.to_json() if self.tile_l2_us else None,
             "merge_us": self.merge_us,
         }
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -191,6 +200,7 @@ class CostTable:
                 tile_us=Grid.from_json(data["tile"]),
                 merge_us=float(data["merge_us"]),
                 unshared_us=Grid.from_json(data["unshared"]) if data["unshared"] else None,
+                tile_l2_us=Grid.from_json(data["tile_l2"]) if data["tile_l2"] else None,
             )
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise PrefixShareError(f"{path} is not a usable cost table ({e}): {remedy}.") from None
@@ -204,52 +214,106 @@ class CostTable:
 
 
 @dataclass(frozen=True, slots=True)
-class AnalyticCost:
-    """Roofline estimate of a ``CostModel``, used until a table is measured.
+class Roofline:
+    """Round figures of an executor on common hardware.
 
     launch_us: fixed price of a tile. bytes_per_us, flops_per_us: one worker's share of the
-    memory and the arithmetic. unshared_flops_per_us: arithmetic that a kernel without query
-    rows to batch reaches (matrix-vector rather than matrix-matrix work).
+    memory and the arithmetic. cached_bytes_per_us: the same for KV that another tile reads at
+    the same time. unshared_flops_per_us: arithmetic that a kernel without query rows to batch
+    reaches (matrix-vector rather than matrix-matrix work). one_head: a worker is one thread
+    block for each KV head, and these are figures of one of them.
     """
 
-    attention: AttentionConfig
     launch_us: float
     bytes_per_us: float
+    cached_bytes_per_us: float
     flops_per_us: float
     unshared_flops_per_us: float
     unshared_launch_us: float
-
-    def _roof(self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float) -> FloatArray:
-        a = self.attention
-        rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
-        width = a.num_kv_heads * a.head_dim
-        item = 4 if a.dtype == "float32" else 2
-        moved = (2 * kv_len + 2 * rows) * width * item
-        flops = 4.0 * rows * kv_len * width
-        return np.maximum(moved / self.bytes_per_us, flops / flops_per_us)
-
-    def tile(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
-        return self.launch_us + self._roof(rows, kv_len, self.flops_per_us)
-
-    def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
-        return self.unshared_launch_us + self._roof(rows, kv_len, self.unshared_flops_per_us)
-
-    def merge(self, rows: ArrayLike) -> FloatArray:
-        a = self.attention
-        return (
-            2 * 4 * a.num_kv_heads * a.head_dim * np.asarray(rows, np.float64) / self.bytes_per_us
-        )
+    one_head: bool = False
 
 
-#: executor -> launch_us, bytes_per_us, flops_per_us, unshared_flops_per_us, unshared_launch_us
-_ROOFLINES = {
-    "torch": (300.0, 1e4, 1.2e5, 9e4, 4.0),  # two server cores
-    "native": (20.0, 2e4, 2.5e5, 9e4, 4.0),  # the same
-    "triton": (4.5, 3e4, 5e6, 5e6, 4.5),  # one multiprocessor of a data-centre GPU
+ROOFLINES = {
+    "torch": Roofline(300.0, 1e4, 1e4, 1.2e5, 9e4, 4.0),  # two server cores
+    "native": Roofline(20.0, 2e4, 2e4, 2.5e5, 9e4, 4.0),  # the same
+    # one multiprocessor of an H200, all of them busy
+    "triton": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
 }
 
 
+@dataclass(frozen=True, slots=True)
+class AnalyticCost:
+    """Roofline estimate of a ``CostModel``, used until a table is measured."""
+
+    attention: AttentionConfig
+    roofline: Roofline
+
+    @property
+    def launch_us(self) -> float:
+        return self.roofline.launch_us
+
+    def _bytes_per_token(self) -> float:
+        """Of K or V, and of one row of queries or outputs over its KV heads."""
+        a = self.attention
+        heads = 1 if self.roofline.one_head else a.num_kv_heads
+        return heads * a.head_dim * (4 if a.dtype == "float32" else 2)
+
+    def _roof(
+        self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float, bytes_per_us: float
+    ) -> FloatArray:
+        a = self.attention
+        rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
+        heads = 1 if self.roofline.one_head else a.num_kv_heads
+        moved = (2 * kv_len + 2 * rows) * self._bytes_per_token()
+        flops = 4.0 * rows * kv_len * heads * a.head_dim
+        return np.maximum(moved / bytes_per_us, flops / flops_per_us)
+
+    def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
+        r = self.roofline
+        first = self._roof(rows, kv_len, r.flops_per_us, r.bytes_per_us)
+        cached = self._roof(rows, kv_len, r.flops_per_us, r.cached_bytes_per_us)
+        return r.launch_us + cached + (first - cached) / np.asarray(readers, np.float64)
+
+    def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
+        r = self.roofline
+        work = self._roof(rows, kv_len, r.unshared_flops_per_us, r.bytes_per_us)
+        return r.unshared_launch_us + work
+
+    def merge(self, rows: ArrayLike) -> FloatArray:
+        a = self.attention
+        heads = 1 if self.roofline.one_head else a.num_kv_heads
+        moved = 2 * 4 * heads * a.head_dim * np.asarray(rows, np.float64)
+        return moved / self.roofline.bytes_per_us
+
+
 def analytic_cost(attention: AttentionConfig, executor: str) -> AnalyticCost:
-    """An ``AnalyticCost`` for an executor ("torch", "native" or "triton"), in round figures of
-    common hardware."""
-    return AnalyticCost(attention, *_ROOFLINES[executor])
+    """An ``AnalyticCost`` for an executor: "torch", "native" or "triton"."""
+    return AnalyticCost(attention, ROOFLINES[executor])
+
+
+@dataclass(frozen=True, slots=True)
+class TileRates:
+    """A ``CostModel`` for one attention shape as a few numbers, for loops that ask it often:
+    a tile costs ``overhead`` and a rate for each of its tokens, in microseconds.
+
+    memory, cached: ``[2]`` rate of tokens read by this tile only, and by very many tiles at
+        the same time; for tiles of 64 and of 128 query rows.
+    merge: of one row of one partial result.
+    """
+
+    overhead: float
+    memory: FloatArray
+    cached: FloatArray
+    merge: float
+
+    @classmethod
+    def of(cls, cost: CostModel) -> "TileRates":
+        """The line through two long tiles; short ones cost little but the overhead."""
+        rows, (short, long) = np.array([[64], [128]]), (1024, 4096)
+        readers = np.array([[[1]], [[1 << 20]]])
+        us = cost.tile(rows, np.array([short, long]), readers)
+        us = np.broadcast_to(us, (2, 2, 2))
+        rate = np.maximum((us[..., 1] - us[..., 0]) / (long - short), 1e-9)
+        overhead = us[..., 0] - rate * short
+        merge = max(0.0, float(cost.merge(1)))
+        return cls(max(1e-3, float(overhead.mean())), rate[0], rate[1], merge)

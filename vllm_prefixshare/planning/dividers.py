@@ -2,7 +2,7 @@
 
 Minimising the slowest thread block over all splits and assignments is NP-hard (FlashForge,
 section 5.1). Every strategy here splits along KV only and leaves the assignment to
-``scheduler``.
+``scheduler``, but for ``depth_first``, whose order is its schedule.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.planning.cost_table import CostModel
+from vllm_prefixshare.planning.cost_table import CostModel, TileRates
+from vllm_prefixshare.planning.depth_first import divide
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.scheduler import longest_first
 from vllm_prefixshare.types import (
@@ -19,11 +20,10 @@ from vllm_prefixshare.types import (
     FloatArray,
     Forest,
     IntArray,
-    KVRun,
     KVSegment,
     PrefixShareError,
     QueryGroup,
-    WorkTile,
+    WorkTiles,
 )
 
 
@@ -33,6 +33,7 @@ class DivisionProblem:
 
     kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
     rows_per_request: query rows of one request on one KV head.
+    rates: of ``cost``, if they are at hand.
     """
 
     forest: Forest
@@ -41,6 +42,7 @@ class DivisionProblem:
     rows_per_request: int
     block_size: int
     config: PlannerConfig
+    rates: TileRates | None = None
 
     def groups(self, concatenate: bool) -> list[QueryGroup]:
         """Query groups, each with no more requests than a work tile takes."""
@@ -69,34 +71,47 @@ class DivisionProblem:
         return -(-tokens // self.block_size) * self.block_size
 
 
-Divider = Callable[[DivisionProblem], list[WorkTile]]
+Divider = Callable[[DivisionProblem], WorkTiles]
 
 
-def _split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) -> list[WorkTile]:
+def _indptr(counts: IntArray) -> IntArray:
+    out = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def _split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) -> WorkTiles:
     """Cut each group into (at most) that many pieces of whole blocks, equal but the last."""
     counts = np.array([len(g.rows) for g in groups])
     lens = np.array([g.kv_len for g in groups])
+    row, start, end = np.array([g.segment for g in groups]).T
     chunks = -(-lens // splits // problem.block_size) * problem.block_size
     chunks = np.where(splits > 1, np.maximum(chunks, problem.block_size), lens)
-    costs = problem.tile_cost(counts, chunks).tolist()
-    tiles: list[WorkTile] = []
-    for group, chunk, cost in zip(groups, chunks.tolist(), costs, strict=True):
-        n = len(group.rows)
-        row, start, end = group.segment
-        stop = start + group.kv_len
-        while start + chunk < stop:
-            tiles.append(WorkTile(group.rows, (KVRun(row, start, start + chunk, 0, n),), cost))
-            start += chunk
-        tiles.append(WorkTile(group.rows, (KVRun(row, start, end, 0, n),), cost))
-    return tiles
+    pieces = -(-lens // chunks)
+    group = np.repeat(np.arange(len(groups)), pieces)
+    last = np.cumsum(pieces) - 1
+    index = np.arange(len(group)) - (last - pieces + 1)[group]
+    runs = np.zeros((len(group), 5), np.int32)
+    runs[:, 0] = row[group]
+    runs[:, 1] = start[group] + index * chunks[group]
+    runs[:, 2] = runs[:, 1] + chunks[group]
+    runs[last, 2] = end
+    runs[:, 4] = counts[group]
+    return WorkTiles(
+        row_indptr=_indptr(counts[group]),
+        rows=np.concatenate([groups[g].rows for g in group]),
+        run_indptr=np.arange(len(group) + 1, dtype=np.int32),
+        runs=runs,
+        cost=problem.tile_cost(counts, chunks)[group],
+    )
 
 
-def _by_chunk(problem: DivisionProblem, groups: list[QueryGroup], chunk: int) -> list[WorkTile]:
+def _by_chunk(problem: DivisionProblem, groups: list[QueryGroup], chunk: int) -> WorkTiles:
     lens = np.array([g.kv_len for g in groups])
     return _split(problem, groups, np.maximum(1, -(-lens // chunk)))
 
 
-def flashforge(problem: DivisionProblem) -> list[WorkTile]:
+def flashforge(problem: DivisionProblem) -> WorkTiles:
     """FlashForge, section 5.1: bound each group's splits, pick greedily within the bound.
 
     The lower bound on the slowest worker is the average load, found by bisection because
@@ -140,26 +155,26 @@ def flashforge(problem: DivisionProblem) -> list[WorkTile]:
     return _split(problem, groups, best[1])
 
 
-def fasttree(problem: DivisionProblem) -> list[WorkTile]:
+def fasttree(problem: DivisionProblem) -> WorkTiles:
     """FastTree: edge assignment (4.2), then splitting of contexts above a threshold (4.3),
     here the length that gives every worker a tile."""
     groups = problem.groups(True)
     return _by_chunk(problem, groups, problem.even_chunk(groups))
 
 
-def deft_node(problem: DivisionProblem) -> list[WorkTile]:
+def deft_node(problem: DivisionProblem) -> WorkTiles:
     """DeFT-Node (section 3.3): one tile per tree node, however long."""
     groups = problem.groups(False)
     return _split(problem, groups, np.ones(len(groups), np.int64))
 
 
-def deft_node_chunk(problem: DivisionProblem) -> list[WorkTile]:
+def deft_node_chunk(problem: DivisionProblem) -> WorkTiles:
     """DeFT-Node-Chunk (section 3.3): nodes cut into chunks of ``kv_chunk_size`` tokens."""
     groups = problem.groups(False)
     return _by_chunk(problem, groups, problem.round_up(problem.config.kv_chunk_size))
 
 
-def deft_flatten(problem: DivisionProblem) -> list[WorkTile]:
+def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     """DeFT-Flatten (section 3.3): the tree laid out depth first and cut into equal chunks,
     across node borders. Depth-first order turns each bit mask into one interval."""
     forest = problem.forest
@@ -168,39 +183,49 @@ def deft_flatten(problem: DivisionProblem) -> list[WorkTile]:
     pieces = [piece for window in windows for piece in _depth_first(problem, *window)]
     total = sum(problem.round_up(length) for *_, length in pieces)
     chunk = problem.round_up(-(-total // problem.config.num_workers))
-    tiles: list[WorkTile] = []
-    pending: list[tuple[KVSegment, int, int]] = []
+    rows: list[IntArray] = []
+    runs: list[list[tuple[int, ...]]] = []
+    lengths: list[int] = []
+    pending: list[tuple[int, int, int, int, int]] = []
     window, room, used = -1, chunk, 0
 
     def flush() -> None:
         nonlocal room, used
         if not pending:
             return
-        low = min(first for _, first, _ in pending)
+        low = min(first for *_, first, _ in pending)
         high = max(last for *_, last in pending)
-        runs = tuple(KVRun(*segment, first - low, last - low) for segment, first, last in pending)
-        cost = float(problem.tile_cost(np.array(high - low), np.array(used)))
-        tiles.append(WorkTile(forest.request_rows[low:high], runs, cost))
+        rows.append(forest.request_rows[low:high])
+        runs.append([(*run, first - low, last - low) for *run, first, last in pending])
+        lengths.append(used)
         pending.clear()
         room, used = chunk, 0
 
-    for segment, first, last, length in pieces:
+    for (row, start, end), first, last, length in pieces:
         if first // limit != window:
             flush()
             window = first // limit
-        row, start, end = segment
         while length > room:
-            if room:
-                pending.append((KVSegment(row, start, start + room), first, last))
+            if room and len(pending) < problem.config.max_tile_runs:
+                pending.append((row, start, start + room, first, last))
                 used += room
                 start, length = start + room, length - room
             flush()
-        pending.append((KVSegment(row, start, end), first, last))
+        if len(pending) == problem.config.max_tile_runs:
+            flush()
+        pending.append((row, start, end, first, last))
         used += length
         room -= problem.round_up(length)
         room = max(room, 0)
     flush()
-    return tiles
+    counts = np.array([len(r) for r in rows])
+    return WorkTiles(
+        row_indptr=_indptr(counts),
+        rows=np.concatenate(rows),
+        run_indptr=_indptr(np.array([len(r) for r in runs])),
+        runs=np.array([run for tile in runs for run in tile], np.int32),
+        cost=problem.tile_cost(counts, np.array(lengths)),
+    )
 
 
 def _depth_first(
@@ -223,7 +248,7 @@ def _depth_first(
     return [piece for *_, piece in sorted(pieces, key=lambda item: item[:2])]
 
 
-def fixed(problem: DivisionProblem) -> list[WorkTile]:
+def fixed(problem: DivisionProblem) -> WorkTiles:
     """Every group in ``num_splits`` pieces, whatever it costs."""
     groups = problem.groups(problem.config.grouping)
     lens = np.array([g.kv_len for g in groups])
@@ -231,13 +256,29 @@ def fixed(problem: DivisionProblem) -> list[WorkTile]:
     return _split(problem, groups, np.minimum(most, problem.config.num_splits))
 
 
-def per_request(problem: DivisionProblem) -> list[WorkTile]:
+def per_request(problem: DivisionProblem) -> WorkTiles:
     """Flash-decoding: nothing is shared; long requests are split to fill the workers."""
     groups = [
         QueryGroup(KVSegment(row, 0, OPEN_END), np.array([row], np.int32), max(1, length))
         for row, length in enumerate(problem.kv_lens.tolist())
     ]
     return _by_chunk(problem, groups, problem.even_chunk(groups))
+
+
+def depth_first(problem: DivisionProblem) -> WorkTiles:
+    """DeFT-Flatten with costs for lengths, windows that follow the tree, and a schedule: see
+    the module of that name."""
+    config = problem.config
+    return divide(
+        problem.forest,
+        problem.kv_lens,
+        problem.rates or TileRates.of(problem.cost),
+        problem.rows_per_request,
+        problem.block_size,
+        config.num_workers,
+        config.max_tile_requests,
+        config.max_tile_runs,
+    )
 
 
 DIVIDERS: dict[str, Divider] = {
@@ -250,6 +291,7 @@ DIVIDERS: dict[str, Divider] = {
         deft_flatten,
         fixed,
         per_request,
+        depth_first,
     )
 }
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_prefixshare.planning.compiled import compiled
 from vllm_prefixshare.planning.scheduler import longest_first
-from vllm_prefixshare.types import OPEN_END, FloatArray, IntArray, WorkTile
+from vllm_prefixshare.types import OPEN_END, FloatArray, IntArray, WorkTiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,47 +88,67 @@ class DecodePlan:
 
 
 def build_plan(
-    tiles: list[WorkTile], num_workers: int, block_size: int, seq_lens: IntArray
+    tiles: WorkTiles, num_workers: int, block_size: int, seq_lens: IntArray
 ) -> DecodePlan:
-    """Schedule ``tiles`` and write them down.
+    """Schedule ``tiles``, where they are not scheduled yet, and write them down.
 
     Args:
         tiles: together covering every token of every request once.
         seq_lens: ``[num_reqs]`` lengths the tiles were made for.
     """
-    costs = np.array([t.cost for t in tiles], np.float64)
-    order, work_indptr, _ = longest_first(costs, num_workers)
-    tiles = [tiles[i] for i in order]
-    num_reqs = len(seq_lens)
-
-    def indptr(counts: list[int] | IntArray) -> IntArray:
-        out = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=out[1:])
-        return out
-
-    requests = np.concatenate([t.rows for t in tiles]) if tiles else np.zeros(0, np.int32)
-    runs = np.array([run for t in tiles for run in t.runs], np.int32).reshape(-1, 5).T
-    tiles_of = np.bincount(requests, minlength=num_reqs)
-    merge_indptr = indptr(np.where(tiles_of > 1, tiles_of, 0))
-    by_request = np.argsort(requests, kind="stable")
-    rank = np.empty_like(by_request)  # of a tile among the tiles of its request
-    rank[by_request] = np.arange(len(requests)) - indptr(tiles_of)[requests[by_request]]
-    partial = np.where(tiles_of[requests] > 1, merge_indptr[requests] + rank, -1)
-
+    if tiles.worker is None:
+        order, work_indptr, _ = longest_first(tiles.cost, num_workers)
+        tiles = _in_order(tiles, order)
+    else:
+        work_indptr = np.searchsorted(tiles.worker, np.arange(num_workers + 1)).astype(np.int32)
+    partial, merge_indptr = _number_partials(tiles.rows, len(seq_lens))
+    row, start, end, first, last = np.ascontiguousarray(tiles.runs.T)
     return DecodePlan(
-        num_reqs=num_reqs,
+        num_reqs=len(seq_lens),
         block_size=block_size,
         work_indptr=work_indptr,
-        tile_cost=costs[order],
-        tile_req_indptr=indptr([len(t.rows) for t in tiles]),
-        tile_req_indices=requests.astype(np.int32),
-        tile_run_indptr=indptr([len(t.runs) for t in tiles]),
-        run_row=runs[0].copy(),
-        run_kv_start=runs[1].copy(),
-        run_kv_end=runs[2].copy(),
-        run_first=runs[3].copy(),
-        run_last=runs[4].copy(),
-        partial_indices=partial.astype(np.int32),
+        tile_cost=tiles.cost,
+        tile_req_indptr=tiles.row_indptr,
+        tile_req_indices=tiles.rows,
+        tile_run_indptr=tiles.run_indptr,
+        run_row=row,
+        run_kv_start=start,
+        run_kv_end=end,
+        run_first=first,
+        run_last=last,
+        partial_indices=partial,
         merge_indptr=merge_indptr,
-        planned_seq_lens=seq_lens.astype(np.int32),
+        planned_seq_lens=np.array(seq_lens, np.int32),
     )
+
+
+def _in_order(tiles: WorkTiles, order: IntArray) -> WorkTiles:
+    row_indptr, slots = _permuted(tiles.row_indptr, order)
+    run_indptr, runs = _permuted(tiles.run_indptr, order)
+    return WorkTiles(row_indptr, tiles.rows[slots], run_indptr, tiles.runs[runs], tiles.cost[order])
+
+
+def _permuted(indptr: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
+    """Ranges taken in another order: their indptr, and where their entries come from."""
+    counts = np.diff(indptr)[order]
+    new = np.zeros_like(indptr)
+    np.cumsum(counts, out=new[1:])
+    return new, np.arange(new[-1]) + np.repeat(indptr[order] - new[:-1], counts)
+
+
+@compiled
+def _number_partials(rows: IntArray, num_reqs: int) -> tuple[IntArray, IntArray]:
+    """Partial result of each slot, and each request's range of them, in the order of tiles."""
+    tiles_of = np.zeros(num_reqs, np.int32)
+    for row in rows:
+        tiles_of[row] += 1
+    merge_indptr = np.zeros(num_reqs + 1, np.int32)
+    for r in range(num_reqs):
+        merge_indptr[r + 1] = merge_indptr[r] + (tiles_of[r] if tiles_of[r] > 1 else 0)
+    following = merge_indptr[:-1].copy()
+    partial = np.full(len(rows), -1, np.int32)
+    for slot, row in enumerate(rows):
+        if tiles_of[row] > 1:
+            partial[slot] = following[row]
+            following[row] += 1
+    return partial, merge_indptr

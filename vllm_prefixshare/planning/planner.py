@@ -1,5 +1,4 @@
-"""One plan after the other: turns a changing batch into tree events and, only where they
-ask for it, into a new plan."""
+"""One plan after the other: a new one only where the batch asks for it."""
 
 import time
 from dataclasses import dataclass
@@ -8,12 +7,13 @@ import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.cost_table import CostModel
+from vllm_prefixshare.planning.compiled import compiled
+from vllm_prefixshare.planning.cost_table import CostModel, TileRates
 from vllm_prefixshare.planning.dividers import DivisionProblem, get_divider
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
-from vllm_prefixshare.planning.prefix_tree import PrefixTree
-from vllm_prefixshare.types import Forest, IntArray
+from vllm_prefixshare.planning.prefix_tree import first_difference, forest_from_blocks
+from vllm_prefixshare.types import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
 
 
 @dataclass(slots=True)
@@ -48,34 +48,45 @@ class DecodePlanner:
         self.gqa_group_size = gqa_group_size
         self.counters = PlannerCounters()
         self._divide = get_divider(config.divider)
-        self._tree = PrefixTree(block_size)
-        self._next_request = 0
-        self._requests: list[int] = []  # tree request of each batch row
-        self._table = np.zeros((0, 0), np.int32)  # the block table of the last plan
-        self._tracked = np.zeros(0, np.int64)  # blocks of each row that the tree has
-        self._used = np.zeros(0, np.int64)  # those and the ones being written, all in _table
-        self._private_start = np.zeros(0, np.int64)  # by row, in the last plan
+        self._rates = TileRates.of(cost)
         self._query_len = 1
         self._plan: DecodePlan | None = None
+        self._known = np.zeros((0, 0), np.int32)  # block ids of the last plan, and room for more
+        self._longest = np.zeros(0)  # tokens of each request up to which it stays balanced
+
+    def warm_up(self) -> None:
+        """Compile what planning needs: about ten seconds the first time on a machine, half a
+        second in each process after that. Call it at start-up, or the first plan takes it."""
+        twin = DecodePlanner(self.config, self.cost, self.block_size, self.gqa_group_size)
+        table = np.array([[1, 2], [1, 3]], np.int32)
+        for _ in range(2):  # a plan, and the question whether it holds
+            twin.update(table, np.full(2, self.block_size + 1, np.int32))
 
     def update(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> DecodePlan:
         """The plan for this batch: the last one while it still holds.
 
-        A step in which sequences only grew costs one comparison of the block table.
+        A step in which sequences only grew costs one comparison of the block table; int32
+        arrays in C order are read as they are, others are copied first.
 
         Args:
             block_table: ``[num_reqs, max_blocks]`` physical block ids.
             seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
             query_len: most query tokens of a request. They and the block that they fill
                 stay private.
+
+        Raises:
+            PrefixShareError: the arguments differ in requests.
         """
+        if len(block_table) != len(seq_lens):
+            raise PrefixShareError(
+                f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
+                "pass one of each for every request."
+            )
         began = time.perf_counter()
         self.counters.updates += 1
         plan = self._plan
         if plan is None or not self.holds(block_table, seq_lens, query_len):
-            self._query_len = query_len
-            self._follow(block_table, seq_lens)
-            plan = self._plan = self._make_plan(block_table, seq_lens)
+            plan = self._plan = self._make_plan(block_table, seq_lens, query_len)
             self.counters.plans += 1
             self.counters.plan_seconds += time.perf_counter() - began
         self.counters.update_seconds += time.perf_counter() - began
@@ -84,112 +95,85 @@ class DecodePlanner:
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""
         plan = self._plan
-        if plan is None or query_len != self._query_len:
+        if plan is None or query_len != self._query_len or len(seq_lens) != plan.num_reqs:
             return False
-        if len(seq_lens) != plan.num_reqs:
-            return False
-        known = block_table[:, : self._table.shape[1]]
-        if known.shape != self._table.shape:
-            return False
-        depth = np.arange(known.shape[1])
-        if np.any((known != self._table) & (depth < self._used[:, None])):
-            return False
-        if np.any(seq_lens < plan.planned_seq_lens):
-            return False  # a request was rolled back, maybe into blocks that are read to their end
-        if self.config.num_workers == 1:
-            return True  # nothing to balance
-        planned = plan.planned_seq_lens - self._private_start
-        limit = self.config.rebalance_factor * planned + self.block_size
-        return not np.any(seq_lens - self._private_start > limit)
+        return _holds(
+            np.ascontiguousarray(block_table, np.int32),
+            np.ascontiguousarray(seq_lens, np.int32),
+            self._known,
+            plan.planned_seq_lens,
+            self._longest,
+            self.block_size,
+        )
 
-    def _follow(self, block_table: IntArray, seq_lens: IntArray) -> None:
-        """Bring the tree up to date with the batch, as remove, append and add events.
-
-        Rows are told apart by their block ids: a row that moved keeps its place in the tree.
-        """
-        num_blocks = np.maximum(seq_lens - self._query_len, 0) // self.block_size
-        if self.config.null_block_id is not None and block_table.size:
-            filled = block_table != self.config.null_block_id
-            leading = np.where(filled.all(axis=1), block_table.shape[1], filled.argmin(axis=1))
-            num_blocks = np.minimum(num_blocks, leading)
-        ids = [row[:n] for row, n in zip(block_table, num_blocks.tolist(), strict=True)]
-
-        moved: dict[bytes, list[tuple[int, int]]] = {}
-        for row, request in enumerate(self._requests):
-            n = int(self._tracked[row])
-            if (
-                row < len(ids)
-                and n <= len(ids[row])
-                and np.array_equal(ids[row][:n], self._table[row, :n])
-            ):
-                continue
-            moved.setdefault(self._table[row, :n].tobytes(), []).append((request, n))
-            self._requests[row] = -1
-        self._requests = (self._requests + [-1] * len(ids))[: len(ids)]
-        lengths = sorted({n for found in moved.values() for _, n in found}, reverse=True)
-        arrivals = []
-        for row, request in enumerate(self._requests):
-            if request >= 0:
-                continue
-            for n in lengths:
-                found = moved.get(ids[row][:n].tobytes()) if n <= len(ids[row]) else None
-                if found:
-                    self._requests[row] = found.pop()[0]
-                    break
-            else:
-                arrivals.append(row)
-        for found in moved.values():
-            for request, _ in found:
-                self._tree.remove(request)
-        for row, request in enumerate(self._requests):
-            if request >= 0:
-                self._tree.append(request, ids[row][self._tree.num_blocks(request) :].tolist())
-        for row in arrivals:
-            self._requests[row] = self._next_request
-            self._next_request += 1
-            self._tree.add(self._requests[row], ids[row].tolist())
-
-        self._tracked = num_blocks.astype(np.int64)
-        self._used = -(-seq_lens // self.block_size)
-        width = int(self._used.max(initial=0))
-        self._table = block_table[:, :width].astype(np.int32, copy=True)
-
-    def _make_plan(self, block_table: IntArray, seq_lens: IntArray) -> DecodePlan:
+    def _make_plan(self, block_table: IntArray, seq_lens: IntArray, query_len: int) -> DecodePlan:
+        table = np.ascontiguousarray(block_table, np.int32)
         kv_lens = seq_lens.astype(np.int32)
-        forest = self._tree.forest(self._requests)
-        rows = self.gqa_group_size * self._query_len
+        # a block that this step's queries may still write to is nobody else's
+        filled = np.maximum(kv_lens - query_len, 0) // self.block_size
+        filled = np.minimum(filled, table.shape[1]).astype(np.int32)
+        forest = forest_from_blocks(table, filled, self.block_size, self.config.null_block_id)
+        rows = self.gqa_group_size * query_len
         if self.config.share != "always":
             forest = drop_trees(forest, self._roots_to_drop(forest, kv_lens, rows))
-        self._private_start = np.empty(len(kv_lens), np.int64)
-        self._private_start[forest.request_rows] = forest.private_start
-        problem = DivisionProblem(forest, kv_lens, self.cost, rows, self.block_size, self.config)
-        tiles = self._divide(problem) if len(kv_lens) else []
+        problem = DivisionProblem(
+            forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates
+        )
+        tiles = self._divide(problem) if len(kv_lens) else WorkTiles.none()
         plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         if self.config.check_plans:
             invariants.check(plan, block_table, kv_lens)
+        self._remember(table, plan, forest, query_len)
         return plan
+
+    def _remember(self, table: IntArray, plan: DecodePlan, forest: Forest, query_len: int) -> None:
+        """What ``holds`` compares the next batches with."""
+        self._query_len = query_len
+        used = np.minimum(-(-plan.planned_seq_lens // self.block_size), table.shape[1])
+        num_rows, width = len(used), int(used.max(initial=0))
+        if num_rows > self._known.shape[0] or width > self._known.shape[1]:
+            # with room to grow, because memory that is new to the process is dear to touch
+            self._known = np.empty((num_rows + num_rows // 4, width + width // 4), np.int32)
+        _copy_rows(table, used, self._known)
+        self._longest = np.full(plan.num_reqs, np.inf)
+        if self.config.num_workers > 1:
+            private = np.empty(plan.num_reqs)
+            private[forest.request_rows] = forest.private_start
+            planned = plan.planned_seq_lens - private
+            self._longest = private + self.config.rebalance_factor * planned + self.block_size
 
     def _roots_to_drop(self, forest: Forest, kv_lens: IntArray, rows: int) -> list[int]:
         """Roots of the trees that cost less when every request is read alone."""
         roots = np.flatnonzero(forest.node_parent < 0).tolist()
         if self.config.share == "never" or not roots:
             return roots
+        positions, costs = self._shared_costs(forest, kv_lens, rows)
+        alone = self.cost.unshared(rows, kv_lens)[forest.request_rows]
+        shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
+        # running sums over positions, because those of a tree are neighbours
+        gain = np.concatenate([[0.0], np.cumsum(alone - shared)])
+        gains = gain[forest.node_last[roots]] - gain[forest.node_first[roots]]
+        return [root for root, g in zip(roots, gains.tolist(), strict=True) if g <= 0]
+
+    def _shared_costs(
+        self, forest: Forest, kv_lens: IntArray, rows: int
+    ) -> tuple[IntArray, FloatArray]:
+        """Microseconds of what is read together or alone in a batch that shares, and the
+        depth-first position of a request that reads it."""
+        lens = np.maximum(1, kv_lens[forest.request_rows] - forest.private_start)
+        if self.config.divider == "depth_first":  # no tiles for single nodes: rates will do
+            nodes = (forest.node_end - forest.node_start) * self._rates.memory[1]
+            private = lens * self._rates.memory[0]
+            private[:: self.config.max_tile_requests] += self._rates.overhead
+            positions = np.concatenate([forest.node_first, np.arange(forest.num_reqs)])
+            return positions, np.concatenate([nodes, private])
         groups = group_queries(forest, kv_lens, self.cost, rows, self.config.grouping)
         counts = np.array([len(g.rows) for g in groups]) * rows
-        lens = np.array([g.kv_len for g in groups])
-        shared = self.cost.tile(counts, lens) + self.cost.merge(counts)
-        alone = self.cost.unshared(rows, kv_lens)
+        costs = self.cost.tile(counts, np.array([g.kv_len for g in groups]))
         position_of = np.empty(forest.num_reqs, np.int64)
         position_of[forest.request_rows] = np.arange(forest.num_reqs)
         positions = position_of[[int(g.rows[0]) for g in groups]]
-        alone_by_position = alone[forest.request_rows]
-        dropped = []
-        for root in roots:
-            first, last = int(forest.node_first[root]), int(forest.node_last[root])
-            inside = (positions >= first) & (positions < last)
-            if shared[inside].sum() >= alone_by_position[first:last].sum():
-                dropped.append(root)
-        return dropped
+        return positions, costs + self.cost.merge(counts)
 
 
 def drop_trees(forest: Forest, roots: list[int]) -> Forest:
@@ -213,3 +197,30 @@ def drop_trees(forest: Forest, roots: list[int]) -> Forest:
         node_first=forest.node_first[keep],
         node_last=forest.node_last[keep],
     )
+
+
+@compiled
+def _holds(
+    table: IntArray,
+    seq_lens: IntArray,
+    known: IntArray,
+    planned: IntArray,
+    longest: FloatArray,
+    block_size: int,
+) -> bool:
+    """Whether each request has at least its planned tokens, in the blocks that are known of
+    it, and no more than ``longest``."""
+    for row in range(len(seq_lens)):
+        # fewer: it was rolled back, maybe into blocks that are read to their end
+        if not planned[row] <= seq_lens[row] <= longest[row]:
+            return False
+        used = (planned[row] + block_size - 1) // block_size
+        if used > table.shape[1] or first_difference(table[row], known[row], 0, used) < used:
+            return False
+    return True
+
+
+@compiled
+def _copy_rows(table: IntArray, lengths: IntArray, out: IntArray) -> None:
+    for row in range(len(lengths)):
+        out[row, : lengths[row]] = table[row, : lengths[row]]

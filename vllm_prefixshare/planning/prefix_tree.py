@@ -1,199 +1,177 @@
-"""Radix tree over physical KV block ids, kept by events.
+"""The prefix tree over physical KV block ids, read off the block table.
 
-The tree of FlashForge (section 4.1) and of DeFT, taken from vLLM's automatic prefix
-caching: two requests share a prefix exactly when their block tables start with the same
+The tree of FlashForge (section 4.1) and of DeFT, taken from vLLM's automatic prefix caching:
+two requests share a prefix exactly when their rows of the block table start with the same
 physical block ids. Several roots are normal, so this is a forest.
-"""
 
-from collections.abc import Hashable, Iterable, Sequence
+Reading the whole table takes tens of microseconds, so nothing is kept from batch to batch.
+"""
 
 import numpy as np
 
-from vllm_prefixshare.types import Forest, PrefixShareError
+from vllm_prefixshare.planning.compiled import compiled
+from vllm_prefixshare.types import Forest, IntArray
+
+#: entries that are compared without looking for the first difference
+CHUNK = 64
+#: multiplicative hash (Knuth, The Art of Computer Programming, section 6.4)
+HASH = 2654435769
 
 
-class _Node:
-    """A run of blocks with the same requests below every block of it."""
+def forest_from_blocks(
+    block_table: IntArray,
+    num_shareable: IntArray,
+    block_size: int,
+    null_block_id: int | None = None,
+) -> Forest:
+    """Which requests share which leading blocks, in time proportional to the shared part.
 
-    __slots__ = ("blocks", "children", "ends", "num_reqs", "parent", "start")
-
-    def __init__(self, parent: "_Node | None", start: int, blocks: list[int]) -> None:
-        self.parent = parent
-        self.start = start  # depth of the first block, in blocks
-        self.blocks = blocks
-        self.children: dict[int, _Node] = {}  # by first block id
-        self.ends: dict[Hashable, None] = {}  # requests whose shareable blocks end here
-        self.num_reqs = 0  # requests at or below this node
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.blocks)
-
-
-def _common_length(a: list[int], b: list[int]) -> int:
-    """Number of leading equal ids, by bisection on slice comparisons (which run in C)."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while low + 1 < high:
-        mid = (low + high) // 2
-        if a[low:mid] == b[low:mid]:
-            low = mid
-        else:
-            high = mid
-    return low if a[low : low + 1] != b[low : low + 1] else low + 1
-
-
-class PrefixTree:
-    """Which requests share which blocks.
-
-    Only whole, filled blocks are given to the tree. ``version`` changes when, and only
-    when, the shared part or the set of requests does: growth of a private part leaves it
-    alone, and with it every plan made from the tree.
+    Siblings come in the order of their lowest batch row, requests that end at a node before
+    those that go on below it.
 
     Args:
+        block_table: int32 ``[num_reqs, max_blocks]`` physical block ids.
+        num_shareable: int32 ``[num_reqs]`` leading blocks of each row that are filled.
         block_size: tokens in a KV block.
+        null_block_id: block id that ends a row's shareable blocks wherever it stands.
     """
+    null = -1 if null_block_id is None else null_block_id
+    rows, private, nodes = _forest(block_table, num_shareable, null)
+    return Forest(
+        request_rows=rows,
+        private_start=private * np.int32(block_size),
+        node_parent=nodes[0],
+        node_start=nodes[1] * np.int32(block_size),
+        node_end=nodes[2] * np.int32(block_size),
+        node_first=nodes[3],
+        node_last=nodes[4],
+    )
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.version = 0
-        self._root = _Node(None, 0, [])
-        self._node_of: dict[Hashable, _Node] = {}
 
-    def __len__(self) -> int:
-        return len(self._node_of)
+@compiled
+def first_difference(a: IntArray, b: IntArray, start: int, stop: int) -> int:
+    """First index in ``[start, stop)`` at which ``a`` and ``b`` differ, else ``stop``."""
+    while stop - start >= CHUNK:
+        x, y = a[start : start + CHUNK], b[start : start + CHUNK]
+        difference = 0
+        for i in range(CHUNK):  # no branch and a fixed length: a few vector instructions
+            difference |= x[i] ^ y[i]
+        if difference:
+            break
+        start += CHUNK
+    while start < stop and a[start] == b[start]:
+        start += 1
+    return start
 
-    def __contains__(self, request: Hashable) -> bool:
-        return request in self._node_of
 
-    def num_blocks(self, request: Hashable) -> int:
-        """Blocks of ``request`` that the tree knows."""
-        return self._node_of[request].end
+@compiled
+def _forest(
+    table: IntArray, num_shareable: IntArray, null: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Depth-first rows, private start by position (in blocks), and ``[5, num_nodes]`` parent,
+    start, end (in blocks), first, last."""
+    n = len(num_shareable)
+    rows = np.arange(n).astype(np.int32)
+    private = np.zeros(n, np.int32)
+    nodes = np.empty((5, n), np.int32)
+    num_nodes = 0
+    # groups of requests that share a block and were not looked at yet: depth of that block,
+    # node above, first and last position
+    stack = np.empty((n, 4), np.int32)
+    work = np.empty((3, n + 1), np.int32)
+    size = 2
+    while size < 2 * n:
+        size *= 2
+    slots = np.zeros((size, 3), np.int32)  # hash table: key, number, and the split it is of
 
-    def add(self, request: Hashable, block_ids: Sequence[int]) -> None:
-        """A request joins with its filled blocks, root first.
+    splits = 1
+    height = _split(table, num_shareable, rows, private, 0, -1, 0, n, stack, 0, work, slots, 1)
+    while height:
+        height -= 1
+        start, parent, first, last = stack[height]
+        leader = table[rows[first]]
+        end = num_shareable[rows[first]]
+        for position in range(first + 1, last):
+            row = rows[position]
+            end = first_difference(leader, table[row], start, min(end, num_shareable[row]))
+        filled = start
+        while filled < end and leader[filled] != null:
+            filled += 1
+        node = parent
+        if filled > start:
+            node = num_nodes
+            new = nodes[:, node]
+            new[0], new[1], new[2], new[3], new[4] = parent, start, filled, first, last
+            num_nodes += 1
+        if filled < end:  # a null block, and all are private from there on
+            private[first:last] = filled
+            continue
+        splits += 1
+        height = _split(
+            table, num_shareable, rows, private, end, node, first, last, stack, height, work,
+            slots, splits,
+        )  # fmt: skip
+    return rows, private, nodes[:, :num_nodes].copy()
 
-        Raises:
-            PrefixShareError: the request is in the tree already.
-        """
-        if request in self._node_of:
-            raise PrefixShareError(f"request {request!r} is in the tree: remove it first.")
-        self._settle(request, self._root, list(block_ids))
-        self.version += 1
 
-    def append(self, request: Hashable, block_ids: Sequence[int]) -> None:
-        """Blocks of ``request`` were filled. Cheap while nobody else shares them."""
-        ids = list(block_ids)
-        node = self._node_of[request]
-        if not ids:
-            return
-        if node.num_reqs == 1 and node is not self._root:
-            node.blocks.extend(ids)
-            return
-        shares = ids[0] in node.children
-        del node.ends[request]
-        self._count(node, -1)
-        self._settle(request, node, ids)
-        self._prune(node)
-        self.version += shares
-
-    def remove(self, request: Hashable) -> None:
-        """A request leaves: finished, aborted or pre-empted."""
-        node = self._node_of.pop(request)
-        del node.ends[request]
-        self._count(node, -1)
-        self._prune(node)
-        self.version += 1
-
-    def _settle(self, request: Hashable, node: _Node, ids: list[int]) -> None:
-        """Walk down from ``node`` along ``ids``, splitting where they part, and end there."""
-        while ids:
-            child = node.children.get(ids[0])
-            if child is None:
-                child = _Node(node, node.end, ids)
-                node.children[ids[0]] = child
-                node = child
-                break
-            common = _common_length(child.blocks, ids)
-            if common < len(child.blocks):
-                child = self._split(child, common)
-            node = child
-            ids = ids[common:]
-        node.ends[request] = None
-        self._node_of[request] = node
-        self._count(node, +1)
-
-    @staticmethod
-    def _split(lower: _Node, length: int) -> _Node:
-        """Put the first ``length`` blocks of ``lower`` into a new parent of it."""
-        parent = lower.parent
-        assert parent is not None
-        upper = _Node(parent, lower.start, lower.blocks[:length])
-        upper.num_reqs = lower.num_reqs
-        parent.children[upper.blocks[0]] = upper
-        lower.parent, lower.start, lower.blocks = upper, upper.end, lower.blocks[length:]
-        upper.children[lower.blocks[0]] = lower
-        return upper
-
-    @staticmethod
-    def _count(node: _Node, change: int) -> None:
-        up: _Node | None = node
-        while up is not None:
-            up.num_reqs += change
-            up = up.parent
-
-    def _prune(self, node: _Node) -> None:
-        """Drop what no request uses and join a node to its only child, going up."""
-        while node.parent is not None:
-            parent = node.parent
-            if node.num_reqs == 0:
-                del parent.children[node.blocks[0]]
-            elif not node.ends and len(node.children) == 1:
-                (child,) = node.children.values()
-                child.blocks = node.blocks + child.blocks
-                child.start, child.parent = node.start, parent
-                parent.children[child.blocks[0]] = child
-            node = parent
-
-    def forest(self, order: Iterable[Hashable]) -> Forest:
-        """The shared part, flattened depth first.
-
-        Args:
-            order: every request of the tree; position = batch row. A reordered batch needs
-                no event of its own, only another ``order``.
-
-        Raises:
-            PrefixShareError: ``order`` does not name every request exactly once.
-        """
-        order = list(order)
-        row_of = {request: row for row, request in enumerate(order)}
-        if len(order) != len(row_of) or row_of.keys() != self._node_of.keys():
-            raise PrefixShareError("order must name every request of the tree exactly once.")
-        rows: list[int] = []
-        private: list[int] = []
-        nodes: list[list[int]] = []  # parent, start, end, first, last
-
-        stack: list[tuple[_Node, int]] = [(self._root, -1)]
-        while stack:
-            node, parent = stack.pop()
-            index = parent
-            if node.num_reqs > 1 and node is not self._root:
-                index = len(nodes)
-                nodes.append([parent, node.start, node.end, len(rows), len(rows) + node.num_reqs])
-            # a request alone in its node is private from where that node starts
-            start = node.start if node.num_reqs == 1 else node.end
-            rows.extend(row_of[request] for request in node.ends)
-            private.extend([start] * len(node.ends))
-            stack.extend((child, index) for child in reversed(node.children.values()))
-
-        table = np.array(nodes, np.int32).reshape(-1, 5).T
-        return Forest(
-            request_rows=np.array(rows, np.int32),
-            private_start=np.array(private, np.int32) * self.block_size,
-            node_parent=table[0].copy(),
-            node_start=table[1] * self.block_size,
-            node_end=table[2] * self.block_size,
-            node_first=table[3].copy(),
-            node_last=table[4].copy(),
-        )
+@compiled
+def _split(
+    table: IntArray,
+    num_shareable: IntArray,
+    rows: IntArray,
+    private: IntArray,
+    depth: int,
+    node: int,
+    first: int,
+    last: int,
+    stack: IntArray,
+    height: int,
+    work: IntArray,
+    slots: IntArray,
+    split: int,
+) -> int:
+    """Sort the requests ``[first, last)`` by their block at ``depth``, where their common
+    prefix ends. Those alone with it are private from there; the others go on the stack, in
+    reverse, so that they come off it in order. Returns the stack's new height."""
+    key_of, end_of, sorted_rows = work[0], work[1], work[2]
+    end_of[0] = 0
+    num_keys = 1  # key 0: no block at this depth
+    mask = len(slots) - 1
+    for position in range(first, last):
+        row = rows[position]
+        key = 0
+        if num_shareable[row] > depth:
+            block = table[row, depth]
+            slot = (block * HASH >> 12) & mask
+            while slots[slot, 2] == split and slots[slot, 0] != block:
+                slot = (slot + 1) & mask
+            if slots[slot, 2] != split:
+                slots[slot, 0] = block
+                slots[slot, 1] = num_keys
+                slots[slot, 2] = split
+                end_of[num_keys] = 0
+                num_keys += 1
+            key = slots[slot, 1]
+        key_of[position] = key
+        end_of[key] += 1
+    num_ended = end_of[0]
+    total = first
+    for key in range(num_keys):
+        count = end_of[key]
+        end_of[key] = total  # its start for now; its end once its rows are placed
+        total += count
+    for position in range(first, last):
+        key = key_of[position]
+        sorted_rows[end_of[key]] = rows[position]
+        end_of[key] += 1
+    rows[first:last] = sorted_rows[first:last]
+    private[first : first + num_ended] = depth
+    for key in range(num_keys - 1, 0, -1):
+        start = end_of[key - 1]
+        if end_of[key] - start == 1:
+            private[start] = depth
+        else:
+            top = stack[height]
+            top[0], top[1], top[2], top[3] = depth, node, start, end_of[key]
+            height += 1
+    return height

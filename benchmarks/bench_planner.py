@@ -1,0 +1,171 @@
+"""Planning time on one core: from scratch, after a join or a leave, and per step in between.
+
+Every plan is checked before its time counts; the exit status is 1 if one is wrong. Times are
+medians of ``--repeats`` calls, the best of five rounds.
+
+    python benchmarks/bench_planner.py --out benchmarks/published/planner.json
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from vllm_prefixshare import __version__
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.cost_table import analytic_cost
+from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.profiling.tables import processor
+from vllm_prefixshare.testing.workloads import Workload, forest, tree
+
+ATTENTION = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
+NUM_WORKERS, MAX_TILE_REQUESTS = 16, 32  # of an H200 with these heads
+ROUNDS = 5
+
+
+def documents(count: int, readers: int, blocks: int = 512) -> Workload:
+    """So many documents, each read by requests with 4 to 16 blocks of their own."""
+    parents = [-1] * count + [d for d in range(count) for _ in range(readers)]
+    private = [(4 + (5 * i) % 13) * 16 for i in range(count * readers)]
+    return forest(f"{count * readers}/{count}", parents, [blocks * 16] * count + private)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A batch with the most microseconds for each kind of step, where there is a limit."""
+
+    name: str
+    work: Workload
+    scratch: float | None = None
+    change: float | None = None
+
+
+def budgets() -> list[Budget]:
+    five_levels = tree("1,4,16,64,1024_1024,512,512,256,128")
+    return [
+        Budget("256 requests, 8 documents", documents(8, 32), scratch=500, change=200),
+        Budget("1024 requests, five levels", five_levels, scratch=2000),
+    ]
+
+
+def planner(divider: str, share: str = "always") -> DecodePlanner:
+    config = PlannerConfig(
+        divider=divider,
+        share=share,
+        num_workers=NUM_WORKERS,
+        max_tile_requests=MAX_TILE_REQUESTS,
+        null_block_id=0,
+    )
+    return DecodePlanner(config, analytic_cost(ATTENTION, "triton"), 16, ATTENTION.gqa_group_size)
+
+
+def microseconds(call: Callable[[], object], repeats: int) -> float:
+    """Median of ``repeats`` calls, the best of a few rounds."""
+    medians = []
+    for _ in range(ROUNDS):
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        medians.append(statistics.median(times))
+    return round(min(medians) * 1e6, 1)
+
+
+def measure(work: Workload, divider: str, repeats: int, share: str = "always") -> dict[str, float]:
+    """Microseconds from scratch, after a join or leave, and where the plan still holds.
+
+    Raises:
+        InvariantError: a plan is wrong.
+    """
+    used = planner(divider, share)
+    fewer = work.block_table[:-1], work.seq_lens[:-1]
+    whole = work.block_table, work.seq_lens
+    for batch in (fewer, whole):
+        invariants.check(used.update(*batch), *batch)
+
+    def turns() -> Iterator[tuple]:
+        while True:
+            yield from (fewer, whole)
+
+    turn = turns()
+    change = microseconds(lambda: used.update(*next(turn)), repeats)
+    plans = used.counters.plans
+    used.update(*whole)
+    steady = microseconds(lambda: used.update(*whole), repeats)
+    if not plans <= used.counters.plans <= plans + 1:
+        raise invariants.InvariantError("a plan was made where the last one holds")
+    new = iter([planner(divider, share) for _ in range(ROUNDS * repeats)])
+    scratch = microseconds(lambda: next(new).update(*whole), repeats)
+    return {"scratch_us": scratch, "change_us": change, "steady_us": steady}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=50, help="calls in a round")
+    parser.add_argument("--out", type=Path, help="write the results here as JSON")
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error("--repeats must be 1 or more")
+    cases: list[tuple[str, Workload, str, str, Budget | None]] = [
+        (b.name, b.work, "depth_first", "always", b) for b in budgets()
+    ]
+    cases.append(("256 requests, share=auto", documents(8, 32), "depth_first", "auto", None))
+    cases += [
+        (f"growth, {n} requests", documents(8, n // 8), "depth_first", "always", None)
+        for n in (16, 64, 256, 1024, 4096)
+    ]
+    cases += [
+        (f"divider {name}", documents(8, 32), name, "always", None)
+        for name in DIVIDERS
+        if name != "depth_first"
+    ]
+    rows, wrong = [], 0
+    print(f"{'case':<30} {'scratch':>10} {'join/leave':>10} {'steady':>8}  microseconds")
+    for name, work, divider, share, budget in cases:
+        # plans of a few milliseconds need fewer calls
+        repeats = args.repeats if divider == "depth_first" else max(1, args.repeats // 5)
+        try:
+            row = measure(work, divider, repeats, share)
+        except invariants.InvariantError as e:
+            wrong += 1
+            print(f"{name:<30} WRONG: {e}")
+            rows.append({"case": name, "wrong": str(e)})
+            continue
+        limits = {"scratch_us": budget.scratch, "change_us": budget.change} if budget else {}
+        late = [k for k, limit in limits.items() if limit is not None and row[k] > limit]
+        print(
+            f"{name:<30} {row['scratch_us']:10.1f} {row['change_us']:10.1f} "
+            f"{row['steady_us']:8.1f}  {'over budget: ' + ', '.join(late) if late else ''}",
+            flush=True,
+        )
+        rows.append({"case": name, "divider": divider, "share": share, **row, "budget": limits})
+    if args.out:
+        result = {
+            "command": shlex.join(["python", *sys.argv]),
+            "repeats": args.repeats,
+            "processor": processor(),
+            "versions": {
+                "vllm_prefixshare": __version__,
+                "numba": version("numba"),
+                "numpy": version("numpy"),
+                "python": platform.python_version(),
+            },
+            "rows": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

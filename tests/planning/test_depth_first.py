@@ -1,0 +1,208 @@
+"""The depth-first divider: what its windows and its cut promise, on forests of every shape."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.cost_table import TileRates
+from vllm_prefixshare.planning.depth_first import KV_TILE
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.testing.workloads import Workload, forest, tree
+from vllm_prefixshare.types import OPEN_END
+
+from .oracle import tile_rows, tile_runs
+from .strategies import COSTS, make_planner, quick
+
+COST = COSTS["h200"]
+OVERHEAD = TileRates.of(COST).overhead
+ROWS_PER_REQUEST = 4
+
+
+def plan_of(work: Workload, **config: object) -> DecodePlan:
+    settings = {"num_workers": 16, "max_tile_requests": 32, "divider": "depth_first", **config}
+    planner = make_planner(work.block_size, gqa=ROWS_PER_REQUEST, **settings)
+    plan = planner.update(work.block_table, work.seq_lens)
+    invariants.check(plan, work.block_table, work.seq_lens)
+    return plan
+
+
+def loads(plan: DecodePlan) -> np.ndarray:
+    return np.array([plan.tile_cost[a:b].sum() for a, b in pairwise(plan.work_indptr)])
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Workload:
+    """Chains, forests and requests alone; private lengths from 1 to 100,000 tokens."""
+    inner = draw(st.integers(0, 8))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(inner)]
+    tokens = draw(st.lists(st.integers(0, 9000), min_size=inner, max_size=inner))
+    length = st.one_of(st.integers(1, 300), st.integers(1, 100_000))
+    lengths = draw(st.lists(length, min_size=1, max_size=40))
+    parents += [draw(st.integers(-1, inner - 1)) for _ in lengths]
+    childless = set(range(inner)) - set(parents)
+    parents += sorted(childless)
+    return forest("any", parents, tokens + lengths + [5] * len(childless))
+
+
+LIMITS = {
+    "num_workers": st.sampled_from([1, 2, 7, 16, 132]),
+    "max_tile_requests": st.sampled_from([1, 2, 8, 32]),
+    "max_tile_runs": st.sampled_from([1, 3, 63, 1 << 30]),
+}
+
+
+@quick(200)
+@given(forests(), st.fixed_dictionaries(LIMITS))
+def test_every_plan_is_right_and_within_its_limits(work, limits):
+    plan = plan_of(work, **limits)
+    assert plan.num_workers == limits["num_workers"]
+    assert np.diff(plan.tile_req_indptr).max() <= limits["max_tile_requests"]
+    assert np.diff(plan.tile_run_indptr).max() <= limits["max_tile_runs"]
+
+
+@quick(200)
+@given(forests(), st.fixed_dictionaries({**LIMITS, "max_tile_runs": st.just(1 << 30)}))
+def test_the_latest_worker_is_near_the_mean(work, limits):
+    """But for less than twice of what is worth a tile of its own, which is not cut."""
+    load = loads(plan_of(work, **limits))
+    assert load.max() <= 1.05 * load.mean() + 3.1 * OVERHEAD
+    if load.mean() > 20 * OVERHEAD:
+        assert load.max() <= 1.05 * load.mean()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "1,10_4096,416",
+        "1,32_122880,256",
+        "1,64_32768,64",
+        "1,256_256,32",
+        "1,1024_2048,32",
+        "1,2,64_1024,256,256",
+        "1,8,512_512,512,256",
+        "8,128_1024,256",
+        "256_1024",
+        "1_100000",
+        "1,4,16,64,1024_1024,512,512,256,128",
+    ],
+)
+@pytest.mark.parametrize("num_workers", [1, 16, 33])
+def test_little_is_wasted_where_there_is_enough_work(spec, num_workers):
+    """The finish against all runs read as fast as can be, and one tile each."""
+    work = tree(spec)
+    plan = plan_of(work, num_workers=num_workers)
+    rates = TileRates.of(COST)
+    distinct = sum((n.end - n.start) * work.block_size for n in work.nodes)
+    read = int(plan.kv_tokens_read(work.seq_lens))
+    least = (distinct * rates.memory[0] + (read - distinct) * rates.cached[0]) / num_workers
+    overheads = plan.num_tiles * OVERHEAD / num_workers
+    # half as much again where 128 rows are bound by arithmetic, not by memory
+    assert least + overheads - 1e-9 <= loads(plan).max() + rates.memory[0] * KV_TILE
+    assert loads(plan).max() <= 1.35 * (least + overheads) + OVERHEAD
+    assert plan.num_tiles <= num_workers + -(-work.num_reqs // 8)
+
+
+@quick(100)
+@given(forests(), st.fixed_dictionaries(LIMITS))
+def test_tiles_follow_the_depth_first_list(work, limits):
+    """Worker after worker, in the order of requests: a request's tiles are neighbours."""
+    plan = plan_of(work, **limits)
+    seen: dict[int, int] = {}
+    for tile in range(plan.num_tiles):
+        for row in tile_rows(plan, tile):
+            seen.setdefault(row, tile)
+    firsts = [seen[row] for row in plan.tile_req_indices.tolist()]
+    for tile in range(plan.num_tiles):
+        low, high = plan.tile_req_indptr[tile : tile + 2]
+        assert firsts[low:high] == sorted(firsts[low:high])
+
+
+@quick(100)
+@given(forests(), st.fixed_dictionaries(LIMITS))
+def test_runs_of_the_same_readers_that_follow_each_other_are_one(work, limits):
+    plan = plan_of(work, **limits)
+    for tile in range(plan.num_tiles):
+        for (_, _, stop, readers), (_, start, _, others) in pairwise(
+            tile_runs(plan, tile, work.seq_lens)
+        ):
+            assert readers != others or stop != start
+
+
+def test_a_chain_above_a_window_is_one_run():
+    work = forest("chain", [-1, 0, 1, 2, 2, 1, 0], [160, 320, 480, 32, 32, 32, 32])
+    plan = plan_of(work, num_workers=1, max_tile_requests=2)
+    runs = [tile_runs(plan, tile, work.seq_lens) for tile in range(plan.num_tiles)]
+    spans = [(start, stop, len(readers)) for found in runs for _, start, stop, readers in found]
+    assert (0, 960, 2) in spans
+
+
+@pytest.mark.parametrize("length", [16 * 40, 16 * 400, 16 * 4000])
+def test_one_request_is_cut_for_all_workers_that_it_is_worth(length):
+    work = forest("one", [-1], [length])
+    plan = plan_of(work)
+    worth = length * TileRates.of(COST).memory[0] / OVERHEAD
+    assert min(16, worth / 2) <= plan.num_tiles <= max(1, worth)
+    lengths = plan.run_lengths(work.seq_lens)
+    assert lengths.max() <= lengths.mean() + KV_TILE
+
+
+def test_a_piece_shorter_than_a_tiles_overhead_is_not_cut_off():
+    for length in range(100, 3000, 37):
+        plan = plan_of(forest("one", [-1], [length]))
+        if plan.num_tiles > 1:
+            assert plan.tile_cost.min() >= 1.9 * OVERHEAD
+
+
+def test_equal_requests_that_share_nothing_are_written_directly():
+    plan = plan_of(tree("256_1024"))
+    assert plan.num_partials == 0
+    assert np.all(np.diff(plan.work_indptr) > 0)
+    assert loads(plan).max() <= 1.02 * loads(plan).mean()
+
+
+def test_a_short_prefix_is_read_again_rather_than_merged():
+    plan = plan_of(tree("1,256_256,32"))
+    assert plan.num_partials == 0
+    assert plan.num_tiles == 16
+
+
+def test_windows_end_where_trees_do():
+    """Ten documents of 24 readers in windows of up to 32: no document is read by two windows."""
+    work = tree("10,240_8192,64")
+    plan = plan_of(work, num_workers=10)
+    assert plan.num_tiles == 10
+    assert plan.kv_tokens_read(work.seq_lens) == sum((n.end - n.start) * 16 for n in work.nodes)
+
+
+def test_long_runs_are_cut_at_whole_kv_tiles():
+    plan = plan_of(tree("1,32_122880,256"))
+    ends = plan.run_kv_end[(plan.run_last - plan.run_first > 1)]
+    assert np.all(ends % KV_TILE == 0)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+def test_cuts_fall_on_block_borders_of_any_size(block_size):
+    plan = plan_of(tree("1,7_5000,3000", block_size))
+    closed = plan.run_kv_end[plan.run_kv_end != OPEN_END]
+    assert len(closed) > 7
+    assert np.all(closed % block_size == 0)
+    assert np.all(plan.run_kv_start % block_size == 0)
+
+
+def test_the_same_batch_gives_the_same_plan():
+    work = tree("3,12,90_700,300,50")
+    a, b = plan_of(work), plan_of(work)
+    for name in DecodePlan.__slots__:
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
+
+
+@quick(50)
+@given(st.sampled_from(sorted(COSTS)), st.integers(1, 40), st.integers(1, 40))
+def test_any_cost_model_will_do(cost, num_workers, num_reqs):
+    work = tree(f"1,{num_reqs}_2048,100")
+    plan = plan_of(work, cost=COSTS[cost], num_workers=num_workers)
+    assert np.all(plan.tile_cost > 0)
