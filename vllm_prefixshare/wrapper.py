@@ -1,6 +1,7 @@
 """PrefixShareDecodeWrapper: plan once, run once per layer, in the manner of FlashInfer."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -11,7 +12,11 @@ from vllm_prefixshare.executors.torch import TorchExecutor, TorchStep
 from vllm_prefixshare.planning.cost_table import CostModel, analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.token_tree import ancestor_masks
 from vllm_prefixshare.types import IntArray, PrefixShareError
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.executors.gpu import GpuExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,16 @@ class PrefixShareDecodeWrapper:
     Args:
         num_qo_heads, num_kv_heads, head_dim, block_size: shape of the layer.
         dtype: of queries and cache: float32, bfloat16 or float16.
-        device: "cpu".
-        divider: strategy, a name in ``planning.dividers.DIVIDERS``.
-        num_workers: work lists that the plan is divided into.
+        device: "cpu", or a CUDA device of compute capability 8.0 or more.
+        divider: strategy, a name in ``planning.dividers.DIVIDERS``; the fastest one measured
+            on this kind of device if None.
+        num_workers: work lists that a CPU plan is divided into. A GPU has its own number.
         share: "always" shares every common prefix; "auto" only where the cost model says
             that it pays; "never".
         sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
         cost: cost model; the analytic estimate if None.
+        kernel: "hopper", "portable" or "auto", on a GPU.
+        max_query_len: most query tokens of a request in one step, on a GPU.
 
     Raises:
         PrefixShareError: an argument is out of range, or the device has no executor.
@@ -64,27 +72,39 @@ class PrefixShareDecodeWrapper:
         block_size: int,
         dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str = "cpu",
-        divider: str = "flashforge",
+        divider: str | None = None,
         num_workers: int = 1,
         share: str = "always",
         sm_scale: float | None = None,
         cost: CostModel | None = None,
+        kernel: Literal["auto", "hopper", "portable"] = "auto",
+        max_query_len: int = 1,
     ) -> None:
         name = str(dtype).removeprefix("torch.")
         self.attention = AttentionConfig(num_qo_heads, num_kv_heads, head_dim, block_size, name)
-        if torch.device(device).type != "cpu":
-            raise PrefixShareError(f"device {str(device)!r} has no executor yet: use device='cpu'.")
         self.dtype = getattr(torch, name)
+        self.device = torch.device(device)
         self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        self.max_query_len = max_query_len
         group = self.attention.gqa_group_size
-        self._query_len = 1
-        self._planner = DecodePlanner(
-            PlannerConfig(divider=divider, num_workers=num_workers, share=share),
-            cost or analytic_cost(self.attention, "torch"),
-            block_size,
-            group,
-        )
+        self._gpu: GpuExecutor | None = None
+        if self.device.type == "cpu":
+            config = PlannerConfig(divider or "flashforge", share, num_workers)
+        elif self.device.type == "cuda":
+            from vllm_prefixshare.executors import gpu  # triton is only needed here
+
+            self._gpu = gpu.GpuExecutor(
+                self.attention, device, kernel=kernel, query_len=max_query_len
+            )
+            self.device = self._gpu.device
+            config = self._gpu.planner_config(divider, share)
+        else:
+            raise PrefixShareError(f"device {str(device)!r} has no executor: use cpu or cuda.")
+        cost = cost or analytic_cost(self.attention, "triton" if self._gpu else "torch")
+        self._planner = DecodePlanner(config, cost, block_size, group)
         self._executor = TorchExecutor(num_kv_heads, group)
+        self._query_len = 1
+        self._has_tree = False
         self._plan: DecodePlan | None = None
         self._seq_lens: IntArray = np.zeros(0, np.int32)
         self._query_start_loc: IntArray = np.zeros(1, np.int32)
@@ -106,6 +126,7 @@ class PrefixShareDecodeWrapper:
         block_table: ArrayLike,
         seq_lens: ArrayLike,
         query_start_loc: ArrayLike | None = None,
+        query_parents: ArrayLike | None = None,
     ) -> DecodePlan:
         """Follow the batch; make a new plan only if the last one no longer holds.
 
@@ -114,16 +135,51 @@ class PrefixShareDecodeWrapper:
             seq_lens: host ``[num_reqs]`` tokens of each request, its queries included.
             query_start_loc: host ``[num_reqs + 1]`` query tokens of each request, which are
                 its last ones; one query each if None.
+            query_parents: host ``[num_tokens]``: the queries of a request form a tree, and this
+                is each one's parent among them, -1 for a root. A chain if None. GPU only.
 
         Raises:
-            PrefixShareError: shapes that disagree, ids below 0, lengths beyond the table.
+            PrefixShareError: shapes that disagree, ids below 0, lengths beyond the table, more
+                queries than ``max_query_len``, a plan too large for a captured CUDA graph.
         """
         table, lens, starts = self._check_batch(block_table, seq_lens, query_start_loc)
         self._query_len = int(np.diff(starts).max(initial=1))
+        self._seq_lens, self._query_start_loc = lens, starts
+        self._has_tree = query_parents is not None
+        if self._gpu is not None:
+            return self._plan_on_gpu(self._gpu, table, lens, starts, query_parents)
+        if query_parents is not None:
+            raise PrefixShareError("query_parents need a GPU: on a CPU queries form a chain.")
         self._plan = self._planner.update(table, lens, self._query_len)
         self._step = None
-        self._seq_lens, self._query_start_loc = lens, starts
         return self._plan
+
+    def _plan_on_gpu(
+        self,
+        gpu: "GpuExecutor",
+        table: IntArray,
+        lens: IntArray,
+        starts: IntArray,
+        query_parents: ArrayLike | None,
+    ) -> DecodePlan:
+        if self._query_len > self.max_query_len:
+            raise PrefixShareError(
+                f"a request has {self._query_len} queries: make the wrapper with "
+                f"max_query_len={self._query_len}."
+            )
+        if self.max_query_len > 1:
+            parents = query_parents
+            mask = (
+                None
+                if parents is None
+                else ancestor_masks(_host_integers(parents, "query_parents", 1), starts)
+            )
+            gpu.set_queries(starts, mask)
+        plan = self._planner.update(table, lens, self.max_query_len)
+        if plan is not self._plan:
+            gpu.prepare(plan)
+            self._plan = plan
+        return plan
 
     def _check_batch(
         self, block_table: ArrayLike, seq_lens: ArrayLike, query_start_loc: ArrayLike | None
@@ -169,8 +225,8 @@ class PrefixShareDecodeWrapper:
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        block_table: ArrayLike,
-        seq_lens: ArrayLike,
+        block_table: ArrayLike | torch.Tensor,
+        seq_lens: ArrayLike | torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer under the plan in force.
@@ -180,7 +236,8 @@ class PrefixShareDecodeWrapper:
                 query each.
             k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
             block_table, seq_lens: as given to ``plan``; sequences may have grown since, as
-                far as the plan still holds.
+                far as the plan still holds. On a GPU int32 tensors there, and this call may be
+                captured in a CUDA graph that is replayed under later plans.
             out: where to write, like ``q``.
 
         Returns:
@@ -190,6 +247,12 @@ class PrefixShareDecodeWrapper:
             PrefixShareError: no plan yet, or a tensor of another shape, dtype or device.
         """
         plan = self.last_plan
+        if self._gpu is not None:
+            out = torch.empty_like(q) if out is None else out
+            mask = self._gpu.tree_mask if self._has_tree else None
+            return self._gpu.run(
+                q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale, None, mask
+            )
         starts = self._query_start_loc
         table, lens, _ = self._check_batch(block_table, seq_lens, starts)
         if not self._planner.holds(table, lens, self._query_len):

@@ -1,0 +1,18 @@
+"""Where there is no GPU, Triton's interpreter runs the portable kernels.
+
+It has to be chosen before anything imports triton, and for all of triton at once. The choice is
+taken back from the environment, which the engines that some tests start inherit.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.experimental.gluon  # noqa: F401
+
+    import vllm_prefixshare.kernels.merge_states
+    import vllm_prefixshare.kernels.partial_attention  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]

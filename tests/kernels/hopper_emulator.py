@@ -1,0 +1,209 @@
+"""The Hopper kernel's walk over the device arrays, in NumPy and float64.
+
+Gluon has no interpreter. What can go wrong without a GPU is the walk: which block lies in which
+slot of which KV tile, which rows read it, where results go. This follows the kernel step by
+step over the same arrays; only the arithmetic of the tiles is plain.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+TILE_ROWS = 128
+HALF_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A block in a KV tile: rows ``[first, last)`` of the tile read its first ``tokens``.
+    ``tail`` is the position of its first token among the query tokens of its request."""
+
+    block: int
+    first: int
+    last: int
+    tokens: int
+    tail: int
+
+
+def kv_tiles(
+    plan: Mapping[str, np.ndarray],
+    tile: int,
+    chunk: int,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    query_start_loc: np.ndarray,
+    rows: int,
+    block_size: int,
+    kv_tile: int,
+    max_runs: int,
+) -> list[list[Slot]]:
+    """KV tiles of a work tile, in the order in which the producers fetch them."""
+    _, num_runs, wide_runs, low_runs = plan["tile_info"][tile, :4].tolist()
+    assert num_runs <= max_runs, "a tile has more runs than the kernel holds"
+    nb = kv_tile // block_size
+    r = np.arange(num_runs)
+    row = plan["run_row"][tile, r]
+    start = plan["run_kv_start"][tile, r]
+    end = plan["run_kv_end"][tile, r]
+    end = np.where(end == -1, seq_lens[row], end)
+    readers = plan["run_readers"][tile, r]
+    first_query = seq_lens[row] - np.diff(query_start_loc)[row]
+    blocks = np.maximum(-(-(end - start) // block_size), 0)
+    kinds = np.where(r < wide_runs, 0, np.where(r < wide_runs + low_runs, 1, 2))
+    per_kind = [int(blocks[kinds == kind].sum()) for kind in range(3)]
+    wide, low, high = (-(-n // nb) for n in per_kind)
+    starts = np.cumsum(blocks) - blocks
+    starts = starts + np.where(kinds >= 1, wide * nb - per_kind[0], 0)
+    starts = starts + np.where(kinds >= 2, low * nb - per_kind[1], 0)
+    half = int(plan["tile_info"][tile, 5])
+
+    def tile_row(reader: int, is_end: int) -> int:
+        if rows > HALF_ROWS:
+            return min(reader * rows - chunk * TILE_ROWS, TILE_ROWS)
+        return reader * rows if reader < half + is_end else HALF_ROWS + (reader - half) * rows
+
+    tiles = wide + low + high
+    pairs, both = (low + high) // 2, min(low, high)
+    all_pairs = pairs + wide // 2
+    result = []
+    for t in range(tiles):
+        if t // 2 < all_pairs:
+            before = 2 * (t // 2 * pairs // all_pairs)
+            is_narrow = (t // 2 + 1) * pairs // all_pairs * 2 > before
+            index = t - before
+        else:
+            before = 2 * pairs
+            is_narrow = t < wide // 2 * 2 + low + high
+            index = t - low - high
+        if is_narrow:
+            n = before + t % 2
+            is_high = n & 1 if n < 2 * both else high > low
+            index = wide + (low if is_high else 0) + (n >> 1 if n < 2 * both else n - both)
+        slots: list[Slot] = []
+        for slot in range(index * nb, index * nb + nb):
+            found = int(np.searchsorted(starts, slot, "right")) - 1
+            block = slot - int(starts[found])
+            if block >= blocks[found]:  # padding repeats the tile's first block
+                slots.append(Slot(slots[0].block, 0, 0, 0, -block_size))
+                continue
+            at = int(start[found]) + block * block_size
+            first, last = int(readers[found]) & 0xFFFF, int(readers[found]) >> 16
+            low_row, high_row = tile_row(first, 0), tile_row(last, 1)
+            slots.append(
+                Slot(
+                    int(block_table[row[found], at // block_size]),
+                    low_row,
+                    high_row,
+                    min(int(end[found]) - at, block_size),
+                    max(at - int(first_query[found]), -block_size),
+                )
+            )
+        result.append(slots)
+    return result
+
+
+def emulate(
+    plan: Mapping[str, np.ndarray],
+    num_workers: int,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    query_start_loc: np.ndarray,
+    query_len: int,
+    max_runs: int,
+    kv_tile: int = 128,
+    tree_mask: np.ndarray | None = None,
+) -> np.ndarray:
+    """Output of the kernel and of merge states; arguments as the kernel's, caches NHD."""
+    num_qo_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_qo_heads // num_kv_heads
+    rows = query_len * group
+    partials = int(plan["merge_indptr"].max(initial=0))
+    out = np.full(q.shape, np.nan)
+    partial_out = np.full((partials * query_len, num_qo_heads, head_dim), np.nan)
+    partial_lse = np.full((partials * query_len, num_qo_heads), np.nan)
+
+    def write(
+        tile: int, slot: int, row: int, head: int, result: np.ndarray, lse: float
+    ) -> None:
+        request = int(plan["slot_row"][tile, slot])
+        partial = int(plan["slot_partial"][tile, slot])
+        query, qo_head = row // group, head * group + row % group
+        if partial < 0:
+            assert np.isnan(out[query_start_loc[request] + query, qo_head]).all(), "written twice"
+            out[query_start_loc[request] + query, qo_head] = result
+        else:
+            assert np.isnan(partial_lse[partial * query_len + query, qo_head]), "written twice"
+            partial_out[partial * query_len + query, qo_head] = result
+            partial_lse[partial * query_len + query, qo_head] = lse
+
+    for tile in range(num_workers):
+        while tile >= 0:
+            for chunk in range(-(-rows // TILE_ROWS)):
+                tiles = kv_tiles(
+                    plan, tile, chunk, block_table, seq_lens, query_start_loc, rows, block_size,
+                    kv_tile, max_runs,
+                )  # fmt: skip
+                num_reqs = int(plan["tile_info"][tile, 0])
+                half_reqs = int(plan["tile_info"][tile, 5])
+                for tile_row in range(TILE_ROWS):
+                    half = tile_row // HALF_ROWS * HALF_ROWS
+                    if rows > HALF_ROWS:
+                        slot, row = 0, chunk * TILE_ROWS + tile_row
+                        if row >= rows * num_reqs:
+                            continue
+                    else:
+                        slot = (tile_row - half) // rows + (half_reqs if half else 0)
+                        row = (tile_row - half) % rows
+                        if slot >= (num_reqs if half else half_reqs):
+                            continue
+                    request = int(plan["slot_row"][tile, slot])
+                    query = row // group
+                    token = int(query_start_loc[request]) + query
+                    if token >= query_start_loc[request + 1]:
+                        continue
+                    keys: list[tuple[int, int]] = []
+                    for kv in tiles:
+                        used = [s for s in kv if s.tokens]
+                        low = min((s.first for s in used), default=255)
+                        high = max((s.last for s in used), default=0)
+                        if not (high > half and low < half + HALF_ROWS):
+                            continue  # the half skips this KV tile
+                        for s in kv:
+                            if not s.first <= tile_row < s.last:
+                                continue
+                            for c in range(s.tokens):
+                                key = s.tail + c
+                                if key >= 0 and tree_mask is not None:
+                                    if not int(tree_mask[token, key >> 5]) >> (key & 31) & 1:
+                                        continue
+                                elif key > query:
+                                    continue
+                                keys.append((s.block, c))
+                    if not keys:  # a piece of the request that lies after this query
+                        for head in range(num_kv_heads):
+                            write(tile, slot, row, head, np.zeros(head_dim), -np.inf)
+                        continue
+                    block, column = np.array(keys).T
+                    for head in range(num_kv_heads):
+                        k = k_cache[block, column, head].astype(np.float64)
+                        v = v_cache[block, column, head].astype(np.float64)
+                        s = k @ q[token, head * group + row % group] * head_dim**-0.5
+                        p = np.exp(s - s.max())
+                        write(tile, slot, row, head, p @ v / p.sum(), s.max() + np.log(p.sum()))
+            tile = int(plan["tile_info"][tile, 4])
+
+    for request in range(len(seq_lens)):
+        low, high = plan["merge_indptr"][request : request + 2].tolist()
+        if low == high:
+            continue
+        for query in range(query_start_loc[request + 1] - query_start_loc[request]):
+            at = np.arange(low, high) * query_len + query
+            weight = np.exp(partial_lse[at] - partial_lse[at].max(axis=0))[..., None]
+            merged = (weight * partial_out[at]).sum(axis=0) / weight.sum(axis=0)
+            out[query_start_loc[request] + query] = merged
+    return out

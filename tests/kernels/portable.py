@@ -1,0 +1,137 @@
+"""Runs the portable kernels on a small batch, from the planner to the merged output."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.batches import PagedBatch
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.executors.layout import layout_by_size
+from vllm_prefixshare.kernels.merge_states import merge_states
+from vllm_prefixshare.kernels.partial_attention import QTile, partial_attention, q_tiles
+from vllm_prefixshare.planning.cost_table import analytic_cost
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+H100_SHARED_MEMORY = 227 << 10
+
+
+def make_plan(
+    batch: PagedBatch,
+    divider: str = "flashforge",
+    workers: int = 3,
+    max_requests: int | None = None,
+) -> DecodePlan:
+    heads, head_dim = batch.q.shape[1:]
+    block_size, kv_heads = batch.k_cache.shape[1:3]
+    name = str(batch.q.dtype).removeprefix("torch.")
+    attention = AttentionConfig(heads, kv_heads, head_dim, block_size, name)
+    query_len = int(np.diff(batch.query_start_loc).max())
+    rows = query_len * attention.gqa_group_size
+    limit = max(1, q_tiles(head_dim, rows, H100_SHARED_MEMORY)[-1].rows // rows)
+    config = PlannerConfig(
+        divider=divider,
+        num_workers=workers,
+        max_tile_requests=max_requests or limit,
+        share="always",
+    )
+    cost = analytic_cost(attention, "torch")
+    planner = DecodePlanner(config, cost, block_size, attention.gqa_group_size)
+    return planner.update(batch.block_table, batch.seq_lens, query_len)
+
+
+@dataclass
+class Portable:
+    """A plan on the device; ``run`` may follow with other lengths.
+
+    tile_sizes: Q tiles to launch; those of an H100 if None.
+    """
+
+    plan: DecodePlan
+    batch: PagedBatch
+    workers: int = 3
+    tile_sizes: tuple[QTile, ...] | None = None
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        b = self.batch
+        self.query_len = int(np.diff(b.query_start_loc).max())
+        heads, self.head_dim = b.q.shape[1:]
+        rows = self.query_len * heads // b.k_cache.shape[2]
+        self.tiles = self.tile_sizes or q_tiles(self.head_dim, rows, H100_SHARED_MEMORY)
+        layout = layout_by_size(self.plan, rows, [(t.rows, self.workers) for t in self.tiles])
+        self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in layout.items()}
+        shape = self.plan.num_partials * self.query_len, heads, self.head_dim
+        self.partial_out = torch.full(shape, torch.nan, device=DEVICE)
+        self.partial_lse = torch.full(shape[:2], torch.nan, device=DEVICE)
+
+    def run(self, tree_mask: np.ndarray | None = None) -> torch.Tensor:
+        """Output on the CPU; what was never written is NaN."""
+        b = self.batch
+        q, k, v = (t.to(DEVICE) for t in (b.q, b.k_cache, b.v_cache))
+        table, lens, starts = (
+            torch.from_numpy(x).to(DEVICE) for x in (b.block_table, b.seq_lens, b.query_start_loc)
+        )
+        mask = None if tree_mask is None else torch.from_numpy(tree_mask).to(DEVICE)
+        out = torch.full_like(q, torch.nan)
+        partial_attention(
+            [(tile, self.workers) for tile in self.tiles],
+            self.query_len,
+            self.arrays,
+            q,
+            k,
+            v,
+            table,
+            lens,
+            starts,
+            mask,
+            self.partial_out,
+            self.partial_lse,
+            out,
+            self.head_dim**-0.5,
+            self.overlap,
+        )
+        merge_states(
+            self.arrays["merge_indptr"],
+            self.partial_out,
+            self.partial_lse,
+            out,
+            starts,
+            self.query_len,
+            self.overlap,
+        )
+        return out.cpu()
+
+
+def reference(batch: PagedBatch, tree_mask: np.ndarray | None = None) -> torch.Tensor:
+    """Attention in float64, one request after the other; ``tree_mask`` as the kernel's."""
+    heads, head_dim = batch.q.shape[1:]
+    block_size, kv_heads = batch.k_cache.shape[1:3]
+    out = torch.empty(batch.q.shape, dtype=torch.float64)
+    for r, length in enumerate(batch.seq_lens.tolist()):
+        first, last = batch.query_start_loc[r : r + 2].tolist()
+        n = last - first
+        ids = torch.from_numpy(batch.block_table[r, : -(-length // block_size)]).long()
+        k, v = (
+            cache[ids].flatten(0, 1)[:length].double().repeat_interleave(heads // kv_heads, 1)
+            for cache in (batch.k_cache, batch.v_cache)
+        )
+        sees = np.ones((n, length), bool)
+        own = np.arange(n)
+        if tree_mask is None:
+            sees[:, length - n :] = own[:, None] >= own
+        else:
+            words = tree_mask[first:last].view(np.uint32)
+            sees[:, length - n :] = words[:, own // 32] >> (own % 32).astype(np.uint32) & 1
+        scores = torch.einsum("qhd,khd->hqk", batch.q[first:last].double(), k) * head_dim**-0.5
+        scores = scores.masked_fill(~torch.from_numpy(sees), float("-inf"))
+        out[first:last] = torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), v)
+    return out
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest over the query tokens, so that one wrong row cannot hide."""
+    difference = (out.double() - expected).flatten(1).norm(dim=1)
+    return float((difference / expected.flatten(1).norm(dim=1)).max())

@@ -1,0 +1,58 @@
+"""Merge states against a softmax over the logarithms in float64."""
+
+import pytest
+import torch
+
+from vllm_prefixshare.kernels.merge_states import merge_states
+
+from .portable import DEVICE
+
+INDPTR = [0, 0, 3, 12, 12, 14]  # partial results of five requests
+
+
+def merged(partial_out, partial_lse, first, last, query, query_len):
+    rows = slice(first * query_len + query, last * query_len, query_len)
+    weights = torch.softmax(partial_lse[rows].double(), 0)
+    return (weights[..., None] * partial_out[rows].double()).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "queries", "dtype"),
+    [
+        (9, 80, [1] * 5, torch.float16),
+        (16, 128, [3] * 5, torch.bfloat16),
+        (9, 80, [1, 3, 2, 0, 2], torch.bfloat16),
+        (420, 64, [1] * 5, torch.float16),  # enough for the wide programs of large batches
+    ],
+    ids=str,
+)
+def test_matches_float64(heads, head_dim, queries, dtype):
+    torch.manual_seed(0)
+    query_len = max(queries)
+    partial_out = torch.randn(14 * query_len, heads, head_dim)
+    partial_lse = torch.randn(14 * query_len, heads) * 5
+    partial_lse[5 * query_len :: 7] = -torch.inf  # a query that saw nothing there
+    partial_out[5 * query_len :: 7] = 0
+    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    ragged = len(set(queries)) > 1
+    out = torch.full((starts[-1], heads, head_dim), torch.nan, dtype=dtype, device=DEVICE)
+    # room behind the batch repeats the last entry, as in a captured CUDA graph
+    merge_states(
+        torch.tensor([*INDPTR, 14, 14], dtype=torch.int32, device=DEVICE),
+        partial_out.to(DEVICE),
+        partial_lse.to(DEVICE),
+        out,
+        torch.tensor([*starts, starts[-1]], dtype=torch.int32, device=DEVICE) if ragged else None,
+        query_len,
+    )
+    out = out.cpu()
+    for request, count in enumerate(queries):
+        first, last = INDPTR[request : request + 2]
+        for query in range(count):
+            got = out[starts[request] + query]
+            if first == last:
+                assert got.isnan().all(), "a request without partial results is left alone"
+                continue
+            expected = merged(partial_out, partial_lse, first, last, query, query_len)
+            assert (got - expected).norm() / expected.norm() < torch.finfo(dtype).eps

@@ -1,0 +1,193 @@
+"""The portable kernels against attention in float64.
+
+Without a GPU under Triton's interpreter (tests/conftest.py), on shapes as small as the cases
+allow. Outputs, partial results and all unused cache slots hold NaN before each run.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.batches import PagedBatch, paged_batch
+from vllm_prefixshare.kernels.partial_attention import QTile
+from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.planning.token_tree import ancestor_masks
+
+from .portable import Portable, make_plan, reference, relative_error
+
+#: rounding the attention weights and the result, for one query token
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+# rows without any token divide by zero before they are discarded, as on a GPU
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def check(batch: PagedBatch, divider: str = "flashforge", workers: int = 3, **plan) -> Portable:
+    kernel = Portable(make_plan(batch, divider, workers, **plan), batch, workers)
+    assert relative_error(kernel.run(), reference(batch)) < TOLERANCE[batch.q.dtype]
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [
+        ((2, 2), 64, BF16),
+        ((9, 3), 80, FP16),
+        ((8, 2), 128, BF16),
+        ((7, 1), 96, FP16),
+        ((8, 1), 72, BF16),
+        ((16, 1), 256, FP16),
+        ((32, 1), 64, FP16),
+    ],
+    ids=str,
+)
+def test_every_head_shape_and_dtype(heads, head_dim, dtype):
+    kernel = check(paged_batch(heads=heads, head_dim=head_dim, dtype=dtype), "deft_node")
+    assert kernel.plan.num_partials > 0 and len(kernel.plan.shared_rows) > 0
+
+
+@pytest.mark.parametrize("divider", DIVIDERS)
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+def test_the_plans_of_every_divider(divider, queries):
+    """Among them tiles with several runs that different rows read."""
+    batch = paged_batch(query_lens=queries, requests=5, dtype=FP16)
+    plan = check(batch, divider).plan
+    if divider == "deft_flatten":
+        assert np.diff(plan.tile_run_indptr).max() > 2
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
+@pytest.mark.parametrize("block_size", [8, 16, 24, 128])
+def test_block_sizes_and_cache_strides(block_size, layout):
+    batch = paged_batch(
+        block_size=block_size, documents=1, requests=3, document_blocks=3, dtype=FP16
+    )
+    if layout == "HND":
+        batch.k_cache, batch.v_cache = (
+            t.transpose(1, 2).contiguous().transpose(1, 2) for t in (batch.k_cache, batch.v_cache)
+        )
+    elif layout == "interleaved":
+        batch.k_cache, batch.v_cache = torch.stack([batch.k_cache, batch.v_cache], 1).unbind(1)
+    check(batch)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_tiles_with_few_requests(limit):
+    check(paged_batch(requests=6, dtype=FP16), "deft_flatten", max_requests=limit)
+
+
+def test_workers_without_work_write_nothing():
+    batch = paged_batch(documents=1, requests=2, dtype=FP16)
+    plan = check(batch, "deft_node", workers=40).plan
+    assert np.count_nonzero(np.diff(plan.work_indptr)) < 40
+
+
+def test_requests_of_one_token():
+    batch = paged_batch(dtype=FP16)
+    batch.seq_lens[[0, 5]] = 1
+    check(batch)
+
+
+def test_a_plan_serves_sequences_that_grow():
+    batch = paged_batch(dtype=FP16, private_blocks=2)
+    batch.k_cache.nan_to_num_(0.5)
+    batch.v_cache.nan_to_num_(0.25)
+    kernel = Portable(make_plan(batch), batch)
+    kernel.run()
+    free = iter(range(1, 999))
+    batch.block_table = np.pad(batch.block_table, ((0, 0), (0, 2)))
+    for row in batch.block_table:  # new blocks may repeat ids: what they hold does not matter
+        row[row == 0] = [next(free) % len(batch.k_cache) for _ in range((row == 0).sum())]
+    batch.seq_lens = batch.seq_lens + np.arange(11, 11 + len(batch.seq_lens), dtype=np.int32)
+    kernel.partial_out.fill_(torch.nan)
+    kernel.partial_lse.fill_(torch.nan)
+    assert relative_error(kernel.run(), reference(batch)) < TOLERANCE[FP16]
+
+
+def test_large_scores_stay_finite():
+    batch = paged_batch(dtype=FP16)
+    batch.q *= 300
+    check(batch)
+
+
+def test_the_same_plan_gives_the_same_bits():
+    batch = paged_batch(dtype=BF16)
+    kernel = Portable(make_plan(batch), batch)
+    assert torch.equal(kernel.run(), kernel.run())
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 3, 3], [1, 5, 2, 0]], ids=["even", "ragged"])
+def test_several_queries_see_each_other_in_causal_order(counts):
+    batch = paged_batch(documents=1, dtype=FP16)
+    with_queries(batch, counts)
+    check(batch)
+
+
+@pytest.mark.parametrize("tokens", [70, 130])
+@pytest.mark.parametrize("group", [1, 2])
+def test_token_trees_wider_than_a_word(tokens, group):
+    """130 tokens of two heads each are more rows than a Q tile has."""
+    batch = paged_batch(
+        documents=1, requests=3, private_blocks=16, heads=(group, 1), dtype=FP16, seed=3
+    )
+    batch.seq_lens[0] = 5 * 16 + tokens  # the queries begin right behind the shared blocks
+    assert np.all(batch.seq_lens >= tokens)
+    with_queries(batch, [tokens, 1, tokens - 7])
+    batch.k_cache.nan_to_num_()
+    batch.v_cache.nan_to_num_()
+    rng = np.random.default_rng(0)
+    parents = np.concatenate(
+        [[rng.integers(-1, i) for i in range(n)] for n in (tokens, 1, tokens - 7)]
+    )
+    mask = ancestor_masks(parents, batch.query_start_loc)
+    out = Portable(make_plan(batch), batch).run(mask)
+    expected = reference(batch, mask)
+    assert relative_error(out, expected) < TOLERANCE[FP16]
+    assert relative_error(out, reference(batch)) > 0.1, "the mask must matter"
+
+
+def test_a_tile_larger_than_its_kernel_is_walked_in_pieces():
+    batch = paged_batch(heads=(16, 1), query_lens=3, dtype=FP16)
+    plan = make_plan(batch, max_requests=1)
+    kernel = Portable(plan, batch, tile_sizes=(QTile(16, 32, 4, 1, 1),))
+    assert relative_error(kernel.run(), reference(batch)) < TOLERANCE[FP16]
+
+
+def with_queries(batch: PagedBatch, counts: list[int]) -> None:
+    """Replace the queries by so many of each request."""
+    batch.query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    batch.q = torch.randn(sum(counts), *batch.q.shape[1:]).to(batch.q.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda is not available")
+@pytest.mark.parametrize("divider", ["flashforge", "deft_flatten", "per_request"])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_full_size(divider, queries):
+    batch = paged_batch(
+        documents=3,
+        requests=40,
+        document_blocks=200,
+        private_blocks=30,
+        heads=(32, 8),
+        head_dim=128,
+        dtype=BF16,
+        query_lens=queries,
+    )
+    check(batch, divider, workers=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="torch.cuda is not available, or the GPU's compute capability is below 9.0",
+)
+def test_launches_may_run_side_by_side():
+    batch = paged_batch(
+        documents=3, requests=40, document_blocks=50, heads=(32, 8), head_dim=128, dtype=BF16
+    )
+    plan = make_plan(batch, "deft_node", workers=16)
+    in_turn = Portable(plan, batch, 16).run()
+    kernel = Portable(plan, batch, 16, overlap=True)
+    for _ in range(20):
+        assert torch.equal(kernel.run(), in_turn)

@@ -1,0 +1,268 @@
+"""The executor for NVIDIA GPUs: a plan copied to the device once, two launches a layer.
+
+``prepare`` is called outside CUDA graphs, whenever there is a new plan. ``run`` may be
+captured: its launches depend on the shapes of its tensors only, and what they do is read from
+the plan in the workspace, so that one captured graph serves every plan that is loaded later.
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.executors.gpu_kernels import HopperKernel, Kernel, PortableKernel, Tensors
+from vllm_prefixshare.executors.workspace import Workspace
+from vllm_prefixshare.kernels.merge_states import merge_states
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.types import IntArray, PrefixShareError
+
+KERNELS = ("auto", "hopper", "portable")
+
+
+class GpuExecutor:
+    """Partial attention and merge states on one GPU.
+
+    Args:
+        attention: shape of the layer; bfloat16 or float16.
+        device: a CUDA device of compute capability 8.0 or more.
+        kernel: "hopper", "portable", or "auto": the first that can serve.
+        query_len: most query tokens of a request in one step.
+
+    Attributes:
+        num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
+
+    Raises:
+        PrefixShareError: the device or the shape has no kernel.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        device: torch.device | str = "cuda",
+        *,
+        kernel: Literal["auto", "hopper", "portable"] = "auto",
+        query_len: int = 1,
+    ) -> None:
+        self.attention = attention
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.query_len = query_len
+        self._kernel = _choose(attention, self.device, kernel, query_len)
+        self.kernel = self._kernel.name
+        self.num_workers = self._kernel.num_workers
+        self.max_tile_requests = self._kernel.max_tile_requests
+        self.max_tile_runs = self._kernel.max_tile_runs
+        self.workspace = Workspace(
+            self.device, (attention.num_qo_heads, attention.head_dim), query_len
+        )
+        self._num_reqs = 0
+        self._checked: set[tuple[object, ...]] = set()
+
+    def planner_config(self, divider: str | None = None, share: str = "always") -> PlannerConfig:
+        """How plans for this executor are made; the fastest divider measured if None."""
+        return PlannerConfig(
+            divider=divider or self._kernel.divider,
+            share=share,
+            num_workers=self.num_workers,
+            max_tile_requests=self.max_tile_requests,
+            max_tile_runs=self.max_tile_runs,
+        )
+
+    def prepare(self, plan: DecodePlan) -> None:
+        """Put ``plan`` in force for the launches that follow on this stream.
+
+        Raises:
+            PrefixShareError: the plan was made for another executor, or it exceeds a
+                workspace that a CUDA graph holds.
+        """
+        if plan.num_workers != self.num_workers:
+            raise PrefixShareError(
+                f"the plan is for {plan.num_workers} workers, this executor has "
+                f"{self.num_workers}: plan with num_workers={self.num_workers}."
+            )
+        self.workspace.reserve_partials(max(1, plan.num_partials))
+        self.workspace.plan.load(self._kernel.layout(plan))
+        self._num_reqs = plan.num_reqs
+        self._checked.clear()
+
+    def set_queries(self, query_start_loc: IntArray, tree_mask: IntArray | None = None) -> None:
+        """Keep the queries of a batch on the device, for callers that hold them on the host.
+
+        Args:
+            query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
+            tree_mask: ``[num_tokens, words]``, see ``run``.
+        """
+        words = -(-self.query_len // 32)
+        mask = np.zeros((0, words), np.int32)
+        if tree_mask is not None:
+            mask = np.zeros((len(tree_mask), words), np.int32)
+            mask[:, : tree_mask.shape[1]] = tree_mask
+        self.workspace.queries.load({"query_start_loc": query_start_loc, "tree_mask": mask})
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """What ``set_queries`` was given, on the device; it never moves once captured."""
+        return self.workspace.queries.arrays["query_start_loc"]
+
+    @property
+    def tree_mask(self) -> torch.Tensor:
+        """As ``query_start_loc``."""
+        words = -(-self.query_len // 32)
+        flat = self.workspace.queries.arrays["tree_mask"]
+        return flat[: len(flat) // words * words].view(-1, words)
+
+    def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
+        """Make room before a CUDA graph is captured, for plans ``room`` times as large.
+
+        Raises:
+            PrefixShareError: a CUDA graph holds a smaller workspace already.
+        """
+        arrays = self._kernel.layout(plan)
+        self.workspace.plan.reserve({name: int(room * a.size) for name, a in arrays.items()})
+        self.workspace.reserve_partials(max(1, int(room * plan.num_partials)))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        sm_scale: float,
+        query_start_loc: torch.Tensor | None = None,
+        tree_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer under the plan in force.
+
+        Args:
+            q: ``[num_tokens, num_qo_heads, head_dim]``.
+            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, NHD or HND
+                in memory. Every slot of a block that a request holds must be finite, filled
+                or not.
+            block_table: int32 ``[num_reqs, max_blocks]``.
+            seq_lens: int32 ``[num_reqs]``, the queries included.
+            out: like ``q``.
+            query_start_loc: int32 ``[num_reqs + 1]``; what ``set_queries`` was given if None.
+            tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
+                that it sees query token ``j`` of its request; causal if None.
+
+        Raises:
+            PrefixShareError: a tensor of another shape, dtype, device or layout.
+        """
+        tensors = (q, k_cache, v_cache, block_table, seq_lens, out, query_start_loc, tree_mask)
+        signature = tuple(t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors)
+        if signature not in self._checked:
+            self._check(*tensors)
+            self._checked.add(signature)
+        work = self.workspace
+        work.note_launch()
+        if query_start_loc is None:
+            query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
+        arguments = Tensors(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
+            work.partial_out, work.partial_lse, out,
+        )  # fmt: skip
+        self._kernel.launch(work.plan.arrays, arguments, sm_scale)
+        merge_states(
+            work.plan.arrays["merge_indptr"],
+            work.partial_out,
+            work.partial_lse,
+            out,
+            query_start_loc,
+            self.query_len,
+        )
+        return out
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        query_start_loc: torch.Tensor | None,
+        tree_mask: torch.Tensor | None,
+    ) -> None:
+        a = self.attention
+        dtype = getattr(torch, a.dtype)
+        heads = (a.num_qo_heads, a.head_dim)
+        block = (a.block_size, a.num_kv_heads, a.head_dim)
+        n = self._num_reqs
+        expected: list[tuple[str, torch.Tensor | None, torch.dtype, int, tuple[int, ...]]] = [
+            ("q", q, dtype, 3, heads),
+            ("out", out, dtype, 3, heads),
+            ("k_cache", k_cache, dtype, 4, block),
+            ("v_cache", v_cache, dtype, 4, block),
+            ("block_table", block_table, torch.int32, 2, ()),
+            ("seq_lens", seq_lens, torch.int32, 1, ()),
+            ("query_start_loc", query_start_loc, torch.int32, 1, ()),
+            ("tree_mask", tree_mask, torch.int32, 2, ()),
+        ]
+        for name, t, want, dims, tail in expected:
+            if t is None:
+                continue
+            if t.device != self.device or t.dtype != want:
+                raise PrefixShareError(
+                    f"{name} must be {want} on {self.device}, got {t.dtype} on {t.device}."
+                )
+            if t.dim() != dims or tuple(t.shape[dims - len(tail) :]) != tail:
+                shape = ", ".join(["..."] * (dims - len(tail)) + [str(x) for x in tail])
+                raise PrefixShareError(f"{name} must be [{shape}], got {list(t.shape)}.")
+            if t.stride(-1) != 1 or (dims == 3 and t.stride(1) != a.head_dim):
+                raise PrefixShareError(
+                    f"{name} has strides {list(t.stride())}: its last dimensions must be "
+                    "contiguous."
+                )
+        if k_cache.stride() != v_cache.stride():
+            raise PrefixShareError("k_cache and v_cache must have the same strides.")
+        for name, t, least in (
+            ("block_table", block_table, n),
+            ("seq_lens", seq_lens, n),
+            ("query_start_loc", query_start_loc, n + 1),
+            ("q", q, n),
+            ("out", out, len(q)),
+        ):
+            if t is not None and len(t) < least:
+                raise PrefixShareError(f"{name} has {len(t)} rows, the batch needs {least}.")
+        if tree_mask is not None and (
+            len(tree_mask) < len(q) or 32 * tree_mask.shape[1] < self.query_len
+        ):
+            raise PrefixShareError(
+                f"tree_mask must be [{len(q)}, {-(-self.query_len // 32)}] or larger, "
+                f"got {list(tree_mask.shape)}."
+            )
+
+
+def _choose(
+    attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
+) -> Kernel:
+    if kernel not in KERNELS:
+        raise PrefixShareError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}.")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise PrefixShareError(f"device {str(device)!r} is not an NVIDIA GPU that can be used.")
+    if attention.dtype not in ("bfloat16", "float16"):
+        raise PrefixShareError(
+            f"dtype must be bfloat16 or float16 on a GPU, got {attention.dtype}."
+        )
+    if query_len < 1:
+        raise PrefixShareError(f"max_query_len must be at least 1, got {query_len}.")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise PrefixShareError(
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}: 8.0 is the least."
+        )
+    hopper = HopperKernel.serves(attention, capability)
+    if kernel == "hopper" and not hopper:
+        raise PrefixShareError(
+            "kernel 'hopper' needs compute capability 9.0 and blocks of 16, 32, 64 or 128 "
+            f"tokens (64 at most above head_dim 128), got {capability[0]}.{capability[1]} and "
+            f"{attention.block_size}: use kernel='auto'."
+        )
+    if kernel != "portable" and hopper:
+        return HopperKernel(attention, query_len, device)
+    return PortableKernel(attention, query_len, device)

@@ -1,0 +1,146 @@
+"""What the GPU executor needs to know of each kernel: limits of a plan, layout, launch."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.executors.layout import HALF_ROWS, layout_by_size, linked_layout
+from vllm_prefixshare.kernels.launch import CacheView, HopperShape, hopper_partial_attention
+from vllm_prefixshare.kernels.partial_attention import partial_attention, q_tiles
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.types import IntArray
+
+HOPPER_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+class Tensors(NamedTuple):
+    """Arguments of one launch, on the device and checked."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    tree_mask: torch.Tensor | None
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    out: torch.Tensor
+
+
+class Kernel(Protocol):
+    """Partial attention as one kernel does it.
+
+    divider: the one that measures best with it.
+    num_workers, max_tile_requests, max_tile_runs: what its plans must keep to.
+    """
+
+    name: str
+    divider: str
+    num_workers: int
+    max_tile_requests: int
+    max_tile_runs: int
+
+    def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
+        """The plan as int32 arrays for the device."""
+        ...
+
+    def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
+        """Write ``out`` where a request has one tile, else partial results."""
+        ...
+
+
+class HopperKernel:
+    """``kernels.partial_attention_hopper``, for compute capability 9.0."""
+
+    name, divider = "hopper", "depth_first"
+
+    def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
+        self.rows = query_len * attention.gqa_group_size
+        self.max_tile_requests = max(1, 2 * (HALF_ROWS // self.rows))
+        # each request has a private run, and n requests have at most n - 1 distinct nodes above
+        self.max_tile_runs = max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
+        self.shape = HopperShape(
+            attention.num_qo_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            attention.block_size,
+            query_len,
+            self.max_tile_runs,
+        )
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_workers = max(1, multiprocessors // (attention.num_kv_heads * self.shape.chunks))
+
+    @staticmethod
+    def serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
+        kv_tile = 64 if attention.head_dim > 128 else 128
+        fits = attention.block_size in HOPPER_BLOCK_SIZES and attention.block_size <= kv_tile
+        return capability[0] == 9 and fits
+
+    def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
+        return linked_layout(plan, self.rows, self.max_tile_requests, self.max_tile_runs)
+
+    def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
+        hopper_partial_attention(
+            self.shape,
+            self.num_workers,
+            plan,
+            t.q,
+            CacheView("k_cache", t.k_cache, self.shape.padded_dim),
+            CacheView("v_cache", t.v_cache, self.shape.padded_dim),
+            t.block_table,
+            t.seq_lens,
+            t.query_start_loc,
+            t.tree_mask,
+            t.partial_out,
+            t.partial_lse,
+            t.out,
+            sm_scale,
+        )
+
+
+class PortableKernel:
+    """``kernels.partial_attention``, for every NVIDIA GPU from compute capability 8.0 on."""
+
+    name, divider = "portable", "flashforge"
+
+    def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
+        self.rows = query_len * attention.gqa_group_size
+        self.query_len = query_len
+        properties = torch.cuda.get_device_properties(device)
+        tiles = q_tiles(attention.head_dim, self.rows, properties.shared_memory_per_block_optin)
+        self.tiles = [
+            (
+                tile,
+                tile.num_workers(
+                    properties.multi_processor_count, attention.num_kv_heads, self.rows
+                ),
+            )
+            for tile in tiles
+        ]
+        self.num_workers = self.tiles[-1][1]
+        self.max_tile_requests = max(1, tiles[-1].rows // self.rows)
+        self.max_tile_runs = 1 << 30
+
+    def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
+        return layout_by_size(plan, self.rows, [(tile.rows, n) for tile, n in self.tiles])
+
+    def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
+        partial_attention(
+            self.tiles,
+            self.query_len,
+            plan,
+            t.q,
+            t.k_cache,
+            t.v_cache,
+            t.block_table,
+            t.seq_lens,
+            t.query_start_loc,
+            t.tree_mask,
+            t.partial_out,
+            t.partial_lse,
+            t.out,
+            sm_scale,
+        )

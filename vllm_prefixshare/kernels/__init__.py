@@ -1,0 +1,1 @@
+"""GPU kernels and their launch functions: tensors in, tensors out, no policy."""

@@ -1,0 +1,203 @@
+"""The producer warps of the Hopper kernel: which KV block goes where, and who reads it.
+
+A work tile is a list of runs of KV blocks. They are laid end to end; every slot of a KV tile
+finds its run by binary search, in registers, and its block through the block table.
+"""
+# fmt: off
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Signatures of many names read better in lines than one to a line; kernels are not typed.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+HALF_ROWS = gl.constexpr(64)  # query rows of one consumer warpgroup: wgmma's M
+TILE_ROWS = gl.constexpr(128)
+OPEN_END = gl.constexpr(-1)
+# words of a stage's metadata, after the slots and the slots' offsets among the queries
+TAILS = gl.constexpr(8)
+KIND = gl.constexpr(16)
+FIRST_ROW = gl.constexpr(17)
+LAST_ROW = gl.constexpr(18)
+# bits of KIND
+LAST_TILE = gl.constexpr(1)
+NEEDS_MASK = gl.constexpr(2)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _tile_row(reader, is_end, half, R: gl.constexpr, chunk):
+    """Row of a tile at which the queries of its n-th request begin (end, if ``is_end``)."""
+    if R > HALF_ROWS:  # one request, piece ``chunk`` of its rows
+        row = gl.minimum(reader * R - chunk * TILE_ROWS, TILE_ROWS)
+    else:  # the first ``half`` requests in the low half, the others in the high one
+        row = gl.where(reader < half + is_end, reader * R, HALF_ROWS + (reader - half) * R)
+    return row
+
+
+@gluon.jit
+def _prefetch(address):
+    """Ask for the cache lines of ``address``, to be read once the lengths have come."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table,
+           BLOCK_SIZE: gl.constexpr, NB: gl.constexpr, RUNS: gl.constexpr):
+    """Block id, rows and token count, and offset among the queries, of 32 slots.
+
+    wide, low, high: KV tiles of each kind. starts: slot at which each run begins. run: per run
+    (row, kv_start, kv_end, num_blocks, rows that read it, first query position).
+    """
+    row, kv_start, kv_end, num_blocks, rows, first_query = run
+    tile = batch * (32 // NB) + lane // NB
+    # Narrow tiles go in pairs, one for each half, and the pairs are spread evenly between the
+    # pairs of wide tiles; what is left of either comes last.
+    pairs = (low + high) // 2
+    all_pairs = gl.maximum(pairs + wide // 2, 1)
+    pair = tile // 2
+    done = (pair * pairs) // all_pairs
+    in_pair = pair < pairs + wide // 2
+    in_narrow = ((pair + 1) * pairs) // all_pairs > done
+    is_narrow = gl.where(in_pair, in_narrow, tile < wide // 2 * 2 + low + high)
+    before = 2 * gl.where(in_pair, done, pairs)  # narrow tiles before this pair
+    n = before + tile % 2
+    both = gl.minimum(low, high)
+    paired = n < 2 * both
+    is_high = gl.where(paired, (n & 1) != 0, high > low)
+    of_half = gl.where(paired, n >> 1, n - both)
+    of_wide = tile - before - gl.where(in_pair, 0, (low + high) % 2)
+    index = gl.where(is_narrow, wide + gl.where(is_high, low, 0) + of_half, of_wide)
+    slot = index * NB + lane % NB
+
+    found = gl.zeros_like(lane)
+    step = RUNS // 2
+    while step > 0:
+        found = gl.where(gl.gather(starts, found + step, 0) <= slot, found + step, found)
+        step //= 2
+    block = slot - gl.gather(starts, found, 0)
+    filled = (block < gl.gather(num_blocks, found, 0)) & (tile < tiles)
+    start = gl.gather(kv_start, found, 0) + block * BLOCK_SIZE
+    tokens = gl.minimum(gl.gather(kv_end, found, 0) - start, BLOCK_SIZE)
+    at = table + gl.gather(row, found, 0).to(gl.int64) * stride_table + start // BLOCK_SIZE
+    ids = gl.load(at, mask=filled, other=0)
+    # slots past the end of a list repeat their tile's first block: their tokens are masked, but
+    # what lies in shared memory must be finite
+    ids = gl.where(filled, ids, gl.gather(ids, lane - lane % NB, 0))
+    span = gl.gather(rows, found, 0) | (gl.where(filled, tokens, 0) << 16)
+    tail = gl.maximum(start - gl.gather(first_query, found, 0), -BLOCK_SIZE)
+    return ids, span, tail
+
+
+@gluon.jit
+def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, stride_table, where,
+              tiles_smem, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
+              QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
+              BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
+              RUNS: gl.constexpr):
+    """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile."""
+    tile_info, _, _, run_row, run_kv_start, run_kv_end, run_readers = plan
+    block_rows, head_rows, head_cols = where
+    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    NB: gl.constexpr = KV_TILE // BLOCK_SIZE
+    BATCH: gl.constexpr = 32 // NB
+    lane = gl.arange(0, 32, WARP)
+    r = gl.arange(0, RUNS, WARP)
+    head = gl.program_id(0) % KV_HEADS
+    chunk = (gl.program_id(0) // KV_HEADS) % CHUNKS
+    worker = gl.program_id(0) // (KV_HEADS * CHUNKS)
+    count = 0
+    tile = worker
+    while tile >= 0:
+        num_runs = gl.load(tile_info + tile * 8 + 1)
+        wide_runs = gl.load(tile_info + tile * 8 + 2)
+        low_runs = gl.load(tile_info + tile * 8 + 3)
+        next_tile = gl.load(tile_info + tile * 8 + 4)
+        half = gl.load(tile_info + tile * 8 + 5)
+        # not masked by num_runs: one round trip to memory for all of the tile
+        row = gl.load(run_row + tile * RUNS + r)
+        kv_start = gl.load(run_kv_start + tile * RUNS + r)
+        kv_end = gl.load(run_kv_end + tile * RUNS + r)
+        readers = gl.load(run_readers + tile * RUNS + r)
+        there = r < num_runs
+        first_block = table + row.to(gl.int64) * stride_table + kv_start // BLOCK_SIZE
+        _prefetch(first_block)
+        open_run = there & (kv_end == OPEN_END)
+        if QUERY_LEN > 1:
+            length = gl.load(seq_lens + row, mask=there, other=0)
+            queries = gl.load(query_start + row + 1, mask=there, other=0)
+            queries -= gl.load(query_start + row, mask=there, other=0)
+            first_query = length - queries
+        else:
+            length = gl.load(seq_lens + row, mask=open_run, other=0)
+            first_query = gl.zeros_like(length)
+        kv_end = gl.where(open_run, length, kv_end)
+        num_blocks = gl.where(there, (kv_end - kv_start + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
+        num_blocks = gl.maximum(num_blocks, 0)
+        is_low = (r >= wide_runs) & (r < wide_runs + low_runs)
+        n_wide = gl.sum(gl.where(r < wide_runs, num_blocks, 0), 0)
+        n_low = gl.sum(gl.where(is_low, num_blocks, 0), 0)
+        n_high = gl.sum(num_blocks, 0) - n_wide - n_low
+        wide = (n_wide + NB - 1) // NB
+        low = (n_low + NB - 1) // NB
+        high = (n_high + NB - 1) // NB
+        starts = gl.associative_scan(num_blocks, 0, _add) - num_blocks
+        starts += gl.where(r >= wide_runs, wide * NB - n_wide, 0)
+        starts += gl.where(r >= wide_runs + low_runs, low * NB - n_low, 0)
+        starts = gl.where(there, starts, 1 << 30)
+        read_by = _tile_row(readers & 0xFFFF, 0, half, R, chunk)
+        read_by |= _tile_row(readers >> 16, 1, half, R, chunk) << 8
+        run = (row, kv_start, kv_end, num_blocks, read_by, first_query)
+        tiles = wide + low + high
+
+        ids, rows, tail = _slots(0, tiles, wide, low, high, starts, run, lane, table,
+                                 stride_table, BLOCK_SIZE, NB, RUNS)
+        for batch in range((tiles + BATCH - 1) // BATCH):
+            next_ids = ids
+            next_rows = rows
+            next_tail = tail
+            for k in range(gl.minimum(BATCH, tiles - batch * BATCH)):
+                stage = count % STAGES
+                mbarrier.wait(bars.index(STAGES + stage), ((count // STAGES) & 1) ^ 1)
+                mine = lane // NB == k
+                if IS_K:
+                    used = mine & (rows >= 65536)
+                    first = gl.min(gl.where(used, rows & 255, 255), 0)
+                    last = gl.max(gl.where(used, (rows >> 8) & 255, 0), 0)
+                    uneven = mine & (rows != (first | (last << 8) | (BLOCK_SIZE << 16)))
+                    if QUERY_LEN > 1:
+                        uneven = uneven | (mine & (tail + BLOCK_SIZE > 0))
+                    kind = gl.where(batch * BATCH + k == tiles - 1, LAST_TILE, 0)
+                    kind |= gl.where(gl.max(uneven.to(gl.int32), 0) != 0, NEEDS_MASK, 0)
+                    word = gl.where(lane == KIND, kind, gl.where(lane == FIRST_ROW, first, last))
+                    own = gl.minimum(k * NB + lane % 8, 31)
+                    word = gl.where(lane < NB, gl.gather(rows, own, 0), word)
+                    if QUERY_LEN > 1:
+                        is_tail = (lane >= TAILS) & (lane < TAILS + NB)
+                        word = gl.where(is_tail, gl.gather(tail, own, 0), word)
+                    meta.index(stage).store(word)
+                mbarrier.expect(bars.index(stage), KV_TILE * D * 2)
+                for j in gl.static_range(NB):
+                    block = gl.sum(gl.where(lane == k * NB + j, ids, 0), 0)
+                    tma.async_copy_global_to_shared(
+                        cache,
+                        [block * block_rows + head * head_rows, head * head_cols],
+                        bars.index(stage),
+                        tiles_smem.index(stage).slice(j * BLOCK_SIZE, BLOCK_SIZE, 0),
+                    )
+                count += 1
+                if k == 0:  # early enough that no TMA waits for the block table
+                    next_ids, next_rows, next_tail = _slots(
+                        batch + 1, tiles, wide, low, high, starts, run, lane, table,
+                        stride_table, BLOCK_SIZE, NB, RUNS)
+            ids = next_ids
+            rows = next_rows
+            tail = next_tail
+        tile = next_tile

@@ -1,0 +1,105 @@
+"""Merge states: partial results of the same query become its output.
+
+A partial result is an output over some of the tokens with the logarithm of its sum of
+exponentials. Their average weighted by those sums is the attention over all the tokens
+(FlashForge's POR, section 4.2; flash-decoding's reduction).
+"""
+# fmt: off
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Signatures of many names read better in lines than one to a line; kernels are not typed.
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def merge_states(
+    merge_indptr: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    out: torch.Tensor,
+    query_start_loc: torch.Tensor | None = None,
+    query_len: int = 1,
+    overlap: bool = False,
+) -> None:
+    """Merge in the order of the partial results, so that the bits are the same every time.
+
+    The launch depends on the shapes of its arguments only: it may be captured in a CUDA graph.
+    Requests without partial results keep the output that they have.
+
+    Args:
+        merge_indptr: int32 ``[num_reqs + 1 or more]`` partial results of each request; entries
+            past the batch must not rise (repeat the last one).
+        partial_out: float32 ``[num_partials * query_len, num_qo_heads, head_dim]``: row
+            ``p * query_len + t`` belongs to query token ``t`` of the request of ``p``.
+        partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm;
+            ``-inf`` where the query saw none of the tokens.
+        out: ``[num_tokens, num_qo_heads, head_dim]``, heads and head_dim contiguous.
+        query_start_loc: int32 ``[num_reqs + 1 or more]`` query tokens of each request, at most
+            ``query_len``; ``query_len`` each if None. Not read if ``query_len`` is 1.
+        overlap: as ``partial_attention`` right before was told.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    ragged = query_len > 1 and query_start_loc is not None
+    num_reqs = min(len(merge_indptr) - 1, num_tokens if ragged else num_tokens // query_len)
+    if num_reqs == 0:
+        return
+    # a small batch needs every warp it can get; a large one fewer and wider programs
+    heads_each, unroll, warps = (2, 8, 1) if num_tokens * num_heads <= 2048 else (32, 4, 8)
+    _merge_states[(num_reqs, query_len, triton.cdiv(num_heads, heads_each))](
+        merge_indptr, partial_out, partial_lse, out,
+        query_start_loc if ragged else merge_indptr,
+        out.stride(0),
+        QUERY_LEN=query_len, RAGGED=ragged, HEADS=num_heads, HEAD_DIM=head_dim,
+        D=triton.next_power_of_2(head_dim), HEADS_EACH=heads_each, UNROLL=unroll,
+        OVERLAP=overlap, num_warps=warps, **({"launch_pdl": True} if overlap else {}),
+    )
+
+
+@triton.jit
+def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, stride_out,
+                  QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, D: tl.constexpr, HEADS_EACH: tl.constexpr,
+                  UNROLL: tl.constexpr, OVERLAP: tl.constexpr):
+    """Grid: request, query token of the request, group of heads."""
+    if OVERLAP:
+        gdc_wait()
+    request = tl.program_id(0)
+    query = tl.program_id(1)
+    first = tl.load(merge_indptr + request)
+    last = tl.load(merge_indptr + request + 1)
+    token = request * QUERY_LEN + query
+    there = first < last
+    if RAGGED:
+        token = tl.load(query_start_loc + request) + query
+        there = there & (token < tl.load(query_start_loc + request + 1))
+    if OVERLAP:
+        gdc_wait()  # of every program: what follows this kernel relies on the one before, too
+    if there:
+        head = tl.program_id(2) * HEADS_EACH + tl.arange(0, HEADS_EACH)
+        dim = tl.arange(0, D)
+        is_head = head < HEADS
+        inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+        m = tl.full([HEADS_EACH], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS_EACH], tl.float32)
+        acc = tl.zeros([HEADS_EACH, D], tl.float32)
+        for start in range(first, last, UNROLL):
+            for i in tl.static_range(UNROLL):  # so many loads in flight
+                here = start + i < last
+                row = ((start + i) * QUERY_LEN + query).to(tl.int64) * HEADS + head
+                lse = tl.load(partial_lse + row, mask=is_head & here, other=float("-inf"))
+                at = row[:, None] * HEAD_DIM + dim[None, :]
+                value = tl.load(partial_out + at, mask=inside & here, other=0.0)
+                m_new = tl.maximum(m, lse * LOG2E)
+                base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+                alpha = tl.exp2(m - base)
+                weight = tl.exp2(lse * LOG2E - base)
+                m = m_new
+                total = total * alpha + weight
+                acc = acc * alpha[:, None] + value * weight[:, None]
+        merged = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
+        at = token.to(tl.int64) * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(out + at, merged.to(out.dtype.element_ty), mask=inside)
