@@ -5,10 +5,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
 from vllm_prefixshare.types import PrefixShareError
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.planning.cost_table import CostTable, Grid
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -71,24 +75,59 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
 def profile(args: argparse.Namespace) -> int:
     """Measure the cost table of this machine for one attention shape."""
     attention = attention_of(args)
+    from vllm_prefixshare.profiling.tables import cache_folder, has_gpu
+
+    on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
+    table = _profile_gpu(attention, args.kernel) if on_gpu else _profile_cpu(attention)
+    path = args.out or cache_folder()
+    if path.suffix != ".json":
+        path /= table.fingerprint.file_name()
+    table.save(path)
+    print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
+    _print_grid(table.tile_us)
+    if table.tile_l2_us is not None:
+        print("the same where other tiles read these tokens at the same time (from L2)")
+        _print_grid(table.tile_l2_us)
+    if table.unshared_us is not None:
+        print(" alone" + "".join(f"{us:10.1f}" for us in table.unshared_us.microseconds[0]))
+    print(f"merging a row of a partial result: {table.merge_us:.4f}")
+    print(f"written to {path}")
+    return 0
+
+
+def _profile_cpu(attention: AttentionConfig) -> "CostTable":
     from vllm_prefixshare.integration import compat
 
     compat.check_vllm_version()
     from vllm_prefixshare.integration.cpu_timing import cpu_attn_timer
     from vllm_prefixshare.profiling.measure import measure_cpu
-    from vllm_prefixshare.profiling.tables import cache_folder
 
-    table = measure_cpu(attention, cpu_attn_timer(attention))
-    path = args.out or cache_folder() / table.fingerprint.file_name()
-    table.save(path)
-    print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
-    print(" " * 6 + "".join(f"{n:10.0f}" for n in table.tile_us.kv_len))
-    for rows, line in zip(table.tile_us.rows, table.tile_us.microseconds, strict=True):
+    return measure_cpu(attention, cpu_attn_timer(attention))
+
+
+def _profile_gpu(
+    attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
+) -> "CostTable":
+    from vllm_prefixshare.profiling.measure_gpu import measure_gpu
+    from vllm_prefixshare.profiling.tables import has_gpu
+
+    if not has_gpu():
+        raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
+    from vllm_prefixshare.executors.gpu import GpuExecutor
+    from vllm_prefixshare.testing.gpu_timing import GpuTimer, capture
+
+    timer = GpuTimer()
+    return measure_gpu(
+        attention,
+        lambda shape: GpuExecutor(shape, "cuda", kernel=kernel),
+        lambda call: timer.time(capture(call)[0].replay, repeats=15).median_ms * 1e3,
+    )
+
+
+def _print_grid(grid: "Grid") -> None:
+    print(" " * 6 + "".join(f"{n:10.0f}" for n in grid.kv_len))
+    for rows, line in zip(grid.rows, grid.microseconds, strict=True):
         print(f"{rows:6.0f}" + "".join(f"{us:10.1f}" for us in line))
-    assert table.unshared_us is not None
-    print(" alone" + "".join(f"{us:10.1f}" for us in table.unshared_us.microseconds[0]))
-    print(f"written to {path}")
-    return 0
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -114,6 +153,7 @@ def inspect(args: argparse.Namespace) -> int:
         planner = DecodePlanner(
             config, analytic_cost(attention, "triton"), work.block_size, attention.gqa_group_size
         )
+        planner.warm_up()
         plan = planner.update(work.block_table, work.seq_lens)
         read = plan.kv_tokens_read(work.seq_lens)
         print(
@@ -142,7 +182,13 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--block-size", type=int, default=128 if run is profile else 16)
         command.add_argument("--dtype", choices=DTYPES, default="bfloat16")
         if run is profile:
-            command.add_argument("--out", type=Path, help="default: the cache folder")
+            command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+            command.add_argument(
+                "--kernel", choices=("auto", "hopper", "portable"), default="auto", help="of a GPU"
+            )
+            command.add_argument(
+                "--out", type=Path, help="a .json file or a folder; default: the cache folder"
+            )
         else:
             command.add_argument(
                 "--tree", default="1,4,16_1024,256,64", help="see testing.workloads"

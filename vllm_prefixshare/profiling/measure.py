@@ -1,6 +1,6 @@
-"""Measuring a cost table on this machine (FlashForge section 5.2), all cores busy."""
+"""Measuring the cost table of this machine's processor (FlashForge section 5.2), all cores
+busy."""
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,9 +11,8 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.executors.cpu import cpu_executor
 from vllm_prefixshare.planning.cost_table import CostTable, Grid
-from vllm_prefixshare.planning.plan import build_plan
+from vllm_prefixshare.profiling.plans import repeated_tiles
 from vllm_prefixshare.profiling.tables import fingerprint
-from vllm_prefixshare.types import KVRun, WorkTile
 
 REQUESTS = (1, 4, 16, 64)
 TOKENS = (256, 1024, 4096, 16384)
@@ -52,14 +51,8 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
     ids = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
 
     def tile_seconds(requests: int, kv_len: int, pieces: int = 1) -> float:
-        rows = np.arange(requests, dtype=np.int32)
-        edges = np.linspace(0, kv_len // size, pieces + 1).astype(int) * size
-        tiles = [
-            WorkTile(rows, (KVRun(0, int(a), int(b), 0, requests),), 1.0)
-            for a, b in itertools.pairwise(edges)
-        ]
-        lens = np.full(requests, kv_len, np.int32)
-        plan = build_plan(tiles, 1, size, lens)
+        plan = repeated_tiles(1, requests, kv_len // pieces, pieces, size, partials=pieces > 1)
+        lens = plan.planned_seq_lens
         table = np.broadcast_to(ids[: kv_len // size], (requests, kv_len // size))
         starts = np.arange(requests + 1, dtype=np.int32)
         step = executor.prepare(plan, table, lens, starts)
@@ -69,10 +62,11 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
         return median_seconds(lambda: executor.run(step, q, kv_cache, out, scale))
 
     tile = np.array([[tile_seconds(n, kv) for kv in tokens] for n in REQUESTS]) * 1e6
+    longer = max(1, 2048 // size) * 2 * size  # two halves of whole blocks
     # cutting a tile in two costs a launch and a merge; the rest of the difference is small, so
     # a floor keeps it positive
     most = REQUESTS[-1]
-    halves = (tile_seconds(most, tokens[2], 2) - tile_seconds(most, tokens[2])) * 1e6
+    halves = (tile_seconds(most, longer, 2) - tile_seconds(most, longer)) * 1e6
     merge = max(halves - tile[0, 0], 0.0) / (most * group)
     rows = np.array(REQUESTS, np.float64) * group
     alone = None

@@ -1,0 +1,286 @@
+"""The GPU's cost table without a GPU: the plans that are timed, the arithmetic on the times,
+where tables are looked for, and the ablation benchmark on the CPU."""
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_prefixshare import PrefixShareError, cli
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.executors.reference import reference_attention
+from vllm_prefixshare.executors.torch import TorchExecutor
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.cost_table import AnalyticCost, CostTable
+from vllm_prefixshare.profiling import tables
+from vllm_prefixshare.profiling.measure_gpu import (
+    BLOCK_SIZE,
+    MOST_TILES,
+    MOST_TOKENS,
+    TOKENS,
+    measure_gpu,
+    scattered_blocks,
+    tile_counts,
+)
+from vllm_prefixshare.profiling.plans import repeated_tiles
+from vllm_prefixshare.profiling.tables import cost_model, fingerprint
+from vllm_prefixshare.types import OPEN_END
+
+GPU = "NVIDIA H200 x132"
+LAYER = AttentionConfig(32, 8, 64, 16)
+BENCH = Path(__file__).parents[1] / "benchmarks" / "bench_ablation.py"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_a_timed_plan_holds_every_invariant(repeats):
+    """One request each, whose last run is opened: what is timed has only closed ones."""
+    plan = repeated_tiles(2, 1, 32, repeats, 16, partials=repeats > 1)
+    ends = np.where(plan.run_kv_end == 32 * repeats, OPEN_END, plan.run_kv_end)
+    table = scattered_blocks(2, 1, 2 * repeats, 0)
+    invariants.check(replace(plan, run_kv_end=ends), table, plan.planned_seq_lens)
+    assert plan.work_indptr.tolist() == [0, repeats, 2 * repeats]
+
+
+@pytest.mark.parametrize(("repeats", "shared"), [(1, 0), (3, 0), (3, 2)])
+def test_a_timed_plan_computes_attention(repeats, shared):
+    """Several requests a tile, read from blocks of their worker's or of everybody's."""
+    torch.manual_seed(0)
+    plan = repeated_tiles(2, 3, 32, repeats, 16, partials=repeats > 1)
+    table = scattered_blocks(2, 3, 2 * repeats, shared)
+    lens = plan.planned_seq_lens
+    assert lens.tolist() == [32 * repeats] * 6
+    q = torch.randn(6, 4, 64)
+    k_cache, v_cache = torch.randn(2, 4 * repeats, 16, 2, 64)
+    executor = TorchExecutor(2, 2)
+    step = executor.prepare(plan, table, lens, np.arange(7, dtype=np.int32))
+    out = torch.full_like(q, torch.nan)
+    executor.run(step, q, k_cache, v_cache, out, 0.125)
+    expected = reference_attention(
+        q, k_cache, v_cache, torch.from_numpy(table), torch.from_numpy(lens)
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    assert plan.num_partials == (6 * repeats if repeats > 1 else 0)
+
+
+def test_workers_read_blocks_of_their_own_or_the_same_ones():
+    own = scattered_blocks(4, 3, 10, 0)
+    assert len(np.unique(own)) == 40
+    assert all(len(np.unique(rows, axis=0)) == 1 for rows in np.split(own, 4))
+    assert not np.array_equal(np.sort(own[0]), own[0])
+    same = scattered_blocks(4, 3, 10, 5)
+    assert len(np.unique(same)) == 5
+    assert len(np.unique(same, axis=0)) == 1
+    np.testing.assert_array_equal(same[:, :5], same[:, 5:])
+
+
+def test_many_tiles_are_more_than_few_and_bounded():
+    for kv_len in TOKENS:
+        few, many = tile_counts(kv_len)
+        assert 1 <= few < many <= MOST_TILES
+        assert many * kv_len <= MOST_TOKENS
+        assert few * kv_len // BLOCK_SIZE % 16 == many * kv_len // BLOCK_SIZE % 16 == 0
+
+
+class ModelledGpu:
+    """An executor whose time follows a formula; the timer reads it off.
+
+    A launch takes 6 us, a tile 2 us and per token 0.01 us from its own blocks or 0.006 us from
+    blocks that all workers read, 0.02 us a row, and a merged row 0.03 us.
+    """
+
+    kernel, num_workers, max_tile_requests = "hopper", 2, 32
+    device = torch.device("cpu")
+    noise = 0.0
+
+    def __init__(self, attention):
+        self.attention = attention
+        self.us = 0.0
+
+    def prepare(self, plan):
+        self.plan = plan
+
+    def run(self, q, k_cache, v_cache, block_table, seq_lens, out, sm_scale):
+        assert self.attention.num_qo_heads == q.shape[1]
+        assert k_cache.shape[2:] == (self.attention.num_kv_heads, self.attention.head_dim)
+        assert int(block_table.max()) < len(k_cache) == len(v_cache)
+        assert q.shape == out.shape
+        assert len(q) == self.plan.num_reqs == len(seq_lens)
+        tiles = self.plan.num_tiles // self.num_workers
+        rows = 4 * self.plan.num_reqs // self.num_workers
+        tokens = int(self.plan.run_kv_end[0])
+        shared = bool((block_table[0] == block_table[-1]).all())
+        tile = 2 + tokens * (0.006 if shared else 0.01) + 0.02 * rows
+        merged = 4 * self.plan.num_partials / self.num_workers
+        self.us = 6 + tiles * tile + 0.03 * merged
+        self.us += self.noise * math.sin(self.us * 1e3)
+
+
+def modelled_table(monkeypatch, noise=0.0):
+    made = []
+    monkeypatch.setattr(ModelledGpu, "noise", noise)
+
+    def make(attention):
+        made.append(ModelledGpu(attention))
+        return made[-1]
+
+    def timer(call):
+        call()
+        return made[-1].us
+
+    return measure_gpu(LAYER, make, timer, GPU)
+
+
+def test_the_table_holds_the_price_of_a_tile_without_the_launch(monkeypatch):
+    table = modelled_table(monkeypatch)
+    for rows in (16, 64, 128):
+        for kv_len in TOKENS:
+            assert table.tile_us(rows, kv_len) == pytest.approx(2 + 0.01 * kv_len + 0.02 * rows)
+            assert table.tile_l2_us(rows, kv_len) == pytest.approx(2 + 0.006 * kv_len + 0.02 * rows)
+    assert table.merge_us == pytest.approx(0.03)
+    one, many = (float(table.tile(64, 1024, readers)) for readers in (1, 1000))
+    assert one == pytest.approx(2 + 10.24 + 1.28)
+    assert many == pytest.approx(2 + 6.144 + 1.28, rel=0.01)
+
+
+def test_noise_never_makes_a_longer_tile_cheaper(monkeypatch):
+    table = modelled_table(monkeypatch, noise=40.0)
+    for grid in (table.tile_us, table.tile_l2_us):
+        assert np.all(grid.microseconds > 0)
+        assert np.all(np.diff(grid.microseconds, axis=0) >= 0)
+        assert np.all(np.diff(grid.microseconds, axis=1) >= 0)
+    assert np.all(table.tile_l2_us.microseconds <= table.tile_us.microseconds)
+    assert table.merge_us > 0
+
+
+def test_one_gpu_table_serves_every_number_of_heads_and_block_size():
+    here = fingerprint(LAYER, "hopper", GPU)
+    others = (
+        replace(LAYER, num_qo_heads=64),
+        replace(LAYER, num_kv_heads=32),
+        replace(LAYER, block_size=64),
+        replace(LAYER, dtype="float16"),
+    )
+    assert all(fingerprint(other, "hopper", GPU) == here for other in others)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kernel", "device", "difference"),
+    [
+        (replace(LAYER, head_dim=128), "hopper", GPU, "head_dim 64 instead of 128"),
+        (LAYER, "portable", GPU, "kernel 'hopper-1' instead of 'portable-1'"),
+        (LAYER, "hopper", "NVIDIA H200 x60", "device 'NVIDIA H200 x132' instead of"),
+    ],
+)
+def test_a_table_of_another_gpu_kernel_or_head_dim_is_refused(
+    layer, kernel, device, difference, tmp_path, monkeypatch
+):
+    path = tmp_path / "table.json"
+    modelled_table(monkeypatch).save(path)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", str(path))
+    found = cost_model(LAYER, "hopper", device_name=GPU)
+    assert found.fingerprint == fingerprint(LAYER, "hopper", GPU)
+    with pytest.raises(PrefixShareError, match="was measured for") as e:
+        cost_model(layer, kernel, device_name=device)
+    assert difference in str(e.value)
+
+
+def test_a_table_measured_here_goes_before_a_shipped_one(tmp_path, monkeypatch):
+    lines = []
+
+    def look():
+        return cost_model(LAYER, "hopper", lines.append, GPU)
+
+    assert isinstance(look(), AnalyticCost)
+    assert len(lines) == 1
+    assert f"No cost table for {GPU}" in lines[0]
+    table = modelled_table(monkeypatch)
+    name = table.fingerprint.file_name()
+    replace(table, merge_us=1.0).save(tables.SHIPPED / name)
+    assert look().merge_us == 1.0
+    replace(table, merge_us=2.0).save(tables.cache_folder() / name)
+    assert look().merge_us == 2.0
+    assert len(lines) == 1
+
+
+SHIPPED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_tables_are_found_by_their_fingerprint(path):
+    table = CostTable.load(path)
+    assert table.fingerprint.file_name() == path.name
+    assert table.fingerprint.kernel in tables.KERNELS.values()
+    assert table.tile_l2_us is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_profile_says_when_there_is_no_gpu(capsys):
+    assert cli.main(["profile", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == (
+        "vllm-prefixshare: error: torch finds no NVIDIA GPU here: use --device cpu.\n"
+    )
+
+
+def test_profile_names_the_file_after_the_fingerprint(tmp_path, monkeypatch, capsys):
+    table = modelled_table(monkeypatch)
+    monkeypatch.setattr(cli, "_profile_gpu", lambda attention, kernel: table)
+    assert cli.main(["profile", "--device", "cuda", "--out", str(tmp_path)]) == 0
+    path = tmp_path / table.fingerprint.file_name()
+    assert CostTable.load(path).merge_us == table.merge_us
+    out = capsys.readouterr().out
+    assert f"written to {path}" in out
+    assert "from L2" in out
+
+
+def bench_ablation():
+    spec = importlib.util.spec_from_file_location("bench_ablation", BENCH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ARGUMENTS = [
+    *("--device", "cpu", "--dtype", "float32", "--heads", "4:2", "--head-dim", "64"),
+    *("--trees", "1,4_128,40", "--repeats", "1"),
+]
+
+
+def test_the_ablation_runs_every_variant_and_checks_it(tmp_path, monkeypatch):
+    import json
+
+    bench = bench_ablation()
+    out = tmp_path / "ablation.json"
+    monkeypatch.setattr("sys.argv", [str(BENCH), *ARGUMENTS, "--out", str(out)])
+    assert bench.main() == 0
+    result = json.loads(out.read_text())
+    cells = result["trees"]["1,4_128,40"]
+    assert cells.keys() == {v.name for v in bench.VARIANTS}
+    assert result["slowdown"].keys() == cells.keys()
+    assert all(cell["ms"] > 0 and 0 < cell["error"] < 1e-4 for cell in cells.values())
+    assert cells["no tree, split requests"]["kv_tokens_read"] == 4 * 168
+    assert cells["tree, undivided"]["kv_tokens_read"] == 128 + 4 * 40
+
+
+def test_the_ablation_fails_on_a_wrong_result(monkeypatch, capsys):
+    bench = bench_ablation()
+    monkeypatch.setattr("sys.argv", [str(BENCH), *ARGUMENTS])
+    monkeypatch.setattr(bench.Layer, "error", lambda self: math.nan)
+    assert bench.main() == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_the_ablation_refuses_in_one_sentence(monkeypatch, capsys):
+    bench = bench_ablation()
+    monkeypatch.setattr("sys.argv", [str(BENCH), *ARGUMENTS, "--trees", "4,1_16,16"])
+    assert bench.main() == 2
+    assert "tree '4,1_16,16' is not valid" in capsys.readouterr().err
