@@ -1,0 +1,355 @@
+"""Decode attention of one layer: this project's kernels and their peers, in one run.
+
+Every peer's output is compared with float32 attention, all requests of it, before its time
+counts; one that is wrong is reported as wrong, and the exit status is 1. GPU times are medians
+of CUDA-graph replays with the L2 cache flushed before each; plans and metadata are made outside.
+
+    python benchmarks/bench_kernel.py --workloads anchors --heads 32:8,32:32,64:8,16:1 \\
+        --out results/kernel.json --plot results/kernel.png
+"""
+
+import argparse
+import gc
+import json
+import math
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
+from pathlib import Path
+
+import kernel_report as report
+import numpy as np
+import torch
+from peers import PEERS, Case, Launch, Options, Peer, Unavailable, first_line, make
+
+from vllm_prefixshare import PrefixShareError, __version__
+from vllm_prefixshare.planning.token_tree import ancestor_masks
+from vllm_prefixshare.testing.gpu_timing import (
+    GpuTimer,
+    MachineRates,
+    Timing,
+    capture,
+    measure_rates,
+)
+from vllm_prefixshare.testing.workload_sets import WORKLOAD_SETS, workload_set
+from vllm_prefixshare.testing.workloads import Workload, tree
+
+#: largest relative error of a request that still counts as right; FA3's own is about 0.003
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+#: roofline rates of known GPUs, so that fractions of different days can be compared; elsewhere
+#: the rates measured at the start of the run count
+KNOWN_RATES = {"NVIDIA H200": MachineRates(4.35e12, 700e12)}
+#: a peer slower than this many times the fastest so far is looked at once and not again
+HOPELESS, HOPELESS_MS = 8, 1.0
+
+
+def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> Case:
+    """Random queries and cache for a workload."""
+    torch.manual_seed(0)
+    dtype, device = getattr(torch, args.dtype), args.device
+    cache = (w.num_blocks, w.block_size, heads[1], args.head_dim)
+    k_cache, v_cache = (torch.randn(cache, device=device, dtype=dtype) for _ in range(2))
+    tokens = w.num_reqs * w.query_len
+    q = torch.randn(tokens, heads[0], args.head_dim, device=device, dtype=dtype)
+    table, lens = (torch.from_numpy(x).to(device) for x in (w.block_table, w.seq_lens))
+    return Case(w, q, k_cache, v_cache, table, lens)
+
+
+def reference(case: Case) -> torch.Tensor:
+    """Float32 attention, one request after the other: ``[num_reqs, query_len * heads * dim]``."""
+    w = case.workload
+    group = case.num_qo_heads // case.num_kv_heads
+    length = w.query_len
+    sees = torch.ones(length, length, dtype=torch.bool, device=case.q.device).tril()
+    if w.query_parents is not None:
+        bits = ancestor_masks(w.query_parents, np.array([0, length], np.int32))
+        j = np.arange(length)
+        sees = torch.from_numpy((bits[:, j // 32] >> (j % 32)) & 1 == 1).to(case.q.device)
+    outs = []
+    for row, tokens in enumerate(w.seq_lens.tolist()):
+        ids = case.block_table[row, : -(-tokens // w.block_size)].long()
+        k, v = (
+            cache[ids].flatten(0, 1)[:tokens].float().transpose(0, 1)
+            for cache in (case.k_cache, case.v_cache)
+        )
+        q = case.q[row * length : (row + 1) * length].float()
+        q = q.view(length, case.num_kv_heads, group, -1).permute(1, 2, 0, 3)
+        scores = q.flatten(1, 2) @ k.transpose(1, 2) * case.sm_scale
+        among = scores.view(case.num_kv_heads, group, length, tokens)[..., tokens - length :]
+        among.masked_fill_(~sees, float("-inf"))
+        out = (torch.softmax(scores, -1) @ v).view(case.num_kv_heads, group, length, -1)
+        outs.append(out.permute(2, 0, 1, 3).reshape(-1))
+    return torch.stack(outs)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest over the requests; NaN if any output is not finite."""
+    difference = (out.reshape(expected.shape).float() - expected).norm(dim=1)
+    return (difference / expected.norm(dim=1)).max().item()
+
+
+class CpuTimer:
+    """Stands in for ``GpuTimer`` where the harness itself is tested."""
+
+    def time(self, call: Callable[[], object], repeats: int) -> Timing:
+        times: list[float] = []
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+        return Timing(float(np.median(times[1:])), min(times[1:]), max(times[1:]), repeats)
+
+    def rates(self) -> MachineRates:
+        a = torch.randn(512, 512)
+        b = torch.empty(1 << 23)
+        return MachineRates(
+            2 * b.nbytes / self.time(lambda: b.clone(), 5).min_ms * 1e3,
+            2 * 512**3 / self.time(lambda: a @ a, 5).median_ms * 1e3,
+        )
+
+
+def measure(
+    launch: Launch,
+    expected: torch.Tensor,
+    tolerance: float,
+    timer: GpuTimer | CpuTimer,
+    repeats: int,
+    hopeless_ms: float,
+) -> dict[str, object]:
+    """Time one launch, then check what the timed calls wrote."""
+    call, result, graph = launch.call, None, None
+    if launch.graph:
+        graph, result = capture(launch.call)
+        call = graph.replay
+    else:
+        result = launch.call()
+
+    try:
+        notes = [launch.note] if launch.note else []
+        timing = timer.time(call, 3)
+        if timing.median_ms > max(hopeless_ms, HOPELESS_MS):
+            notes.append("3 repeats")
+        else:
+            timing = timer.time(call, repeats)
+        result.fill_(float("nan"))  # the output counts only if the call writes all of it
+        written = call()
+        error = relative_error(result if launch.graph else written, expected)
+    finally:
+        if graph is not None:
+            graph.reset()
+    return {
+        "status": "ok" if error <= tolerance else "wrong",
+        "ms": timing.median_ms,
+        "min_ms": timing.min_ms,
+        "max_ms": timing.max_ms,
+        "error": error if math.isfinite(error) else None,
+        "graph": launch.graph,
+        "note": ", ".join(notes),
+    }
+
+
+def run_peer(
+    peer: Peer | Unavailable,
+    case: Case,
+    expected: torch.Tensor,
+    timer: GpuTimer | CpuTimer,
+    repeats: int,
+    hopeless_ms: float,
+) -> dict[str, object]:
+    """The fastest of a peer's launches; one wrong launch makes the peer wrong."""
+    if isinstance(peer, Unavailable):
+        return {"status": "unavailable", "reason": str(peer)}
+    try:
+        best: dict[str, object] = {}
+        tolerance = TOLERANCE[case.q.dtype]
+        for launch in peer.prepare(case):
+            found = measure(launch, expected, tolerance, timer, repeats, hopeless_ms)
+            if found["status"] == "wrong":
+                return found
+            if not best or found["ms"] < best["ms"]:
+                best = found
+        return best
+    except Unavailable as e:
+        return {"status": "unavailable", "reason": str(e)}
+    except Exception as e:  # foreign code: one peer's failure must not end the run
+        return {"status": "failed", "reason": first_line(e)}
+
+
+def roof_bytes_and_flops(case: Case) -> tuple[int, int]:
+    """Each KV token, query and output once; the FLOPs of all scores and weighted sums."""
+    w = case.workload
+    item = case.q.element_size()
+    kv = 2 * w.kv_tokens * case.num_kv_heads * case.head_dim * item
+    flops = 4 * int(w.seq_lens.sum()) * w.query_len * case.num_qo_heads * case.head_dim
+    return kv + 2 * case.q.numel() * item, flops
+
+
+def run_cell(
+    w: Workload,
+    heads: tuple[int, int],
+    peers: dict[str, Peer | Unavailable],
+    timer: GpuTimer | CpuTimer,
+    rates: MachineRates,
+    args: argparse.Namespace,
+) -> dict[str, object]:
+    """All peers on one workload and head configuration."""
+    case = make_case(w, heads, args)
+    expected = reference(case)
+    roof = rates.roof_ms(*roof_bytes_and_flops(case))
+    cell = {
+        "workload": w.name,
+        "heads": f"{heads[0]}:{heads[1]}",
+        "batch": w.num_reqs,
+        "query_len": w.query_len,
+        "kv_tokens": w.kv_tokens,
+        "share_factor": round(w.share_factor, 2),
+        "roof_ms": roof,
+        "peers": {},
+    }
+    fastest = float("inf")
+    for name, peer in peers.items():
+        found = run_peer(peer, case, expected, timer, args.repeats, HOPELESS * fastest)
+        if found["status"] == "ok":
+            fastest = min(fastest, found["ms"])
+            found["roofline"] = roof / found["ms"]
+        cell["peers"][name] = found
+        gc.collect()
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()  # raises if the peer broke the context: nothing can follow
+            torch.cuda.empty_cache()
+    return cell
+
+
+def workloads(args: argparse.Namespace) -> Iterable[Workload]:
+    for spec in args.tree:
+        yield tree(spec, args.block_size)
+    for name in args.workloads:
+        yield from workload_set(name, args.block_size, args.deft_data, args.quick)
+
+
+def versions() -> dict[str, str]:
+    found = {"vllm_prefixshare": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "vllm", "flashinfer-python", "xformers"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
+    parser.add_argument("--tree", action="append", default=[], help="such as 1,4_1024,64; repeat")
+    parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
+    parser.add_argument("--peers", default=",".join(PEERS), help="names separated by commas")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--divider", help="of our plans; the device's default if absent")
+    parser.add_argument("--device", type=torch.device, default="cuda")
+    parser.add_argument("--repeats", type=int, default=20, help="timed replays of each kernel")
+    parser.add_argument("--quick", action="store_true", help="few workloads of each set")
+    for name in ("fasttree", "deft", "pat"):
+        parser.add_argument(f"--{name}", type=Path, help=f"your checkout of {name}")
+    parser.add_argument("--deft-data", type=Path, help="folder of DeFT's recorded trees")
+    parser.add_argument("--out", type=Path, help="write the results here as JSON")
+    parser.add_argument("--plot", type=Path, help="draw a bar chart here")
+    args = parser.parse_args(argv)
+    args.workloads = args.workloads.split(",") if args.workloads else []
+    if not args.workloads and not args.tree:
+        args.workloads = ["anchors"]
+    args.peers = args.peers.split(",")
+    for given, known in ((args.peers, PEERS), (args.workloads, WORKLOAD_SETS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is unknown: use some of {','.join(known)}")
+    try:
+        args.heads = [tuple(map(int, pair.split(":"))) for pair in args.heads.split(",")]
+        if any(len(pair) != 2 or min(pair) < 1 or pair[0] % pair[1] for pair in args.heads):
+            raise ValueError
+    except ValueError:
+        parser.error("--heads must be pairs such as 32:8, the first a multiple of the second")
+    if args.repeats < 1:
+        parser.error("--repeats must be 1 or more")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_float32_matmul_precision("highest")
+    cuda = args.device.type == "cuda"
+    if cuda and not torch.cuda.is_available():
+        print("bench_kernel: error: no GPU here; --device cpu tries the harness", file=sys.stderr)
+        return 2
+    timer = GpuTimer() if cuda else CpuTimer()
+    gpu = torch.cuda.get_device_name(args.device) if cuda else "cpu"
+    measured = measure_rates(timer) if cuda else timer.rates()
+    rates = KNOWN_RATES.get(gpu, measured)
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "gpu": gpu,
+        "versions": versions(),
+        "dtype": args.dtype,
+        "head_dim": args.head_dim,
+        "block_size": args.block_size,
+        "repeats": args.repeats,
+        "measured": vars_of(measured),
+        "roofline": vars_of(rates),
+        "titles": {name: PEERS[name][2] for name in args.peers},
+        "cells": [],
+    }
+    print(report.heading(result), flush=True)
+    options = Options(
+        args.device,
+        getattr(torch, args.dtype),
+        {name: getattr(args, name) for name in ("fasttree", "deft", "pat")},
+        args.divider,
+    )
+    peers: dict[str, Peer | Unavailable] = {}
+    for name in args.peers:
+        try:
+            peers[name] = make(name, options)
+        except Unavailable as e:
+            peers[name] = e
+            print(f"{name}: unavailable: {e}", flush=True)
+    print(report.header(result), flush=True)
+    broken = False
+    try:
+        for w, heads in product(workloads(args), args.heads):
+            try:
+                cell = run_cell(w, heads, peers, timer, rates, args)
+            except torch.OutOfMemoryError as e:
+                print(f"{w.name} {heads}: left out: {first_line(e)}", flush=True)
+                continue
+            result["cells"].append(cell)
+            print(report.row(result, cell), flush=True)
+            write(args.out, result)
+    except PrefixShareError as e:
+        print(f"bench_kernel: error: {e}", file=sys.stderr)
+        return 2
+    except RuntimeError as e:  # torch's CUDA errors; what was measured before still counts
+        broken = True
+        print(f"stopped: {first_line(e)}", file=sys.stderr)
+    print(report.summary(result))
+    write(args.out, result)
+    if args.plot:
+        report.plot(result, args.plot)
+    return int(broken or bool(report.bad_results(result)) or not result["cells"])
+
+
+def vars_of(rates: MachineRates) -> dict[str, float]:
+    return {"TB/s": rates.bytes_per_second / 1e12, "TFLOP/s": rates.flops_per_second / 1e12}
+
+
+def write(path: Path | None, result: dict[str, object]) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

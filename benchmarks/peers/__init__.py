@@ -1,0 +1,137 @@
+"""Kernels to compare, behind one interface: make the peer once, prepare it for each workload.
+
+Plans and metadata are made in ``prepare``, outside of the timed region; a launch is the
+attention of one layer and nothing else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from vllm_prefixshare.testing.workloads import Workload
+
+
+class Unavailable(Exception):
+    """The peer cannot run here, or cannot serve this workload; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload on the device, for one layer.
+
+    q: ``[num_reqs * query_len, num_qo_heads, head_dim]``.
+    k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+    block_table, seq_lens: int32, ``[num_reqs, max_blocks]`` and ``[num_reqs]``.
+    """
+
+    workload: Workload
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_cache.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def sm_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def query_start_loc(self) -> torch.Tensor:
+        """int32 ``[num_reqs + 1]`` on the device."""
+        steps = torch.arange(self.workload.num_reqs + 1, dtype=torch.int32, device=self.q.device)
+        return steps * self.workload.query_len
+
+    def require_one_query(self) -> None:
+        if self.workload.query_len > 1:
+            raise Unavailable("one query a request only")
+
+    def token_ids(self, row: int, start: int, end: int) -> torch.Tensor:
+        """int64 slots of the tokens ``[start, end)`` of a request, in a cache viewed as one
+        token a slot."""
+        size = self.workload.block_size
+        at = torch.arange(start, end)
+        return torch.from_numpy(self.workload.block_table[row]).long()[at // size] * size + (
+            at % size
+        )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One way to run a peer: ``call`` queues the kernels and returns the output, like ``q``."""
+
+    call: Callable[[], torch.Tensor]
+    note: str = ""
+    graph: bool = True
+
+
+class Peer(Protocol):
+    """Made once; ``__init__`` raises ``Unavailable`` where the peer is not installed."""
+
+    def prepare(self, case: Case) -> list[Launch]:
+        """The ways to run this case; the fastest one counts.
+
+        Raises:
+            Unavailable: the peer cannot serve it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """What peers are made with: the device, and the user's checkouts of some of them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    checkouts: dict[str, Path | None]
+    divider: str | None = None
+
+
+#: name on the command line and in results -> (module, class, title)
+PEERS = {
+    "ours": ("ours", "Ours", "ours"),
+    "portable": ("ours", "Portable", "ours, portable"),
+    "fa3": ("vllm_fa3", "FA3", "FA3"),
+    "fa3_cascade": ("vllm_fa3", "FA3Cascade", "FA3 cascade"),
+    "flashinfer": ("flashinfer_peers", "FlashInfer", "FlashInfer"),
+    "flashinfer_cascade": ("flashinfer_peers", "FlashInferCascade", "FI multi-level"),
+    "xformers": ("xformers_peer", "XFormers", "xformers"),
+    "fasttree": ("fasttree", "FastTree", "FastTree"),
+    "deft": ("deft", "DeFT", "DeFT"),
+    "pat": ("pat", "PAT", "PAT"),
+}
+
+
+def make(name: str, options: Options) -> Peer:
+    """A peer by name.
+
+    Raises:
+        Unavailable: it does not import, build or support the device.
+    """
+    module, cls, _ = PEERS[name]
+    try:
+        return getattr(import_module(f"peers.{module}"), cls)(options)
+    except Unavailable:
+        raise
+    except Exception as e:  # foreign code: anything may go wrong in an import or a build
+        raise Unavailable(first_line(e)) from e
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -1,0 +1,23 @@
+"""Finding the user's own checkouts of research kernels."""
+
+import sys
+
+from peers import Options, Unavailable
+
+
+def use_checkout(options: Options, name: str, marker: str) -> None:
+    """Put on ``sys.path`` the folder of ``--NAME PATH`` in which ``marker`` lies.
+
+    Raises:
+        Unavailable: the option is missing, or its folder is not such a checkout.
+    """
+    if options.device.type != "cuda":
+        raise Unavailable("needs a GPU")
+    root = options.checkouts[name]
+    if root is None:
+        raise Unavailable(f"no checkout: give --{name} PATH")
+    for folder in (root, *sorted(p for p in root.glob("*") if p.is_dir())):
+        if (folder / marker).exists():
+            sys.path.insert(0, str(folder.resolve()))
+            return
+    raise Unavailable(f"{root} holds no {marker}")

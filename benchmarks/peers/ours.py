@@ -1,0 +1,57 @@
+"""This project's kernels."""
+
+from peers import Case, Launch, Options, Unavailable
+from vllm_prefixshare import PrefixShareDecodeWrapper
+
+
+class Ours:
+    """The kernel that the wrapper picks for the device: Hopper's, or the CPU executor."""
+
+    kernel = "auto"
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def prepare(self, case: Case) -> list[Launch]:
+        w = case.workload
+        cuda = case.q.is_cuda
+        if w.query_parents is not None and not cuda:
+            raise Unavailable("token trees need a GPU")
+        wrapper = PrefixShareDecodeWrapper(
+            num_qo_heads=case.num_qo_heads,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            block_size=w.block_size,
+            dtype=self.options.dtype,
+            device=self.options.device,
+            divider=self.options.divider,
+            **({"kernel": self.kernel, "max_query_len": w.query_len} if cuda else {}),
+        )
+        starts = case.query_start_loc().tolist()
+        parents = None
+        if w.query_parents is not None:
+            parents = w.query_parents.tolist() * w.num_reqs
+        wrapper.plan(w.block_table, w.seq_lens, starts if w.query_len > 1 else None, parents)
+        stats = wrapper.stats()
+        table, lens = (case.block_table, case.seq_lens) if cuda else (w.block_table, w.seq_lens)
+        out = case.q.new_empty(case.q.shape)
+
+        def call():
+            return wrapper.run(case.q, case.k_cache, case.v_cache, table, lens, out)
+
+        note = (
+            f"{stats.work_tiles} tiles, {stats.partials} partials, "
+            f"KV read {stats.kv_tokens_read / w.kv_tokens:.2f}x"
+        )
+        return [Launch(call, note, graph=cuda)]
+
+
+class Portable(Ours):
+    """The Triton kernel for every NVIDIA GPU from compute capability 8.0 on."""
+
+    kernel = "portable"
+
+    def __init__(self, options: Options) -> None:
+        if options.device.type != "cuda":
+            raise Unavailable("needs a GPU")
+        super().__init__(options)

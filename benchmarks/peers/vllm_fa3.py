@@ -1,0 +1,156 @@
+"""vLLM 0.26's FlashAttention 3, as its FLASH_ATTN backend calls it for decode, and its cascade.
+
+The scheduler metadata is made once a step there, so it is made in ``prepare`` here.
+"""
+
+import torch
+
+from peers import Case, Launch, Options, Unavailable
+
+#: vLLM's bound on splits inside a full CUDA graph, and FA3's own choice
+SPLITS = (32, 0)
+
+
+def require_fa3(device: torch.device) -> None:
+    """Import vLLM's FlashAttention 3 or raise ``Unavailable``."""
+    if device.type != "cuda":
+        raise Unavailable("needs a GPU")
+    from vllm.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
+
+    if not is_fa_version_supported(3):
+        raise Unavailable(fa_version_unsupported_reason(3) or "no FlashAttention 3")
+
+
+def schedule(
+    case: Case,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    seqlens: torch.Tensor,
+    max_seqlen_k: int,
+    causal: bool,
+    splits: int,
+) -> torch.Tensor:
+    """FA3's scheduler metadata, with the arguments of vLLM's metadata builder."""
+    from vllm.vllm_flash_attn import get_scheduler_metadata
+
+    return get_scheduler_metadata(
+        batch_size=len(seqlens),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_heads_q=case.num_qo_heads,
+        num_heads_kv=case.num_kv_heads,
+        headdim=case.head_dim,
+        cache_seqlens=seqlens,
+        qkv_dtype=case.q.dtype,
+        cu_seqlens_q=cu_seqlens_q,
+        page_size=case.workload.block_size,
+        causal=causal,
+        window_size=(-1, -1),
+        num_splits=splits,
+    )
+
+
+class FA3:
+    """Paged, variable lengths; reads the KV of each request on its own."""
+
+    def __init__(self, options: Options) -> None:
+        require_fa3(options.device)
+
+    def prepare(self, case: Case) -> list[Launch]:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        w = case.workload
+        if w.query_parents is not None:
+            raise Unavailable("no token trees")
+        starts, longest = case.query_start_loc(), int(w.seq_lens.max())
+        out = torch.empty_like(case.q)
+
+        def launch(splits: int) -> Launch:
+            metadata = schedule(case, starts, w.query_len, case.seq_lens, longest, True, splits)
+
+            def call() -> torch.Tensor:
+                flash_attn_varlen_func(
+                    q=case.q,
+                    k=case.k_cache,
+                    v=case.v_cache,
+                    out=out,
+                    cu_seqlens_q=starts,
+                    max_seqlen_q=w.query_len,
+                    seqused_k=case.seq_lens,
+                    max_seqlen_k=longest,
+                    softmax_scale=case.sm_scale,
+                    causal=True,
+                    block_table=case.block_table,
+                    scheduler_metadata=metadata,
+                    fa_version=3,
+                    num_splits=splits,
+                )
+                return out
+
+            return Launch(call, f"num_splits={splits}")
+
+        return [launch(splits) for splits in SPLITS]
+
+
+class FA3Cascade:
+    """vLLM's ``cascade_attention``: one pass over the prefix that the whole batch shares, one
+    over the rest of each request, and a merge. Used wherever there is such a prefix, whatever
+    vLLM's heuristic would say."""
+
+    def __init__(self, options: Options) -> None:
+        require_fa3(options.device)
+
+    def prepare(self, case: Case) -> list[Launch]:
+        from vllm.v1.attention.backends.flash_attn import cascade_attention
+
+        w = case.workload
+        if w.query_parents is not None:
+            raise Unavailable("no token trees")
+        root = w.nodes[0]
+        if w.num_reqs < 2 or (root.first, root.last) != (0, w.num_reqs):
+            raise Unavailable("no prefix common to all requests")
+        prefix = root.end * w.block_size
+        device = case.q.device
+        starts = case.query_start_loc()
+        prefix_starts = torch.tensor([0, len(case.q)], dtype=torch.int32, device=device)
+        prefix_lens = torch.tensor([prefix], dtype=torch.int32, device=device)
+        suffix_lens = case.seq_lens - prefix
+        longest = int(w.seq_lens.max())
+        out = torch.empty_like(case.q)
+
+        def launch(splits: int) -> Launch:
+            of_prefix = schedule(
+                case, prefix_starts, len(case.q), prefix_lens, prefix, False, splits
+            )
+            of_suffix = schedule(
+                case, starts, w.query_len, suffix_lens, longest - prefix, True, splits
+            )
+
+            def call() -> torch.Tensor:
+                cascade_attention(
+                    out,
+                    case.q,
+                    case.k_cache,
+                    case.v_cache,
+                    cu_query_lens=starts,
+                    max_query_len=w.query_len,
+                    cu_prefix_query_lens=prefix_starts,
+                    prefix_kv_lens=prefix_lens,
+                    suffix_kv_lens=suffix_lens,
+                    max_kv_len=longest,
+                    softmax_scale=case.sm_scale,
+                    alibi_slopes=None,
+                    sliding_window=(-1, -1),
+                    logits_soft_cap=0.0,
+                    block_table=case.block_table,
+                    common_prefix_len=prefix,
+                    max_num_splits=splits,
+                    fa_version=3,
+                    prefix_scheduler_metadata=of_prefix,
+                    suffix_scheduler_metadata=of_suffix,
+                )
+                return out
+
+            return Launch(call, f"num_splits={splits}")
+
+        return [launch(splits) for splits in SPLITS]

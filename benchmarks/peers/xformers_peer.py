@@ -1,0 +1,58 @@
+"""xformers' memory-efficient attention over a paged cache."""
+
+import torch
+
+from peers import Case, Launch, Options, Unavailable, first_line
+
+
+class XFormers:
+    """Every operator of xformers that takes this cache; the fastest one counts."""
+
+    def __init__(self, options: Options) -> None:
+        if options.device.type != "cuda":
+            raise Unavailable("needs a GPU")
+        from xformers.ops import fmha
+
+        self.fmha = fmha
+
+    def prepare(self, case: Case) -> list[Launch]:
+        w = case.workload
+        if w.query_parents is not None:
+            raise Unavailable("no token trees")
+        masks = self.fmha.attn_bias
+        columns = -(-int(w.seq_lens.max()) // w.block_size)
+        bias = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+            q_seqlen=[w.query_len] * w.num_reqs,
+            kv_padding=columns * w.block_size,
+            kv_seqlen=w.seq_lens.tolist(),
+            device=case.q.device,
+        ).make_paged(
+            block_tables=case.block_table[:, :columns].contiguous(),
+            page_size=w.block_size,
+            paged_type=masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
+        )
+        kv_heads, group = case.num_kv_heads, case.num_qo_heads // case.num_kv_heads
+        q = case.q.view(1, -1, kv_heads, group, case.head_dim)
+        shape = (1, -1, kv_heads, group, case.head_dim)
+        k, v = (
+            cache.view(1, -1, kv_heads, 1, case.head_dim).expand(shape)
+            for cache in (case.k_cache, case.v_cache)
+        )
+
+        def launch(op) -> Launch:
+            def call() -> torch.Tensor:
+                out = self.fmha.memory_efficient_attention_forward(q, k, v, bias, op=op)
+                return out.view(case.q.shape)
+
+            call()
+            return Launch(call, op.__module__.rsplit(".", 1)[-1])
+
+        found, reasons = [], []
+        for name in ("triton_splitk", "flash", "flash3"):
+            try:
+                found.append(launch(getattr(self.fmha, name).FwOp))
+            except Exception as e:  # what an operator does not support it says in many ways
+                reasons.append(f"{name}: {first_line(e)}")
+        if not found:
+            raise Unavailable("; ".join(reasons))
+        return found
