@@ -1,0 +1,138 @@
+"""The Hopper kernel's walk over the device arrays, emulated: every token of every request once."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.hopper_emulator import emulate
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.executors.layout import linked_layout
+from vllm_prefixshare.executors.reference import reference_attention
+from vllm_prefixshare.planning.cost_table import analytic_cost
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.token_tree import ancestor_masks
+from vllm_prefixshare.testing.workloads import tree
+
+GROWTH = 20  # tokens by which every request outgrows its plan
+
+
+def walk(
+    spec: str,
+    divider: str,
+    heads: tuple[int, int] = (4, 1),
+    *,
+    block_size: int = 16,
+    query_lens: list[int] | None = None,
+    workers: int = 5,
+    token_tree: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output of the emulated kernel and of the reference, for a tree that has grown since."""
+    batch = tree(spec, block_size, spare=GROWTH)
+    n, (q_heads, kv_heads), head_dim = len(batch.seq_lens), heads, 64
+    query_lens = query_lens or [1] * n
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    query_len = max(query_lens)
+    rows = query_len * q_heads // kv_heads
+    slots = max(1, 2 * (64 // rows))
+    runs = max(32, 1 << (2 * slots - 1).bit_length())
+    config = PlannerConfig(
+        divider=divider,
+        share="always",
+        num_workers=workers,
+        max_tile_requests=slots,
+        max_tile_runs=runs,
+        check_plans=True,
+    )
+    cost = analytic_cost(AttentionConfig(q_heads, kv_heads, head_dim, block_size), "triton")
+    planner = DecodePlanner(config, cost, block_size, q_heads // kv_heads)
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len)
+
+    rng = np.random.default_rng(0)
+    shape = (batch.num_blocks, block_size, kv_heads, head_dim)
+    k, v = (rng.standard_normal(shape) for _ in range(2))
+    q = rng.standard_normal((int(starts[-1]), q_heads, head_dim))
+    mask = None
+    if token_tree:
+        parents = [rng.integers(-1, i) for length in query_lens for i in range(length)]
+        mask = ancestor_masks(np.array(parents, np.int32), starts)
+    seq_lens = batch.seq_lens + GROWTH
+    layout = linked_layout(plan, rows, slots, runs)
+    out = emulate(
+        layout, workers, q, k, v, batch.block_table, seq_lens, starts, query_len, runs,
+        tree_mask=mask,
+    )  # fmt: skip
+    if mask is None:
+        expected = reference_attention(
+            *(torch.from_numpy(x) for x in (q, k, v, batch.block_table, seq_lens, starts))
+        ).numpy()
+    else:
+        expected = tree_attention(q, k, v, batch.block_table, seq_lens, starts, mask)
+    return out, expected
+
+
+def tree_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    table: np.ndarray,
+    seq_lens: np.ndarray,
+    starts: np.ndarray,
+    mask: np.ndarray,
+) -> np.ndarray:
+    """Attention of query tokens that see the context and what their masks say."""
+    out = np.empty_like(q)
+    group = q.shape[1] // k.shape[2]
+    for r, n in enumerate(seq_lens.tolist()):
+        ids = table[r, : -(-n // k.shape[1])]
+        keys = k[ids].reshape(-1, *k.shape[2:])[:n].repeat(group, axis=1)
+        values = v[ids].reshape(-1, *v.shape[2:])[:n].repeat(group, axis=1)
+        context = n - (starts[r + 1] - starts[r])
+        for token in range(starts[r], starts[r + 1]):
+            own = [int(mask[token, j // 32]) >> (j % 32) & 1 for j in range(n - context)]
+            seen = np.array([True] * context + [bool(x) for x in own])
+            scores = np.einsum("hd,khd->hk", q[token], keys) * q.shape[2] ** -0.5
+            p = np.exp(scores - scores.max(axis=1, keepdims=True)) * seen
+            out[token] = np.einsum("hk,khd->hd", p / p.sum(axis=1, keepdims=True), values)
+    return out
+
+
+@pytest.mark.parametrize("divider", ["depth_first", "deft_flatten", "flashforge", "per_request"])
+@pytest.mark.parametrize(
+    ("spec", "heads"),
+    [
+        ("1,4,16_128,64,30", (4, 1)),
+        ("1,3,7_512,128,200", (3, 1)),  # 42 requests a tile, two rows unused
+        ("1,4,100_64,16,20", (2, 2)),  # 128 requests a tile
+        ("2,4,8_48,32,5", (16, 1)),
+        ("9_70", (8, 2)),  # nothing shared
+        ("1_33", (4, 1)),
+    ],
+)
+def test_every_token_is_read_once(spec: str, heads: tuple[int, int], divider: str) -> None:
+    np.testing.assert_allclose(*walk(spec, divider, heads), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_other_block_sizes(block_size: int) -> None:
+    out, expected = walk(f"1,3,9_{2 * block_size},{block_size},50", "depth_first", (4, 1),
+                         block_size=block_size)  # fmt: skip
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("divider", ["depth_first", "deft_flatten"])
+@pytest.mark.parametrize(
+    ("spec", "query_lens"),
+    [
+        ("1,6_64,40", [2, 1, 2, 2, 1, 2]),
+        ("1,3_64,90", [20, 20, 7]),  # 80 rows: a request in both halves
+        ("1,3_64,90", [33, 1, 30]),  # 132 rows: in two chunks
+    ],
+)
+def test_several_queries(spec: str, query_lens: list[int], divider: str) -> None:
+    np.testing.assert_allclose(*walk(spec, divider, query_lens=query_lens), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("query_lens", [[5, 3, 5], [70, 1, 66]])
+def test_token_trees(query_lens: list[int]) -> None:
+    out, expected = walk("1,3_64,90", "depth_first", query_lens=query_lens, token_tree=True)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
