@@ -60,7 +60,7 @@ def kv_tiles(
 
     def tile_row(reader: int, is_end: int) -> int:
         if rows > HALF_ROWS:
-            return min(reader * rows - chunk * TILE_ROWS, TILE_ROWS)
+            return min(max(reader * rows - chunk * TILE_ROWS, 0), TILE_ROWS)
         return reader * rows if reader < half + is_end else HALF_ROWS + (reader - half) * rows
 
     tiles = wide + low + high
@@ -90,6 +90,7 @@ def kv_tiles(
             at = int(start[found]) + block * block_size
             first, last = int(readers[found]) & 0xFFFF, int(readers[found]) >> 16
             low_row, high_row = tile_row(first, 0), tile_row(last, 1)
+            assert 0 <= low_row < high_row <= TILE_ROWS, "a byte each in the kernel"
             slots.append(
                 Slot(
                     int(block_table[row[found], at // block_size]),
@@ -127,9 +128,7 @@ def emulate(
     partial_out = np.full((partials * query_len, num_qo_heads, head_dim), np.nan)
     partial_lse = np.full((partials * query_len, num_qo_heads), np.nan)
 
-    def write(
-        tile: int, slot: int, row: int, head: int, result: np.ndarray, lse: float
-    ) -> None:
+    def write(tile: int, slot: int, row: int, head: int, result: np.ndarray, lse: float) -> None:
         request = int(plan["slot_row"][tile, slot])
         partial = int(plan["slot_partial"][tile, slot])
         query, qo_head = row // group, head * group + row % group

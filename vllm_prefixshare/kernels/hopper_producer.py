@@ -33,7 +33,7 @@ def _add(a, b):
 def _tile_row(reader, is_end, half, R: gl.constexpr, chunk):
     """Row of a tile at which the queries of its n-th request begin (end, if ``is_end``)."""
     if R > HALF_ROWS:  # one request, piece ``chunk`` of its rows
-        row = gl.minimum(reader * R - chunk * TILE_ROWS, TILE_ROWS)
+        row = gl.minimum(gl.maximum(reader * R - chunk * TILE_ROWS, 0), TILE_ROWS)
     else:  # the first ``half`` requests in the low half, the others in the high one
         row = gl.where(reader < half + is_end, reader * R, HALF_ROWS + (reader - half) * R)
     return row
@@ -97,11 +97,11 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
 
 
 @gluon.jit
-def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, stride_table, where,
-              tiles_smem, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
-              QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
-              BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
-              RUNS: gl.constexpr):
+def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start, plan,
+            stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
+            QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
+            BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
+            RUNS: gl.constexpr):
     """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile."""
     tile_info, _, _, run_row, run_kv_start, run_kv_end, run_readers = plan
     block_rows, head_rows, head_cols = where
@@ -115,6 +115,8 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
     worker = gl.program_id(0) // (KV_HEADS * CHUNKS)
     count = 0
     tile = worker
+    for line in range((num_lengths + 1023) // 1024):  # 32 lines of 128 bytes at a time
+        _prefetch(seq_lens + gl.minimum(line * 1024 + lane * 32, num_lengths - 1))
     while tile >= 0:
         num_runs = gl.load(tile_info + tile * 8 + 1)
         wide_runs = gl.load(tile_info + tile * 8 + 2)

@@ -113,6 +113,7 @@ def hopper_partial_attention(
         q,
         block_table,
         seq_lens,
+        len(seq_lens),
         query_start_loc,
         plan["tile_info"],
         plan["slot_row"],

@@ -202,7 +202,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
 
 
 @gluon.jit
-def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_info,
+def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
                       partial_out, partial_lse, out, tree_mask, tree_words,
                       stride_table, stride_q,
@@ -247,12 +247,12 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
             (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
                          KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
                          STAGES)),
-            (produce, (True, k_cache, table, seq_lens, query_start, plan, stride_table, where,
-                         k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE,
-                         KV_TILE, STAGES, RUNS)),
-            (produce, (False, v_cache, table, seq_lens, query_start, plan, stride_table, where,
-                         v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE,
-                         KV_TILE, STAGES, RUNS)),
+            (produce, (True, k_cache, table, seq_lens, num_lengths, query_start, plan,
+                       stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
+                       BLOCK_SIZE, KV_TILE, STAGES, RUNS)),
+            (produce, (False, v_cache, table, seq_lens, num_lengths, query_start, plan,
+                       stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
+                       BLOCK_SIZE, KV_TILE, STAGES, RUNS)),
         ],
         [4, 1, 1],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
