@@ -98,8 +98,8 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
 
 @gluon.jit
 def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start, plan,
-            stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
-            QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
+            stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
+            CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
             RUNS: gl.constexpr):
     """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile."""
