@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up all they need from a fresh clone, each step once.
-# The first set-up takes about two minutes and 3 GiB; pip must be able to find PyTorch's CPU wheels.
+# The first set-up takes a few minutes and 3.3 GiB; pip must be able to find PyTorch's CPU wheels.
 
 VENV := .venv
 PY := $(VENV)/bin/python

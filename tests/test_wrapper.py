@@ -27,7 +27,7 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
         ({"dtype": torch.int8}, "dtype must be one of float32, bfloat16, float16, got int8"),
         ({"num_qo_heads": 5}, "num_qo_heads must be a multiple of num_kv_heads"),
         ({"block_size": 0}, "block_size must be at least 1"),
-        ({"device": "cuda"}, "device 'cuda' has no executor yet"),
+        ({"device": "meta"}, "device 'meta' has no executor: use cpu or cuda"),
         ({"share": "sometimes"}, "share must be one of"),
         ({"num_workers": 0}, "num_workers must be at least 1"),
     ],
@@ -35,6 +35,12 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
 def test_refuses_arguments_out_of_range(changes, sentence):
     with pytest.raises(PrefixShareError, match=sentence):
         wrapper(**changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_refuses_a_gpu_that_is_not_there():
+    with pytest.raises(PrefixShareError, match="'cuda' is not an NVIDIA GPU that can be used"):
+        wrapper(device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,14 @@ def test_refuses_arguments_out_of_range(changes, sentence):
 def test_refuses_batches_that_make_no_sense(table, lens, starts, sentence):
     with pytest.raises(PrefixShareError, match=sentence):
         wrapper().plan(table, lens, starts)
+
+
+def test_refuses_token_trees_on_a_cpu():
+    w = wrapper()
+    with pytest.raises(PrefixShareError, match="query_parents need a GPU: on a CPU queries form"):
+        w.plan(TABLE, LENS, [0, 2, 4], query_parents=[-1, 0, -1, 0])
+    with pytest.raises(PrefixShareError, match="no plan yet"):
+        w.stats()
 
 
 def test_unused_entries_of_the_table_may_hold_anything():

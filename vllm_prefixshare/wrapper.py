@@ -55,7 +55,8 @@ class PrefixShareDecodeWrapper:
         share: "always" shares every common prefix; "auto" only where the cost model says
             that it pays; "never".
         sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
-        cost: cost model; the analytic estimate if None.
+        cost: cost model; if None, on a GPU the measured table that fits, else the analytic
+            estimate.
         kernel: "hopper", "portable" or "auto", on a GPU.
         max_query_len: most query tokens of a request in one step, on a GPU.
 
@@ -91,17 +92,22 @@ class PrefixShareDecodeWrapper:
         if self.device.type == "cpu":
             config = PlannerConfig(divider or "flashforge", share, num_workers)
         elif self.device.type == "cuda":
-            from vllm_prefixshare.executors import gpu  # triton is only needed here
+            # triton is only needed here
+            from vllm_prefixshare.executors import gpu
+            from vllm_prefixshare.profiling.tables import cost_model
 
             self._gpu = gpu.GpuExecutor(
                 self.attention, device, kernel=kernel, query_len=max_query_len
             )
             self.device = self._gpu.device
             config = self._gpu.planner_config(divider, share)
+            cost = cost or cost_model(self.attention, self._gpu.kernel)
         else:
             raise PrefixShareError(f"device {str(device)!r} has no executor: use cpu or cuda.")
-        cost = cost or analytic_cost(self.attention, "triton" if self._gpu else "torch")
+        cost = cost or analytic_cost(self.attention, "torch")
         self._planner = DecodePlanner(config, cost, block_size, group)
+        if self._gpu is not None:
+            self._planner.warm_up()
         self._executor = TorchExecutor(num_kv_heads, group)
         self._query_len = 1
         self._has_tree = False
@@ -145,7 +151,7 @@ class PrefixShareDecodeWrapper:
         table, lens, starts = self._check_batch(block_table, seq_lens, query_start_loc)
         self._query_len = int(np.diff(starts).max(initial=1))
         self._seq_lens, self._query_start_loc = lens, starts
-        self._has_tree = query_parents is not None
+        self._has_tree = query_parents is not None and self.max_query_len > 1
         if self._gpu is not None:
             return self._plan_on_gpu(self._gpu, table, lens, starts, query_parents)
         if query_parents is not None:
@@ -300,6 +306,17 @@ class PrefixShareDecodeWrapper:
             raise PrefixShareError(
                 f"block_table names block {largest}, but the cache has {limit} blocks."
             )
+
+    def reserve(self, room: float = 2.0) -> None:
+        """Make room on a GPU for plans ``room`` times as large as the one in force. To be
+        called before a CUDA graph is captured: from then on the workspace cannot grow.
+
+        Raises:
+            PrefixShareError: ``plan`` was not called yet, or a CUDA graph holds less room.
+        """
+        plan = self.last_plan
+        if self._gpu is not None:
+            self._gpu.reserve(plan, room)
 
     def stats(self) -> DecodeStats:
         """Figures of the plan in force; see ``DecodeStats``.

@@ -129,11 +129,8 @@ def test_the_chosen_plan_is_near_the_best_one_found(spec, bench, measured):
     plans = {"chosen": plan_with(work, table, ROWS, config)}
     plans |= dict(node_plans(work, table, ROWS, config))
     plans |= dict(flattened_plans(work, table, ROWS, config))
-    executor.reserve(
-        num_tiles=max(p.num_tiles for p in plans.values()),
-        num_partials=max(p.num_partials for p in plans.values()),
-        num_reqs=len(work.seq_lens),
-    )
+    for plan in plans.values():
+        executor.reserve(plan, room=1.0)
     executor.prepare(plans["chosen"])
     graph, _ = capture(
         lambda: executor.run(

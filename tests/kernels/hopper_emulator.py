@@ -194,7 +194,7 @@ def emulate(
                         s = k @ q[token, head * group + row % group] * head_dim**-0.5
                         p = np.exp(s - s.max())
                         write(tile, slot, row, head, p @ v / p.sum(), s.max() + np.log(p.sum()))
-            tile = int(plan["tile_info"][tile, 4])
+            tile = int(plan["tile_info"][tile, 4]) - 1
 
     for request in range(len(seq_lens)):
         low, high = plan["merge_indptr"][request : request + 2].tolist()

@@ -11,6 +11,8 @@ from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.cost_table import TileRates
 from vllm_prefixshare.planning.depth_first import KV_TILE
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.prefix_tree import forest_from_blocks
+from vllm_prefixshare.planning.windows import list_runs
 from vllm_prefixshare.testing.workloads import Workload, forest, tree
 from vllm_prefixshare.types import OPEN_END
 
@@ -69,9 +71,9 @@ def test_every_plan_is_right_and_within_its_limits(work, limits):
 def test_the_latest_worker_is_near_the_mean(work, limits):
     """But for less than twice of what is worth a tile of its own, which is not cut."""
     load = loads(plan_of(work, **limits))
-    assert load.max() <= 1.05 * load.mean() + 3.1 * OVERHEAD
-    if load.mean() > 20 * OVERHEAD:
-        assert load.max() <= 1.05 * load.mean()
+    assert load.max() <= 1.05 * load.mean() + 4 * OVERHEAD
+    if load.mean() > 40 * OVERHEAD:
+        assert load.max() <= 1.1 * load.mean()
 
 
 @pytest.mark.parametrize(
@@ -108,17 +110,64 @@ def test_little_is_wasted_where_there_is_enough_work(spec, num_workers):
 
 @quick(100)
 @given(forests(), st.fixed_dictionaries(LIMITS))
-def test_tiles_follow_the_depth_first_list(work, limits):
-    """Worker after worker, in the order of requests: a request's tiles are neighbours."""
+def test_the_requests_of_a_tile_are_neighbours(work, limits):
+    filled = ((work.seq_lens - 1) // work.block_size).astype(np.int32)
+    order = forest_from_blocks(work.block_table, filled, work.block_size, 0).request_rows
+    position = np.argsort(order)
     plan = plan_of(work, **limits)
-    seen: dict[int, int] = {}
     for tile in range(plan.num_tiles):
-        for row in tile_rows(plan, tile):
-            seen.setdefault(row, tile)
-    firsts = [seen[row] for row in plan.tile_req_indices.tolist()]
-    for tile in range(plan.num_tiles):
-        low, high = plan.tile_req_indptr[tile : tile + 2]
-        assert firsts[low:high] == sorted(firsts[low:high])
+        assert np.all(np.diff(position[tile_rows(plan, tile)]) == 1)
+
+
+def test_windows_below_one_node_read_it_in_step():
+    """Two windows of 32 under one prefix, 8 workers each: both are cut at the same places."""
+    plan = plan_of(tree("1,64_32768,64"))
+    assert plan.num_tiles == 16 and np.all(np.diff(plan.work_indptr) == 1)
+    shared = plan.run_last - plan.run_first > 1
+    pieces: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    for start, end, row in zip(
+        plan.run_kv_start[shared], plan.run_kv_end[shared], plan.run_row[shared], strict=True
+    ):
+        pieces[bool(row >= 32)].append((int(start), int(end)))
+    assert sorted(pieces[False]) == sorted(pieces[True])
+    assert len(pieces[False]) >= 8
+
+
+def test_neighbouring_windows_are_read_at_the_same_time():
+    """Twice as many windows as workers: first the first half, then the second."""
+    plan = plan_of(tree("1,16,32,64,128,1024_256,128,64,32,32,32"), max_tile_runs=64)
+    assert np.all(np.diff(plan.work_indptr) == 2)
+    first_rows = plan.tile_req_indices[plan.tile_req_indptr[:-1]]
+    assert first_rows[::2].tolist() == list(range(0, 512, 32))
+    assert sorted(first_rows[1::2].tolist()) == list(range(512, 1024, 32))
+
+
+def test_a_run_that_both_halves_read_costs_arithmetic_and_others_memory():
+    """Halves split the requests of a window: 3 + 3 here."""
+    rates = TileRates.of(COST)
+    work = forest("halves", [-1, 0, 0, 1, 1, 1, 2, 2, 2], [4096, 2048, 1024] + [64] * 6)
+    filled = ((work.seq_lens - 1) // 16).astype(np.int32)
+    f = forest_from_blocks(work.block_table, filled, 16, 0)
+
+    def rates_of(window: int, rows_per_request: int) -> dict[tuple[int, int], float]:
+        runs = list_runs(
+            f.request_rows, f.private_start, f.node_start, f.node_end, f.node_first, f.node_last,
+            work.seq_lens, window, rows_per_request, 16, rates.overhead, rates.memory,
+            rates.cached,
+        )  # fmt: skip
+        spans = zip(runs.first.tolist(), runs.last.tolist(), strict=True)
+        return dict(zip(spans, runs.rate.tolist(), strict=True))
+
+    both, half = rates.memory[1], max(rates.cached[0] / 2, rates.memory[0])
+    found = rates_of(6, 4)
+    assert found[0, 6] == pytest.approx(both)
+    assert found[0, 3] == found[3, 6] == found[5, 6] == pytest.approx(half)
+    wide = rates_of(1, 128)  # a single request in both halves
+    assert wide[5, 6] > rates.cached[1] and rates_of(1, 4)[5, 6] < wide[5, 6]
+    # two windows: each reads the root, which comes from memory once
+    assert rates_of(3, 4)[0, 3] == pytest.approx(
+        np.average([(rates.cached[1] + rates.memory[1]) / 2, rates.memory[1]], weights=[4096, 2048])
+    )
 
 
 @quick(100)

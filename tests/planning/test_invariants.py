@@ -301,6 +301,22 @@ def test_a_shared_block_that_one_reader_does_not_hold_is_refused(divider):
             check(plan, table, b.seq_lens)
 
 
+@pytest.mark.parametrize("block_size", [3, 48])
+def test_blocks_of_any_size_may_be_shared(block_size):
+    """A run of blocks 1 and 2: where 48 tokens are a block, 48 | 144 is no multiple of it."""
+    b = make_batch([[1, 2, 3]] * 2, [5, 7], block_size)
+    planner = make_planner(block_size, divider="fixed", num_splits=3, num_workers=3, grouping=False)
+    plan = planner.update(b.block_table, b.seq_lens)
+    check(plan, b.block_table, b.seq_lens)
+    shared = np.flatnonzero(plan.run_last - plan.run_first > 1)
+    assert len(shared) == 3
+    for run in shared.tolist():
+        for name in ("run_kv_start", "run_kv_end"):
+            with pytest.raises(InvariantError):
+                bad = changed(plan, name, run, int(getattr(plan, name)[run]) + 1)
+                check(bad, b.block_table, b.seq_lens)
+
+
 def test_a_private_block_may_be_any_block():
     b, plan = batch(), plan_by("fixed")
     table = b.block_table.copy()

@@ -57,7 +57,7 @@ class GpuExecutor:
         self.workspace = Workspace(
             self.device, (attention.num_qo_heads, attention.head_dim), query_len
         )
-        self._num_reqs = 0
+        self._num_reqs = self._num_tokens = 0
         self._checked: set[tuple[object, ...]] = set()
 
     def planner_config(self, divider: str | None = None, share: str = "always") -> PlannerConfig:
@@ -84,7 +84,7 @@ class GpuExecutor:
             )
         self.workspace.reserve_partials(max(1, plan.num_partials))
         self.workspace.plan.load(self._kernel.layout(plan))
-        self._num_reqs = plan.num_reqs
+        self._num_reqs = self._num_tokens = plan.num_reqs
         self._checked.clear()
 
     def set_queries(self, query_start_loc: IntArray, tree_mask: IntArray | None = None) -> None:
@@ -100,6 +100,8 @@ class GpuExecutor:
             mask = np.zeros((len(tree_mask), words), np.int32)
             mask[:, : tree_mask.shape[1]] = tree_mask
         self.workspace.queries.load({"query_start_loc": query_start_loc, "tree_mask": mask})
+        self._num_tokens = int(query_start_loc[-1])
+        self._checked.clear()
 
     @property
     def query_start_loc(self) -> torch.Tensor:
@@ -122,6 +124,11 @@ class GpuExecutor:
         arrays = self._kernel.layout(plan)
         self.workspace.plan.reserve({name: int(room * a.size) for name, a in arrays.items()})
         self.workspace.reserve_partials(max(1, int(room * plan.num_partials)))
+        words = -(-self.query_len // 32)
+        tokens = int(room * plan.num_reqs) * self.query_len
+        self.workspace.queries.reserve(
+            {"query_start_loc": int(room * plan.num_reqs) + 1, "tree_mask": tokens * words}
+        )
 
     def run(
         self,
@@ -153,7 +160,7 @@ class GpuExecutor:
             PrefixShareError: a tensor of another shape, dtype, device or layout.
         """
         tensors = (q, k_cache, v_cache, block_table, seq_lens, out, query_start_loc, tree_mask)
-        signature = tuple(t if t is None else (t.shape, t.stride(), t.dtype) for t in tensors)
+        signature = tuple(map(_signature, tensors))
         if signature not in self._checked:
             self._check(*tensors)
             self._checked.add(signature)
@@ -205,6 +212,8 @@ class GpuExecutor:
         for name, t, want, dims, tail in expected:
             if t is None:
                 continue
+            if not isinstance(t, torch.Tensor):
+                raise PrefixShareError(f"{name} must be a tensor on {self.device}.")
             if t.device != self.device or t.dtype != want:
                 raise PrefixShareError(
                     f"{name} must be {want} on {self.device}, got {t.dtype} on {t.device}."
@@ -217,13 +226,16 @@ class GpuExecutor:
                     f"{name} has strides {list(t.stride())}: its last dimensions must be "
                     "contiguous."
                 )
-        if k_cache.stride() != v_cache.stride():
-            raise PrefixShareError("k_cache and v_cache must have the same strides.")
+        if k_cache.stride() != v_cache.stride() or any(s % 8 for s in k_cache.stride()[:3]):
+            raise PrefixShareError(
+                f"k_cache and v_cache have strides {list(k_cache.stride())} and "
+                f"{list(v_cache.stride())}: they must be the same, in multiples of 8 elements."
+            )
         for name, t, least in (
             ("block_table", block_table, n),
             ("seq_lens", seq_lens, n),
             ("query_start_loc", query_start_loc, n + 1),
-            ("q", q, n),
+            ("q", q, self._num_tokens),
             ("out", out, len(q)),
         ):
             if t is not None and len(t) < least:
@@ -235,6 +247,12 @@ class GpuExecutor:
                 f"tree_mask must be [{len(q)}, {-(-self.query_len // 32)}] or larger, "
                 f"got {list(tree_mask.shape)}."
             )
+
+
+def _signature(t: torch.Tensor | None) -> tuple[object, ...]:
+    if not isinstance(t, torch.Tensor):
+        return (type(t),)
+    return t.shape, t.stride(), t.dtype, t.device
 
 
 def _choose(

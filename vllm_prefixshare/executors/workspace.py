@@ -22,9 +22,10 @@ class DeviceArrays:
         self._buffer = torch.zeros(0, dtype=torch.int32, device=device)
         self._host = torch.zeros(0, dtype=torch.int32)
         self._copied: torch.cuda.Event | None = None
+        self._loaded: Mapping[str, IntArray] = {}
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Make room for arrays of these lengths.
+        """Make room for arrays of these lengths; what was loaded stays.
 
         Raises:
             PrefixShareError: there is less room, and a CUDA graph holds the buffer.
@@ -42,6 +43,8 @@ class DeviceArrays:
         self._buffer = torch.zeros(total, dtype=torch.int32, device=self.device)
         parts = self._buffer.split(list(self._sizes.values()))
         self.arrays = dict(zip(self._sizes, parts, strict=True))
+        if self._loaded:
+            self._copy()
 
     def load(self, arrays: Mapping[str, IntArray]) -> None:
         """Copy new contents, after all work queued on this stream before.
@@ -49,11 +52,16 @@ class DeviceArrays:
         Raises:
             PrefixShareError: see ``reserve``.
         """
+        self._loaded = {}  # not worth moving to a larger buffer
         self.reserve({name: array.size for name, array in arrays.items()})
+        self._loaded = arrays
+        self._copy()
+
+    def _copy(self) -> None:
         self._wait()
         host, at = self._host.numpy(), 0
         for name, size in self._sizes.items():
-            array = arrays[name]
+            array = self._loaded[name]
             host[at : at + array.size] = array.ravel()
             # an indptr past its end stays level: nothing of a larger plan is left behind
             host[at + array.size : at + size] = array.flat[-1] if array.size else 0

@@ -121,7 +121,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
         num_runs = gl.load(tile_info + tile * 8 + 1)
         wide_runs = gl.load(tile_info + tile * 8 + 2)
         low_runs = gl.load(tile_info + tile * 8 + 3)
-        next_tile = gl.load(tile_info + tile * 8 + 4)
+        next_tile = gl.load(tile_info + tile * 8 + 4) - 1
         half = gl.load(tile_info + tile * 8 + 5)
         # not masked by num_runs: one round trip to memory for all of the tile
         row = gl.load(run_row + tile * RUNS + r)

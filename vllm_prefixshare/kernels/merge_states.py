@@ -74,8 +74,8 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
     token = request * QUERY_LEN + query
     there = first < last
     if RAGGED:
-        token = tl.load(query_start_loc + request) + query
-        there = there & (token < tl.load(query_start_loc + request + 1))
+        token = tl.load(query_start_loc + request, mask=there, other=0) + query
+        there = there & (token < tl.load(query_start_loc + request + 1, mask=there, other=0))
     if OVERLAP:
         gdc_wait()  # of every program: what follows this kernel relies on the one before, too
     if there:

@@ -116,7 +116,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     while tile >= 0:
         num_reqs = gl.load(tile_info + tile * 8)
         num_runs = gl.load(tile_info + tile * 8 + 1)
-        next_tile = gl.load(tile_info + tile * 8 + 4)
+        next_tile = gl.load(tile_info + tile * 8 + 4) - 1
         half = gl.load(tile_info + tile * 8 + 5)
         # this half holds the requests [begin, end) of the tile
         if R > HALF_ROWS:

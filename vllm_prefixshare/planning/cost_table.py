@@ -66,7 +66,7 @@ class Fingerprint:
 
     def file_name(self) -> str:
         """A readable, unique name for a table with this fingerprint."""
-        text = "-".join(str(v) for v in asdict(self).values())
+        text = "-".join(str(v) for v in asdict(self).values() if v)
         return "".join(c if c.isalnum() or c in "-." else "_" for c in text.lower()) + ".json"
 
 

@@ -37,6 +37,8 @@ PRECISION = 0.005
 PARTIAL_WRITE, MERGE_LAUNCH = 1.0, 3.0
 #: what windows that read in step are worth, as a part of the finish
 IN_STEP = 0.03
+#: differences in cost, as a part of the largest, that are not worth leaving their order for
+ABOUT_EQUAL = 0.02
 
 
 class Limits(NamedTuple):
@@ -108,7 +110,8 @@ def _tile_end(
     block = limits.block_size
     kv_tile = (KV_TILE + block - 1) // block * block
     tokens = (goal - runs.before[end]) / runs.rate[end]
-    step = kv_tile if tokens >= 4 * kv_tile else block
+    read = tokens - done if end == run else tokens
+    step = kv_tile if read >= 4 * kv_tile else block
     at = int(tokens) // step * step
     if end == run and at <= done:  # a tile reads something
         at = min(done + block, runs.tokens[run])
@@ -132,7 +135,8 @@ def _merging(runs: Runs, limits: Limits, tiles: IntArray) -> float:
 @compiled
 def _cut_evenly(runs: Runs, limits: Limits, ends: IntArray, num_tiles: int) -> Cut:
     """Cut each window (which ends before run ``ends[w]``) into equal pieces, about ``num_tiles``
-    in all, and give them to the workers, longest first (Graham's rule, as in ``scheduler``)."""
+    in all, or leave it whole where windows are as many; give the tiles to the workers, longest
+    first (Graham's rule, as in ``scheduler``)."""
     num_windows = len(ends)
     load = np.empty(num_windows)
     pieces = np.ones(num_windows, np.int32)
@@ -160,7 +164,8 @@ def _cut_evenly(runs: Runs, limits: Limits, ends: IntArray, num_tiles: int) -> C
             cost[begun:count] += PARTIAL_WRITE
     tiles, cost = tiles[:count], cost[:count]
     finish = np.zeros(limits.num_workers)
-    order = np.argsort(-cost, kind="mergesort")  # stable: equal pieces start in their order
+    # stable, and by rounded cost: pieces that are about equal start in their own order
+    order = np.argsort(-np.rint(cost / (ABOUT_EQUAL * cost.max())), kind="mergesort")
     for t in order:
         worker = np.argmin(finish)
         tiles[t, 0] = worker
@@ -195,14 +200,14 @@ def _cut_through(
         fixed = limits.overhead + (PARTIAL_WRITE if tiles_of_window else 0.0)
         goal = np.inf
         if rest + fixed > target - load + slack:
-            fixed = limits.overhead + PARTIAL_WRITE
             # a piece of the window, with enough before and after it
-            part = min(max(target - load - fixed, least), rest - least)
-            if load > 0.0 and (target - load - fixed < least or part < least):
+            room = target - load - limits.overhead - PARTIAL_WRITE
+            part = min(max(room, least), rest - least)
+            if load > 0.0 and (room < least or part < least):
                 worker, load = worker + 1, 0.0
                 continue
             if part >= least:
-                goal = at + part
+                goal, fixed = at + part, limits.overhead + PARTIAL_WRITE
         tile = tiles[count]
         tile[0], tile[1], tile[2] = worker, run, done
         run, done, used = _tile_end(runs, limits, run, done, goal)
@@ -258,27 +263,29 @@ def _divide(
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
     """The arrays of ``WorkTiles``, for windows of ``largest`` requests, a half, or a quarter."""
     best_score = np.inf
-    window = largest
     workers = limits.num_workers
-    for _ in range(3):
+    tried = 0
+    for window in (largest, max(1, largest // 2), max(1, largest // 4)):
+        if window == tried:
+            continue
+        tried = window
         runs = list_runs(
             request_rows, private_start, node_start, node_end, node_first, node_last, kv_lens,
             window, rows_per_request, limits.block_size, limits.overhead, memory, cached,
         )  # fmt: skip
         ends = np.unique(runs.window_end)
-        for num_tiles in (len(ends), workers // 2, workers, 2 * workers):
-            if num_tiles >= len(ends):
+        least = (runs.before[-1] + len(ends) * limits.overhead) / workers
+        if least >= best_score:
+            continue
+        for num_tiles in (0, workers // 2, workers, 2 * workers):
+            if num_tiles == 0 or num_tiles > len(ends):
                 cut = _cut_evenly(runs, limits, ends, num_tiles)
                 if cut.finish < best_score:
                     best_score, best_runs, best = cut.finish, runs, cut
-        least = (runs.before[-1] + len(ends) * limits.overhead) / workers
         if least * (1 + IN_STEP) < best_score:
             cut = _cut_through_at_best(runs, limits)
             if cut.finish * (1 + IN_STEP) < best_score:
                 best_score, best_runs, best = cut.finish * (1 + IN_STEP), runs, cut
-        if window == 1:
-            break
-        window //= 2
     return _as_tiles(best_runs, best, request_rows)
 
 

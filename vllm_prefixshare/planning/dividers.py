@@ -2,7 +2,7 @@
 
 Minimising the slowest thread block over all splits and assignments is NP-hard (FlashForge,
 section 5.1). Every strategy here splits along KV only and leaves the assignment to
-``scheduler``, but for ``depth_first``, whose order is its schedule.
+``scheduler``, but for ``depth_first``, which schedules what it cuts.
 """
 
 from collections.abc import Callable

@@ -63,7 +63,7 @@ def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
             open_end = plan.run_kv_end[run] == OPEN_END
             _require(not open_end or len(readers) == 1, f"run {run}: open, but shared")
             _require(
-                len(readers) == 1 or (start | stop) % plan.block_size == 0,
+                len(readers) == 1 or (start % plan.block_size == 0 == stop % plan.block_size),
                 f"run {run}: shares a part of a block",
             )
             columns = slice(start // plan.block_size, -(-stop // plan.block_size))
