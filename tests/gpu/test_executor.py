@@ -89,7 +89,7 @@ def test_a_plan_serves_sequences_that_grow(kernel):
 
 
 def test_the_same_plan_gives_the_same_bits(kernel):
-    layer = Layer(tree("1,4,256_32,256,40"))
+    layer = Layer(tree("1,64_16384,40"))
     wrapper = layer.planned(kernel)
     out = layer.run(wrapper)
     assert wrapper.last_plan.num_partials > 0

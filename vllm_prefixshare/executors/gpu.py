@@ -84,7 +84,9 @@ class GpuExecutor:
             )
         self.workspace.reserve_partials(max(1, plan.num_partials))
         self.workspace.plan.load(self._kernel.layout(plan))
-        self._num_reqs = self._num_tokens = plan.num_reqs
+        self._num_reqs = plan.num_reqs
+        if self.query_len == 1:
+            self._num_tokens = plan.num_reqs
         self._checked.clear()
 
     def set_queries(self, query_start_loc: IntArray, tree_mask: IntArray | None = None) -> None:
