@@ -1,4 +1,4 @@
-"""Write the README's tables from the benchmarks' JSON; ``--check`` only compares.
+"""Write the tables of README.md and docs from the benchmarks' JSON; ``--check`` only compares.
 
 python benchmarks/readme_tables.py
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 from kernel_report import OURS, best_peer
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 PUBLISHED = ROOT / "benchmarks" / "published"
 
 
@@ -39,29 +38,82 @@ def cpu_table() -> str:
     return "\n".join(lines)
 
 
-def kernel_table() -> str:
+def kernel_summary() -> str:
+    """One line a workload: all peers at the first head shape, the gain at the others."""
     result = json.loads((PUBLISHED / "kernel.json").read_text())
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
-    titles = result["titles"]
+    heads = list(dict.fromkeys(cell["heads"] for cell in result["cells"]))
+    titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
+    rows: dict[str, dict[str, dict]] = {}
+    for cell in result["cells"]:
+        rows.setdefault(cell["workload"], {})[cell["heads"]] = cell
     lines = [
-        f"{result['gpu']}; {versions}. `{result['command']}`: milliseconds of one layer, median of "
-        f"{result['repeats']} CUDA-graph replays with the L2 cache flushed (* without a graph), "
-        f"{result['dtype']}, head_dim {result['head_dim']}, blocks of {result['block_size']} "
-        "tokens; in brackets the fraction of the roofline "
-        f"({result['roofline']['TB/s']:.2f} TB/s, {result['roofline']['TFLOP/s']:.0f} TFLOP/s).",
+        f"{measured_how(result)} Times are of {heads[0]} heads; the gain is the fastest peer's "
+        "time over ours.",
         "",
-        f"| workload | heads | batch | roof | {' | '.join(titles.values())} | best peer / ours |",
+        f"| workload | batch | roof | {' | '.join(titles.values())} "
+        f"| {' | '.join(f'gain {h}' for h in heads)} |",
+        "|" + "---|" * (3 + len(titles) + len(heads)),
+    ]
+    for workload, cells in rows.items():
+        first = cells[heads[0]]
+        entries = [kernel_entry(first["peers"][name]) for name in titles]
+        lines.append(
+            f"| {workload} | {first['batch']} | {first['roof_ms']:.4f} | {' | '.join(entries)} "
+            f"| {' | '.join(gain(cells[h]) for h in heads)} |"
+        )
+    return "\n".join(lines)
+
+
+def kernel_table(name: str) -> str:
+    """Every cell of a run."""
+    result = json.loads((PUBLISHED / f"{name}.json").read_text())
+    titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
+    lines = [
+        measured_how(result),
+        "",
+        f"| workload | heads | batch | roof | {' | '.join(titles.values())} | gain |",
         "|" + "---|" * (len(titles) + 5),
     ]
     for cell in result["cells"]:
         entries = [kernel_entry(cell["peers"][name]) for name in titles]
-        best = best_peer(cell)
-        ours = cell["peers"][OURS[0]]
-        gain = f"{best[1] / ours['ms']:.2f}" if best and ours["status"] == "ok" else "-"
         lines.append(
             f"| {cell['workload']} | {cell['heads']} | {cell['batch']} | {cell['roof_ms']:.4f} "
-            f"| {' | '.join(entries)} | {gain} |"
+            f"| {' | '.join(entries)} | {gain(cell)} |"
         )
+    return "\n".join(lines)
+
+
+def measured_how(result: dict) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    return (
+        f"{result['gpu']}; {versions}. `{result['command']}`: milliseconds of one layer, median of "
+        f"{result['repeats']} CUDA-graph replays with the L2 cache flushed (* without a graph), "
+        f"{result['dtype']}, head_dim {result['head_dim']}, blocks of {result['block_size']} "
+        "tokens; in brackets the fraction of the roofline "
+        f"({result['roofline']['TB/s']:.2f} TB/s, {result['roofline']['TFLOP/s']:.0f} TFLOP/s)."
+    )
+
+
+def any_ran(result: dict, peer: str) -> bool:
+    return any(cell["peers"][peer]["status"] != "unavailable" for cell in result["cells"])
+
+
+def gain(cell: dict) -> str:
+    best, ours = best_peer(cell), cell["peers"][OURS[0]]
+    return f"{best[1] / ours['ms']:.2f}" if best and ours["status"] == "ok" else "-"
+
+
+def ablation_table() -> str:
+    result = json.loads((PUBLISHED / "ablation.json").read_text())
+    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    lines = [
+        f"{result['device']}; {versions}; {result['kernel']} kernel. `{result['command']}`: time "
+        "over that of the default plan, geometric mean over the workloads.",
+        "",
+        "| plan | time |",
+        "|---|---|",
+    ]
+    lines += [f"| {name} | {ratio:.2f} |" for name, ratio in result["slowdown"].items()]
     return "\n".join(lines)
 
 
@@ -71,34 +123,40 @@ def kernel_entry(found: dict[str, object]) -> str:
     return f"{found['ms']:.4f}{'' if found['graph'] else '*'} ({found['roofline']:.0%})"
 
 
-TABLES = {"cpu": cpu_table, "kernel": kernel_table}
-
-
-def published() -> list[str]:
-    """The tables whose results are there."""
-    return [name for name in TABLES if (PUBLISHED / f"{name}.json").exists()]
+#: table -> (file, results, what writes it)
+TABLES = {
+    "cpu": ("README.md", "cpu", cpu_table),
+    "kernel": ("README.md", "kernel", kernel_summary),
+    "kernel all": ("docs/kernel-results.md", "kernel", lambda: kernel_table("kernel")),
+    "kernel workloads": (
+        "docs/kernel-results.md",
+        "kernel_workloads",
+        lambda: kernel_table("kernel_workloads"),
+    ),
+    "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="exit 1 if the README is not up to date"
-    )
+    parser.add_argument("--check", action="store_true", help="exit 1 if a file is not up to date")
     args = parser.parse_args()
-    text = README.read_text()
-    new = text
-    for name in published():
-        block = f"<!-- table {name} -->\n{TABLES[name]()}\n<!-- end -->"
+    stale = False
+    for name, (file, results, write) in TABLES.items():
+        if not (PUBLISHED / f"{results}.json").exists():
+            continue
+        text = (ROOT / file).read_text()
+        block = f"<!-- table {name} -->\n{write()}\n<!-- end -->"
         new, found = re.subn(
-            rf"<!-- table {name} -->.*?<!-- end -->", lambda _, b=block: b, new, flags=re.DOTALL
+            rf"<!-- table {name} -->.*?<!-- end -->", lambda _, b=block: b, text, flags=re.DOTALL
         )
         if not found:
-            print(f"README.md has no place for the table {name}", file=sys.stderr)
+            print(f"{file} has no place for the table {name}", file=sys.stderr)
             return 1
-    if args.check:
-        return int(new != text)
-    README.write_text(new)
-    return 0
+        stale |= new != text
+        if not args.check:
+            (ROOT / file).write_text(new)
+    return int(args.check and stale)
 
 
 if __name__ == "__main__":
