@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.executors.torch import TorchExecutor, TorchStep
+from vllm_prefixshare.planning.block_ids import block_id_range
 from vllm_prefixshare.planning.cost_table import CostModel, analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -111,6 +112,7 @@ class PrefixShareDecodeWrapper:
         self._executor = TorchExecutor(num_kv_heads, group)
         self._query_len = 1
         self._has_tree = False
+        self._greatest_block = -1
         self._plan: DecodePlan | None = None
         self._seq_lens: IntArray = np.zeros(0, np.int32)
         self._query_start_loc: IntArray = np.zeros(1, np.int32)
@@ -218,8 +220,9 @@ class PrefixShareDecodeWrapper:
                 f"seq_lens[{long[0]}] = {lens[long[0]]} goes beyond the block table: "
                 f"{table.shape[1]} blocks of {size} tokens."
             )
-        used = np.arange(table.shape[1]) < -(-lens[:, None] // size)
-        if np.any((table < 0) & used):
+        least, self._greatest_block = block_id_range(table, lens, size)
+        if least < 0:
+            used = np.arange(table.shape[1]) < -(-lens[:, None] // size)
             row, column = np.argwhere((table < 0) & used)[0]
             raise PrefixShareError(
                 f"block_table[{row}, {column}] = {table[row, column]}: block ids start at 0."
@@ -255,6 +258,9 @@ class PrefixShareDecodeWrapper:
         plan = self.last_plan
         if self._gpu is not None:
             out = torch.empty_like(q) if out is None else out
+            if not len(q):
+                return out
+            self._check_cache(k_cache, v_cache)
             mask = self._gpu.tree_mask if self._has_tree else None
             return self._gpu.run(
                 q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale, None, mask
@@ -263,7 +269,7 @@ class PrefixShareDecodeWrapper:
         table, lens, _ = self._check_batch(block_table, seq_lens, starts)
         if not self._planner.holds(table, lens, self._query_len):
             raise PrefixShareError("this batch is not the planned one: call plan() for it first.")
-        self._check_tensors(q, k_cache, v_cache, int(starts[-1]), table, lens)
+        self._check_tensors(q, k_cache, v_cache, int(starts[-1]))
         out = torch.empty_like(q) if out is None else out
         if not len(lens):
             return out
@@ -280,8 +286,6 @@ class PrefixShareDecodeWrapper:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         num_tokens: int,
-        table: IntArray,
-        lens: IntArray,
     ) -> None:
         a = self.attention
         expected = (num_tokens, a.num_qo_heads, a.head_dim)
@@ -299,12 +303,13 @@ class PrefixShareDecodeWrapper:
                 raise PrefixShareError(
                     f"{name} must be {a.dtype} on the cpu, got {x.dtype} on {x.device}."
                 )
-        used = np.arange(table.shape[1]) < -(-lens[:, None] // a.block_size)
-        largest = int(table[used].max(initial=-1))
-        limit = min(k_cache.shape[0], v_cache.shape[0])
-        if largest >= limit:
+        self._check_cache(k_cache, v_cache)
+
+    def _check_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        limit = min(len(k_cache), len(v_cache))
+        if self._greatest_block >= limit:
             raise PrefixShareError(
-                f"block_table names block {largest}, but the cache has {limit} blocks."
+                f"block_table names block {self._greatest_block}, but the cache has {limit} blocks."
             )
 
     def reserve(self, room: float = 2.0) -> None:

@@ -118,6 +118,7 @@ class EngineProcess:
         if kind == "refused":
             raise PrefixShareError(value)
         if kind == "failed":
+            self.close()  # it serves no more, and would let the next call wait for ever
             raise RuntimeError(value)
         return value
 
@@ -143,6 +144,8 @@ class EngineProcess:
         settings = {"max_tokens": max_tokens, "temperature": 0.0, **sampling}
         if gaps:
             settings["logprobs"] = 2
+        if not self._process.is_alive():
+            raise RuntimeError("the engine process has ended")
         self._signal(signal.SIGCONT)
         self._pipe.send((list(prompts), chat, progress, settings))
         batch: Batch = self._receive()
