@@ -50,7 +50,8 @@ def test_questions_about_one_document(both):
     assert ours.answers[-1].num_cached_tokens >= 1024
     # one request may decode alone while the others are still in prefill
     assert ours.stats["shared_steps"] >= ours.stats["decode_steps"] - 2
-    assert ours.stats["plans"] <= 3 < 30 < ours.stats["decode_steps"], "steady decode must not plan"
+    # a request may join by itself, and then it is planned for; steady decode must not plan
+    assert ours.stats["plans"] <= len(QUESTIONS) < 30 < ours.stats["decode_steps"]
 
 
 def test_requests_that_end_at_different_times(both):
