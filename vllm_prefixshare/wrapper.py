@@ -176,12 +176,10 @@ class PrefixShareDecodeWrapper:
                 f"max_query_len={self._query_len}."
             )
         if self.max_query_len > 1:
-            parents = query_parents
-            mask = (
-                None
-                if parents is None
-                else ancestor_masks(_host_integers(parents, "query_parents", 1), starts)
-            )
+            mask = None
+            if query_parents is not None:
+                parents = _host_integers(query_parents, "query_parents", 1)
+                mask = ancestor_masks(parents, starts)
             gpu.set_queries(starts, mask)
         plan = self._planner.update(table, lens, self.max_query_len)
         if plan is not self._plan:

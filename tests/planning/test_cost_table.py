@@ -390,7 +390,7 @@ def test_estimates_are_positive_and_rise_with_rows_and_tokens(
 def test_an_estimate_charges_the_launch_however_short_the_tile(executor):
     cost = analytic_cost(LLAMA, executor)
     assert isinstance(cost, AnalyticCost)
-    assert cost.tile(1, 1) >= cost.launch_us
+    assert cost.tile(1, 1) >= cost.roofline.launch_us
     assert cost.tile(4, 20_000) > 2 * cost.tile(4, 16)
 
 

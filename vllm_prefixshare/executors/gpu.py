@@ -49,6 +49,7 @@ class GpuExecutor:
         if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.query_len = query_len
+        self._mask_words = -(-query_len // 32)
         self._kernel = _choose(attention, self.device, kernel, query_len)
         self.kernel = self._kernel.name
         self.num_workers = self._kernel.num_workers
@@ -96,10 +97,9 @@ class GpuExecutor:
             query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
             tree_mask: ``[num_tokens, words]``, see ``run``.
         """
-        words = -(-self.query_len // 32)
-        mask = np.zeros((0, words), np.int32)
+        mask = np.zeros((0, self._mask_words), np.int32)
         if tree_mask is not None:
-            mask = np.zeros((len(tree_mask), words), np.int32)
+            mask = np.zeros((len(tree_mask), self._mask_words), np.int32)
             mask[:, : tree_mask.shape[1]] = tree_mask
         self.workspace.queries.load({"query_start_loc": query_start_loc, "tree_mask": mask})
         self._num_tokens = int(query_start_loc[-1])
@@ -113,7 +113,7 @@ class GpuExecutor:
     @property
     def tree_mask(self) -> torch.Tensor:
         """As ``query_start_loc``."""
-        words = -(-self.query_len // 32)
+        words = self._mask_words
         flat = self.workspace.queries.arrays["tree_mask"]
         return flat[: len(flat) // words * words].view(-1, words)
 
@@ -126,11 +126,9 @@ class GpuExecutor:
         arrays = self._kernel.layout(plan)
         self.workspace.plan.reserve({name: int(room * a.size) for name, a in arrays.items()})
         self.workspace.reserve_partials(max(1, int(room * plan.num_partials)))
-        words = -(-self.query_len // 32)
-        tokens = int(room * plan.num_reqs) * self.query_len
-        self.workspace.queries.reserve(
-            {"query_start_loc": int(room * plan.num_reqs) + 1, "tree_mask": tokens * words}
-        )
+        num_reqs = int(room * plan.num_reqs)
+        mask_size = num_reqs * self.query_len * self._mask_words
+        self.workspace.queries.reserve({"query_start_loc": num_reqs + 1, "tree_mask": mask_size})
 
     def run(
         self,
@@ -246,7 +244,7 @@ class GpuExecutor:
             len(tree_mask) < len(q) or 32 * tree_mask.shape[1] < self.query_len
         ):
             raise PrefixShareError(
-                f"tree_mask must be [{len(q)}, {-(-self.query_len // 32)}] or larger, "
+                f"tree_mask must be [{len(q)}, {self._mask_words}] or larger, "
                 f"got {list(tree_mask.shape)}."
             )
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.executors.layout import HALF_ROWS, layout_by_size, linked_layout
+from vllm_prefixshare.executors.layout import layout_by_size, linked_layout
 from vllm_prefixshare.kernels.launch import CacheView, HopperShape, hopper_partial_attention
 from vllm_prefixshare.kernels.partial_attention import partial_attention, q_tiles
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -58,29 +58,19 @@ class HopperKernel:
     name, divider = "hopper", "depth_first"
 
     def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
-        self.rows = query_len * attention.gqa_group_size
-        self.max_tile_requests = max(1, 2 * (HALF_ROWS // self.rows))
-        # each request has a private run, and n requests have at most n - 1 distinct nodes above
-        self.max_tile_runs = max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
-        self.shape = HopperShape(
-            attention.num_qo_heads,
-            attention.num_kv_heads,
-            attention.head_dim,
-            attention.block_size,
-            query_len,
-            self.max_tile_runs,
-        )
+        self.shape = hopper_shape(attention, query_len)
+        self.max_tile_requests = self.shape.max_tile_requests
+        self.max_tile_runs = self.shape.max_tile_runs
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.num_workers = max(1, multiprocessors // (attention.num_kv_heads * self.shape.chunks))
 
     @staticmethod
     def serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
-        kv_tile = 64 if attention.head_dim > 128 else 128
-        fits = attention.block_size in HOPPER_BLOCK_SIZES and attention.block_size <= kv_tile
-        return capability[0] == 9 and fits
+        size, kv_tile = attention.block_size, hopper_shape(attention, 1).kv_tile
+        return capability[0] == 9 and size in HOPPER_BLOCK_SIZES and size <= kv_tile
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        return linked_layout(plan, self.rows, self.max_tile_requests, self.max_tile_runs)
+        return linked_layout(plan, self.shape.rows, self.max_tile_requests, self.max_tile_runs)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         hopper_partial_attention(
@@ -99,6 +89,16 @@ class HopperKernel:
             t.out,
             sm_scale,
         )
+
+
+def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
+    return HopperShape(
+        attention.num_qo_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        attention.block_size,
+        query_len,
+    )
 
 
 class PortableKernel:

@@ -5,10 +5,8 @@ import numpy as np
 from vllm_prefixshare.planning.linked_tiles import link_tiles
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.scheduler import longest_first
+from vllm_prefixshare.planning.windows import HALF_ROWS
 from vllm_prefixshare.types import IntArray, PrefixShareError
-
-#: query rows of one consumer warpgroup; a tile of 128 rows is a low and a high half
-HALF_ROWS = 64
 
 
 def linked_layout(

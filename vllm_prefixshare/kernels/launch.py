@@ -19,6 +19,7 @@ class HopperShape:
     """Compile-time shape of the Hopper kernel.
 
     chunks: pieces of 128 rows that a request with more query rows is cut into.
+    max_tile_requests, max_tile_runs: places that a tile has for them.
     kv_tile: tokens that one step of the inner loop multiplies.
     stages: KV tiles in flight.
     """
@@ -28,7 +29,6 @@ class HopperShape:
     head_dim: int
     block_size: int
     query_len: int
-    max_tile_runs: int
 
     @property
     def rows(self) -> int:
@@ -38,6 +38,15 @@ class HopperShape:
     @property
     def chunks(self) -> int:
         return -(-self.rows // 128)
+
+    @property
+    def max_tile_requests(self) -> int:
+        return max(1, 2 * (64 // self.rows))  # as many in each half
+
+    @property
+    def max_tile_runs(self) -> int:
+        # each request has a private run, and n requests have at most n - 1 distinct nodes above
+        return max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
 
     @property
     def padded_dim(self) -> int:

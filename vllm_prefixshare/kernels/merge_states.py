@@ -66,7 +66,7 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
                   UNROLL: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid: request, query token of the request, group of heads."""
     if OVERLAP:
-        gdc_wait()
+        gdc_wait()  # of every program: what follows this kernel relies on the one before, too
     request = tl.program_id(0)
     query = tl.program_id(1)
     first = tl.load(merge_indptr + request)
@@ -76,8 +76,6 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
     if RAGGED:
         token = tl.load(query_start_loc + request, mask=there, other=0) + query
         there = there & (token < tl.load(query_start_loc + request + 1, mask=there, other=0))
-    if OVERLAP:
-        gdc_wait()  # of every program: what follows this kernel relies on the one before, too
     if there:
         head = tl.program_id(2) * HEADS_EACH + tl.arange(0, HEADS_EACH)
         dim = tl.arange(0, D)

@@ -249,23 +249,18 @@ class AnalyticCost:
     roofline: Roofline
 
     @property
-    def launch_us(self) -> float:
-        return self.roofline.launch_us
-
-    def _bytes_per_token(self) -> float:
-        """Of K or V, and of one row of queries or outputs over its KV heads."""
-        a = self.attention
-        heads = 1 if self.roofline.one_head else a.num_kv_heads
-        return heads * a.head_dim * (4 if a.dtype == "float32" else 2)
+    def _width(self) -> int:
+        """Elements of a token's K or V, and of one row over the KV heads of a tile."""
+        heads = 1 if self.roofline.one_head else self.attention.num_kv_heads
+        return heads * self.attention.head_dim
 
     def _roof(
         self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float, bytes_per_us: float
     ) -> FloatArray:
-        a = self.attention
         rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
-        heads = 1 if self.roofline.one_head else a.num_kv_heads
-        moved = (2 * kv_len + 2 * rows) * self._bytes_per_token()
-        flops = 4.0 * rows * kv_len * heads * a.head_dim
+        item = 4 if self.attention.dtype == "float32" else 2
+        moved = (2 * kv_len + 2 * rows) * self._width * item
+        flops = 4.0 * rows * kv_len * self._width
         return np.maximum(moved / bytes_per_us, flops / flops_per_us)
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
@@ -280,9 +275,7 @@ class AnalyticCost:
         return r.unshared_launch_us + work
 
     def merge(self, rows: ArrayLike) -> FloatArray:
-        a = self.attention
-        heads = 1 if self.roofline.one_head else a.num_kv_heads
-        moved = 2 * 4 * heads * a.head_dim * np.asarray(rows, np.float64)
+        moved = 2 * 4 * self._width * np.asarray(rows, np.float64)
         return moved / self.roofline.bytes_per_us
 
 

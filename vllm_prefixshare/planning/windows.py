@@ -11,7 +11,7 @@ import numpy as np
 from vllm_prefixshare.planning.compiled import compiled
 from vllm_prefixshare.types import FloatArray, IntArray
 
-#: query rows of half a kernel tile
+#: Query rows of half a kernel tile: those of one consumer warpgroup on Hopper.
 HALF_ROWS = 64
 
 
