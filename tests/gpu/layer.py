@@ -145,8 +145,8 @@ class Layer:
 
 
 def poison(executor: GpuExecutor) -> None:
-    executor.workspace.partial_out.fill_(torch.nan)
-    executor.workspace.partial_lse.fill_(torch.nan)
+    executor.workspace.partials.out.fill_(torch.nan)
+    executor.workspace.partials.lse.fill_(torch.nan)
 
 
 def random_trees(counts: list[int]) -> IntArray:

@@ -5,14 +5,21 @@ captured: its launches depend on the shapes of its tensors only, and what they d
 the plan in the workspace, so that one captured graph serves every plan that is loaded later.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.executors.gpu_kernels import HopperKernel, Kernel, PortableKernel, Tensors
-from vllm_prefixshare.executors.workspace import Workspace
+from vllm_prefixshare.executors.gpu_kernels import (
+    Capacity,
+    HopperKernel,
+    Kernel,
+    PortableKernel,
+    Tensors,
+)
+from vllm_prefixshare.executors.workspace import PartialResults, Workspace
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.types import IntArray, PrefixShareError
@@ -28,6 +35,8 @@ class GpuExecutor:
         device: a CUDA device of compute capability 8.0 or more.
         kernel: "hopper", "portable", or "auto": the first that can serve.
         query_len: most query tokens of a request in one step.
+        partials: shared with other executors of the same heads and query_len, whose launches
+            are on the same stream; its own if None.
 
     Attributes:
         num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
@@ -43,6 +52,7 @@ class GpuExecutor:
         *,
         kernel: Literal["auto", "hopper", "portable"] = "auto",
         query_len: int = 1,
+        partials: PartialResults | None = None,
     ) -> None:
         self.attention = attention
         self.device = torch.device(device)
@@ -55,20 +65,32 @@ class GpuExecutor:
         self.num_workers = self._kernel.num_workers
         self.max_tile_requests = self._kernel.max_tile_requests
         self.max_tile_runs = self._kernel.max_tile_runs
+        shape = attention.num_qo_heads, attention.head_dim
         self.workspace = Workspace(
-            self.device, (attention.num_qo_heads, attention.head_dim), query_len
+            self.device, partials or PartialResults(self.device, shape, query_len)
         )
+        self._capacity: Capacity | None = None
         self._num_reqs = self._num_tokens = 0
         self._checked: set[tuple[object, ...]] = set()
 
     def planner_config(self, divider: str | None = None, share: str = "always") -> PlannerConfig:
-        """How plans for this executor are made; the fastest divider measured if None."""
-        return PlannerConfig(
+        """How plans for this executor are made; the fastest divider measured if None. They
+        keep to the room that ``reserve_for`` made, if it was called."""
+        config = PlannerConfig(
             divider=divider or self._kernel.divider,
             share=share,
             num_workers=self.num_workers,
             max_tile_requests=self.max_tile_requests,
             max_tile_runs=self.max_tile_runs,
+        )
+        room = self._capacity
+        if room is None:
+            return config
+        return replace(
+            config,
+            max_tiles=room.max_tiles,
+            max_runs=room.max_runs,
+            max_partials=room.max_partials,
         )
 
     def prepare(self, plan: DecodePlan) -> None:
@@ -83,7 +105,7 @@ class GpuExecutor:
                 f"the plan is for {plan.num_workers} workers, this executor has "
                 f"{self.num_workers}: plan with num_workers={self.num_workers}."
             )
-        self.workspace.reserve_partials(max(1, plan.num_partials))
+        self.workspace.partials.reserve(max(1, plan.num_partials))
         self.workspace.plan.load(self._kernel.layout(plan))
         self._num_reqs = plan.num_reqs
         if self.query_len == 1:
@@ -125,10 +147,21 @@ class GpuExecutor:
         """
         arrays = self._kernel.layout(plan)
         self.workspace.plan.reserve({name: int(room * a.size) for name, a in arrays.items()})
-        self.workspace.reserve_partials(max(1, int(room * plan.num_partials)))
+        self.workspace.partials.reserve(max(1, int(room * plan.num_partials)))
         num_reqs = int(room * plan.num_reqs)
         mask_size = num_reqs * self.query_len * self._mask_words
         self.workspace.queries.reserve({"query_start_loc": num_reqs + 1, "tree_mask": mask_size})
+
+    def reserve_for(self, num_reqs: int) -> None:
+        """Make room before a CUDA graph is captured, for every plan of at most ``num_reqs``
+        requests that is made as ``planner_config`` says from now on.
+
+        Raises:
+            PrefixShareError: a CUDA graph holds a smaller workspace already.
+        """
+        capacity = self._capacity = self._kernel.capacity(num_reqs)
+        self.workspace.plan.reserve(capacity.sizes)
+        self.workspace.partials.reserve(capacity.max_partials)
 
     def run(
         self,
@@ -164,19 +197,19 @@ class GpuExecutor:
         if signature not in self._checked:
             self._check(*tensors)
             self._checked.add(signature)
-        work = self.workspace
+        work, partials = self.workspace, self.workspace.partials
         work.note_launch()
         if query_start_loc is None:
             query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
         arguments = Tensors(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
-            work.partial_out, work.partial_lse, out,
+            partials.out, partials.lse, out,
         )  # fmt: skip
         self._kernel.launch(work.plan.arrays, arguments, sm_scale)
         merge_states(
             work.plan.arrays["merge_indptr"],
-            work.partial_out,
-            work.partial_lse,
+            partials.out,
+            partials.lse,
             out,
             query_start_loc,
             self.query_len,

@@ -30,6 +30,19 @@ class Tensors(NamedTuple):
     out: torch.Tensor
 
 
+class Capacity(NamedTuple):
+    """Room for the plans of a number of requests.
+
+    max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan.
+    sizes: entries of each array of its layout.
+    """
+
+    max_tiles: int
+    max_runs: int
+    max_partials: int
+    sizes: dict[str, int]
+
+
 class Kernel(Protocol):
     """Partial attention as one kernel does it.
 
@@ -45,6 +58,11 @@ class Kernel(Protocol):
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """The plan as int32 arrays for the device."""
+        ...
+
+    def capacity(self, num_reqs: int) -> Capacity:
+        """Room for all plans of at most ``num_reqs`` requests; at the very least for one tile
+        each, which leaves no partial results."""
         ...
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
@@ -71,6 +89,24 @@ class HopperKernel:
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         return linked_layout(plan, self.shape.rows, self.max_tile_requests, self.max_tile_runs)
+
+    def capacity(self, num_reqs: int) -> Capacity:
+        # a tile for each request at worst, and one more where a worker's part ends; both sides
+        # of such a cut leave partial results
+        max_tiles = num_reqs + self.num_workers
+        places = max_tiles + self.num_workers  # idle workers have a tile, too
+        slots, runs = places * self.max_tile_requests, places * self.max_tile_runs
+        sizes = {
+            "tile_info": places * 8,
+            "slot_row": slots,
+            "slot_partial": slots,
+            "run_row": runs,
+            "run_kv_start": runs,
+            "run_kv_end": runs,
+            "run_readers": runs,
+            "merge_indptr": num_reqs + 1,
+        }
+        return Capacity(max_tiles, runs, 2 * self.num_workers * self.max_tile_requests, sizes)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         hopper_partial_attention(
@@ -126,6 +162,21 @@ class PortableKernel:
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         return layout_by_size(plan, self.rows, [(tile.rows, n) for tile, n in self.tiles])
+
+    def capacity(self, num_reqs: int) -> Capacity:
+        # there is no bound for every divider: plans that want more are made anew without
+        max_tiles = 2 * num_reqs + 8 * self.num_workers
+        max_partials = max_tiles * min(4, self.max_tile_requests)
+        max_runs = 4 * max_tiles
+        sizes = {f"work_indptr_{tile.rows}": workers + 1 for tile, workers in self.tiles}
+        sizes |= {
+            "tile_info": max_tiles * 8,
+            "slot_row": num_reqs + max_partials,
+            "slot_partial": num_reqs + max_partials,
+            **dict.fromkeys(("run_row", "run_kv_start", "run_kv_end", "run_readers"), max_runs),
+            "merge_indptr": num_reqs + 1,
+        }
+        return Capacity(max_tiles, max_runs, max_partials, sizes)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         partial_attention(

@@ -201,7 +201,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         tile = next_tile
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_lengths"])  # any size of batch is served by one binary
 def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
                       partial_out, partial_lse, out, tree_mask, tree_words,

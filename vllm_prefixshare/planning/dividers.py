@@ -258,11 +258,21 @@ def fixed(problem: DivisionProblem) -> WorkTiles:
 
 def per_request(problem: DivisionProblem) -> WorkTiles:
     """Flash-decoding: nothing is shared; long requests are split to fill the workers."""
-    groups = [
+    groups = _alone(problem)
+    return _by_chunk(problem, groups, problem.even_chunk(groups))
+
+
+def one_tile_each(problem: DivisionProblem) -> WorkTiles:
+    """Nothing is shared and nothing split: the plan that always fits."""
+    groups = _alone(problem)
+    return _split(problem, groups, np.ones(len(groups), np.int64))
+
+
+def _alone(problem: DivisionProblem) -> list[QueryGroup]:
+    return [
         QueryGroup(KVSegment(row, 0, OPEN_END), np.array([row], np.int32), max(1, length))
         for row, length in enumerate(problem.kv_lens.tolist())
     ]
-    return _by_chunk(problem, groups, problem.even_chunk(groups))
 
 
 def depth_first(problem: DivisionProblem) -> WorkTiles:

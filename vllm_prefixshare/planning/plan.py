@@ -82,6 +82,14 @@ class DecodePlan:
         end = np.where(self.run_kv_end == OPEN_END, seq_lens[self.run_row], self.run_kv_end)
         return np.maximum(end - self.run_kv_start, 0)
 
+    def fits(self, max_tiles: int, max_runs: int, max_partials: int) -> bool:
+        """Whether there are no more tiles, runs and partial results than these."""
+        return (
+            self.num_tiles <= max_tiles
+            and self.num_runs <= max_runs
+            and self.num_partials <= max_partials
+        )
+
     def kv_tokens_read(self, seq_lens: IntArray) -> int:
         """KV tokens that this plan reads; a per-request kernel reads ``seq_lens.sum()``."""
         return int(self.run_lengths(seq_lens).sum())

@@ -1,15 +1,16 @@
 """One plan after the other: a new one only where the batch asks for it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.compiled import compiled
+from vllm_prefixshare.planning.compiled import compiled, one_process_at_a_time
 from vllm_prefixshare.planning.cost_table import CostModel, TileRates
-from vllm_prefixshare.planning.dividers import DivisionProblem, get_divider
+from vllm_prefixshare.planning.dividers import DivisionProblem, get_divider, one_tile_each
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
 from vllm_prefixshare.planning.prefix_tree import first_difference, forest_from_blocks
@@ -18,10 +19,14 @@ from vllm_prefixshare.types import FloatArray, Forest, IntArray, PrefixShareErro
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """How often the planner was asked, how often it had to plan, and for how long."""
+    """How often the planner was asked, how often it had to plan, and for how long.
+
+    oversized: plans that shared nothing because the one that did exceeded the limits.
+    """
 
     updates: int = 0
     plans: int = 0
+    oversized: int = 0
     plan_seconds: float = 0.0
     update_seconds: float = 0.0
 
@@ -53,31 +58,50 @@ class DecodePlanner:
         self._plan: DecodePlan | None = None
         self._known = np.zeros((0, 0), np.int32)  # block ids of the last plan, and room for more
         self._longest = np.zeros(0)  # tokens of each request up to which it stays balanced
+        self._row_ids: IntArray | None = None  # of the last plan, where the caller gave them
 
     def warm_up(self) -> None:
         """Compile what planning needs: about ten seconds the first time on a machine, half a
         second in each process after that. Call it at start-up, or the first plan takes it."""
         twin = DecodePlanner(self.config, self.cost, self.block_size, self.gqa_group_size)
         table = np.array([[1, 2], [1, 3]], np.int32)
-        for _ in range(2):  # a plan, and the question whether it holds
-            twin.update(table, np.full(2, self.block_size + 1, np.int32))
+        lens = np.full(2, self.block_size + 1, np.int32)
+        with one_process_at_a_time():
+            for row_ids in (None, np.arange(2)):
+                for _ in range(2):  # a plan, and the question whether it holds
+                    twin.update(table, lens, row_ids=row_ids)
 
-    def update(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> DecodePlan:
+    def update(
+        self,
+        block_table: IntArray | Callable[[], IntArray],
+        seq_lens: IntArray,
+        query_len: int = 1,
+        *,
+        row_ids: IntArray | None = None,
+        slack: int = 0,
+    ) -> DecodePlan:
         """The plan for this batch: the last one while it still holds.
 
         A step in which sequences only grew costs one comparison of the block table; int32
         arrays in C order are read as they are, others are copied first.
 
         Args:
-            block_table: ``[num_reqs, max_blocks]`` physical block ids.
+            block_table: ``[num_reqs, max_blocks]`` physical block ids, or how to get them,
+                which needs ``row_ids``.
             seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
             query_len: most query tokens of a request. They and the block that they fill
                 stay private.
+            row_ids: ``[num_reqs]`` stands for the block table in the comparison: a number
+                that a request keeps as long as the blocks it has stay the same, and that no
+                other request has had before.
+            slack: the true lengths may be less than ``seq_lens`` by so much.
 
         Raises:
             PrefixShareError: the arguments differ in requests.
         """
-        if len(block_table) != len(seq_lens):
+        if callable(block_table) and row_ids is None:
+            raise PrefixShareError("a block_table that is a function needs row_ids.")
+        if not callable(block_table) and len(block_table) != len(seq_lens):
             raise PrefixShareError(
                 f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
                 "pass one of each for every request."
@@ -85,8 +109,16 @@ class DecodePlanner:
         began = time.perf_counter()
         self.counters.updates += 1
         plan = self._plan
-        if plan is None or not self.holds(block_table, seq_lens, query_len):
-            plan = self._plan = self._make_plan(block_table, seq_lens, query_len)
+        if row_ids is not None:
+            holds = self._same_rows(row_ids, seq_lens, query_len)
+        else:
+            assert not callable(block_table)
+            holds = self.holds(block_table, seq_lens, query_len)
+        if plan is None or not holds:
+            table = block_table() if callable(block_table) else block_table
+            least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
+            plan = self._plan = self._make_plan(table, least, query_len)
+            self._row_ids = None if row_ids is None else row_ids.copy()
             self.counters.plans += 1
             self.counters.plan_seconds += time.perf_counter() - began
         self.counters.update_seconds += time.perf_counter() - began
@@ -106,6 +138,16 @@ class DecodePlanner:
             self.block_size,
         )
 
+    def _same_rows(self, row_ids: IntArray, seq_lens: IntArray, query_len: int) -> bool:
+        """As ``holds``, with the row ids in place of the block table."""
+        known = self._row_ids
+        return (
+            known is not None
+            and query_len == self._query_len
+            and len(known) == len(row_ids)
+            and _rows_hold(row_ids, known, seq_lens, self._longest)
+        )
+
     def _make_plan(self, block_table: IntArray, seq_lens: IntArray, query_len: int) -> DecodePlan:
         table = np.ascontiguousarray(block_table, np.int32)
         kv_lens = seq_lens.astype(np.int32)
@@ -121,6 +163,11 @@ class DecodePlanner:
         )
         tiles = self._divide(problem) if len(kv_lens) else WorkTiles.none()
         plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+        limits = self.config.max_tiles, self.config.max_runs, self.config.max_partials
+        if not plan.fits(*limits):
+            self.counters.oversized += 1
+            tiles = one_tile_each(problem)
+            plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         if self.config.check_plans:
             invariants.check(plan, block_table, kv_lens)
         self._remember(table, plan, forest, query_len)
@@ -216,6 +263,14 @@ def _holds(
             return False
         used = (planned[row] + block_size - 1) // block_size
         if used > table.shape[1] or first_difference(table[row], known[row], 0, used) < used:
+            return False
+    return True
+
+
+@compiled
+def _rows_hold(row_ids: IntArray, known: IntArray, seq_lens: IntArray, longest: FloatArray) -> bool:
+    for row in range(len(row_ids)):
+        if row_ids[row] != known[row] or seq_lens[row] > longest[row]:
             return False
     return True
 
