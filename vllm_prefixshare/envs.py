@@ -37,7 +37,16 @@ def _folder(value: str) -> Path:
 
 #: name -> (parser, default as text, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "VLLM_PREFIXSHARE_DIVIDER": (str, "flashforge", "how KV segments are divided into work tiles"),
+    "VLLM_PREFIXSHARE_DIVIDER": (
+        str,
+        "auto",
+        "how KV segments are divided into work tiles; auto: what measures best here",
+    ),
+    "VLLM_PREFIXSHARE_KERNEL": (
+        _choice("auto", "hopper", "portable"),
+        "auto",
+        "kernel on a GPU; auto: hopper where it can serve, else portable",
+    ),
     "VLLM_PREFIXSHARE_SHARE": (
         _choice("auto", "always", "never"),
         "auto",

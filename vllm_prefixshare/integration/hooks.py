@@ -5,6 +5,7 @@ of times in a process: a hook is recognised by the mark it leaves on its target.
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vllm_prefixshare import envs
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.types import PrefixShareError
 
 BACKEND_NAME = "PREFIX_SHARE"
-BACKEND_PATH = "vllm_prefixshare.integration.cpu.PrefixShareCPUBackend"
+CPU_BACKEND = "vllm_prefixshare.integration.cpu.PrefixShareCPUBackend"
+CUDA_BACKEND = "vllm_prefixshare.integration.cuda.PrefixShareCUDABackend"
 EXTENSION_PATH = "vllm_prefixshare.integration.stats.PrefixShareWorkerExtension"
 ENV_VAR = "VLLM_ATTENTION_BACKEND"
 _MARK = "_vllm_prefixshare_hook"
@@ -38,12 +41,18 @@ def backend_member() -> Any:
     It pickles as a call of this function: spawned workers unpickle their configuration
     before plugins are loaded, when the enum does not know the name yet.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if BACKEND_NAME not in AttentionBackendEnum.__members__:
-        register_backend(BACKEND_NAME, BACKEND_PATH)
-        member = AttentionBackendEnum.__members__[BACKEND_NAME]
-        member.__reduce_ex__ = lambda protocol: (backend_member, ())
+        path = CPU_BACKEND if current_platform.is_cpu() else CUDA_BACKEND
+        if hasattr(AttentionBackendEnum, "register"):
+            register_backend(BACKEND_NAME, path)
+            member = AttentionBackendEnum.__members__[BACKEND_NAME]
+            member.__reduce_ex__ = lambda protocol: (backend_member, ())
+        else:  # before 0.32 there is one free member; ours is another name for it
+            register_backend(AttentionBackendEnum.CUSTOM, path)
+            AttentionBackendEnum._member_map_[BACKEND_NAME] = AttentionBackendEnum.CUSTOM
     return AttentionBackendEnum.__members__[BACKEND_NAME]
 
 
@@ -62,7 +71,7 @@ def _wrap(
     original = getattr(owner, name)
     if getattr(original, _MARK, False):
         return
-    static = owner.__dict__.get(name)
+    static = inspect.getattr_static(owner, name)
     wrapped = functools.wraps(original)(wrapper(original))
     setattr(wrapped, _MARK, True)
     setattr(owner, name, staticmethod(wrapped) if isinstance(static, classmethod) else wrapped)
@@ -114,17 +123,24 @@ def _select_from_environment(engine_args: Any) -> None:
 
 def _check_engine_config(config: Any) -> None:
     """Refuse at start-up what would fail later; give the workers the statistics method."""
-    from vllm_prefixshare.executors.cpu import cpu_executor
+    from vllm.platforms import current_platform
+
     from vllm_prefixshare.planning.cost_table import CostTable
     from vllm_prefixshare.planning.dividers import get_divider
-    from vllm_prefixshare.profiling.tables import fingerprint
 
     envs.check_environment()
-    get_divider(envs.get("VLLM_PREFIXSHARE_DIVIDER"))
-    if (table := envs.get("VLLM_PREFIXSHARE_COST_TABLE")) is not None:
-        attention = _attention_of(config)
-        CostTable.load(table, fingerprint(attention, cpu_executor(attention).name))
+    if (divider := envs.get("VLLM_PREFIXSHARE_DIVIDER")) != "auto":
+        get_divider(divider)
     check_platform()
+    if (table := envs.get("VLLM_PREFIXSHARE_COST_TABLE")) is not None:
+        expected = None  # a worker checks that it fits: asking for the GPU here would start CUDA
+        if current_platform.is_cpu():
+            from vllm_prefixshare.executors.cpu import cpu_executor
+            from vllm_prefixshare.profiling.tables import fingerprint
+
+            attention = _attention_of(config)
+            expected = fingerprint(attention, cpu_executor(attention).name)
+        CostTable.load(table, expected)
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
 
@@ -133,13 +149,16 @@ def check_platform() -> None:
     """Refuse a platform without an executor.
 
     Raises:
-        PrefixShareError: it is not the CPU platform.
+        PrefixShareError: it is neither a CPU nor an NVIDIA GPU of compute capability 8.0.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():
+        return
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
         raise PrefixShareError(
-            f"{BACKEND_NAME} serves the CPU platform in this version: unset {ENV_VAR} here."
+            f"{BACKEND_NAME} serves CPUs and NVIDIA GPUs of compute capability 8.0 or more: "
+            f"unset {ENV_VAR} here."
         )
 
 
@@ -155,8 +174,19 @@ def _attention_of(config: Any) -> AttentionConfig:
     )
 
 
-def _hook_cpu_platform() -> None:
-    from vllm.platforms.cpu import CpuPlatform
+def _hook_platform() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _choose_backends(type(current_platform), DTYPES, CPU_BACKEND)
+    elif current_platform.is_cuda():
+        # the backend is one of vLLM's own, and its configuration is validated as such
+        _choose_backends(type(current_platform), ("bfloat16", "float16"), None)
+
+
+def _choose_backends(platform: type, dtypes: tuple[str, ...], path: str | None) -> None:
+    """Choose ``path`` for the layers that are served (None: what the platform makes of our
+    member) and the platform's own backend for the others."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_attn_backend_cls(
@@ -164,28 +194,74 @@ def _hook_cpu_platform() -> None:
         ) -> str:
             if selected_backend is not backend_member():
                 return original(selected_backend, attn_selector_config, *args, **kwargs)
-            from vllm_prefixshare.integration.cpu import refusal
+            from vllm_prefixshare.integration.support import fall_back, selector_refusal
 
-            reason = refusal(attn_selector_config)
-            if reason is None:
-                return BACKEND_PATH
-            fall_back(reason)
-            return original(None, attn_selector_config, *args, **kwargs)
+            reason = selector_refusal(attn_selector_config, dtypes)
+            if reason is not None:
+                fall_back(reason)
+                return original(None, attn_selector_config, *args, **kwargs)
+            return path or original(selected_backend, attn_selector_config, *args, **kwargs)
 
         return get_attn_backend_cls
 
-    _wrap(CpuPlatform, "get_attn_backend_cls", wrapper)
+    _wrap(platform, "get_attn_backend_cls", wrapper)
 
 
-def fall_back(reason: str) -> None:
-    """Say once that a layer keeps vLLM's own backend; refuse under the strict setting.
+def _hook_v1_block_table() -> None:
+    from vllm.v1.worker.block_table import BlockTable
 
-    Raises:
-        PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
-    """
-    if envs.get("VLLM_PREFIXSHARE_STRICT"):
-        raise PrefixShareError(f"{BACKEND_NAME} does not serve a layer ({reason}) and STRICT=1.")
-    logger().warning_once("Layers with %s keep vLLM's own attention backend.", reason)
+    _wrap(BlockTable, "__init__", _then(host_tables.keep_v1_table))
+
+
+def _hook_v2_block_tables() -> None:
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    def get_dummy_block_tables(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            host_tables.note_batch(self, None)
+            return original(self, *args, **kwargs)
+
+        return wrapped
+
+    _wrap(BlockTables, "__init__", _then(host_tables.keep_v2_tables))
+    _wrap(BlockTables, "append_block_ids", _first(host_tables.note_block_ids))
+    _wrap(BlockTables, "get_dummy_block_tables", get_dummy_block_tables)
+
+
+def _hook_v2_batch() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def prepare_attn(self: Any, input_batch: Any) -> None:
+        host_tables.note_batch(self.block_tables, input_batch.idx_mapping_np)
+
+    _wrap(GPUModelRunner, "prepare_attn", _first(prepare_attn))
+
+
+def _then(note: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wrapper that calls ``note(self)`` after the original."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            note(self)
+            return result
+
+        return wrapped
+
+    return wrapper
+
+
+def _first(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wrapper that calls ``note`` with the arguments of the original before it."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            note(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    return wrapper
 
 
 def logger() -> Any:
@@ -214,10 +290,30 @@ HOOKS = (
         _hook_engine_config,
     ),
     Hook(
-        "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls",
-        "the CPU platform ignores the selected backend",
-        "it honours it",
-        _hook_cpu_platform,
+        "vllm.platforms.Platform.get_attn_backend_cls",
+        "a layer that is not served keeps vLLM's own backend, and the CPU platform ignores "
+        "which backend was selected",
+        "a backend can decline a layer, and the CPU platform honours the selection",
+        _hook_platform,
+    ),
+    Hook(
+        "vllm.v1.worker.block_table.BlockTable.__init__",
+        "builders need the block ids on the host, and are given those of the device (V1 runner)",
+        "CommonAttentionMetadata carries the host's block table",
+        _hook_v1_block_table,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.block_table.BlockTables",
+        "the V2 runner sends block ids to the device and keeps none (__init__, "
+        "append_block_ids, get_dummy_block_tables)",
+        "CommonAttentionMetadata carries the host's block table",
+        _hook_v2_block_tables,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn",
+        "which request slots make up the batch (V2 runner)",
+        "CommonAttentionMetadata has req_idx in every supported release",
+        _hook_v2_batch,
     ),
 )
 

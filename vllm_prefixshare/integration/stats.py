@@ -9,7 +9,7 @@ class BackendStats:
 
     decode_steps: engine steps with at least one decode row, once per KV-cache group.
     shared_steps: those in which rows shared KV.
-    layer_calls, layer_seconds: attention layers that ran shared rows, and their time.
+    layer_calls, layer_seconds: attention layers that ran shared rows, and their time; on a CPU.
     kv_tokens_read, kv_tokens_stock: KV tokens per layer that decode rows read here, and would
         read each on its own.
     plans, plan_seconds: plans made. build_seconds: all that was added to metadata building.
@@ -24,6 +24,17 @@ class BackendStats:
     plans: int = 0
     plan_seconds: float = 0.0
     build_seconds: float = 0.0
+
+    def note_plan(self, plans: int, seconds: float) -> None:
+        self.plans += plans
+        self.plan_seconds += seconds
+
+    def note_step(self, tokens: int, saved: int) -> None:
+        """A step whose decode rows have ``tokens`` of KV, of which ``saved`` are not read."""
+        self.decode_steps += 1
+        self.shared_steps += saved > 0
+        self.kv_tokens_stock += tokens
+        self.kv_tokens_read += tokens - saved
 
     def as_dict(self) -> dict[str, float]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,0 +1,327 @@
+"""PREFIX_SHARE on NVIDIA GPUs.
+
+Inherits FLASH_ATTN: its cache and its prefill. Decode rows, speculative ones included, come
+first in a batch and run in our kernels. One step:
+
+    build():   host's block table, lengths -> DecodePlanner -> GpuExecutor.prepare  [if changed]
+                                           -> FLASH_ATTN metadata of the other rows
+    forward(): GpuExecutor.run  and  FLASH_ATTN forward, each on its own tokens     [per layer]
+
+A FULL CUDA graph holds what ``forward`` launched while it was captured, and is replayed after
+each ``build``: the launches stay, the plan that they read changes.
+"""
+
+import time
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.executors.gpu import GpuExecutor
+from vllm_prefixshare.executors.workspace import PartialResults
+from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
+from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.support import fall_back, impl_refusal
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.profiling.tables import cost_model
+from vllm_prefixshare.types import IntArray, PrefixShareError
+
+NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
+
+
+class PrefixShareCUDABackend(FlashAttentionBackend):
+    """FLASH_ATTN with decode rows taken out."""
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["PrefixShareCUDAImpl"]:
+        return PrefixShareCUDAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PrefixShareMetadataBuilder"]:
+        return PrefixShareMetadataBuilder
+
+
+@dataclass
+class PrefixShareCUDAMetadata(FlashAttentionMetadata):
+    """FLASH_ATTN's metadata of the whole batch, and how this step divides it.
+
+    executor: holds the plan of the decode rows; None where no layer is served.
+    decode_tokens: query tokens of the decode rows, which come first.
+    rest: FLASH_ATTN's metadata of the other rows; None if there are none.
+    """
+
+    executor: GpuExecutor | None = None
+    decode_tokens: int = 0
+    rest: FlashAttentionMetadata | None = None
+
+
+class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Plans for one KV-cache group; called once per step, and for each graph captured."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = False  # another group has another tree
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.supports_draft_decode_metadata_update = False  # lengths would change unseen
+        self._executor: GpuExecutor | None = None
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
+        self._all_layers = len(served) == len(layer_names)
+        if served and type(kv_cache_spec) is FullAttentionSpec:
+            self._query_len = decode_query_len(vllm_config)
+            self.reorder_batch_threshold = self._query_len  # decode rows first
+            self._prepare_executor(served[0])
+
+    def _prepare_executor(self, impl: Any) -> None:
+        attention = AttentionConfig(
+            impl.num_heads,
+            impl.num_kv_heads,
+            impl.head_size,
+            self.block_size,
+            str(self.kv_cache_spec.dtype).removeprefix("torch."),
+        )
+        executor = GpuExecutor(
+            attention,
+            self.device,
+            kernel=envs.get("VLLM_PREFIXSHARE_KERNEL"),
+            query_len=self._query_len,
+            partials=_partial_results(impl, self._query_len, self.device),
+        )
+        scheduler = self.vllm_config.scheduler_config
+        executor.reserve_for(scheduler.max_num_seqs)
+        self._planner = DecodePlanner(
+            planner_config(executor),
+            cost_model(attention, executor.kernel, logger().info_once),
+            self.block_size,
+            attention.gqa_group_size,
+        )
+        self._planner.warm_up()
+        drafts = self._query_len - 1
+        # lengths known here take drafts for accepted that the GPU has yet to judge
+        self._slack = drafts * steps_in_flight(self.vllm_config)
+        self._plan: DecodePlan | None = None
+        self._executor = executor
+        logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.kernel)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        if self._executor is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._divide(self._executor, common_attn_metadata, dummy=False)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashAttentionMetadata:
+        if self._executor is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self._divide(self._executor, common_attn_metadata, dummy=True)
+
+    def _divide(
+        self, executor: GpuExecutor, common: CommonAttentionMetadata, dummy: bool
+    ) -> PrefixShareCUDAMetadata:
+        if common.causal is not True:
+            raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
+        began = time.perf_counter()
+        starts = common.query_start_loc_cpu.numpy()
+        query_lens = np.diff(starts)
+        rows, is_rest = _leading(query_lens, self._query_len, common.max_query_len)
+        self._load_plan(executor, common, 0 if dummy else rows)
+        STATS.build_seconds += time.perf_counter() - began
+        # the whole batch in FLASH_ATTN: only for layers that are not served
+        stock = super().build(0, common, fast_build=self._all_layers)
+        metadata = PrefixShareCUDAMetadata(
+            **{f.name: getattr(stock, f.name) for f in fields(stock)},
+            executor=executor,
+            decode_tokens=int(starts[rows]) if is_rest else common.num_actual_tokens,
+        )
+        if is_rest:
+            metadata.rest = self._build_rest(common, rows, int(starts[rows]))
+        return metadata
+
+    def _load_plan(self, executor: GpuExecutor, common: CommonAttentionMetadata, rows: int) -> None:
+        """Put the plan of the first ``rows`` rows in force, unless it is already."""
+        table = host_tables.find(common.block_table_tensor)
+        if table is None:
+            raise PrefixShareError(
+                f"{BACKEND_NAME} does not know this block table: choose another backend, and "
+                "report the model and settings."
+            )
+        if not table.has_batch():
+            rows = 0
+        ids: IntArray | None = None
+        block_table: Any = np.zeros((0, 0), np.int32)
+        seq_lens: IntArray = np.zeros(0, np.int32)
+        if rows:
+            ids, block_table = table.row_ids(rows), table.block_table(rows)
+            seq_lens = common.seq_lens_cpu_upper_bound[:rows].numpy()
+        counters = self._planner.counters
+        before = counters.plans, counters.plan_seconds
+        plan = self._planner.update(
+            block_table, seq_lens, self._query_len, row_ids=ids, slack=self._slack
+        )
+        if plan is not self._plan:
+            executor.prepare(plan)
+            self._plan = plan
+            self._tokens_saved = int(plan.planned_seq_lens.sum()) - plan.kv_tokens_read(
+                plan.planned_seq_lens
+            )
+        if rows:
+            STATS.note_plan(counters.plans - before[0], counters.plan_seconds - before[1])
+            STATS.note_step(int(seq_lens.sum()), self._tokens_saved)
+
+    def _build_rest(
+        self, common: CommonAttentionMetadata, rows: int, tokens: int
+    ) -> FlashAttentionMetadata:
+        """FLASH_ATTN's metadata of the rows from ``rows`` on, whose tokens start at ``tokens``."""
+        part = common.replace(
+            query_start_loc=common.query_start_loc[rows:] - tokens,
+            query_start_loc_cpu=common.query_start_loc_cpu[rows:] - tokens,
+            seq_lens=common.seq_lens[rows:],
+            num_reqs=common.num_reqs - rows,
+            num_actual_tokens=common.num_actual_tokens - tokens,
+            block_table_tensor=common.block_table_tensor[rows:],
+            slot_mapping=common.slot_mapping[tokens:],
+        )
+        # the buffer of its schedule is taken where the whole batch has one
+        return super().build(0, part, fast_build=not self._all_layers)
+
+
+class PrefixShareCUDAImpl(FlashAttentionImpl):
+    """One layer: decode rows in our kernels, the others in FLASH_ATTN."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        reason = impl_refusal(self, (-1, -1)) or _config_refusal(config)
+        self.shares = reason is None
+        if reason is not None:
+            fall_back(reason)
+            return
+        host_tables.want()
+        # here, because vLLM measures what is left for the KV cache once the layers exist
+        device = torch.device("cuda", torch.cuda.current_device())
+        _reserve_partials(self, config, device)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``FlashAttentionImpl.forward``: query and output
+        ``[num_tokens, num_heads, head_size]``, written in place."""
+        metadata = attn_metadata
+        if (
+            not isinstance(metadata, PrefixShareCUDAMetadata)
+            or not self.shares
+            or output_scale is not None
+            or output_block_scale is not None
+        ):
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        n = metadata.decode_tokens
+        if metadata.rest is not None:
+            k, v = (None if x is None else x[n:] for x in (key, value))
+            super().forward(layer, query[n:], k, v, kv_cache, metadata.rest, output[n:])
+        if n:
+            assert metadata.executor is not None
+            k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            metadata.executor.run(
+                query[:n],
+                k_cache,
+                v_cache,
+                metadata.block_table,
+                metadata.seq_lens,
+                output[:n],
+                self.scale,
+                metadata.query_start_loc if metadata.executor.query_len > 1 else None,
+            )
+        return output
+
+
+def planner_config(executor: GpuExecutor) -> PlannerConfig:
+    """How the environment wants plans for this executor to be made."""
+    divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
+    return executor.planner_config(
+        None if divider == "auto" else divider,
+        envs.get("VLLM_PREFIXSHARE_SHARE"),
+        null_block_id=NULL_BLOCK_ID,
+        check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
+    )
+
+
+def _leading(query_lens: IntArray, most: int, longest: int) -> tuple[int, bool]:
+    """How many rows at the start have at most ``most`` queries, and whether any others follow.
+    Padding, at the end, has none."""
+    if longest <= most:
+        return int(np.count_nonzero(query_lens)), False
+    others = query_lens > most
+    return int(others.argmax()), bool(others.any())
+
+
+def _config_refusal(config: Any) -> str | None:
+    """Why a configuration cannot be served, or None: what no layer knows."""
+    parallel = config.parallel_config
+    checks = (
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (getattr(parallel, "enable_dbo", False), "dual batch overlap"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+#: Partial results by shape: all layers and KV-cache groups of a worker run one after the other.
+_PARTIALS: dict[tuple[object, ...], PartialResults] = {}
+
+
+def _partial_results(impl: Any, query_len: int, device: torch.device) -> PartialResults:
+    key = (impl.num_heads, impl.head_size, query_len, device)
+    if key not in _PARTIALS:
+        _PARTIALS[key] = PartialResults(device, (impl.num_heads, impl.head_size), query_len)
+    return _PARTIALS[key]
+
+
+def _reserve_partials(impl: Any, config: Any, device: torch.device) -> None:
+    """Room for the partial results of any batch of this configuration."""
+    block_size = 16  # of no importance here
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    shape = AttentionConfig(impl.num_heads, impl.num_kv_heads, impl.head_size, block_size, dtype)
+    query_len = decode_query_len(config)
+    partials = _partial_results(impl, query_len, device)
+    executor = GpuExecutor(shape, device, query_len=query_len, partials=partials)
+    partials.reserve(executor.capacity(config.scheduler_config.max_num_seqs).max_partials)

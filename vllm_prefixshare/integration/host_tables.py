@@ -1,0 +1,161 @@
+"""Block tables as the host knows them: vLLM hands its metadata builders those of the device.
+
+A builder finds the host's copy by the address of the device tensor. The V1 model runner keeps
+one, in the order of the batch. The V2 runner keeps none, so the block ids that it sends to the
+device are noted on the way, by slot, and so are the slots of the batch in preparation.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_prefixshare.types import IntArray
+
+#: Address of a device block table -> its copy here, as long as vLLM keeps the table.
+_COPIES: weakref.WeakValueDictionary[int, "HostTable"] = weakref.WeakValueDictionary()
+
+#: Whether this process has a layer that needs them. Layers exist before block tables do.
+_wanted = False
+
+
+def want() -> None:
+    """Keep copies of the block tables that vLLM makes from now on."""
+    global _wanted
+    _wanted = True
+
+
+class HostTable(Protocol):
+    """Block ids of one KV-cache group.
+
+    row_ids: see ``DecodePlanner.update``; None where the table itself is to be compared.
+    """
+
+    def has_batch(self) -> bool:
+        """Whether the batch in preparation is a real one. Dummy batches have no requests."""
+        ...
+
+    def row_ids(self, num_reqs: int) -> IntArray | None: ...
+
+    def block_table(self, num_reqs: int) -> Callable[[], IntArray] | IntArray:
+        """``[num_reqs, max_blocks]`` int32 of the first rows of the batch."""
+        ...
+
+
+class RowTable:
+    """The V1 runner's own copy; row by row that of the batch."""
+
+    def __init__(self, table: IntArray) -> None:
+        self._table = table
+
+    def has_batch(self) -> bool:
+        return True
+
+    def row_ids(self, num_reqs: int) -> None:
+        return None
+
+    def block_table(self, num_reqs: int) -> IntArray:
+        return self._table[:num_reqs]
+
+
+class Slots:
+    """Which request slots of the V2 runner make up the batch, and who has had them.
+
+    batch: ``[num_reqs]`` slot of each row; None in a dummy batch.
+    ids: ``[max_num_reqs]`` int64, a new number whenever a request takes the slot.
+    """
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.batch: IntArray | None = None
+        self.ids = np.zeros(max_num_reqs, np.int64)
+        self._numbers = itertools.count(1)
+
+    def take(self, slot: int) -> None:
+        self.ids[slot] = next(self._numbers)
+
+
+class SlotTable:
+    """Block ids of one KV-cache group of the V2 runner, by slot.
+
+    Args:
+        blocks_per_id: kernel blocks in each block that the KV-cache manager hands out.
+    """
+
+    def __init__(self, slots: Slots, shape: tuple[int, int], blocks_per_id: int) -> None:
+        self._slots = slots
+        self._ids = np.zeros(shape, np.int32)
+        self._used = np.zeros(shape[0], np.int64)
+        self._blocks_per_id = blocks_per_id
+
+    def append(self, slot: int, ids: list[int], overwrite: bool) -> None:
+        start = 0 if overwrite else self._used[slot]
+        self._ids[slot, start : start + len(ids)] = ids
+        self._used[slot] = start + len(ids)
+
+    def has_batch(self) -> bool:
+        return self._slots.batch is not None
+
+    def row_ids(self, num_reqs: int) -> IntArray:
+        assert self._slots.batch is not None
+        return self._slots.ids[self._slots.batch[:num_reqs]]
+
+    def block_table(self, num_reqs: int) -> Callable[[], IntArray]:
+        assert self._slots.batch is not None
+        rows = self._slots.batch[:num_reqs]
+
+        def gather() -> IntArray:
+            width = int(self._used[rows].max(initial=0))
+            table = self._ids[rows, :width]
+            if self._blocks_per_id == 1:
+                return table
+            parts = np.arange(self._blocks_per_id, dtype=np.int32)
+            return (table[:, :, None] * self._blocks_per_id + parts).reshape(len(rows), -1)
+
+        return gather
+
+
+def find(device_table: Any) -> HostTable | None:
+    """The host's copy of a block table, given (the first rows of) the one on the device."""
+    return _COPIES.get(device_table.data_ptr())
+
+
+def keep_v1_table(block_table: Any) -> None:
+    """Called after ``vllm.v1.worker.block_table.BlockTable.__init__``."""
+    if not _wanted:
+        return
+    buffer = block_table.block_table
+    copy = block_table.prefixshare_copy = RowTable(buffer.np)
+    _COPIES[buffer.gpu.data_ptr()] = copy
+
+
+def keep_v2_tables(tables: Any) -> None:
+    """Called after ``vllm.v1.worker.gpu.block_table.BlockTables.__init__``."""
+    copies: list[SlotTable] = []
+    tables.prefixshare_copies = copies
+    slots = tables.prefixshare_slots = Slots(tables.max_num_reqs)
+    if not _wanted:
+        return
+    # releases before 0.32 split the manager's blocks here; later ones when building metadata
+    parts = getattr(tables, "blocks_per_kv_block", [1] * len(tables.input_block_tables))
+    for device_table, blocks_per_id in zip(tables.input_block_tables, parts, strict=True):
+        rows, columns = device_table.shape
+        copy = SlotTable(slots, (rows, columns // blocks_per_id), blocks_per_id)
+        copies.append(copy)
+        _COPIES[device_table.data_ptr()] = copy
+
+
+def note_block_ids(
+    tables: Any, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool
+) -> None:
+    """Called with the arguments of ``BlockTables.append_block_ids``."""
+    if overwrite:
+        tables.prefixshare_slots.take(req_index)
+    for copy, ids in zip(tables.prefixshare_copies, new_block_ids, strict=False):
+        copy.append(req_index, ids, overwrite)
+
+
+def note_batch(tables: Any, slots: IntArray | None) -> None:
+    """The V2 runner prepares a batch with a request slot for each row, or a dummy batch."""
+    tables.prefixshare_slots.batch = slots

@@ -1,0 +1,71 @@
+"""Which layers are served; the others keep vLLM's own backend."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM
+from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.types import PrefixShareError
+
+
+def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
+    """Why a layer with this ``AttentionSelectorConfig`` cannot be served, or None.
+
+    Args:
+        dtypes: those that the platform's executors take.
+    """
+    dtype = str(layer.dtype).removeprefix("torch.")
+    named = {
+        "use_mla": "multi-head latent attention",
+        "use_sparse": "sparse attention",
+        "has_sink": "attention sinks",
+        "has_sliding_window": "a sliding window",
+        "use_mm_prefix": "bidirectional multimodal prefixes",
+        "use_non_causal": "non-causal attention",
+        "use_rswa": "reference sliding-window attention",
+        "use_dcp": "decode context parallelism",
+        "use_pcp": "prefill context parallelism",
+        "use_adaptive_verification": "adaptive verification",
+        "use_batch_invariant": "batch invariance",
+    }
+    # not every release has every field
+    found = [reason for name, reason in named.items() if getattr(layer, name, False)]
+    if layer.attn_type != "decoder":
+        found.append(f"attention type {layer.attn_type}")
+    if dtype not in dtypes:
+        found.append(f"dtype {dtype}")
+    if layer.kv_cache_dtype not in (None, "auto", dtype):
+        found.append(f"a {layer.kv_cache_dtype} KV cache")
+    if not MIN_HEAD_DIM <= layer.head_size <= MAX_HEAD_DIM or layer.head_size % 8:
+        found.append(f"head_dim {layer.head_size}")
+    return found[0] if found else None
+
+
+def impl_refusal(impl: Any, full_context: object) -> str | None:
+    """Why a layer with this implementation cannot be served, or None: what the selector's
+    configuration does not say.
+
+    Args:
+        full_context: value of ``sliding_window`` that stands for none.
+    """
+    checks = (
+        (impl.alibi_slopes is not None, "ALiBi slopes"),
+        (bool(impl.logits_soft_cap), "a logits soft cap"),
+        (impl.sliding_window != full_context, "a sliding window"),
+        (impl.sinks is not None, "attention sinks"),
+        (impl.attn_type != "decoder", f"attention type {impl.attn_type}"),
+        ("fp8" in impl.kv_cache_dtype, f"a {impl.kv_cache_dtype} KV cache"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+def fall_back(reason: str) -> None:
+    """Say once that a layer keeps vLLM's own backend; refuse under the strict setting.
+
+    Raises:
+        PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
+    """
+    if envs.get("VLLM_PREFIXSHARE_STRICT"):
+        raise PrefixShareError(f"{BACKEND_NAME} does not serve a layer ({reason}) and STRICT=1.")
+    logger().warning_once("Layers with %s keep vLLM's own attention backend.", reason)
