@@ -1,0 +1,302 @@
+"""The CUDA backend without a GPU: vLLM's builder and layer, driven with hand-made metadata.
+
+Our portable kernel runs under Triton's interpreter. FlashAttention does not run here, so
+prefill rows are followed as far as the metadata that it would be given.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.batches import PagedBatch
+from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.executors import gpu, gpu_kernels
+from vllm_prefixshare.integration import cuda, host_tables, register
+from vllm_prefixshare.integration.stats import STATS
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu runs the backend in a real engine"
+)
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 64, 16
+MAX_REQS = 8
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    """Lets the executor take the CPU for a GPU with four multiprocessors."""
+    register.register()
+    properties = SimpleNamespace(
+        multi_processor_count=4, shared_memory_per_block_optin=H100_SHARED_MEMORY
+    )
+    portable = gpu_kernels.PortableKernel
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(gpu, "_choose", lambda shape, device, _, n: portable(shape, n, device))
+    monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "device", lambda *_: CPU)
+    monkeypatch.setattr(cuda, "_PARTIALS", {})
+    STATS.reset()
+
+
+def analytic(attention):
+    from vllm_prefixshare.planning.cost_table import analytic_cost
+
+    return analytic_cost(attention, "triton")
+
+
+def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
+    """What the builder and the layer read of a ``VllmConfig``."""
+    speculative = SimpleNamespace(
+        num_speculative_tokens=num_speculative_tokens, parallel_drafting=False
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda parallel: HEADS,
+            get_num_kv_heads=lambda parallel: KV_HEADS,
+            get_head_size=lambda: HEAD_DIM,
+            dtype=torch.float16,
+            rswa_window=None,
+            is_mm_prefix_lm=False,
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            dcp_comm_backend="ag_rs",
+            enable_dbo=False,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
+            max_cudagraph_capture_size=MAX_REQS,
+            static_forward_context={},
+        ),
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS, async_scheduling=True),
+        speculative_config=speculative if num_speculative_tokens else None,
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
+    )
+
+
+class Group:
+    """One KV-cache group with one layer, its cache and its V2 block tables."""
+
+    def __init__(self, monkeypatch, num_speculative_tokens: int = 0, **layer_args: object) -> None:
+        self.config = vllm_config(num_speculative_tokens)
+        monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: self.config)
+        arguments = {
+            "num_heads": HEADS,
+            "head_size": HEAD_DIM,
+            "scale": HEAD_DIM**-0.5,
+            "num_kv_heads": KV_HEADS,
+            "alibi_slopes": None,
+            "sliding_window": None,
+            "kv_cache_dtype": "auto",
+        }
+        self.impl = cuda.PrefixShareCUDAImpl(**{**arguments, **layer_args})
+        layer = Attention.__new__(Attention)
+        torch.nn.Module.__init__(layer)
+        layer.impl = self.impl
+        self.config.compilation_config.static_forward_context["layer"] = layer
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float16
+        )
+        self.builder = cuda.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
+        self.tables = SimpleNamespace(
+            max_num_reqs=MAX_REQS,
+            input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
+        )
+        host_tables.keep_v2_tables(self.tables)
+
+    def start(self, batch: PagedBatch) -> None:
+        """The requests of ``batch`` take the slots in reverse order."""
+        self.slots = np.arange(len(batch.seq_lens))[::-1].copy()
+        for row, slot in enumerate(self.slots):
+            used = -(-int(batch.seq_lens[row]) // BLOCK)
+            ids = batch.block_table[row, :used].tolist()
+            host_tables.note_block_ids(self.tables, int(slot), (ids,), overwrite=True)
+        host_tables.note_batch(self.tables, self.slots)
+
+    def common(self, batch: PagedBatch, padding: int = 0) -> CommonAttentionMetadata:
+        """The step's metadata, padded as for a full CUDA graph."""
+        n = len(batch.seq_lens)
+        table = self.tables.input_block_tables[0]
+        table[:n, : batch.block_table.shape[1]] = torch.from_numpy(batch.block_table)
+        table[n:] = 0
+        starts = np.pad(batch.query_start_loc, (0, padding), mode="edge")
+        lens = torch.from_numpy(np.pad(batch.seq_lens, (0, padding)))
+        num_tokens = int(starts[-1]) + padding
+        return CommonAttentionMetadata(
+            query_start_loc=torch.from_numpy(starts),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=lens,
+            seq_lens_cpu_upper_bound=lens,
+            num_reqs=n + padding,
+            num_actual_tokens=num_tokens,
+            max_query_len=int(np.diff(starts).max()),
+            max_seq_len=int(lens.max()),
+            block_table_tensor=table[: n + padding],
+            slot_mapping=torch.full((num_tokens,), -1),
+        )
+
+    def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
+        """Output of all rows; what was not written is NaN."""
+        cache = torch.cat([batch.k_cache, batch.v_cache], dim=-1)  # as vLLM packs them
+        cache = cache.transpose(1, 2)
+        q = torch.zeros(num_tokens, HEADS, HEAD_DIM, dtype=torch.float16)
+        q[: len(batch.q)] = batch.q
+        out = torch.full_like(q, torch.nan)
+        k = v = torch.zeros(num_tokens, KV_HEADS, HEAD_DIM, dtype=torch.float16)
+        return self.impl.forward(None, q, k, v, cache, metadata, out)
+
+
+def shared_batch(seq_lens: list[int], counts: list[int] | None = None) -> PagedBatch:
+    """Requests that share their first three blocks."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    counts = counts or [1] * len(seq_lens)
+    blocks = rng.permutation(np.arange(1, 120)).astype(np.int32)
+    table = blocks[: len(seq_lens) * 12].reshape(len(seq_lens), 12).copy()
+    table[:, :3] = table[0, :3]
+    cache = torch.randn(2, 120, BLOCK, KV_HEADS, HEAD_DIM).half()
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q = torch.randn(int(starts[-1]), HEADS, HEAD_DIM).half()
+    return PagedBatch(
+        q=q,
+        k_cache=cache[0],
+        v_cache=cache[1],
+        block_table=table,
+        seq_lens=np.array(seq_lens, np.int32),
+        query_start_loc=starts,
+    )
+
+
+def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 61, 55])
+    group.start(batch)
+    for _ in range(3):
+        metadata = group.builder.build(0, group.common(batch, padding=2))
+        assert metadata.rest is None
+        assert metadata.decode_tokens == 6
+        out = group.forward(batch, metadata, 6)
+        assert relative_error(out[:4], reference(batch)) < 2e-3
+        assert out[4:].isnan().all()
+        batch.seq_lens += 1
+    assert STATS.plans == 1
+    assert STATS.decode_steps == STATS.shared_steps == 3
+    assert STATS.kv_tokens_stock - STATS.kv_tokens_read == 3 * 3 * 48
+
+
+def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    host_tables.note_batch(group.tables, None)
+    metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
+    assert metadata.decode_tokens == 2
+    assert group.forward(batch, metadata, 2).isnan().all()
+    assert STATS.decode_steps == 0
+
+
+def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    group.start(batch)
+    group.builder.build(0, group.common(batch))
+    host_tables.note_batch(group.tables, None)
+    metadata = group.builder.build(0, group.common(batch))
+    assert group.forward(batch, metadata, 2).isnan().all()
+    host_tables.note_batch(group.tables, group.slots)
+    metadata = group.builder.build(0, group.common(batch))
+    assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
+
+
+def test_prefill_rows_go_to_flash_attention(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 100, 64], counts=[1, 1, 30, 64])
+    group.start(batch)
+    common = group.common(batch)
+    metadata = group.builder.build(0, common)
+    assert metadata.decode_tokens == 2
+    rest = metadata.rest
+    assert rest.num_actual_tokens == 94
+    assert rest.query_start_loc.tolist() == [0, 30, 94]
+    assert rest.seq_lens.tolist() == [100, 64]
+    assert rest.max_query_len == 64
+    assert torch.equal(rest.block_table, common.block_table_tensor[2:])
+    assert len(rest.slot_mapping) == 94
+
+
+def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):
+    group = Group(monkeypatch, num_speculative_tokens=3)
+    assert group.builder.reorder_batch_threshold == 4
+    batch = shared_batch([70, 90, 61], counts=[4, 4, 2])
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.rest is None
+    out = group.forward(batch, metadata, 10)
+    assert relative_error(out, reference(batch)) < 2e-3
+
+
+def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
+    # the host takes drafts for accepted; up to 6 tokens of two steps may turn out not to be
+    group = Group(monkeypatch, num_speculative_tokens=3)
+    batch = shared_batch([64, 64 + 6], counts=[4, 4])
+    group.start(batch)
+    common = group.common(batch)
+    common.seq_lens = torch.tensor([64 - 6, 64], dtype=torch.int32)
+    metadata = group.builder.build(0, common)
+    batch.seq_lens -= 6
+    assert relative_error(group.forward(batch, metadata, 8), reference(batch)) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding_window": 128}, "a sliding window"),
+        ({"logits_soft_cap": 30.0}, "a logits soft cap"),
+        ({"alibi_slopes": [1.0] * HEADS}, "ALiBi slopes"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only"),
+    ],
+)
+def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, reason):
+    group = Group(monkeypatch, **changes)
+    assert not group.impl.shares
+    batch = shared_batch([70, 90])
+    metadata = group.builder.build(0, group.common(batch))
+    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    with pytest.raises(PrefixShareError, match=reason):
+        Group(monkeypatch, **changes)
+
+
+def test_a_block_table_that_is_not_known_is_refused(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    common = group.common(batch)
+    common.block_table_tensor = common.block_table_tensor.clone()
+    with pytest.raises(PrefixShareError, match="does not know this block table"):
+        group.builder.build(0, common)
+
+
+def test_full_graphs_are_captured_for_uniform_batches():
+    support = cuda.PrefixShareMetadataBuilder.get_cudagraph_support(None, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_non_causal_batches_are_refused(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    common = group.common(batch)
+    common.causal = False
+    with pytest.raises(PrefixShareError, match="non-causal"):
+        group.builder.build(0, common)

@@ -1,0 +1,102 @@
+"""What the hooks rely on in this release of vLLM: names, parameters, metadata fields."""
+
+import dataclasses
+import inspect
+import os
+
+import pytest
+import vllm.version
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.worker.block_table import BlockTable
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_prefixshare.integration import compat, register
+
+
+def parameters(function: object) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+def test_the_release_under_test_is_the_one_asked_for():
+    version = os.environ.get("PREFIXSHARE_EXPECT_VLLM")
+    if version is not None:
+        assert str(compat.vllm_version()) == version
+        assert version in vllm.version.__version__ or version in inspect.getfile(vllm)
+    compat.check_vllm_version()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (BlockTables.append_block_ids, ["self", "req_index", "new_block_ids", "overwrite"]),
+        (BlockTables.get_dummy_block_tables, ["self", "num_reqs"]),
+        (GPUModelRunner.prepare_attn, ["self", "input_batch"]),
+        (
+            FlashAttentionMetadataBuilder.__init__,
+            ["self", "kv_cache_spec", "layer_names", "vllm_config", "device"],
+        ),
+        (
+            FlashAttentionMetadataBuilder.build,
+            ["self", "common_prefix_len", "common_attn_metadata", "fast_build"],
+        ),
+        (
+            FlashAttentionImpl.forward,
+            [
+                "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output",
+                "output_scale", "output_block_scale",
+            ],
+        ),
+    ],
+    ids=lambda x: getattr(x, "__qualname__", ""),
+)  # fmt: skip
+def test_functions_have_the_parameters_that_we_pass(function, expected):
+    assert parameters(function) == expected
+
+
+def test_metadata_has_the_fields_that_we_read():
+    common = {f.name for f in dataclasses.fields(CommonAttentionMetadata)}
+    assert common >= {
+        "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
+        "num_reqs", "num_actual_tokens", "max_query_len", "block_table_tensor", "slot_mapping",
+        "causal",
+    }  # fmt: skip
+    flash = {f.name for f in dataclasses.fields(FlashAttentionMetadata)}
+    assert flash >= {"block_table", "seq_lens", "query_start_loc"}
+    assert not flash & {"executor", "decode_tokens", "rest"}, "ours must not hide theirs"
+
+
+def test_the_selector_names_what_we_refuse_by():
+    assert set(AttentionSelectorConfig._fields) >= {
+        "head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sink", "use_sparse",
+        "use_mm_prefix", "attn_type", "has_sliding_window", "use_batch_invariant",
+    }  # fmt: skip
+
+
+def test_hooks_are_in_force():
+    register.register()
+    for function in (
+        BlockTable.__init__,
+        BlockTables.__init__,
+        BlockTables.append_block_ids,
+        BlockTables.get_dummy_block_tables,
+        GPUModelRunner.prepare_attn,
+    ):
+        assert hasattr(function, "__wrapped__")
+        assert not hasattr(function.__wrapped__, "__wrapped__"), "once only"
+
+
+def test_the_backend_resolves_by_its_name():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_prefixshare.integration import hooks
+
+    member = hooks.backend_member()
+    assert AttentionBackendEnum["PREFIX_SHARE"] is member
+    assert member.get_class().get_name() == "PREFIX_SHARE"

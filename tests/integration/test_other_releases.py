@@ -1,0 +1,62 @@
+"""The same tests against the released files of other vLLM versions, whose CUDA build cannot run
+here: its modules import, the hooks find their targets, the backend works on its metadata."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_prefixshare import envs
+
+#: version -> SHA-256 of its wheel for x86-64
+RELEASES = {
+    "0.26.0": "adb1e4c9b46d0dfdb094121ae5aad670a42412dd813ed4e5db069ed6a15006de",
+    "0.33.0": "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+}
+TESTS = ("test_cuda_backend.py", "test_host_tables.py", "test_hook_targets.py")
+
+
+def python_files(version: str) -> Path:
+    """A folder with the Python files of this release, downloaded once."""
+    folder = envs.get("VLLM_PREFIXSHARE_CACHE") / "vllm-releases" / version
+    if folder.is_dir():
+        return folder
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch, "wanted.txt")
+        wanted.write_text(f"vllm=={version} --hash=sha256:{RELEASES[version]}\n")
+        download = [
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
+            "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64",
+            f"--dest={scratch}", f"--requirement={wanted}",
+        ]  # fmt: skip
+        done = subprocess.run(download, capture_output=True, text=True)
+        if done.returncode and not os.environ.get("CI"):
+            pytest.skip(f"vllm {version} cannot be downloaded: {done.stderr.strip()[-200:]}")
+        assert done.returncode == 0, done.stderr
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unpacked = Path(tempfile.mkdtemp(dir=folder.parent))
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            names = [n for n in wheel.namelist() if n.endswith((".py", "METADATA"))]
+            wheel.extractall(unpacked, names)
+        unpacked.rename(folder)
+    return folder
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_the_backend_on_another_release(version):
+    here = Path(__file__).parent
+    root = here.parents[1]
+    path = os.pathsep.join([str(python_files(version)), str(root)])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *(str(here / name) for name in TESTS)],
+        env={**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_VLLM": version},
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
