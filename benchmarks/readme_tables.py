@@ -103,6 +103,50 @@ def gain(cell: dict) -> str:
     return f"{best[1] / ours['ms']:.2f}" if best and ours["status"] == "ok" else "-"
 
 
+def engine_table() -> str:
+    """One line a workload: both engines, the floor, what planning cost, the same tokens."""
+    result = json.loads((PUBLISHED / "engine.json").read_text())
+    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    memory = result["memory"]["kv_cache_tokens"]
+    used = result["memory"]["used_gib"]
+    lines = [
+        f"{result['gpu']}; {result['model']}; {versions}. `{result['command']}`: milliseconds per "
+        f"output token, for shared documents while all requests decode (median and range of "
+        f"{result['repeats']} runs), for the others (*) the mean over the whole call, prefill "
+        "included. Floor: as many requests with 16-token contexts, plus reading every KV token "
+        f"once at {result['bandwidth_tbs']} TB/s. KV-cache capacity: stock {memory['stock']} "
+        f"tokens, PREFIX_SHARE {memory['PREFIX_SHARE']} "
+        f"({result['memory']['kv_cache_ratio']:.4f})"
+        + (f"; {used['stock']:.1f} and {used['PREFIX_SHARE']:.1f} GiB in use." if used else "."),
+        "",
+        "| workload | stock, ms a token | PREFIX_SHARE | speed-up | floor | stock, tokens/s "
+        "| PREFIX_SHARE | plans / steps | ms a plan "
+        "| requests with the same tokens | largest gap where they part, nats |",
+        "|" + "---|" * 11,
+    ]
+    for row in result["rows"]:
+        host, agreement, floor = row["host"], row["agreement"], row["floor_ms"]
+        same = (
+            f"{agreement['same']:.0%} of {agreement['requests']} | {agreement['largest_gap']:.3f}"
+            if agreement
+            else "- | -"
+        )
+        lines.append(
+            f"| {row['workload']}{'' if row['kind'] == 'decode' else '*'} "
+            f"| {engine_time(row['stock'])} | {engine_time(row['PREFIX_SHARE'])} "
+            f"| {row['ratio']:.2f} | {'-' if floor is None else f'{floor:.2f}'} "
+            f"| {row['stock']['tokens_per_second']:.0f} "
+            f"| {row['PREFIX_SHARE']['tokens_per_second']:.0f} "
+            f"| {host['plans']} / {host['decode_steps']} | {host['plan_ms']:.2f} | {same} |"
+        )
+    return "\n".join(lines)
+
+
+def engine_time(side: dict) -> str:
+    spread = side["range_ms"]
+    return f"{side['ms']:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
+
+
 def ablation_table() -> str:
     result = json.loads((PUBLISHED / "ablation.json").read_text())
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
@@ -134,6 +178,7 @@ TABLES = {
         lambda: kernel_table("kernel_workloads"),
     ),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
+    "engine": ("README.md", "engine", engine_table),
 }
 
 

@@ -28,7 +28,7 @@ FLOORS = {
     ),
     "testing": (
         {"types", "config", "envs", "planning", "executors"},
-        {"numpy", "torch", "transformers", "vllm"},
+        {"numpy", "torch", "transformers", "tokenizers", "safetensors", "vllm"},
     ),
     "cli": (
         {

@@ -39,7 +39,7 @@ def test_the_v1_runners_table_is_found_by_any_first_rows_of_the_device_tensor():
     table.add_row([7, 8], 1)
     found = host_tables.find(table.get_device_tensor(2))
     assert found is not None
-    assert found.has_batch()
+    assert found.num_reqs(np.array([0, 1, 3, 3])) == 2
     assert found.row_ids(2) is None
     np.testing.assert_array_equal(found.block_table(2)[:, :3], [[7, 8, 9], [7, 8, 0]])
     table.move_row(0, 1)
@@ -91,11 +91,12 @@ def test_a_row_keeps_its_number_while_it_grows_and_loses_it_with_its_slot():
 def test_a_dummy_batch_has_no_requests():
     tables = v2_tables()
     table = host_tables.find(tables.input_block_tables[0])
-    assert not table.has_batch()
+    starts = np.array([0, 1, 2])
+    assert table.num_reqs(starts) == 0
     host_tables.note_batch(tables, np.array([3]))
-    assert table.has_batch()
+    assert table.num_reqs(starts) == 1
     host_tables.note_batch(tables, None)
-    assert not table.has_batch()
+    assert table.num_reqs(starts) == 0
 
 
 def test_blocks_of_the_manager_are_split_as_the_kernel_sees_them():
@@ -111,4 +112,3 @@ def test_nothing_is_kept_for_processes_without_our_layers(monkeypatch):
     tables = v2_tables()
     host_tables.note_block_ids(tables, 0, ([5], [5]), overwrite=True)
     assert host_tables.find(tables.input_block_tables[0]) is None
-    assert host_tables.find(v1_table().get_device_tensor(1)) is None

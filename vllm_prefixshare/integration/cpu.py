@@ -33,6 +33,7 @@ from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, impl_refusal
+from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.tables import cost_model
 from vllm_prefixshare.types import IntArray
@@ -108,6 +109,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             group,
         )
         self._planner.warm_up()
+        self._plan: DecodePlan | None = None
         self._max_query_len = decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
         self._can_share = (
@@ -174,10 +176,10 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Plan the decode rows, which come first; where some share KV, divide the batch."""
         seq_lens = common.seq_lens[:num_decodes].numpy()
         table = common.block_table_tensor[:num_decodes].numpy()
-        counters = self._planner.counters
-        before = counters.plans, counters.plan_seconds
         plan = self._planner.update(table, seq_lens, self._max_query_len)
-        STATS.note_plan(counters.plans - before[0], counters.plan_seconds - before[1])
+        if plan is not self._plan:
+            self._plan = plan
+            STATS.note_plan(self._planner.last_plan_seconds)
         tokens = int(seq_lens.sum())
         STATS.note_step(tokens, tokens - plan.kv_tokens_read(seq_lens))
         shared = plan.shared_rows

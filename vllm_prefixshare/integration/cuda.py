@@ -12,7 +12,7 @@ each ``build``: the launches stay, the plan that they read changes.
 """
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,13 @@ from vllm_prefixshare.executors.workspace import PartialResults
 from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, impl_refusal
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.tables import cost_model
-from vllm_prefixshare.types import IntArray, PrefixShareError
+from vllm_prefixshare.types import PrefixShareError
 
 NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
 
@@ -146,55 +147,65 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
     def _divide(
         self, executor: GpuExecutor, common: CommonAttentionMetadata, dummy: bool
     ) -> PrefixShareCUDAMetadata:
+        began = time.perf_counter()
         if common.causal is not True:
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
-        began = time.perf_counter()
-        starts = common.query_start_loc_cpu.numpy()
-        query_lens = np.diff(starts)
-        rows, is_rest = _leading(query_lens, self._query_len, common.max_query_len)
-        self._load_plan(executor, common, 0 if dummy else rows)
-        STATS.build_seconds += time.perf_counter() - began
-        # the whole batch in FLASH_ATTN: only for layers that are not served
-        stock = super().build(0, common, fast_build=self._all_layers)
-        metadata = PrefixShareCUDAMetadata(
-            **{f.name: getattr(stock, f.name) for f in fields(stock)},
-            executor=executor,
-            decode_tokens=int(starts[rows]) if is_rest else common.num_actual_tokens,
-        )
-        if is_rest:
-            metadata.rest = self._build_rest(common, rows, int(starts[rows]))
-        return metadata
-
-    def _load_plan(self, executor: GpuExecutor, common: CommonAttentionMetadata, rows: int) -> None:
-        """Put the plan of the first ``rows`` rows in force, unless it is already."""
         table = host_tables.find(common.block_table_tensor)
         if table is None:
             raise PrefixShareError(
                 f"{BACKEND_NAME} does not know this block table: choose another backend, and "
                 "report the model and settings."
             )
-        if not table.has_batch():
-            rows = 0
-        ids: IntArray | None = None
-        block_table: Any = np.zeros((0, 0), np.int32)
-        seq_lens: IntArray = np.zeros(0, np.int32)
-        if rows:
-            ids, block_table = table.row_ids(rows), table.block_table(rows)
-            seq_lens = common.seq_lens_cpu_upper_bound[:rows].numpy()
-        counters = self._planner.counters
-        before = counters.plans, counters.plan_seconds
-        plan = self._planner.update(
-            block_table, seq_lens, self._query_len, row_ids=ids, slack=self._slack
+        starts = common.query_start_loc_cpu.numpy()
+        num_reqs = 0 if dummy else table.num_reqs(starts)
+        decode_rows, decode_tokens = num_reqs, common.num_actual_tokens
+        if common.max_query_len > self._query_len:  # some are in prefill
+            decode_rows = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
+            decode_tokens = int(starts[decode_rows])
+        is_new = self._load_plan(executor, table, common, decode_rows)
+        # the whole batch in FLASH_ATTN: only for layers that are not served
+        stock = super().build(0, common, fast_build=self._all_layers)
+        metadata = PrefixShareCUDAMetadata(
+            **vars(stock), executor=executor, decode_tokens=decode_tokens
         )
-        if plan is not self._plan:
+        if decode_tokens < common.num_actual_tokens:
+            metadata.rest = self._build_rest(common, decode_rows, decode_tokens)
+        elif decode_rows:
+            STATS.note_build(time.perf_counter() - began, is_new)
+        return metadata
+
+    def _load_plan(
+        self,
+        executor: GpuExecutor,
+        table: HostTable,
+        common: CommonAttentionMetadata,
+        rows: int,
+    ) -> bool:
+        """Put the plan of the first ``rows`` rows in force: whether it is a new one."""
+        if rows:
+            seq_lens = common.seq_lens_cpu_upper_bound.numpy()[:rows]
+            plan = self._planner.update(
+                table.block_table(rows),
+                seq_lens,
+                self._query_len,
+                row_ids=table.row_ids(rows),
+                slack=self._slack,
+            )
+        else:
+            seq_lens = np.zeros(0, np.int32)
+            plan = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
+        is_new = plan is not self._plan
+        if is_new:
+            began = time.perf_counter()
             executor.prepare(plan)
             self._plan = plan
-            self._tokens_saved = int(plan.planned_seq_lens.sum()) - plan.kv_tokens_read(
-                plan.planned_seq_lens
-            )
+            planned = plan.planned_seq_lens
+            self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
+            if rows:
+                STATS.note_plan(self._planner.last_plan_seconds + time.perf_counter() - began)
         if rows:
-            STATS.note_plan(counters.plans - before[0], counters.plan_seconds - before[1])
-            STATS.note_step(int(seq_lens.sum()), self._tokens_saved)
+            STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
+        return is_new
 
     def _build_rest(
         self, common: CommonAttentionMetadata, rows: int, tokens: int
@@ -283,15 +294,6 @@ def planner_config(executor: GpuExecutor) -> PlannerConfig:
         null_block_id=NULL_BLOCK_ID,
         check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
     )
-
-
-def _leading(query_lens: IntArray, most: int, longest: int) -> tuple[int, bool]:
-    """How many rows at the start have at most ``most`` queries, and whether any others follow.
-    Padding, at the end, has none."""
-    if longest <= most:
-        return int(np.count_nonzero(query_lens)), False
-    others = query_lens > most
-    return int(others.argmax()), bool(others.any())
 
 
 def _config_refusal(config: Any) -> str | None:

@@ -15,14 +15,15 @@ import numpy as np
 from vllm_prefixshare.types import IntArray
 
 #: Address of a device block table -> its copy here, as long as vLLM keeps the table.
-_COPIES: weakref.WeakValueDictionary[int, "HostTable"] = weakref.WeakValueDictionary()
+_COPIES: dict[int, "weakref.ref[HostTable]"] = {}
 
-#: Whether this process has a layer that needs them. Layers exist before block tables do.
+#: Whether this process has a layer that needs the V2 runner's ids noted. That runner makes its
+#: block tables after the layers.
 _wanted = False
 
 
 def want() -> None:
-    """Keep copies of the block tables that vLLM makes from now on."""
+    """Note the block ids of the V2 runner from now on."""
     global _wanted
     _wanted = True
 
@@ -33,8 +34,12 @@ class HostTable(Protocol):
     row_ids: see ``DecodePlanner.update``; None where the table itself is to be compared.
     """
 
-    def has_batch(self) -> bool:
-        """Whether the batch in preparation is a real one. Dummy batches have no requests."""
+    def num_reqs(self, query_start_loc: IntArray) -> int:
+        """Requests in the batch in preparation; padding has no queries. None in a dummy batch.
+
+        Args:
+            query_start_loc: ``[rows + 1]`` of the batch, padded.
+        """
         ...
 
     def row_ids(self, num_reqs: int) -> IntArray | None: ...
@@ -50,8 +55,8 @@ class RowTable:
     def __init__(self, table: IntArray) -> None:
         self._table = table
 
-    def has_batch(self) -> bool:
-        return True
+    def num_reqs(self, query_start_loc: IntArray) -> int:
+        return int(np.count_nonzero(query_start_loc[1:] > query_start_loc[:-1]))
 
     def row_ids(self, num_reqs: int) -> None:
         return None
@@ -94,8 +99,8 @@ class SlotTable:
         self._ids[slot, start : start + len(ids)] = ids
         self._used[slot] = start + len(ids)
 
-    def has_batch(self) -> bool:
-        return self._slots.batch is not None
+    def num_reqs(self, query_start_loc: IntArray) -> int:
+        return 0 if self._slots.batch is None else len(self._slots.batch)
 
     def row_ids(self, num_reqs: int) -> IntArray:
         assert self._slots.batch is not None
@@ -118,16 +123,15 @@ class SlotTable:
 
 def find(device_table: Any) -> HostTable | None:
     """The host's copy of a block table, given (the first rows of) the one on the device."""
-    return _COPIES.get(device_table.data_ptr())
+    found = _COPIES.get(device_table.data_ptr())
+    return None if found is None else found()
 
 
 def keep_v1_table(block_table: Any) -> None:
     """Called after ``vllm.v1.worker.block_table.BlockTable.__init__``."""
-    if not _wanted:
-        return
     buffer = block_table.block_table
     copy = block_table.prefixshare_copy = RowTable(buffer.np)
-    _COPIES[buffer.gpu.data_ptr()] = copy
+    _COPIES[buffer.gpu.data_ptr()] = weakref.ref(copy)
 
 
 def keep_v2_tables(tables: Any) -> None:
@@ -143,7 +147,7 @@ def keep_v2_tables(tables: Any) -> None:
         rows, columns = device_table.shape
         copy = SlotTable(slots, (rows, columns // blocks_per_id), blocks_per_id)
         copies.append(copy)
-        _COPIES[device_table.data_ptr()] = copy
+        _COPIES[device_table.data_ptr()] = weakref.ref(copy)
 
 
 def note_block_ids(

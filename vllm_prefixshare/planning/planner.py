@@ -40,6 +40,9 @@ class DecodePlanner:
         block_size: tokens in a KV block.
         gqa_group_size: query heads per KV head.
 
+    Attributes:
+        last_plan_seconds: what the last plan took to make.
+
     Raises:
         PrefixShareError: unknown divider.
     """
@@ -52,6 +55,7 @@ class DecodePlanner:
         self.block_size = block_size
         self.gqa_group_size = gqa_group_size
         self.counters = PlannerCounters()
+        self.last_plan_seconds = 0.0
         self._divide = get_divider(config.divider)
         self._rates = TileRates.of(cost)
         self._query_len = 1
@@ -120,7 +124,8 @@ class DecodePlanner:
             plan = self._plan = self._make_plan(table, least, query_len)
             self._row_ids = None if row_ids is None else row_ids.copy()
             self.counters.plans += 1
-            self.counters.plan_seconds += time.perf_counter() - began
+            self.last_plan_seconds = time.perf_counter() - began
+            self.counters.plan_seconds += self.last_plan_seconds
         self.counters.update_seconds += time.perf_counter() - began
         return plan
 

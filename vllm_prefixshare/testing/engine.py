@@ -5,14 +5,16 @@ memory, and because vLLM's CPU settings are read at import.
 """
 
 import contextlib
+import functools
 import importlib.util
 import multiprocessing
 import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,11 +49,28 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """One engine step that gave out tokens.
+
+    time: when the engine core had its tokens, seconds of a monotonic clock.
+    num_reqs, num_tokens: requests that got tokens, and how many those were.
+    latency: seconds since each of these requests got its last token, added up.
+    """
+
+    time: float
+    num_reqs: int
+    num_tokens: int
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Completions of one ``generate`` call.
 
+    seconds: wall time of the call; with ``together`` from the moment all requests are queued.
     seconds_per_token: decode time per output token, from the moment all requests had their
-        first one; exact where the answers are equally long.
+        first one; exact where the answers are equally long and end together.
+    steps: all engine steps of the call, in order.
     stats: ``BackendStats`` of this call (empty for stock).
     preemptions: requests that the scheduler pre-empted during it.
     """
@@ -61,6 +80,32 @@ class Batch:
     seconds_per_token: float
     stats: dict[str, float] = field(default_factory=dict)
     preemptions: int = 0
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(a.token_ids) for a in self.answers)
+
+    @property
+    def full_batch_seconds_per_token(self) -> float | None:
+        """Time per output token while all requests decode: from the step in which the last
+        one got its first token to the one in which the first one ends. None if there are no
+        two such steps in a row."""
+        num_reqs = len(self.answers)
+        full = [
+            (b.time - a.time, b.num_tokens)
+            for a, b in pairwise(self.steps)
+            if a.num_reqs == b.num_reqs == num_reqs
+        ]
+        seconds, tokens = (sum(column) for column in zip(*full, strict=True)) if full else (0, 0)
+        return seconds * num_reqs / tokens if tokens else None
+
+    @property
+    def mean_seconds_per_token(self) -> float:
+        """Mean over all output tokens of the time since their request's token before, whatever
+        else the engine did meanwhile; the first token of a request has none."""
+        tokens = sum(s.num_tokens for s in self.steps) - len(self.answers)
+        return sum(s.latency for s in self.steps) / max(1, tokens)
 
 
 class EngineProcess:
@@ -73,6 +118,9 @@ class EngineProcess:
         pause: stop its processes between calls: even an idle engine polls, and on few cores
             that slows the engine it is compared with.
         engine_args: further arguments of ``vllm.LLM``.
+
+    Attributes:
+        kv_cache_tokens: capacity of its KV cache.
 
     Raises:
         PrefixShareError: the engine refused its configuration.
@@ -95,11 +143,13 @@ class EngineProcess:
         args = {"model": str(model), "seed": 0, "disable_log_stats": False, **engine_args}
         if backend != STOCK:
             args["attention_backend"] = backend
-        self._process = context.Process(target=_serve, args=(theirs, environment or {}, args))
+        self._process = context.Process(
+            target=_serve, args=(theirs, environment or {}, args, backend == PREFIX_SHARE)
+        )
         self._process.start()
         theirs.close()
         try:
-            self._receive()
+            self.kv_cache_tokens: int = self._receive()
         except BaseException:
             self.close()
             raise
@@ -125,33 +175,57 @@ class EngineProcess:
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],
-        max_tokens: int,
+        max_tokens: int | Sequence[int],
         *,
         chat: bool = False,
         gaps: bool = False,
         progress: bool = False,
+        together: bool = False,
         **sampling: Any,
     ) -> Batch:
         """Greedy completions.
 
         Args:
             prompts: texts, or token ids.
+            max_tokens: of all answers, or of each prompt's.
             chat: put each text into the model's chat template as a user's message.
             gaps: fill ``Answer.top2_gaps``.
             progress: show vLLM's progress bar.
+            together: schedule nothing before all requests are queued. Otherwise the first of
+                many long prompts may have its answer before the last one has arrived. Not
+                with ``chat``.
             sampling: further ``SamplingParams``.
         """
-        settings = {"max_tokens": max_tokens, "temperature": 0.0, **sampling}
+        if chat and together:
+            raise ValueError("together serves prompts, not chats")
+        settings = {"temperature": 0.0, **sampling}
         if gaps:
             settings["logprobs"] = 2
+        lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        batch: Batch = self._call(
+            "generate", list(prompts), lengths, chat, progress, together, settings
+        )
+        return batch
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        if not self._call("reset_prefix_cache"):
+            raise RuntimeError("the prefix cache is in use")
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of vLLM's workers or their extension: the results of all ranks."""
+        results: list[Any] = self._call("collective_rpc", method, *args)
+        return results
+
+    def _call(self, command: str, *args: Any) -> Any:
         if not self._process.is_alive():
             raise RuntimeError("the engine process has ended")
         self._signal(signal.SIGCONT)
-        self._pipe.send((list(prompts), chat, progress, settings))
-        batch: Batch = self._receive()
+        self._pipe.send((command, *args))
+        result = self._receive()
         if self._pause:
             self._signal(signal.SIGSTOP)
-        return batch
+        return result
 
     def close(self) -> None:
         """Stop the engine with all the processes it started."""
@@ -170,7 +244,9 @@ class EngineProcess:
         self.close()
 
 
-def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any]) -> None:
+def _serve(
+    pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any], shares: bool
+) -> None:
     os.setpgid(0, 0)  # so that close() also reaches what vLLM spawns
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -184,9 +260,16 @@ def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str,
             raise
         except ValueError as e:  # vLLM's own checks of the arguments
             raise PrefixShareError(f"vLLM refused its configuration: {e}") from e
-        pipe.send(("ready", None))
+        cache = llm.llm_engine.vllm_config.cache_config
+        pipe.send(("ready", cache.num_gpu_blocks * cache.block_size))
+        commands = {
+            "generate": functools.partial(_generate, llm, shares),
+            "reset_prefix_cache": llm.reset_prefix_cache,
+            "collective_rpc": lambda method, *args: llm.collective_rpc(method, args=args),
+        }
         while (request := pipe.recv()) is not None:
-            pipe.send(("batch", _generate(llm, *request)))
+            command, *args = request
+            pipe.send(("done", commands[command](*args)))
         llm.llm_engine.engine_core.shutdown()
     except PrefixShareError as e:
         pipe.send(("refused", str(e)))
@@ -195,22 +278,36 @@ def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str,
 
 
 def _generate(
-    llm: Any, prompts: list[Any], chat: bool, progress: bool, settings: dict[str, Any]
+    llm: Any,
+    shares: bool,
+    prompts: list[Any],
+    lengths: list[int],
+    chat: bool,
+    progress: bool,
+    together: bool,
+    settings: dict[str, Any],
 ) -> Batch:
     from vllm import SamplingParams
 
-    params = SamplingParams(**settings)
-    shares = "PREFIX_SHARE" in str(llm.llm_engine.vllm_config.attention_config.backend)
+    params = [SamplingParams(max_tokens=length, **settings) for length in lengths]
     if shares:
         llm.collective_rpc("prefix_share_stats", args=(True,))
     preempted = _preemptions(llm)
     began = time.perf_counter()
-    if chat:
-        messages = [[{"role": "user", "content": text}] for text in prompts]
-        outputs = llm.chat(messages, params, use_tqdm=progress)
-    else:
-        inputs = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=progress)
+    with _recorded_steps(llm) as steps:
+        if chat:
+            messages = [[{"role": "user", "content": text}] for text in prompts]
+            outputs = llm.chat(messages, params, use_tqdm=progress)
+        else:
+            inputs = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
+            if together:
+                llm.sleep(level=0, mode="keep")
+                llm.enqueue(inputs, params, use_tqdm=False)
+                began = time.perf_counter()
+                llm.wake_up(tags=["scheduling"])  # queued behind the requests
+                outputs = llm.wait_for_completion(use_tqdm=progress)
+            else:
+                outputs = llm.generate(inputs, params, use_tqdm=progress)
     seconds = time.perf_counter() - began
     stats = llm.collective_rpc("prefix_share_stats")[0] if shares else {}
 
@@ -234,7 +331,30 @@ def _generate(
         (last - first) / max(1, longest - 1),
         stats,
         _preemptions(llm) - preempted,
+        tuple(steps),
     )
+
+
+@contextlib.contextmanager
+def _recorded_steps(llm: Any) -> Iterator[list[Step]]:
+    """Note each engine step as its outputs arrive. vLLM keeps the first and the last time of a
+    request only, and those do not tell how many requests ran in between."""
+    steps: list[Step] = []
+    processor = llm.llm_engine.output_processor
+    original = processor.process_outputs
+
+    def process_outputs(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(outputs, *args, **kwargs)
+        if tokens := [len(o.new_token_ids) for o in outputs if o.new_token_ids]:
+            latency = sum(kwargs["iteration_stats"].inter_token_latencies_iter)
+            steps.append(Step(kwargs["engine_core_timestamp"], len(tokens), sum(tokens), latency))
+        return result
+
+    processor.process_outputs = process_outputs  # of this instance alone
+    try:
+        yield steps
+    finally:
+        del processor.process_outputs
 
 
 def _preemptions(llm: Any) -> int:

@@ -1,0 +1,365 @@
+"""The whole engine on one GPU: stock FLASH_ATTN against PREFIX_SHARE, with the same settings.
+
+Both engines live on the GPU at once and take turns, the waiting one stopped. Unless a checkpoint
+is given, the model has Llama-3.1-8B's shape and random weights. Greedy tokens are compared in an
+untimed call; the exit status is 1 if they part where stock was sure of its token.
+
+    python benchmarks/bench_engine.py --mooncake TRACE.jsonl --deft keywordToT.json \\
+        --out benchmarks/published/engine.json
+
+Rows of shared documents: milliseconds per output token while all requests decode, documents
+cached, each run with other tokens behind them. Other rows (GRPO, Mooncake, DeFT) start with an
+empty cache and include prefill: mean time between the tokens of a request, and output tokens per
+second of the whole call. The floor: as many requests with 16-token contexts in the stock engine,
+plus the time to read every KV token once at --bandwidth-tbs.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import engine_report as report
+import engine_workloads as work
+import torch
+from bench_kernel import versions, write
+from engine_report import Row
+
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.profiling.tables import processor
+from vllm_prefixshare.testing.dummy_model import write_llama_8b
+from vllm_prefixshare.testing.engine import (
+    PREFIX_SHARE,
+    STOCK,
+    Batch,
+    EngineProcess,
+    divergences,
+)
+
+Engines = dict[str, EngineProcess]
+
+RECORDED = ("mooncake", "deft")
+WORKLOADS = (*work.FIXED, "grpo", *RECORDED)
+#: of the requests whose decoding is the floor
+FLOOR_CONTEXT = 16
+#: requests of the trace whose tokens are compared, and tokens of each answer
+CHECKED_REQUESTS, CHECKED_TOKENS = 16, 16
+#: generated text is not looked at, only counted
+SAMPLING = {"ignore_eos": True, "detokenize": False}
+
+
+class Bench:
+    """Both engines, and what all rows share."""
+
+    def __init__(self, args: argparse.Namespace, model: Path, engines: Engines) -> None:
+        self.args, self.engines = args, engines
+        self.config = json.loads((model / "config.json").read_text())
+        self.vocab: int = self.config["vocab_size"]
+        self._floors: dict[int, float] = {}
+
+    def measure(self, name: str) -> Row:
+        """The row of one workload.
+
+        Raises:
+            PrefixShareError: it cannot be run in these engines.
+        """
+        if name in work.FIXED:
+            return self.fixed(work.FIXED[name].scaled(self.args.scale))
+        measures = {"grpo": self.grpo, "mooncake": self.mooncake, "deft": self.deft}
+        return measures[name]()
+
+    def fixed(self, w: work.SharedDocuments) -> Row:
+        """Decode time with all requests running."""
+        tokens = self.args.tokens
+        documents = w.cached_prompts(self.vocab)
+        for engine in self.engines.values():
+            engine.generate(documents, 1, **SAMPLING)
+        agreement = self.compare(w.prompts(self.vocab, seed=0))
+        found: dict[str, list[Batch]] = {name: [] for name in self.engines}
+        for repeat in range(self.args.repeats):
+            prompts = w.prompts(self.vocab, seed=repeat + 1)
+            for name, engine in self.engines.items():
+                # again, because runs in between may have pushed some of it out of the cache
+                engine.generate(documents, 1, **SAMPLING)
+                found[name].append(engine.generate(prompts, tokens, together=True, **SAMPLING))
+        floor = self.floor(w.num_reqs) + self.kv_ms(w.distinct_tokens(tokens / 2))
+        row = report.make_row(w.title, w.num_reqs, tokens, found, decode_only=True)
+        return {**row, "floor_ms": floor, "agreement": agreement}
+
+    def grpo(self) -> Row:
+        """Samples of prompts, growing from nothing. Sampled tokens are not compared."""
+        w, tokens = work.GRPO.scaled(self.args.scale), self.args.grpo_tokens
+        sampling = {"n": work.GRPO_SAMPLES, "temperature": 1.0, **SAMPLING}
+        prompts = w.cached_prompts(self.vocab)
+        num_reqs = w.documents * work.GRPO_SAMPLES
+        found = self.alternate(
+            lambda e: [e.generate(prompts, tokens, together=True, **sampling)],
+            self.args.trace_repeats,
+        )
+        held = w.documents * w.document_tokens + num_reqs * tokens / 2
+        floor = self.floor(num_reqs) + self.kv_ms(held)
+        row = report.make_row(f"{w.title} + {tokens}", num_reqs, tokens, found, decode_only=False)
+        return {**row, "floor_ms": floor}
+
+    def mooncake(self) -> Row:
+        """A recorded conversation trace, all requests at once."""
+        args = self.args
+        w = work.mooncake(
+            args.mooncake,
+            args.mooncake_requests,
+            args.max_model_len,
+            args.mooncake_tokens,
+            self.vocab,
+        )
+        count = len(w.prompts)
+        found = self.alternate(
+            lambda e: [e.generate(w.prompts, w.max_tokens, together=True, **SAMPLING)],
+            args.trace_repeats,
+        )
+        agreement = self.compare(w.prompts[:CHECKED_REQUESTS])
+        row = report.make_row(
+            f"Mooncake, {count} requests", count, max(w.max_tokens), found, decode_only=False
+        )
+        return {**row, "agreement": agreement}
+
+    def deft(self) -> Row:
+        """Tree-of-thoughts runs, level by level. Not compared: one level's tokens are part of
+        the next one's prompts, so one tie makes other prompts."""
+        trees = work.thought_trees(self.args.deft, self.args.deft_trees)
+        tokens = max(n["value"] for tree in trees for n in tree)
+
+        def replay(engine: EngineProcess) -> list[Batch]:
+            def generate(prompts: Any, lengths: Any) -> Batch:
+                return engine.generate(prompts, lengths, together=True, **SAMPLING)
+
+            return work.replay_thoughts(trees, generate, self.vocab)
+
+        found = self.alternate(replay, self.args.trace_repeats)
+        branches = max(len(b.answers) for b in found[STOCK])
+        title = f"DeFT {self.args.deft.stem}, {len(trees)} trees"
+        return report.make_row(title, branches, tokens, found, decode_only=False)
+
+    def alternate(
+        self, run: Callable[[EngineProcess], list[Batch]], repeats: int
+    ) -> dict[str, list[Batch]]:
+        """``run`` on both engines in turns, each time with an empty prefix cache."""
+        found: dict[str, list[Batch]] = {name: [] for name in self.engines}
+        for _ in range(repeats):
+            for name, engine in self.engines.items():
+                engine.reset_prefix_cache()
+                found[name] += run(engine)
+        return found
+
+    def floor(self, num_reqs: int) -> float:
+        """Milliseconds per token of that many requests with hardly any context."""
+        if num_reqs not in self._floors:
+            w = work.SharedDocuments("floor", num_reqs, 1, 0, FLOOR_CONTEXT)
+            times = []
+            for repeat in range(self.args.repeats):
+                prompts = w.prompts(self.vocab, seed=repeat)
+                batch = self.engines[STOCK].generate(
+                    prompts, self.args.tokens, together=True, **SAMPLING
+                )
+                times.append(report.decode_ms(batch))
+            self._floors[num_reqs] = statistics.median(times)
+        return self._floors[num_reqs]
+
+    def kv_ms(self, tokens: float) -> float:
+        """Milliseconds to read so many KV tokens of all layers once."""
+        rate = self.args.bandwidth_tbs * 1e12 * self.args.tensor_parallel_size
+        return tokens * work.kv_bytes_per_token(self.config) / rate * 1e3
+
+    def compare(self, prompts: list[list[int]]) -> Row:
+        """Greedy tokens of both engines; log-probabilities slow decoding, so this is untimed.
+
+        gaps: stock's log-probability of its best token minus that of its second, in nats.
+        """
+        tokens = min(CHECKED_TOKENS, self.args.tokens)
+        batches = {
+            name: engine.generate(prompts, tokens, gaps=True, **SAMPLING)
+            for name, engine in self.engines.items()
+        }
+        parted = divergences(batches[PREFIX_SHARE], batches[STOCK])
+        gaps = [gap for answer in batches[STOCK].answers for gap in answer.top2_gaps]
+        return {
+            "requests": len(prompts),
+            "tokens": tokens,
+            "same": 1 - len(parted) / len(prompts),
+            "largest_gap": max((d.gap for d in parted), default=0.0),
+            "median_gap_of_all_tokens": statistics.median(gaps),
+        }
+
+
+def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Engines, Row]:
+    """Both engines, stopped, and what they hold of the GPU."""
+    settings: Row = {
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "enable_prefix_caching": True,
+        "enforce_eager": args.enforce_eager,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "skip_tokenizer_init": True,
+    }
+    stock: Row = {}
+    if args.cuda:
+        settings["gpu_memory_utilization"] = args.memory
+        stock = {"attention_backend": "FLASH_ATTN"}
+    if own_weights:
+        settings["load_format"] = "dummy"
+        settings["worker_extension_cls"] = "random_weights.RandomWeights"
+    environment = {}
+    if args.runner:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if args.runner == "v2" else "0"
+    used: dict[str, float] = {}
+
+    def one(name: str) -> EngineProcess:
+        before = used_gib(args)
+        extra = stock if name == STOCK else {}
+        engine = EngineProcess(name, model, environment, pause=True, **settings, **extra)
+        used[name] = used_gib(args) - before
+        if own_weights:
+            engine.collective_rpc("randomize_weights")
+        return engine
+
+    names = (STOCK, PREFIX_SHARE)
+    engines: Engines = {}
+    try:
+        if args.start_together:
+            with ThreadPoolExecutor() as pool:
+                starting = {name: pool.submit(one, name) for name in names}
+            # first those that started, so that they are closed if the other one did not
+            for name in sorted(names, key=lambda n: starting[n].exception() is not None):
+                engines[name] = starting[name].result()
+            engines = {name: engines[name] for name in names}
+        else:
+            for name in names:
+                engines[name] = one(name)
+    except BaseException:
+        for engine in engines.values():
+            engine.close()
+        raise
+    memory: Row = {
+        "kv_cache_tokens": {n: e.kv_cache_tokens for n, e in engines.items()},
+        "kv_cache_ratio": engines[PREFIX_SHARE].kv_cache_tokens / engines[STOCK].kv_cache_tokens,
+        # an engine takes what starts beside it for its own, so these say little then
+        "started_together": args.start_together,
+        "used_gib": used if args.cuda and not args.start_together else None,
+    }
+    return engines, {"settings": {**settings, **environment}, "memory": memory}
+
+
+def used_gib(args: argparse.Namespace) -> float:
+    """GPU memory in use by all processes."""
+    if not args.cuda:
+        return 0.0
+    pairs = map(torch.cuda.mem_get_info, range(args.tensor_parallel_size))
+    return sum(total - free for free, total in pairs) / 2**30
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
+    add("--workloads", help=f"of {','.join(WORKLOADS)} (default: all with their files given)")
+    add("--tokens", type=int, default=64, help="output tokens of shared documents")
+    add("--repeats", type=int, default=3, help="timed runs of shared documents")
+    add("--trace-repeats", type=int, default=1, help="timed runs of the other workloads")
+    add("--grpo-tokens", type=int, default=512, help="growth of each GRPO sample")
+    add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
+    add("--mooncake-requests", type=int, default=128, help="how many that fit are taken")
+    add("--mooncake-tokens", type=int, default=256, help="cut longer answers")
+    add("--deft", type=Path, help="one of DeFT's recorded *ToT.json")
+    add("--deft-trees", type=int, default=4, help="its largest runs, replayed at once")
+    add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
+    add("--tensor-parallel-size", type=int, default=1)
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--max-model-len", type=int, default=36864)
+    add("--max-num-seqs", type=int, default=1024)
+    add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")
+    add("--start-together", action="store_true", help="sooner, but capacities say less")
+    add("--bandwidth-tbs", type=float, default=4.35, help="of the floor, TB/s; an H200's measured")
+    add("--max-gap", type=float, default=0.15, help="nats; tokens may part below it")
+    add("--scale", type=float, default=1.0, help="shrink documents and batches, for trying")
+    add("--out", type=Path, help="write the results here as JSON")
+    args = parser.parse_args(argv)
+    given = {"mooncake": args.mooncake, "deft": args.deft}
+    if args.workloads:
+        args.workloads = args.workloads.split(",")
+    else:
+        args.workloads = [n for n in WORKLOADS if n not in RECORDED or given[n]]
+    for name in args.workloads:
+        if name not in WORKLOADS:
+            parser.error(f"workload {name!r} is unknown: use some of {','.join(WORKLOADS)}")
+        if name in RECORDED and not given[name]:
+            parser.error(f"the workload {name} is recorded: name its file with --{name}")
+    counts = "repeats trace_repeats grpo_tokens mooncake_requests mooncake_tokens deft_trees"
+    for option in counts.split():
+        if getattr(args, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} must be 1 or more")
+    if args.tokens < 2 or not 0 < args.scale <= 1 or args.bandwidth_tbs <= 0:
+        parser.error("--tokens must be 2 or more, --scale in (0, 1], --bandwidth-tbs positive")
+    args.cuda = torch.cuda.is_available()
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    with ExitStack() as stack:
+        try:
+            model = args.model
+            if model is None:
+                model = write_llama_8b(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            elif not (model / "config.json").is_file():
+                raise PrefixShareError(f"model {model} is not a checkpoint folder.")
+            engines, started = start(args, model, own_weights=args.model is None)
+            for engine in engines.values():
+                stack.callback(engine.close)
+            result: Row = {
+                "command": shlex.join(["python", *sys.argv]),
+                "gpu": torch.cuda.get_device_name() if args.cuda else processor(),
+                "versions": versions(),
+                "model": args.model.name
+                if args.model
+                else "Llama-3.1-8B's shape, random weights, bfloat16",
+                "repeats": args.repeats,
+                "trace_repeats": args.trace_repeats,
+                "bandwidth_tbs": args.bandwidth_tbs,
+                "max_gap": args.max_gap,
+                "scale": args.scale,
+                **started,
+                "rows": [],
+                "left_out": {},
+            }
+            print(report.heading(result), flush=True)
+            bench = Bench(args, model, engines)
+            for name in args.workloads:
+                try:
+                    row = bench.measure(name)
+                except PrefixShareError as e:
+                    result["left_out"][name] = str(e)
+                    print(f"{name}: left out: {e}", flush=True)
+                else:
+                    result["rows"].append(row)
+                    print(report.line(row), flush=True)
+                write(args.out, result)
+        except PrefixShareError as e:
+            print(f"bench_engine: error: {e}", file=sys.stderr)
+            return 2
+    checked = [row["agreement"] for row in result["rows"] if row["agreement"]]
+    wrong = any(a["largest_gap"] > args.max_gap for a in checked)
+    if wrong:
+        print(f"tokens part where stock's gap is over {args.max_gap} nats", file=sys.stderr)
+    return int(wrong or bool(result["left_out"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

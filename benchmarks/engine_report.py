@@ -1,0 +1,126 @@
+"""Rows of ``bench_engine.py``: what is computed from measured batches, and how it is printed."""
+
+import statistics
+from typing import Any
+
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.testing.engine import PREFIX_SHARE, STOCK, Batch
+
+Row = dict[str, Any]
+
+
+def decode_ms(batch: Batch) -> float:
+    """Milliseconds per output token while all requests decode.
+
+    Raises:
+        PrefixShareError: they never do.
+    """
+    seconds = batch.full_batch_seconds_per_token
+    if seconds is None:
+        raise PrefixShareError(
+            f"the {len(batch.answers)} requests never decoded all at once "
+            f"({batch.preemptions} pre-emptions): raise --tokens, --max-num-seqs or --memory."
+        )
+    return seconds * 1e3
+
+
+def mean_ms(batches: list[Batch]) -> float:
+    """Mean milliseconds between the tokens of a request, over all tokens but first ones."""
+    later = [b.num_tokens - len(b.answers) for b in batches]
+    seconds = sum(b.mean_seconds_per_token * n for b, n in zip(batches, later, strict=True))
+    return seconds / max(1, sum(later)) * 1e3
+
+
+def make_row(
+    title: str, num_reqs: int, tokens: int, found: dict[str, list[Batch]], decode_only: bool
+) -> Row:
+    """A row of the table.
+
+    Args:
+        tokens: of the longest answer.
+        found: measured batches of each engine.
+        decode_only: the batches repeat one measurement of decoding with all requests running;
+            else they are everything that the engines did, prefill included.
+    """
+    sides: dict[str, Row] = {}
+    for name, batches in found.items():
+        times = [decode_ms(b) for b in batches] if decode_only else []
+        sides[name] = {
+            "ms": statistics.median(times) if times else mean_ms(batches),
+            "range_ms": [min(times), max(times)] if times else None,
+            "tokens_per_second": sum(b.num_tokens for b in batches)
+            / sum(b.seconds for b in batches),
+            "cached_share": cached_share(batches),
+            "preemptions": sum(b.preemptions for b in batches),
+        }
+    return {
+        "workload": title,
+        "requests": num_reqs,
+        "tokens": tokens,
+        "kind": "decode" if decode_only else "whole call",
+        "ratio": sides[STOCK]["ms"] / sides[PREFIX_SHARE]["ms"],
+        "throughput_ratio": sides[PREFIX_SHARE]["tokens_per_second"]
+        / sides[STOCK]["tokens_per_second"],
+        "floor_ms": None,
+        "agreement": None,
+        "host": host_times(found[PREFIX_SHARE]),
+        **sides,
+    }
+
+
+def cached_share(batches: list[Batch]) -> float:
+    """Part of the prompt tokens that came from the prefix cache."""
+    answers = [a for b in batches for a in b.answers]
+    return sum(a.num_cached_tokens for a in answers) / sum(a.num_prompt_tokens for a in answers)
+
+
+def host_times(batches: list[Batch]) -> Row:
+    """What PREFIX_SHARE counted over these calls. steady_us: metadata of a decode-only step
+    that makes no plan; CPU engines do not time it."""
+    names = batches[0].stats
+    total = {name: sum(b.stats[name] for b in batches) for name in names}
+    steps, plans = total["decode_steps"], total["plans"]
+    steady = total["steady_steps"]
+    return {
+        "decode_steps": int(steps),
+        "shared_steps": int(total["shared_steps"]),
+        "plans": int(plans),
+        "plan_ms": total["plan_seconds"] / plans * 1e3 if plans else 0.0,
+        "steady_us": total["steady_seconds"] / steady * 1e6 if steady else 0.0,
+        "share_factor": total["kv_tokens_stock"] / max(1, total["kv_tokens_read"]),
+    }
+
+
+def heading(result: Row) -> str:
+    memory = result["memory"]
+    lines = [
+        f"{result['gpu']}; {', '.join(f'{n} {v}' for n, v in result['versions'].items())}",
+        f"{result['model']}; floor at {result['bandwidth_tbs']} TB/s",
+    ]
+    if result["scale"] < 1:
+        lines.append(f"TRIAL: batches and texts are {result['scale']} of what the titles say")
+    for name, tokens in memory["kv_cache_tokens"].items():
+        used = f", {memory['used_gib'][name]:.2f} GiB in use" if memory["used_gib"] else ""
+        lines.append(f"{name}: KV cache of {tokens} tokens{used}")
+    lines.append(f"KV-cache capacity, PREFIX_SHARE over stock: {memory['kv_cache_ratio']:.4f}")
+    lines.append(
+        f"{'workload':40} {'stock':>8} {'ours':>8} {'ratio':>6} {'floor':>7}  ms a token |"
+        f" {'stock':>8} {'ours':>8}  tokens/s"
+        " | plans/steps, ms a plan, us a steady step | same, gap"
+    )
+    return "\n".join(lines)
+
+
+def line(row: Row) -> str:
+    stock, ours, host = row[STOCK], row[PREFIX_SHARE], row["host"]
+    floor = f"{row['floor_ms']:7.2f}" if row["floor_ms"] is not None else f"{'-':>7}"
+    agreement = row["agreement"]
+    same = f"{agreement['same']:.0%}, {agreement['largest_gap']:.3f}" if agreement else "-"
+    if agreement:
+        same += f" (median of all {agreement['median_gap_of_all_tokens']:.3f})"
+    return (
+        f"{row['workload']:40} {stock['ms']:8.2f} {ours['ms']:8.2f} {row['ratio']:6.2f} {floor} "
+        f"            | {stock['tokens_per_second']:8.0f} {ours['tokens_per_second']:8.0f} "
+        f"          | {host['plans']}/{host['decode_steps']}, {host['plan_ms']:.2f}, "
+        f"{host['steady_us']:.0f} | {same}"
+    )

@@ -1,0 +1,222 @@
+"""What the engine tests on a GPU share: settings, prompts, comparison with stock, and the
+functions that run inside an engine's process."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_prefixshare.testing.engine import PREFIX_SHARE
+from vllm_prefixshare.testing.engine_host import (
+    Completion,
+    EngineHost,
+    Run,
+    drive,
+    score,
+    start_engines,
+)
+
+#: The checkpoint folder of a real model to test with, instead of random weights.
+MODEL_VARIABLE = "PREFIXSHARE_TEST_MODEL"
+STOCK_GPU = "FLASH_ATTN"
+BLOCK_SIZE = 16
+GREEDY = {"ignore_eos": True}
+
+#: float16, because the rounding of bfloat16 would hide a small fault. Several engines are
+#: alive at once, so each is told how much memory to take. kv_cache_memory_bytes: of each GPU.
+SETTINGS: dict[str, Any] = {
+    "dtype": "float16",
+    "max_model_len": 3072,
+    "max_num_seqs": 32,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+#: Every plan is checked, and a layer that is not served is an error.
+ENVIRONMENT = {
+    "VLLM_PREFIXSHARE_SHARE": "always",
+    "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
+    "VLLM_PREFIXSHARE_STRICT": "1",
+}
+RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
+
+#: Nats between the log-probability of a token as it was decoded and as stock's prefill has it:
+#: mean over the tokens of a request, and largest. float16 alone makes 0.01 and 0.1 of the small
+#: model; one wrong block out of 75 makes a mean of 0.7.
+MEAN_ERROR, MAX_ERROR = 0.05, 0.4
+
+
+def engines(*specs: dict[str, Any]) -> AbstractContextManager[list[EngineHost]]:
+    """Engines started side by side. specs: arguments of ``EngineHost``, over ``SETTINGS``."""
+    return start_engines(*({**SETTINGS, **spec} for spec in specs))
+
+
+def ours(model: Path, runner: str | None = None, **options: Any) -> dict[str, Any]:
+    """Arguments of an engine with PREFIX_SHARE; runner ``None`` leaves the choice to vLLM."""
+    environment = {**ENVIRONMENT, **RUNNERS.get(runner or "", {}), **options.pop("env", {})}
+    return {"backend": PREFIX_SHARE, "model": model, "environment": environment, **options}
+
+
+def stock(model: Path, **options: Any) -> dict[str, Any]:
+    return {"backend": STOCK_GPU, "model": model, **options}
+
+
+class Text:
+    """Token ids to make prompts of: a real text for a real model, random ones otherwise."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        self.is_real = str(model) == os.environ.get(MODEL_VARIABLE)
+        if self.is_real:
+            docs = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+            self._ids = tokenizer.encode("\n\n".join(p.read_text() for p in docs))
+        else:
+            rng = np.random.default_rng(0)
+            self._ids = rng.integers(3, len(tokenizer), 20000).tolist()
+
+    def part(self, start: int, length: int) -> list[int]:
+        start %= len(self._ids)
+        again = -(-(start + length) // len(self._ids))
+        return (self._ids * again)[start : start + length]
+
+    def asking(self, document: int, private: Sequence[int], start: int = 0) -> list[list[int]]:
+        """Prompts that begin with the same ``document`` tokens and go on with ``private[i]``
+        of their own."""
+        first = self.part(start, document)
+        return [first + self.part(7000 + 311 * i, n) for i, n in enumerate(private)]
+
+
+def errors(completions: Sequence[Completion], reference: EngineHost) -> list[np.ndarray]:
+    """|log-probability as decoded - as stock's prefill has it| of each token of each answer."""
+    scores = reference.call(score, completions)
+    return [np.abs(np.subtract(c.logprobs, s)) for c, s in zip(completions, scores, strict=True)]
+
+
+def assert_as_stock(run: Run, reference: EngineHost) -> None:
+    """Every token of ``run`` was decoded with the log-probability that stock gives it."""
+    assert run.completions
+    for i, error in enumerate(errors(run.completions, reference)):
+        assert len(error), f"answer {i} has no tokens"
+        assert error.mean() < MEAN_ERROR, f"answer {i}: mean error {error.mean():.3f} nats"
+        assert error.max() < MAX_ERROR, f"answer {i}, token {error.argmax()}: {error.max():.3f}"
+
+
+def assert_same_texts(run: Run, stock_run: Run) -> None:
+    """Greedy answers as stock decodes them, up to a tie at which they part."""
+    equal = 0
+    for i, (a, b) in enumerate(zip(run.completions, stock_run.completions, strict=True)):
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=True))
+        same = next((p for p, (x, y) in pairs if x != y), len(b.token_ids))
+        if same < len(b.token_ids):
+            assert b.top2_gaps[same] < MAX_ERROR, f"answer {i}, token {same}: stock was sure"
+        if same:
+            error = np.abs(np.subtract(a.logprobs[:same], b.logprobs[:same]))
+            assert error.mean() < MEAN_ERROR and error.max() < MAX_ERROR, f"answer {i}"
+        equal += same
+    assert equal > 8 * len(run.completions), "too little was compared"
+
+
+def assert_shared(run: Run, factor: float = 1.2) -> None:
+    assert run.stats["shared_steps"] > 0
+    assert run.stats["kv_tokens_stock"] > factor * run.stats["kv_tokens_read"]
+
+
+# ---- inside an engine's process; sent there by name ----
+
+
+def abort_at(llm: Any, step: int, ids: Sequence[str], *, when: int, which: Sequence[int]) -> None:
+    """Hook of ``drive``: some requests go away before step ``when``."""
+    if step == when:
+        llm.llm_engine.abort_request([ids[i] for i in which])
+
+
+def reset_at(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:
+    """Hook of ``drive``: the prefix cache is reset before step ``when``, under the requests."""
+    if step == when:
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+
+
+def reset_between(llm: Any) -> bool:
+    return bool(llm.reset_prefix_cache())
+
+
+def uses_v2(llm: Any) -> bool:
+    return bool(llm.llm_engine.vllm_config.use_v2_model_runner)
+
+
+def metric(llm: Any, name: str) -> int:
+    """Sum of a counter of vLLM."""
+    return sum(int(m.value) for m in llm.get_metrics() if m.name == name)
+
+
+def beam_search(llm: Any, prompts: Sequence[Sequence[int]], width: int, tokens: int) -> Run:
+    """The best beams of each prompt, with the log-probabilities of their tokens."""
+    from vllm.sampling_params import BeamSearchParams
+
+    llm.collective_rpc("prefix_share_stats", args=(True,))
+    params = BeamSearchParams(beam_width=width, max_tokens=tokens, ignore_eos=True)
+    found = llm.beam_search([{"prompt_token_ids": list(p)} for p in prompts], params)
+    completions = []
+    for prompt, output in zip(prompts, found, strict=True):
+        for beam in output.sequences:
+            chosen = tuple(beam.tokens[len(prompt) :])
+            pairs = zip(chosen, beam.logprobs, strict=True)
+            logprobs = tuple(step[token].logprob for token, step in pairs)
+            completions.append(Completion(tuple(prompt), chosen, logprobs, (), True))
+    return Run(tuple(completions), llm.collective_rpc("prefix_share_stats")[0])
+
+
+def watched(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, steady: int) -> dict[str, Any]:
+    """Run prompts in an engine that lives in this very process, with synchronising forbidden
+    while the backend builds its metadata.
+
+    Args:
+        steady: step from which on all requests decode.
+
+    Returns:
+        run; builds; forwards: layers called by Python from step ``steady`` on, none of which
+        runs where a FULL graph is replayed; caught: whether synchronising raises at all.
+    """
+    import torch
+
+    from vllm_prefixshare.integration.cuda import PrefixShareCUDAImpl, PrefixShareMetadataBuilder
+
+    counts = {"builds": 0, "forwards": 0, "step": 0}
+    build, forward = PrefixShareMetadataBuilder.build, PrefixShareCUDAImpl.forward
+
+    def watched_build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["builds"] += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return build(self, *args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def watched_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["forwards"] += counts["step"] >= steady
+        return forward(self, *args, **kwargs)
+
+    def hook(llm: Any, step: int, ids: Sequence[str]) -> None:
+        counts["step"] = step
+
+    caught = False
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        caught = True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    PrefixShareMetadataBuilder.build = watched_build
+    PrefixShareCUDAImpl.forward = watched_forward
+    try:
+        run = drive(llm, prompts, {**GREEDY, "max_tokens": tokens}, hook)
+    finally:
+        PrefixShareMetadataBuilder.build = build
+        PrefixShareCUDAImpl.forward = forward
+    return {"run": run, "caught": caught, **counts}

@@ -1,0 +1,354 @@
+"""PREFIX_SHARE inside a real vLLM engine on a GPU, under both model runners.
+
+Each answer's log-probabilities, as they came out of decode, are compared with those that stock
+FLASH_ATTN gives the same tokens in prefill. Unlike texts, these do not part at the first tie,
+so every token counts. Each test also asserts that what it is about really took place.
+
+    python -m pytest -m gpu tests/gpu/test_engine.py
+    PREFIXSHARE_TEST_MODEL=FOLDER python -m pytest -m gpu tests/gpu/test_engine.py   # real weights
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.testing.dummy_model import write_lora, write_small_llama
+from vllm_prefixshare.testing.engine import PREFIX_SHARE
+from vllm_prefixshare.testing.engine_host import EngineHost, drive
+
+from . import engine_cases as cases
+from .engine_cases import (
+    GREEDY,
+    RUNNERS,
+    Text,
+    assert_as_stock,
+    assert_same_texts,
+    assert_shared,
+    engines,
+)
+from .layer import ON_GPU
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+TWO_GPUS = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+
+DOCUMENT = 1200  # tokens: 75 blocks
+#: 256 blocks hold 4096 tokens: what several tests need, and one outgrows. 512 tokens a step,
+#: so that prefill is chunked and mixes with decode.
+FEW = {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 512}
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Path) -> Path:
+    return Path(os.environ.get(cases.MODEL_VARIABLE) or random_model)
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Text:
+    return Text(model)
+
+
+@contextmanager
+def three(model: Path, v1: dict[str, Any], v2: dict[str, Any]) -> Iterator[dict[str, EngineHost]]:
+    """Engines by name: stock, and PREFIX_SHARE under each runner with options of its own."""
+    specs = [cases.stock(model), cases.ours(model, "V1", **v1), cases.ours(model, "V2", **v2)]
+    with engines(*specs) as started:
+        yield dict(zip(("stock", *RUNNERS), started, strict=True))
+
+
+@pytest.fixture(scope="module")
+def all_three(model: Path) -> Iterator[dict[str, EngineHost]]:
+    with three(model, FEW, FEW) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def stock(all_three: dict[str, EngineHost]) -> EngineHost:
+    return all_three["stock"]
+
+
+@pytest.fixture(params=list(RUNNERS))
+def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineHost]) -> EngineHost:
+    """PREFIX_SHARE in the default CUDA-graph mode, nothing in its prefix cache."""
+    host = all_three[request.param]
+    assert host.call(cases.reset_between)
+    assert host.call(cases.uses_v2) == (request.param == "V2")
+    return host
+
+
+def tokens(count: int) -> dict[str, object]:
+    return {**GREEDY, "max_tokens": count}
+
+
+def test_requests_on_one_document(engine, stock, text):
+    prompts = text.asking(DOCUMENT, [64] * 11)  # no captured batch size: rows are padded
+    engine.call(drive, prompts[:1], tokens(1))
+    run = engine.call(drive, prompts, tokens(96))
+    assert_as_stock(run, stock)
+    assert_shared(run, factor=4.0)
+    assert len(run.completions) == 11 and run.preemptions == 0
+    # a plan where requests join, and where private parts have grown by half; no more of them
+    assert run.stats["decode_steps"] >= 95
+    assert run.stats["plans"] <= 15
+
+
+def test_a_wrong_block_would_show(engine, stock, text):
+    """The comparison of all these tests has the power to see a fault."""
+    run = engine.call(drive, text.asking(DOCUMENT, [64] * 3), tokens(40))
+    assert_as_stock(run, stock)
+    # one block, where weights are random; natural text leans less on any single one
+    first, last = (0, DOCUMENT // 2) if text.is_real else (512, 528)
+    other = tuple(text.part(15000, last - first))
+    wrong = [
+        replace(c, prompt_ids=c.prompt_ids[:first] + other + c.prompt_ids[last:])
+        for c in run.completions
+    ]
+    assert all(e.mean() > 2 * cases.MEAN_ERROR for e in cases.errors(wrong, stock))
+
+
+def test_requests_that_end_at_different_times(engine, stock, text):
+    prompts = text.asking(DOCUMENT, [20, 33, 5, 64]) + text.asking(DOCUMENT // 2, [9, 17, 48])
+    lengths = [5, 70, 33, 16, 48, 2, 61]
+    run = engine.call(drive, prompts, [tokens(n) for n in lengths])
+    assert [len(c.token_ids) for c in run.completions] == lengths
+    assert_as_stock(run, stock)
+    assert_shared(run)
+    assert run.stats["plans"] < run.stats["decode_steps"]
+
+
+def test_nothing_shared(engine, stock, text):
+    prompts = [text.part(1000 * i, 300 + 7 * i) for i in range(7)]
+    run = engine.call(drive, prompts, tokens(48))
+    assert_as_stock(run, stock)
+    assert run.stats["decode_steps"] >= 47
+    assert run.stats["shared_steps"] == 0
+    assert run.stats["kv_tokens_read"] == run.stats["kv_tokens_stock"]
+
+
+def test_chunked_prefill_mixes_with_decode(engine, stock, text):
+    # the short ones decode while the long ones are still in prefill, 512 tokens a step
+    prompts = [*text.asking(400, [16, 24, 40]), text.part(3000, 1100), text.part(5000, 900)]
+    engine.call(drive, prompts[:1], tokens(1))
+    run = engine.call(drive, prompts, tokens(40))
+    assert_as_stock(run, stock)
+    assert_shared(run)
+    # 39 decode steps of each, of which those of the short ones began at least two steps earlier
+    assert run.stats["decode_steps"] >= 41
+
+
+def test_several_samples_of_one_prompt(engine, stock, text):
+    prompts = text.asking(DOCUMENT, [30])
+    run = engine.call(drive, prompts, {**tokens(48), "n": 6, "temperature": 0.8})
+    assert len({c.token_ids for c in run.completions}) == 6
+    assert_as_stock(run, stock)
+    assert_shared(run, factor=2.0)
+
+
+def test_pre_empted_requests_come_back_right(engine, stock, text):
+    prompts = text.asking(1024, [40 + i for i in range(12)])
+    run = engine.call(drive, prompts, tokens(280))
+    assert run.preemptions > 0
+    assert all(len(c.token_ids) == 280 for c in run.completions)
+    assert_as_stock(run, stock)
+    assert_shared(run)
+
+
+def test_the_prefix_cache_is_reset_under_running_requests(engine, stock, text):
+    prompts = text.asking(DOCUMENT, [32] * 5)
+    run = engine.call(drive, prompts, tokens(48), partial(cases.reset_at, when=20))
+    assert run.preemptions == len(prompts)
+    assert all(len(c.token_ids) == 48 for c in run.completions)
+    assert_as_stock(run, stock)
+    assert_shared(run)
+    assert engine.call(cases.reset_between)
+    again = engine.call(drive, prompts, tokens(16))
+    assert_as_stock(again, stock)
+    assert_shared(again, factor=2.0)
+
+
+def test_aborted_requests_leave_the_others_right(engine, stock, text):
+    prompts = text.asking(DOCUMENT, [16] * 7)
+    leave = partial(cases.abort_at, when=25, which=[0, 3, 6])
+    run = engine.call(drive, prompts, tokens(60), leave)
+    lengths = [len(c.token_ids) for c in run.completions]
+    assert [c.finished for c in run.completions] == [i not in (0, 3, 6) for i in range(7)]
+    assert all(n == 60 for i, n in enumerate(lengths) if i not in (0, 3, 6))
+    assert all(0 < lengths[i] < 60 for i in (0, 3, 6))
+    assert_as_stock(run, stock)
+    assert_shared(run, factor=2.0)
+    # those who come now get the blocks of those who went
+    assert_as_stock(
+        engine.call(drive, text.asking(DOCUMENT, [77] * 3, start=60), tokens(24)), stock
+    )
+
+
+def test_beam_search(engine, stock, text):
+    # each step asks for one token more after what is cached, so a beam is a decode row once a
+    # block: where one token alone is new
+    prompts = text.asking(480, [5, 40])
+    run = engine.call(cases.beam_search, prompts, 3, 36)
+    assert len(run.completions) == 6
+    assert all(len(c.token_ids) == 36 for c in run.completions)
+    assert_as_stock(run, stock)
+    assert_shared(run)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Text, dict[str, EngineHost]]]:
+    model = write_small_llama(tmp_path_factory.mktemp("wide"), head_dim=128)
+    with three(model, {"block_size": 16}, {"block_size": 32}) as started:
+        yield Text(model), started
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_head_dim_128(wide, runner):
+    text, started = wide
+    prompts = [*text.asking(DOCUMENT, [50, 9, 31, 64, 17]), text.part(9000, 130)]
+    run = started[runner].call(drive, prompts, tokens(48))
+    assert_as_stock(run, started["stock"])
+    assert_shared(run, factor=2.0)
+
+
+def test_speculative_rows(model, stock, text):
+    # rows of 1 to 4 queries, causal among themselves. Three tokens to choose from make a text
+    # that repeats itself, so that drafts are made and some are accepted.
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+    spec = cases.ours(model, "V1", block_size=64, speculative_config=speculation)
+    prompts = text.asking(DOCUMENT, [50, 9, 31, 64, 17])
+    few_tokens = {**tokens(60), "allowed_token_ids": text.part(0, 3)}
+    with engines(spec) as (engine,):
+        run = engine.call(drive, prompts, [few_tokens] * 3 + [tokens(60)] * 2)
+        short = engine.call(drive, prompts, few_tokens)
+        drafted = engine.call(cases.metric, "vllm:spec_decode_num_draft_tokens")
+        accepted = engine.call(cases.metric, "vllm:spec_decode_num_accepted_tokens")
+    assert 0 < accepted < drafted
+    assert short.stats["decode_steps"] < 60
+    for batch in (run, short):
+        assert_as_stock(batch, stock)
+        assert_shared(batch, factor=2.0)
+
+
+@pytest.fixture(scope="module")
+def windowed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Text, dict[str, EngineHost]]]:
+    model = write_small_llama(tmp_path_factory.mktemp("windowed"), sliding_window=256)
+    lenient = {"env": {"VLLM_PREFIXSHARE_STRICT": "0"}}
+    with three(model, lenient, lenient) as started:
+        yield Text(model), started
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_sliding_window_layers_keep_the_parents_kernel(windowed, runner):
+    # two groups of layers, each with its own block table; only one of them is planned for
+    text, started = windowed
+    prompts = text.asking(DOCUMENT, [50, 9, 31, 64, 17])
+    started[runner].call(drive, prompts[:1], tokens(1))
+    run = started[runner].call(drive, prompts, tokens(64))
+    assert_as_stock(run, started["stock"])
+    assert_shared(run, factor=2.0)
+    assert 63 <= run.stats["decode_steps"] < 100, "once a step, not once for each group"
+
+
+def test_lora(random_model, tmp_path):
+    # texts are compared: vLLM computes no log-probabilities of prompts under an adapter
+    adapter = str(write_lora(tmp_path / "adapter", random_model))
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    spec = cases.ours(random_model, **options)
+    with engines(spec, cases.stock(random_model, **options)) as (engine, reference):
+        prompts = Text(random_model).asking(DOCUMENT, [50, 9, 31]) * 2
+        adapters = [adapter] * 3 + [None] * 3
+        run, expected = (
+            host.call(drive, prompts, tokens(48), None, adapters) for host in (engine, reference)
+        )
+    assert_same_texts(run, expected)
+    # with the adapter and without it KV differs: two trees
+    assert_shared(run, factor=1.5)
+    answers = [c.token_ids for c in run.completions]
+    assert all(a != b for a, b in zip(answers[:3], answers[3:], strict=True)), "no effect"
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_two_gpus(random_model, parallel, runner):
+    text = Text(random_model)
+    options = {parallel: 2, "distributed_executor_backend": "mp"}
+    spec = cases.ours(random_model, runner, **options)
+    with engines(spec, cases.stock(random_model)) as (engine, reference):
+        prompts = text.asking(DOCUMENT, [50, 9, 31, 64, 17])
+        engine.call(drive, prompts[:1], tokens(1))
+        run = engine.call(drive, prompts, tokens(64))
+        assert_as_stock(run, reference)
+    assert_shared(run, factor=2.0)
+    # with two pipeline stages the batch may travel in two parts
+    assert run.stats["plans"] < run.stats["decode_steps"]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text, runner):
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    # 64-token blocks, where nothing else depends on it
+    with engines(cases.ours(model, runner, block_size=64, env=env)) as (engine,):
+        prompts = text.asking(DOCUMENT, [50, 9, 31, 64, 17])
+        engine.call(drive, prompts[:1], tokens(1))
+        seen = engine.call(cases.watched, prompts, 64, 8)
+    assert seen["caught"], "a call that synchronises must raise"
+    assert seen["builds"] >= 64
+    assert seen["forwards"] == 0, "decode must replay FULL graphs"
+    run = seen["run"]
+    assert_as_stock(run, stock)
+    assert_shared(run, factor=2.0)
+    assert run.stats["plans"] <= 15 < run.stats["decode_steps"]
+
+
+def test_an_fp8_cache_is_refused_under_strict(random_model):
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # an engine core elsewhere hides the reason
+    spec = cases.ours(random_model, kv_cache_dtype="fp8", env=env)
+    with pytest.raises(PrefixShareError, match=r"fp8\w* KV cache.* STRICT=1"), engines(spec):
+        pass
+
+
+def test_an_fp8_cache_falls_back_to_the_parent(random_model, capfd):
+    env = {"VLLM_PREFIXSHARE_STRICT": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with engines(cases.ours(random_model, kv_cache_dtype="fp8", env=env)) as (engine,):
+        run = engine.call(drive, Text(random_model).asking(DOCUMENT, [50, 9, 31]), tokens(24))
+    assert [len(c.token_ids) for c in run.completions] == [24] * 3
+    assert run.stats.get("decode_steps", 0) == 0
+    said = "".join(capfd.readouterr())
+    assert said.count("keep vLLM's own attention backend") == 1, said
+    assert "KV cache" in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("VLLM_PREFIXSHARE_SPEED", "9", "VLLM_PREFIXSHARE_SPEED is not a known variable"),
+        ("VLLM_PREFIXSHARE_SHARE", "maybe", "VLLM_PREFIXSHARE_SHARE='maybe' is not valid"),
+        ("VLLM_PREFIXSHARE_DIVIDER", "best", "divider 'best' is unknown"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_start_up(random_model, variable, value, sentence):
+    with pytest.raises(PrefixShareError, match=sentence):
+        EngineHost(PREFIX_SHARE, random_model, {variable: value}, **cases.SETTINGS)

@@ -1,0 +1,120 @@
+"""``vllm serve`` for tests: start it, ask it as clients do, read the backend's counters."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+_SCRIPT = Path(sys.executable).with_name("vllm")
+#: The command ``vllm``, or the module behind it where no script is installed.
+VLLM = [str(_SCRIPT)] if _SCRIPT.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+#: What the server calls its model.
+NAME = "small"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    model: Path, log: Path, environment: dict[str, str], *arguments: str, patience: int = 300
+) -> Iterator[str]:
+    """The address of a server of ``model``; stopped on leaving.
+
+    Args:
+        log: file for what it prints.
+        environment: all of its environment.
+        arguments: further ones of ``vllm serve``.
+        patience: seconds that it may take to start.
+    """
+    port = free_port()
+    command = [
+        *VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
+        "--served-model-name", NAME, *arguments,
+    ]  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_for(url, process, log, patience)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_for(url: str, process: subprocess.Popen, log: Path, patience: int) -> None:
+    for _ in range(patience):
+        if process.poll() is not None:
+            pytest.fail(f"the server ended:\n{log.read_text()[-3000:]}")
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(1)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+def stats(url: str, reset: bool = False) -> dict[str, float]:
+    """``BackendStats`` of the server's first worker; it must run with VLLM_SERVER_DEV_MODE=1."""
+    body = json.dumps({"method": "prefix_share_stats", "args": [reset]}).encode()
+    request = urllib.request.Request(
+        f"{url}/collective_rpc", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["results"][0]
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300)
+
+
+def stream(
+    client: openai.OpenAI, prompts: Sequence[str | list[int]], tokens: int, leave_after: int
+) -> list[str]:
+    """Greedy answers to all prompts at once, streamed, each by a client of its own; the first
+    client goes away after ``leave_after`` pieces of its answer."""
+    texts = [""] * len(prompts)
+    failures: list[Exception] = []
+
+    def ask(i: int) -> None:
+        try:
+            pieces = client.completions.create(
+                model=NAME,
+                prompt=prompts[i],
+                max_tokens=tokens,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for n, chunk in enumerate(pieces, 1):
+                texts[i] += chunk.choices[0].text
+                if i == 0 and n == leave_after:
+                    pieces.close()
+                    break
+        except Exception as e:  # of a thread, which would lose it
+            failures.append(e)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return texts

@@ -1,0 +1,143 @@
+"""Checkpoints with random weights, for tests and benchmarks that must run anywhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+#: Tokens of the small models; a tokenizer of as many words comes with them.
+SMALL_VOCAB = 4096
+
+
+def write_llama_8b(folder: Path) -> Path:
+    """Write the ``config.json`` of the Llama-3.1-8B shape; load it with
+    ``load_format="dummy", skip_tokenizer_init=True``.
+
+    Returns:
+        folder, made if need be.
+    """
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return folder
+
+
+def write_small_llama(
+    folder: Path,
+    head_dim: int = 64,
+    num_layers: int = 4,
+    sliding_window: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a small Llama checkpoint, float16, with a tokenizer whose text is ``t5 t17 ...``.
+
+    The weights are scaled so that attention picks few tokens and the next token depends on
+    them: a request that read a wrong block would show.
+
+    Args:
+        sliding_window: window of every second layer, in tokens; None for none.
+
+    Returns:
+        folder, made if need be.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    extra: dict[str, Any] = {}
+    if sliding_window is not None:
+        kinds = ("sliding_attention", "full_attention")
+        extra["layer_types"] = [kinds[i % 2] for i in range(num_layers)]
+        extra["sliding_window"] = sliding_window
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        vocab_size=SMALL_VOCAB,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        **extra,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= 2
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 1.5
+            layer.self_attn.k_proj.weight *= 1.5
+    model.to(torch.float16).save_pretrained(folder)
+    _write_word_tokenizer(folder)
+    return folder
+
+
+def _write_word_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(SMALL_VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="t0", eos_token="t1", unk_token="t2"
+    ).save_pretrained(folder)
+
+
+def write_lora(folder: Path, model: Path, rank: int = 8, seed: int = 0) -> Path:
+    """Write a random LoRA adapter of the query and value projections of ``model``, a folder
+    from ``write_small_llama``.
+
+    Returns:
+        folder, made if need be.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    shape = json.loads((model / "config.json").read_text())
+    hidden, dim = shape["hidden_size"], shape["head_dim"]
+    outputs = {
+        "q_proj": shape["num_attention_heads"] * dim,
+        "v_proj": shape["num_key_value_heads"] * dim,
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, rows in outputs.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, size in (("lora_A", (rank, hidden)), ("lora_B", (rows, rank))):
+                weight = 0.05 * torch.randn(size, generator=generator)
+                tensors[f"{key}.{part}.weight"] = weight.to(torch.float16)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(outputs),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return folder
