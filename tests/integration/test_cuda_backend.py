@@ -220,6 +220,21 @@ def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
     assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
 
 
+def test_a_plan_is_made_anew_after_sleep(monkeypatch):
+    # its memory was given away, and the same requests would find it right
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    group.start(batch)
+    group.builder.build(0, group.common(batch))
+    arrays = group.builder._executor.workspace.plan.arrays
+    for array in arrays.values():
+        array.fill_(-1)
+    cuda.forget_plans()
+    metadata = group.builder.build(0, group.common(batch))
+    assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
+    assert STATS.plans == 2
+
+
 def test_prefill_rows_go_to_flash_attention(monkeypatch):
     group = Group(monkeypatch)
     batch = shared_batch([70, 90, 100, 64], counts=[1, 1, 30, 64])

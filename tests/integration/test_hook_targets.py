@@ -16,6 +16,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_prefixshare.integration import compat, register
 
@@ -87,6 +88,7 @@ def test_hooks_are_in_force():
         BlockTables.append_block_ids,
         BlockTables.get_dummy_block_tables,
         GPUModelRunner.prepare_attn,
+        Worker.wake_up,
     ):
         assert hasattr(function, "__wrapped__")
         assert not hasattr(function.__wrapped__, "__wrapped__"), "once only"

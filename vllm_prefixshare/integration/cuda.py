@@ -12,6 +12,7 @@ each ``build``: the launches stay, the plan that they read changes.
 """
 
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,13 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         self._slack = drafts * steps_in_flight(self.vllm_config)
         self._plan: DecodePlan | None = None
         self._executor = executor
+        _BUILDERS.add(self)
         logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.kernel)
+
+    def forget_plan(self) -> None:
+        """The next step makes a new plan: what is on the device is lost."""
+        self._plan = None
+        self._planner.forget()
 
     def build(
         self,
@@ -283,6 +290,15 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
                 metadata.query_start_loc if metadata.executor.query_len > 1 else None,
             )
         return output
+
+
+#: Those that have a plan on the device.
+_BUILDERS: "weakref.WeakSet[PrefixShareMetadataBuilder]" = weakref.WeakSet()
+
+
+def forget_plans() -> None:
+    for builder in _BUILDERS:
+        builder.forget_plan()
 
 
 def planner_config(executor: GpuExecutor) -> PlannerConfig:

@@ -99,7 +99,8 @@ def _hook_engine_config() -> None:
 
 def refuse(error: PrefixShareError) -> NoReturn:
     """Raise ``error``, or, under the ``vllm`` command, print it and exit with status 2."""
-    if os.path.basename(sys.argv[0]) != "vllm":
+    command = sys.argv[0]
+    if os.path.basename(command) != "vllm" and not command.endswith("vllm/entrypoints/cli/main.py"):
         raise error
     print(f"vllm: error: {error}", file=sys.stderr)
     raise SystemExit(2) from None
@@ -237,6 +238,17 @@ def _hook_v2_batch() -> None:
     _wrap(GPUModelRunner, "prepare_attn", _first(prepare_attn))
 
 
+def _hook_wake_up() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def forget_plans(worker: Any) -> None:
+        # the backend's module is loaded only where it was chosen
+        if backend := sys.modules.get("vllm_prefixshare.integration.cuda"):
+            backend.forget_plans()
+
+    _wrap(Worker, "wake_up", _then(forget_plans))
+
+
 def _then(note: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wrapper that calls ``note(self)`` after the original."""
 
@@ -314,6 +326,12 @@ HOOKS = (
         "which request slots make up the batch (V2 runner)",
         "CommonAttentionMetadata has req_idx in every supported release",
         _hook_v2_batch,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_worker.Worker.wake_up",
+        "sleep gives away the memory that a plan lies in",
+        "metadata builders are told of it",
+        _hook_wake_up,
     ),
 )
 

@@ -143,6 +143,11 @@ class DecodePlanner:
             self.block_size,
         )
 
+    def forget(self) -> None:
+        """Make a new plan at the next update."""
+        self._plan = None
+        self._row_ids = None
+
     def _same_rows(self, row_ids: IntArray, seq_lens: IntArray, query_len: int) -> bool:
         """As ``holds``, with the row ids in place of the block table."""
         known = self._row_ids
