@@ -62,7 +62,7 @@ class SharedDocuments:
         )
 
 
-#: The last one shares nothing: each request has a document to itself, cached beforehand so that
+#: The last ones share nothing: each request has a document to itself, cached beforehand so that
 #: repeating it costs no prefill.
 FIXED = {
     "doc32k": SharedDocuments("64 requests on one 32k document", 1, 64, 32768, 64),
@@ -71,6 +71,8 @@ FIXED = {
     "doc4k": SharedDocuments("128 requests on one 4k document", 1, 128, 4096, 64),
     "doc16k": SharedDocuments("32 requests on one 16k document", 1, 32, 16384, 64),
     "unshared": SharedDocuments("nothing shared, 128 x 2k", 128, 1, 1984, 64),
+    "few": SharedDocuments("nothing shared, 8 x 8k", 8, 1, 8128, 64),
+    "single": SharedDocuments("one request, 8k", 1, 1, 8128, 64),
 }
 #: prompts and their tokens; each is sampled ``GRPO_SAMPLES`` times
 GRPO = SharedDocuments("GRPO, 32 prompts x 16 samples, 1k", 32, 16, 1024, 0)

@@ -147,6 +147,32 @@ def engine_time(side: dict) -> str:
     return f"{side['ms']:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
 
 
+def fidelity_table() -> str:
+    """One line a backend: how much it differs from stock FLASH_ATTN."""
+    result = json.loads((PUBLISHED / "fidelity.json").read_text())
+    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    lines = [
+        f"{result['device']}; {versions}; runner {result['runner'].upper()}. "
+        f"`{result['command']}`: differences from {result['reference']} on the same prompts, which "
+        "share a document; of log-probabilities, in nats.",
+        "",
+        "| model | backend | greedy tokens before texts part | stock's largest lead where they do "
+        "| tokens decoded along a given text | mean difference | largest | perplexity |",
+        "|" + "---|" * 8,
+    ]
+    for row in result["rows"]:
+        perplexity = "-"
+        if row["perplexity"] is not None:
+            change = row["perplexity"] / row["perplexity_stock"] - 1
+            perplexity = f"{row['perplexity']:.3f} ({change:+.3%})"
+        lines.append(
+            f"| {row['model']} | {row['backend']} | {row['equal']} of {row['tokens']} "
+            f"| {row['gap']:.3f} | {row['forced_tokens']} | {row['forced_mean']:.4f} "
+            f"| {row['forced_largest']:.4f} | {perplexity} |"
+        )
+    return "\n".join(lines)
+
+
 def ablation_table() -> str:
     result = json.loads((PUBLISHED / "ablation.json").read_text())
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
@@ -179,6 +205,7 @@ TABLES = {
     ),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
     "engine": ("README.md", "engine", engine_table),
+    "fidelity": ("README.md", "fidelity", fidelity_table),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from tests.batches import PagedBatch
 from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
@@ -26,6 +26,12 @@ pytestmark = pytest.mark.skipif(
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 64, 16
 MAX_REQS = 8
 CPU = torch.device("cpu")
+SPEC = {
+    "block_size": BLOCK,
+    "num_kv_heads": KV_HEADS,
+    "head_size": HEAD_DIM,
+    "dtype": torch.float16,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +96,13 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
 class Group:
     """One KV-cache group with one layer, its cache and its V2 block tables."""
 
-    def __init__(self, monkeypatch, num_speculative_tokens: int = 0, **layer_args: object) -> None:
+    def __init__(
+        self,
+        monkeypatch,
+        num_speculative_tokens: int = 0,
+        spec: KVCacheSpec | None = None,
+        **layer_args: object,
+    ) -> None:
         self.config = vllm_config(num_speculative_tokens)
         monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: self.config)
         arguments = {
@@ -107,9 +119,7 @@ class Group:
         torch.nn.Module.__init__(layer)
         layer.impl = self.impl
         self.config.compilation_config.static_forward_context["layer"] = layer
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=HEAD_DIM, dtype=torch.float16
-        )
+        spec = spec or FullAttentionSpec(**SPEC)
         self.builder = cuda.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
         self.tables = SimpleNamespace(
             max_num_reqs=MAX_REQS,
@@ -292,6 +302,16 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     with pytest.raises(PrefixShareError, match=reason):
         Group(monkeypatch, **changes)
+
+
+def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
+    group = Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
+    batch = shared_batch([70, 90])
+    metadata = group.builder.build(0, group.common(batch))
+    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    with pytest.raises(PrefixShareError, match="a KV cache of SlidingWindowSpec"):
+        Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
 
 
 def test_a_block_table_that_is_not_known_is_refused(monkeypatch):

@@ -35,7 +35,7 @@ def test_every_variable_has_the_prefix_a_valid_default_and_a_meaning():
 
 
 def test_defaults():
-    assert envs.get("VLLM_PREFIXSHARE_DIVIDER") == PlannerConfig().divider
+    assert envs.get("VLLM_PREFIXSHARE_DIVIDER") == "auto"
     assert envs.get("VLLM_PREFIXSHARE_SHARE") == PlannerConfig().share
     assert envs.get("VLLM_PREFIXSHARE_COST_TABLE") is None
     assert envs.get("VLLM_PREFIXSHARE_CACHE") == Path.home() / ".cache/vllm_prefixshare"

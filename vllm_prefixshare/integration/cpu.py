@@ -24,7 +24,6 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
@@ -32,7 +31,7 @@ from vllm_prefixshare.executors.cpu import CpuExecutor, CpuStep, cache_views, cp
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import fall_back, impl_refusal
+from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.tables import cost_model
@@ -113,8 +112,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._max_query_len = decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
         self._can_share = (
-            type(self.kv_cache_spec) is FullAttentionSpec
-            and self.kv_cache_spec.attention_chunk_size is None
+            spec_refusal(self.kv_cache_spec) is None
             and self._some_layer_shares(self.layer_names)
             and self._check_layout()
         )

@@ -27,7 +27,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
@@ -38,7 +37,7 @@ from vllm_prefixshare.integration.compat import decode_query_len, steps_in_fligh
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import fall_back, impl_refusal
+from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.tables import cost_model
@@ -92,7 +91,9 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
         self._all_layers = len(served) == len(layer_names)
-        if served and type(kv_cache_spec) is FullAttentionSpec:
+        if served and (reason := spec_refusal(kv_cache_spec)):
+            fall_back(reason)
+        elif served:
             self._query_len = decode_query_len(vllm_config)
             self.reorder_batch_threshold = self._query_len  # decode rows first
             self._prepare_executor(served[0])

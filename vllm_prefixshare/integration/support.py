@@ -42,6 +42,20 @@ def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def spec_refusal(spec: Any) -> str | None:
+    """Why layers with this ``KVCacheSpec`` cannot be served, or None: tables of other kinds keep
+    the ids of blocks that were freed, or leave some out."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    if type(spec) is not FullAttentionSpec:
+        return f"a KV cache of {type(spec).__name__}"
+    if getattr(spec, "sliding_window", None) is not None:
+        return "a sliding window"
+    if getattr(spec, "attention_chunk_size", None) is not None:
+        return "chunked local attention"
+    return None
+
+
 def impl_refusal(impl: Any, full_context: object) -> str | None:
     """Why a layer with this implementation cannot be served, or None: what the selector's
     configuration does not say.
