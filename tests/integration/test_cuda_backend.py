@@ -46,9 +46,7 @@ def _interpreter(monkeypatch):
     monkeypatch.setattr(gpu, "_choose", lambda shape, device, _, n: portable(shape, n, device))
     monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch, "device", lambda *_: CPU)
-    monkeypatch.setattr(cuda, "_PARTIALS", {})
+    monkeypatch.setattr(cuda, "this_device", lambda: CPU)
     STATS.reset()
 
 
@@ -71,6 +69,7 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             dtype=torch.float16,
             rswa_window=None,
             is_mm_prefix_lm=False,
+            is_diffusion=False,
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
@@ -78,9 +77,9 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             pipeline_parallel_size=1,
             cp_kv_cache_interleave_size=1,
             dcp_comm_backend="ag_rs",
-            enable_dbo=False,
+            use_ubatching=False,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
             max_cudagraph_capture_size=MAX_REQS,
@@ -118,6 +117,7 @@ class Group:
         layer = Attention.__new__(Attention)
         torch.nn.Module.__init__(layer)
         layer.impl = self.impl
+        layer.kv_cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
         self.config.compilation_config.static_forward_context["layer"] = layer
         spec = spec or FullAttentionSpec(**SPEC)
         self.builder = cuda.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
@@ -239,7 +239,12 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     arrays = group.builder._executor.workspace.plan.arrays
     for array in arrays.values():
         array.fill_(-1)
-    cuda.forget_plans()
+    cache = group.config.compilation_config.static_forward_context["layer"].kv_cache
+    cache.fill_(1.0)
+    cache[3:5] = torch.tensor([torch.nan, torch.inf])[:, None, None, None]
+    cuda.after_wake_up()
+    assert cache.isfinite().all()
+    assert (cache == 1.0).sum() == cache.numel() - 2 * cache[0].numel()
     metadata = group.builder.build(0, group.common(batch))
     assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
     assert STATS.plans == 2
@@ -314,13 +319,70 @@ def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
         Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
 
 
-def test_a_block_table_that_is_not_known_is_refused(monkeypatch):
-    group = Group(monkeypatch)
+def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch):
     batch = shared_batch([70, 90])
+    group = Group(monkeypatch)
     common = group.common(batch)
     common.block_table_tensor = common.block_table_tensor.clone()
-    with pytest.raises(PrefixShareError, match="does not know this block table"):
+    metadata = group.builder.build_for_cudagraph_capture(common)
+    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    # and so it stays: graphs hold the other kernel now
+    metadata = group.builder.build(0, group.common(batch))
+    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+
+    group = Group(monkeypatch)
+    group.builder._executor.workspace.plan.captured = True
+    with pytest.raises(PrefixShareError, match="does not know a block table that it knew"):
         group.builder.build(0, common)
+
+
+def test_a_builder_made_from_ours_keeps_flash_attention(monkeypatch):
+    # vLLM derives some that change the metadata on its way
+    class Derived(cuda.PrefixShareMetadataBuilder):
+        pass
+
+    group = Group(monkeypatch)
+    layers = list(group.config.compilation_config.static_forward_context)
+    builder = Derived(FullAttentionSpec(**SPEC), layers, group.config, CPU)
+    metadata = builder.build(0, group.common(shared_batch([70, 90])))
+    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+
+
+def test_layers_of_a_draft_model_keep_flash_attention(monkeypatch):
+    from vllm.compilation.backends import set_model_tag
+
+    with set_model_tag("eagle_head"):
+        assert not Group(monkeypatch, num_speculative_tokens=2).impl.shares
+    assert Group(monkeypatch, num_speculative_tokens=2).impl.shares
+
+
+def test_without_lengths_on_the_host_nothing_is_shared(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 61])
+    group.start(batch)
+    common = group.common(batch)
+    common.seq_lens_cpu_upper_bound = None
+    for _ in range(2):
+        metadata = group.builder.build(0, common)
+        assert relative_error(group.forward(batch, metadata, 3), reference(batch)) < 2e-3
+    assert STATS.plans == 1
+    assert STATS.shared_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "reason"),
+    [
+        ("parallel_config", {"use_ubatching": True}, "micro-batches"),
+        ("parallel_config", {"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ("model_config", {"is_diffusion": True}, "diffusion decoding"),
+    ],
+)
+def test_a_configuration_that_is_not_served_keeps_flash_attention(
+    monkeypatch, part, changes, reason
+):
+    config = vllm_config()
+    vars(getattr(config, part)).update(changes)
+    assert cuda._config_refusal(config) == reason
 
 
 def test_full_graphs_are_captured_for_uniform_batches():

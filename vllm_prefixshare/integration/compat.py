@@ -63,3 +63,12 @@ def steps_in_flight(config: Any) -> int:
     if not config.scheduler_config.async_scheduling:
         return 0
     return 1 + int(config.parallel_config.pipeline_parallel_size)
+
+
+def is_draft_model() -> bool:
+    """Whether the layers being made are those of a drafter, which may inherit the backend. vLLM
+    tags models for its compiler while it makes them."""
+    from vllm.compilation import backends
+
+    tag = str(backends.model_tag)
+    return tag.endswith("_head") or tag in ("draft_model", "extract_hidden_states")

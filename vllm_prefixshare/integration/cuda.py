@@ -33,7 +33,11 @@ from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.executors.gpu import GpuExecutor
 from vllm_prefixshare.executors.workspace import PartialResults
 from vllm_prefixshare.integration import host_tables
-from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
+from vllm_prefixshare.integration.compat import (
+    decode_query_len,
+    is_draft_model,
+    steps_in_flight,
+)
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.stats import STATS
@@ -86,12 +90,15 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.supports_draft_decode_metadata_update = False  # lengths would change unseen
         self._executor: GpuExecutor | None = None
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
         self._all_layers = len(served) == len(layer_names)
-        if served and (reason := spec_refusal(kv_cache_spec)):
+        reason = spec_refusal(kv_cache_spec)
+        if reason is None and type(self) is not PrefixShareMetadataBuilder:
+            # what it builds from is not the runner's metadata, but made from it
+            reason = f"metadata of {type(self).__name__}"
+        if served and reason is not None:
             fall_back(reason)
         elif served:
             self._query_len = decode_query_len(vllm_config)
@@ -126,6 +133,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         # lengths known here take drafts for accepted that the GPU has yet to judge
         self._slack = drafts * steps_in_flight(self.vllm_config)
         self._plan: DecodePlan | None = None
+        self.supports_draft_decode_metadata_update = False  # lengths would change unseen
         self._executor = executor
         _BUILDERS.add(self)
         logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.kernel)
@@ -135,35 +143,64 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         self._plan = None
         self._planner.forget()
 
+    def clean_cache(self) -> None:
+        """Make every slot finite: the memory that comes back may hold anything, and a weight of
+        zero does not silence a NaN. What was restored stays as it is."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            cache = context[name].kv_cache
+            for tensor in cache if isinstance(cache, list) else [cache]:
+                torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
-        if self._executor is None:
+        table = self._host_table(common_attn_metadata)
+        if self._executor is None or table is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._divide(self._executor, common_attn_metadata, dummy=False)
+        return self._divide(self._executor, table, common_attn_metadata, dummy=False)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashAttentionMetadata:
-        if self._executor is None:
+        table = self._host_table(common_attn_metadata)
+        if self._executor is None or table is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)
-        return self._divide(self._executor, common_attn_metadata, dummy=True)
+        return self._divide(self._executor, table, common_attn_metadata, dummy=True)
+
+    def _host_table(self, common: CommonAttentionMetadata) -> HostTable | None:
+        """The host's copy of the block table. A group whose table is made from the runner's for
+        each step keeps FLASH_ATTN: that shows in its first batch, before any graph is captured.
+
+        Raises:
+            PrefixShareError: a graph was captured already.
+        """
+        if self._executor is None:
+            return None
+        table = host_tables.find(common.block_table_tensor)
+        if table is None:
+            if self._executor.workspace.plan.captured:
+                raise PrefixShareError(
+                    f"{BACKEND_NAME} does not know a block table that it knew when graphs were "
+                    "captured: choose another backend, and report the model and settings."
+                )
+            fall_back("block tables of their own")
+            self._executor = None
+        return table
 
     def _divide(
-        self, executor: GpuExecutor, common: CommonAttentionMetadata, dummy: bool
+        self,
+        executor: GpuExecutor,
+        table: HostTable,
+        common: CommonAttentionMetadata,
+        dummy: bool,
     ) -> PrefixShareCUDAMetadata:
         began = time.perf_counter()
         if common.causal is not True:
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
-        table = host_tables.find(common.block_table_tensor)
-        if table is None:
-            raise PrefixShareError(
-                f"{BACKEND_NAME} does not know this block table: choose another backend, and "
-                "report the model and settings."
-            )
         starts = common.query_start_loc_cpu.numpy()
         num_reqs = 0 if dummy else table.num_reqs(starts)
         decode_rows, decode_tokens = num_reqs, common.num_actual_tokens
@@ -191,7 +228,9 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> bool:
         """Put the plan of the first ``rows`` rows in force: whether it is a new one."""
         if rows:
-            seq_lens = common.seq_lens_cpu_upper_bound.numpy()[:rows]
+            bound = common.seq_lens_cpu_upper_bound
+            # of unknown lengths nothing is shared, and all is read to its end
+            seq_lens = np.ones(rows, np.int32) if bound is None else bound.numpy()[:rows]
             plan = self._planner.update(
                 table.block_table(rows),
                 seq_lens,
@@ -245,8 +284,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             return
         host_tables.want()
         # here, because vLLM measures what is left for the KV cache once the layers exist
-        device = torch.device("cuda", torch.cuda.current_device())
-        _reserve_partials(self, config, device)
+        self._partials = _reserve_partials(self, config, this_device())
 
     def forward(
         self,
@@ -297,9 +335,11 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
 _BUILDERS: "weakref.WeakSet[PrefixShareMetadataBuilder]" = weakref.WeakSet()
 
 
-def forget_plans() -> None:
+def after_wake_up() -> None:
+    """What vLLM's sleep took away: plans, and a KV cache of numbers."""
     for builder in _BUILDERS:
         builder.forget_plan()
+        builder.clean_cache()
 
 
 def planner_config(executor: GpuExecutor) -> PlannerConfig:
@@ -319,28 +359,45 @@ def _config_refusal(config: Any) -> str | None:
     checks = (
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (getattr(parallel, "enable_dbo", False), "dual batch overlap"),
+        (parallel.use_ubatching, "micro-batches"),
+        (config.model_config.is_diffusion, "diffusion decoding"),
+        (is_draft_model(), "a draft model"),
     )
     return next((reason for found, reason in checks if found), None)
 
 
-#: Partial results by shape: all layers and KV-cache groups of a worker run one after the other.
-_PARTIALS: dict[tuple[object, ...], PartialResults] = {}
+#: Partial results by shape, kept by their layers: all layers and KV-cache groups of a worker run
+#: one after the other.
+_PARTIALS: weakref.WeakValueDictionary[tuple[object, ...], PartialResults] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def this_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _partial_results(impl: Any, query_len: int, device: torch.device) -> PartialResults:
     key = (impl.num_heads, impl.head_size, query_len, device)
-    if key not in _PARTIALS:
-        _PARTIALS[key] = PartialResults(device, (impl.num_heads, impl.head_size), query_len)
-    return _PARTIALS[key]
+    partials = _PARTIALS.get(key)
+    if partials is None:
+        partials = PartialResults(device, (impl.num_heads, impl.head_size), query_len)
+        _PARTIALS[key] = partials
+    return partials
 
 
-def _reserve_partials(impl: Any, config: Any, device: torch.device) -> None:
+def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
     """Room for the partial results of any batch of this configuration."""
-    block_size = 16  # of no importance here
-    dtype = str(config.model_config.dtype).removeprefix("torch.")
-    shape = AttentionConfig(impl.num_heads, impl.num_kv_heads, impl.head_size, block_size, dtype)
+    attention = AttentionConfig(
+        impl.num_heads,
+        impl.num_kv_heads,
+        impl.head_size,
+        config.cache_config.block_size or 16,  # as far as it is known yet
+        str(config.model_config.dtype).removeprefix("torch."),
+    )
     query_len = decode_query_len(config)
     partials = _partial_results(impl, query_len, device)
-    executor = GpuExecutor(shape, device, query_len=query_len, partials=partials)
+    kernel = envs.get("VLLM_PREFIXSHARE_KERNEL")
+    executor = GpuExecutor(attention, device, kernel=kernel, query_len=query_len, partials=partials)
     partials.reserve(executor.capacity(config.scheduler_config.max_num_seqs).max_partials)
+    return partials

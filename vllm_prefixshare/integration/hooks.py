@@ -241,12 +241,18 @@ def _hook_v2_batch() -> None:
 def _hook_wake_up() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    def forget_plans(worker: Any) -> None:
-        # the backend's module is loaded only where it was chosen
-        if backend := sys.modules.get("vllm_prefixshare.integration.cuda"):
-            backend.forget_plans()
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+            result = original(self, tags)
+            # the backend's module is loaded only where it was chosen
+            backend = sys.modules.get("vllm_prefixshare.integration.cuda")
+            if backend is not None and (tags is None or "kv_cache" in tags):
+                backend.after_wake_up()
+            return result
 
-    _wrap(Worker, "wake_up", _then(forget_plans))
+        return wake_up
+
+    _wrap(Worker, "wake_up", wrapper)
 
 
 def _then(note: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -329,8 +335,8 @@ HOOKS = (
     ),
     Hook(
         "vllm.v1.worker.gpu_worker.Worker.wake_up",
-        "sleep gives away the memory that a plan lies in",
-        "metadata builders are told of it",
+        "sleep gives away the memory that plans and the KV cache lie in",
+        "metadata builders are told of it, and the KV cache is zeroed",
         _hook_wake_up,
     ),
 )

@@ -110,6 +110,11 @@ class DecodePlanner:
                 f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
                 "pass one of each for every request."
             )
+        if row_ids is not None and len(row_ids) != len(seq_lens):
+            raise PrefixShareError(
+                f"row_ids has {len(row_ids)} entries and seq_lens {len(seq_lens)}: "
+                "pass one of each for every request."
+            )
         began = time.perf_counter()
         self.counters.updates += 1
         plan = self._plan
