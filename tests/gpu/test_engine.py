@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.testing.dummy_model import write_lora, write_small_llama
+from vllm_prefixshare.testing.dummy_model import write_eagle, write_lora, write_small_llama
 from vllm_prefixshare.testing.engine import PREFIX_SHARE
 from vllm_prefixshare.testing.engine_host import EngineHost, drive
 
@@ -261,6 +261,23 @@ def test_speculative_rows(model, stock, text):
     for batch in (run, short):
         assert_as_stock(batch, stock)
         assert_shared(batch, factor=2.0)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rows_that_a_draft_model_proposed(random_model, tmp_path, runner):
+    # its own layers keep the parent's kernel; hardly a draft is accepted, so lengths on the
+    # host run ahead of those on the GPU
+    drafter = write_eagle(tmp_path / "eagle", random_model)
+    speculation = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
+    options = {"speculative_config": speculation, "env": {"VLLM_PREFIXSHARE_STRICT": "0"}}
+    specs = cases.ours(random_model, runner, **options), cases.stock(random_model)
+    with engines(*specs) as (engine, reference):
+        prompts = Text(random_model).asking(DOCUMENT, [50, 9, 31, 64, 17])
+        prime(engine, prompts)
+        run = engine.call(drive, prompts, tokens(60))
+        assert engine.call(cases.metric, "vllm:spec_decode_num_draft_tokens") > 0
+        assert_as_stock(run, reference)
+    assert_shared(run, factor=2.0)
 
 
 @pytest.fixture(scope="module")

@@ -104,6 +104,38 @@ def _write_word_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def write_eagle(folder: Path, model: Path) -> Path:
+    """Write an EAGLE drafter for ``model``, a folder from ``write_small_llama``: one layer whose
+    attention and MLP add nothing, so that it proposes again what the model chose before.
+
+    Returns:
+        folder, made if need be.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden = config["hidden_size"]
+    layer = "model.layers.0."
+    tensors = {}
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        tensors["embed_tokens.weight"] = weights.get_tensor("model.embed_tokens.weight")
+        for name in weights.keys():  # noqa: SIM118  it is no mapping
+            if name.startswith(layer) and "input_layernorm" not in name:  # it has none
+                tensor = weights.get_tensor(name)
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                tensors[name.removeprefix("model.")] = torch.zeros_like(tensor) if adds else tensor
+    nothing, same = torch.zeros(hidden, hidden), torch.eye(hidden)
+    tensors["fc.weight"] = torch.cat([nothing, same], dim=1).to(torch.float16)
+    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    config.pop("layer_types", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return folder
+
+
 def write_lora(folder: Path, model: Path, rank: int = 8, seed: int = 0) -> Path:
     """Write a random LoRA adapter of the query and value projections of ``model``, a folder
     from ``write_small_llama``.
