@@ -183,7 +183,8 @@ def watched(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, steady: int
     """
     import torch
 
-    from vllm_prefixshare.integration.cuda import PrefixShareCUDAImpl, PrefixShareMetadataBuilder
+    from vllm_prefixshare.integration.cuda import PrefixShareCUDAImpl
+    from vllm_prefixshare.integration.cuda_metadata import PrefixShareMetadataBuilder
 
     counts = {"builds": 0, "forwards": 0, "step": 0}
     build, forward = PrefixShareMetadataBuilder.build, PrefixShareCUDAImpl.forward

@@ -17,7 +17,7 @@ from tests.batches import PagedBatch
 from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.executors import gpu, gpu_kernels
-from vllm_prefixshare.integration import cuda, host_tables, register
+from vllm_prefixshare.integration import cuda, cuda_metadata, host_tables, register
 from vllm_prefixshare.integration.stats import STATS
 
 pytestmark = pytest.mark.skipif(
@@ -44,7 +44,9 @@ def _interpreter(monkeypatch):
     portable = gpu_kernels.PortableKernel
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(gpu, "_choose", lambda shape, device, _, n: portable(shape, n, device))
-    monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
+    monkeypatch.setattr(
+        cuda_metadata, "cost_model", lambda attention, kernel, log: analytic(attention)
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "this_device", lambda: CPU)
     STATS.reset()
@@ -120,7 +122,7 @@ class Group:
         layer.kv_cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
         self.config.compilation_config.static_forward_context["layer"] = layer
         spec = spec or FullAttentionSpec(**SPEC)
-        self.builder = cuda.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
+        self.builder = cuda_metadata.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
         self.tables = SimpleNamespace(
             max_num_reqs=MAX_REQS,
             input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
@@ -242,7 +244,7 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     cache = group.config.compilation_config.static_forward_context["layer"].kv_cache
     cache.fill_(1.0)
     cache[3:5] = torch.tensor([torch.nan, torch.inf])[:, None, None, None]
-    cuda.after_wake_up()
+    cuda_metadata.after_wake_up()
     assert cache.isfinite().all()
     assert (cache == 1.0).sum() == cache.numel() - 2 * cache[0].numel()
     metadata = group.builder.build(0, group.common(batch))
@@ -303,7 +305,7 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
     assert not group.impl.shares
     batch = shared_batch([70, 90])
     metadata = group.builder.build(0, group.common(batch))
-    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     with pytest.raises(PrefixShareError, match=reason):
         Group(monkeypatch, **changes)
@@ -313,7 +315,7 @@ def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
     group = Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
     batch = shared_batch([70, 90])
     metadata = group.builder.build(0, group.common(batch))
-    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     with pytest.raises(PrefixShareError, match="a KV cache of SlidingWindowSpec"):
         Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
@@ -325,10 +327,10 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
     common = group.common(batch)
     common.block_table_tensor = common.block_table_tensor.clone()
     metadata = group.builder.build_for_cudagraph_capture(common)
-    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
     # and so it stays: graphs hold the other kernel now
     metadata = group.builder.build(0, group.common(batch))
-    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
 
     group = Group(monkeypatch)
     group.builder._executor.workspace.plan.captured = True
@@ -338,14 +340,14 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
 
 def test_a_builder_made_from_ours_keeps_flash_attention(monkeypatch):
     # vLLM derives some that change the metadata on its way
-    class Derived(cuda.PrefixShareMetadataBuilder):
+    class Derived(cuda_metadata.PrefixShareMetadataBuilder):
         pass
 
     group = Group(monkeypatch)
     layers = list(group.config.compilation_config.static_forward_context)
     builder = Derived(FullAttentionSpec(**SPEC), layers, group.config, CPU)
     metadata = builder.build(0, group.common(shared_batch([70, 90])))
-    assert not isinstance(metadata, cuda.PrefixShareCUDAMetadata)
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
 
 
 def test_layers_of_a_draft_model_keep_flash_attention(monkeypatch):
@@ -386,7 +388,7 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
 
 
 def test_full_graphs_are_captured_for_uniform_batches():
-    support = cuda.PrefixShareMetadataBuilder.get_cudagraph_support(None, None)
+    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(None, None)
     assert support is AttentionCGSupport.UNIFORM_BATCH
 
 

@@ -245,7 +245,7 @@ def _hook_wake_up() -> None:
         def wake_up(self: Any, tags: list[str] | None = None) -> Any:
             result = original(self, tags)
             # the backend's module is loaded only where it was chosen
-            backend = sys.modules.get("vllm_prefixshare.integration.cuda")
+            backend = sys.modules.get("vllm_prefixshare.integration.cuda_metadata")
             if backend is not None and (tags is None or "kv_cache" in tags):
                 backend.after_wake_up()
             return result
