@@ -53,7 +53,6 @@ class Portable:
     batch: PagedBatch
     workers: int = 3
     tile_sizes: tuple[QTile, ...] | None = None
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         b = self.batch
@@ -91,7 +90,6 @@ class Portable:
             self.partial_lse,
             out,
             self.head_dim**-0.5,
-            self.overlap,
         )
         merge_states(
             self.arrays["merge_indptr"],
@@ -100,7 +98,6 @@ class Portable:
             out,
             starts,
             self.query_len,
-            self.overlap,
         )
         return out.cpu()
 

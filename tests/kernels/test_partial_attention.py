@@ -175,19 +175,3 @@ def test_full_size(divider, queries):
         query_lens=queries,
     )
     check(batch, divider, workers=16)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-    reason="torch.cuda is not available, or the GPU's compute capability is below 9.0",
-)
-def test_launches_may_run_side_by_side():
-    batch = paged_batch(
-        documents=3, requests=40, document_blocks=50, heads=(32, 8), head_dim=128, dtype=BF16
-    )
-    plan = make_plan(batch, "deft_node", workers=16)
-    in_turn = Portable(plan, batch, 16).run()
-    kernel = Portable(plan, batch, 16, overlap=True)
-    for _ in range(20):
-        assert torch.equal(kernel.run(), in_turn)

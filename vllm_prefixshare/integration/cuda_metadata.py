@@ -197,11 +197,13 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             bound = common.seq_lens_cpu_upper_bound
             # of unknown lengths nothing is shared, and all is read to its end
             seq_lens = np.ones(rows, np.int32) if bound is None else bound.numpy()[:rows]
+            table_rows, row_ids = table.rows(rows)
             plan = self._planner.update(
-                table.block_table(rows),
+                table.block_table if table_rows is not None else table.block_table[:rows],
                 seq_lens,
                 self._query_len,
-                row_ids=table.row_ids(rows),
+                table_rows=table_rows,
+                row_ids=row_ids,
                 slack=self._slack,
             )
         else:

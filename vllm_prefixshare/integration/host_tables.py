@@ -7,7 +7,6 @@ device are noted on the way, by slot, and so are the slots of the batch in prepa
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +30,10 @@ def want() -> None:
 class HostTable(Protocol):
     """Block ids of one KV-cache group.
 
-    row_ids: see ``DecodePlanner.update``; None where the table itself is to be compared.
+    block_table: int32 ``[rows, max_blocks]``.
     """
+
+    block_table: IntArray
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
         """Requests in the batch in preparation; padding has no queries. None in a dummy batch.
@@ -42,27 +43,24 @@ class HostTable(Protocol):
         """
         ...
 
-    def row_ids(self, num_reqs: int) -> IntArray | None: ...
-
-    def block_table(self, num_reqs: int) -> Callable[[], IntArray] | IntArray:
-        """``[num_reqs, max_blocks]`` int32 of the first rows of the batch."""
+    def rows(self, num_reqs: int) -> tuple[IntArray | None, IntArray | None]:
+        """``table_rows`` and ``row_ids`` of the first requests of the batch, as
+        ``DecodePlanner.update`` takes them. None: rows of the table are those of the batch,
+        and to be compared."""
         ...
 
 
 class RowTable:
     """The V1 runner's own copy; row by row that of the batch."""
 
-    def __init__(self, table: IntArray) -> None:
-        self._table = table
+    def __init__(self, block_table: IntArray) -> None:
+        self.block_table = block_table
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
         return int(np.count_nonzero(query_start_loc[1:] > query_start_loc[:-1]))
 
-    def row_ids(self, num_reqs: int) -> None:
-        return None
-
-    def block_table(self, num_reqs: int) -> IntArray:
-        return self._table[:num_reqs]
+    def rows(self, num_reqs: int) -> tuple[None, None]:
+        return None, None
 
 
 class Slots:
@@ -90,35 +88,25 @@ class SlotTable:
 
     def __init__(self, slots: Slots, shape: tuple[int, int], blocks_per_id: int) -> None:
         self._slots = slots
-        self._ids = np.zeros(shape, np.int32)
+        self.block_table = np.zeros(shape, np.int32)
         self._used = np.zeros(shape[0], np.int64)
-        self._blocks_per_id = blocks_per_id
+        self._parts = np.arange(blocks_per_id, dtype=np.int32)
 
     def append(self, slot: int, ids: list[int], overwrite: bool) -> None:
+        blocks: Any = ids
+        if len(self._parts) > 1:
+            blocks = np.add.outer(np.array(ids, np.int32) * len(self._parts), self._parts).ravel()
         start = 0 if overwrite else self._used[slot]
-        self._ids[slot, start : start + len(ids)] = ids
-        self._used[slot] = start + len(ids)
+        self.block_table[slot, start : start + len(blocks)] = blocks
+        self._used[slot] = start + len(blocks)
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
         return 0 if self._slots.batch is None else len(self._slots.batch)
 
-    def row_ids(self, num_reqs: int) -> IntArray:
-        assert self._slots.batch is not None
-        return self._slots.ids[self._slots.batch[:num_reqs]]
-
-    def block_table(self, num_reqs: int) -> Callable[[], IntArray]:
+    def rows(self, num_reqs: int) -> tuple[IntArray, IntArray]:
         assert self._slots.batch is not None
         rows = self._slots.batch[:num_reqs]
-
-        def gather() -> IntArray:
-            width = int(self._used[rows].max(initial=0))
-            table = self._ids[rows, :width]
-            if self._blocks_per_id == 1:
-                return table
-            parts = np.arange(self._blocks_per_id, dtype=np.int32)
-            return (table[:, :, None] * self._blocks_per_id + parts).reshape(len(rows), -1)
-
-        return gather
+        return rows, self._slots.ids[rows]
 
 
 def find(device_table: Any) -> HostTable | None:
@@ -144,8 +132,7 @@ def keep_v2_tables(tables: Any) -> None:
     # releases before 0.32 split the manager's blocks here; later ones when building metadata
     parts = getattr(tables, "blocks_per_kv_block", [1] * len(tables.input_block_tables))
     for device_table, blocks_per_id in zip(tables.input_block_tables, parts, strict=True):
-        rows, columns = device_table.shape
-        copy = SlotTable(slots, (rows, columns // blocks_per_id), blocks_per_id)
+        copy = SlotTable(slots, tuple(device_table.shape), blocks_per_id)
         copies.append(copy)
         _COPIES[device_table.data_ptr()] = weakref.ref(copy)
 

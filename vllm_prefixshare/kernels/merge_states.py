@@ -11,7 +11,6 @@ exponentials. Their average weighted by those sums is the attention over all the
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -23,7 +22,6 @@ def merge_states(
     out: torch.Tensor,
     query_start_loc: torch.Tensor | None = None,
     query_len: int = 1,
-    overlap: bool = False,
 ) -> None:
     """Merge in the order of the partial results, so that the bits are the same every time.
 
@@ -40,7 +38,6 @@ def merge_states(
         out: ``[num_tokens, num_qo_heads, head_dim]``, heads and head_dim contiguous.
         query_start_loc: int32 ``[num_reqs + 1 or more]`` query tokens of each request, at most
             ``query_len``; ``query_len`` each if None. Not read if ``query_len`` is 1.
-        overlap: as ``partial_attention`` right before was told.
     """
     num_tokens, num_heads, head_dim = out.shape
     ragged = query_len > 1 and query_start_loc is not None
@@ -55,7 +52,7 @@ def merge_states(
         out.stride(0),
         QUERY_LEN=query_len, RAGGED=ragged, HEADS=num_heads, HEAD_DIM=head_dim,
         D=triton.next_power_of_2(head_dim), HEADS_EACH=heads_each, UNROLL=unroll,
-        OVERLAP=overlap, num_warps=warps, **({"launch_pdl": True} if overlap else {}),
+        num_warps=warps,
     )
 
 
@@ -63,10 +60,8 @@ def merge_states(
 def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, stride_out,
                   QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr,
                   HEAD_DIM: tl.constexpr, D: tl.constexpr, HEADS_EACH: tl.constexpr,
-                  UNROLL: tl.constexpr, OVERLAP: tl.constexpr):
+                  UNROLL: tl.constexpr):
     """Grid: request, query token of the request, group of heads."""
-    if OVERLAP:
-        gdc_wait()  # of every program: what follows this kernel relies on the one before, too
     request = tl.program_id(0)
     query = tl.program_id(1)
     first = tl.load(merge_indptr + request)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
@@ -83,7 +82,6 @@ def partial_attention(
     partial_lse: torch.Tensor,
     out: torch.Tensor,
     sm_scale: float,
-    overlap: bool = False,
 ) -> None:
     """Launch every size of Q tile; the arguments have been checked by the executor.
 
@@ -106,13 +104,10 @@ def partial_attention(
         partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm.
         out: like ``q``.
         sm_scale: softmax scale, above 0.
-        overlap: let the launches run side by side (programmatic dependent launch, compute
-            capability 9.0); then ``merge_states`` must follow, told the same.
     """
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     rows_per_request = query_len * num_qo_heads // num_kv_heads
-    first = True
     for tile, num_workers in reversed(tiles):  # the largest tiles take longest
         chunks = tile.chunks(rows_per_request)
         _partial_attention[(num_workers * chunks * num_kv_heads,)](
@@ -129,10 +124,8 @@ def partial_attention(
             D=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, QUERY_LEN=query_len,
             RAGGED=query_len > 1 and query_start_loc is not None, TREE=tree_mask is not None,
             CHUNKS=chunks, Q_TILE_SIZE=tile.rows, KV_TILE_SIZE=tile.kv_tile, STAGES=tile.stages,
-            OVERLAP=overlap, FIRST=first, num_warps=tile.warps,
-            **({"launch_pdl": True} if overlap else {}),
+            num_warps=tile.warps,
         )
-        first = False
 
 
 @triton.jit
@@ -221,17 +214,8 @@ def _partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_l
                        HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                        QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, TREE: tl.constexpr,
                        CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
-                       KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
-                       FIRST: tl.constexpr):
-    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
-
-    With ``OVERLAP`` the first launch waits for what came before the attention, and the others
-    for the launch before them only when they are done: so the last one ends last.
-    """
-    if OVERLAP:
-        if FIRST:
-            gdc_wait()
-        gdc_launch_dependents()
+                       KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest."""
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
     kv_head = tl.program_id(0) % KV_HEADS
@@ -325,5 +309,3 @@ def _partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_l
             tl.store(partial_out + at, result, mask=inside & to_partial[:, None])
             lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
             tl.store(partial_lse + at_lse, lse, mask=to_partial)
-    if OVERLAP and not FIRST:
-        gdc_wait()

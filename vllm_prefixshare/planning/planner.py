@@ -1,7 +1,6 @@
 """One plan after the other: a new one only where the batch asks for it."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,16 +70,17 @@ class DecodePlanner:
         table = np.array([[1, 2], [1, 3]], np.int32)
         lens = np.full(2, self.block_size + 1, np.int32)
         with one_process_at_a_time():
-            for row_ids in (None, np.arange(2)):
+            for rows in (None, np.arange(2)):
                 for _ in range(2):  # a plan, and the question whether it holds
-                    twin.update(table, lens, row_ids=row_ids)
+                    twin.update(table, lens, table_rows=rows, row_ids=rows)
 
     def update(
         self,
-        block_table: IntArray | Callable[[], IntArray],
+        block_table: IntArray,
         seq_lens: IntArray,
         query_len: int = 1,
         *,
+        table_rows: IntArray | None = None,
         row_ids: IntArray | None = None,
         slack: int = 0,
     ) -> DecodePlan:
@@ -90,22 +90,21 @@ class DecodePlanner:
         arrays in C order are read as they are, others are copied first.
 
         Args:
-            block_table: ``[num_reqs, max_blocks]`` physical block ids, or how to get them,
-                which needs ``row_ids``.
+            block_table: ``[num_reqs, max_blocks]`` physical block ids.
             seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
             query_len: most query tokens of a request. They and the block that they fill
                 stay private.
             row_ids: ``[num_reqs]`` stands for the block table in the comparison: a number
                 that a request keeps as long as the blocks it has stay the same, and that no
                 other request has had before.
+            table_rows: ``[num_reqs]`` row of ``block_table`` that each request has, where its
+                rows are not those of the batch; goes with ``row_ids``.
             slack: the true lengths may be less than ``seq_lens`` by so much.
 
         Raises:
             PrefixShareError: the arguments differ in requests.
         """
-        if callable(block_table) and row_ids is None:
-            raise PrefixShareError("a block_table that is a function needs row_ids.")
-        if not callable(block_table) and len(block_table) != len(seq_lens):
+        if len(block_table if table_rows is None else table_rows) != len(seq_lens):
             raise PrefixShareError(
                 f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
                 "pass one of each for every request."
@@ -121,12 +120,13 @@ class DecodePlanner:
         if row_ids is not None:
             holds = self._same_rows(row_ids, seq_lens, query_len)
         else:
-            assert not callable(block_table)
             holds = self.holds(block_table, seq_lens, query_len)
         if plan is None or not holds:
-            table = block_table() if callable(block_table) else block_table
             least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
-            plan = self._plan = self._make_plan(table, least, query_len)
+            table = np.ascontiguousarray(block_table, np.int32)
+            plan, forest = self._make_plan(table, table_rows, least, query_len)
+            self._plan = plan
+            self._remember(table if row_ids is None else None, plan, forest, query_len)
             self._row_ids = None if row_ids is None else row_ids.copy()
             self.counters.plans += 1
             self.last_plan_seconds = time.perf_counter() - began
@@ -163,13 +163,15 @@ class DecodePlanner:
             and _rows_hold(row_ids, known, seq_lens, self._longest)
         )
 
-    def _make_plan(self, block_table: IntArray, seq_lens: IntArray, query_len: int) -> DecodePlan:
-        table = np.ascontiguousarray(block_table, np.int32)
+    def _make_plan(
+        self, table: IntArray, table_rows: IntArray | None, seq_lens: IntArray, query_len: int
+    ) -> tuple[DecodePlan, Forest]:
         kv_lens = seq_lens.astype(np.int32)
         # a block that this step's queries may still write to is nobody else's
         filled = np.maximum(kv_lens - query_len, 0) // self.block_size
         filled = np.minimum(filled, table.shape[1]).astype(np.int32)
-        forest = forest_from_blocks(table, filled, self.block_size, self.config.null_block_id)
+        null = self.config.null_block_id
+        forest = forest_from_blocks(table, filled, self.block_size, null, table_rows)
         rows = self.gqa_group_size * query_len
         if self.config.share != "always":
             forest = drop_trees(forest, self._roots_to_drop(forest, kv_lens, rows))
@@ -184,19 +186,21 @@ class DecodePlanner:
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         if self.config.check_plans:
-            invariants.check(plan, block_table, kv_lens)
-        self._remember(table, plan, forest, query_len)
-        return plan
+            invariants.check(plan, table if table_rows is None else table[table_rows], kv_lens)
+        return plan, forest
 
-    def _remember(self, table: IntArray, plan: DecodePlan, forest: Forest, query_len: int) -> None:
-        """What ``holds`` compares the next batches with."""
+    def _remember(
+        self, table: IntArray | None, plan: DecodePlan, forest: Forest, query_len: int
+    ) -> None:
+        """What the next batches are compared with; ``table`` is None where row ids will do."""
         self._query_len = query_len
-        used = np.minimum(-(-plan.planned_seq_lens // self.block_size), table.shape[1])
-        num_rows, width = len(used), int(used.max(initial=0))
-        if num_rows > self._known.shape[0] or width > self._known.shape[1]:
-            # with room to grow, because memory that is new to the process is dear to touch
-            self._known = np.empty((num_rows + num_rows // 4, width + width // 4), np.int32)
-        _copy_rows(table, used, self._known)
+        if table is not None:
+            used = np.minimum(-(-plan.planned_seq_lens // self.block_size), table.shape[1])
+            num_rows, width = len(used), int(used.max(initial=0))
+            if num_rows > self._known.shape[0] or width > self._known.shape[1]:
+                # with room to grow, because memory that is new to the process is dear to touch
+                self._known = np.empty((num_rows + num_rows // 4, width + width // 4), np.int32)
+            _copy_rows(table, used, self._known)
         self._longest = np.full(plan.num_reqs, np.inf)
         if self.config.num_workers > 1:
             private = np.empty(plan.num_reqs)

@@ -23,6 +23,7 @@ def forest_from_blocks(
     num_shareable: IntArray,
     block_size: int,
     null_block_id: int | None = None,
+    table_rows: IntArray | None = None,
 ) -> Forest:
     """Which requests share which leading blocks, in time proportional to the shared part.
 
@@ -30,13 +31,17 @@ def forest_from_blocks(
     those that go on below it.
 
     Args:
-        block_table: int32 ``[num_reqs, max_blocks]`` physical block ids.
-        num_shareable: int32 ``[num_reqs]`` leading blocks of each row that are filled.
+        block_table: int32 ``[num_reqs or more, max_blocks]`` physical block ids.
+        num_shareable: int32 ``[num_reqs]`` leading blocks of each request that are filled.
         block_size: tokens in a KV block.
         null_block_id: block id that ends a row's shareable blocks wherever it stands.
+        table_rows: ``[num_reqs]`` row of the table that each request has; in order if None.
     """
     null = -1 if null_block_id is None else null_block_id
-    rows, private, nodes = _forest(block_table, num_shareable, null)
+    if table_rows is None:
+        table_rows = np.arange(len(num_shareable))
+    table_rows = table_rows.astype(np.int64, copy=False)  # one type, or Numba compiles again
+    rows, private, nodes = _forest(block_table, table_rows, num_shareable, null)
     return Forest(
         request_rows=rows,
         private_start=private * np.int32(block_size),
@@ -66,7 +71,7 @@ def first_difference(a: IntArray, b: IntArray, start: int, stop: int) -> int:
 
 @compiled
 def _forest(
-    table: IntArray, num_shareable: IntArray, null: int
+    table: IntArray, table_rows: IntArray, num_shareable: IntArray, null: int
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Depth-first rows, private start by position (in blocks), and ``[5, num_nodes]`` parent,
     start, end (in blocks), first, last."""
@@ -85,15 +90,18 @@ def _forest(
     slots = np.zeros((size, 3), np.int32)  # hash table: key, number, and the split it is of
 
     splits = 1
-    height = _split(table, num_shareable, rows, private, 0, -1, 0, n, stack, 0, work, slots, 1)
+    height = _split(
+        table, table_rows, num_shareable, rows, private, 0, -1, 0, n, stack, 0, work, slots, 1
+    )
     while height:
         height -= 1
         start, parent, first, last = stack[height]
-        leader = table[rows[first]]
+        leader = table[table_rows[rows[first]]]
         end = num_shareable[rows[first]]
         for position in range(first + 1, last):
             row = rows[position]
-            end = first_difference(leader, table[row], start, min(end, num_shareable[row]))
+            stop = min(end, num_shareable[row])
+            end = first_difference(leader, table[table_rows[row]], start, stop)
         filled = start
         while filled < end and leader[filled] != null:
             filled += 1
@@ -108,8 +116,8 @@ def _forest(
             continue
         splits += 1
         height = _split(
-            table, num_shareable, rows, private, end, node, first, last, stack, height, work,
-            slots, splits,
+            table, table_rows, num_shareable, rows, private, end, node, first, last, stack,
+            height, work, slots, splits,
         )  # fmt: skip
     return rows, private, nodes[:, :num_nodes].copy()
 
@@ -117,6 +125,7 @@ def _forest(
 @compiled
 def _split(
     table: IntArray,
+    table_rows: IntArray,
     num_shareable: IntArray,
     rows: IntArray,
     private: IntArray,
@@ -141,7 +150,7 @@ def _split(
         row = rows[position]
         key = 0
         if num_shareable[row] > depth:
-            block = table[row, depth]
+            block = table[table_rows[row], depth]
             slot = (block * HASH >> 12) & mask
             while slots[slot, 2] == split and slots[slot, 0] != block:
                 slot = (slot + 1) & mask
