@@ -39,6 +39,7 @@ def test_the_release_under_test_is_the_one_asked_for():
         (BlockTables.append_block_ids, ["self", "req_index", "new_block_ids", "overwrite"]),
         (BlockTables.get_dummy_block_tables, ["self", "num_reqs"]),
         (GPUModelRunner.prepare_attn, ["self", "input_batch"]),
+        (Worker.wake_up, ["self", "tags"]),
         (
             FlashAttentionMetadataBuilder.__init__,
             ["self", "kv_cache_spec", "layer_names", "vllm_config", "device"],
