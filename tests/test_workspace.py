@@ -1,0 +1,87 @@
+"""The GPU executor's workspace: what is copied, what stays, and that there is always room."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.planning.strategies import make_planner
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.executors.gpu_kernels import HopperKernel, PortableKernel
+from vllm_prefixshare.executors.workspace import GAP, RING, DeviceArrays, PartialResults
+from vllm_prefixshare.testing.workloads import tree
+from vllm_prefixshare.types import PrefixShareError
+
+CPU = torch.device("cpu")
+
+
+def loaded(arrays: DeviceArrays) -> dict[str, list[int]]:
+    return {name: a.tolist() for name, a in arrays.arrays.items()}
+
+
+def test_arrays_that_lie_close_or_far_apart_arrive():
+    arrays = DeviceArrays(CPU)
+    arrays.reserve({"a": 4, "b": 3 * GAP, "c": 5})
+    for n in range(2 * RING):  # every buffer of the ring, twice
+        a, c = np.arange(n, n + 3, dtype=np.int32), np.full(5, -n, np.int32)
+        b = np.arange(n * 7, dtype=np.int32)
+        arrays.load({"a": a, "b": b, "c": c})
+        for name, value in (("a", a), ("b", b), ("c", c)):
+            assert arrays.arrays[name][: len(value)].tolist() == value.tolist()
+
+
+def test_an_indptr_stays_level_past_its_end():
+    arrays = DeviceArrays(CPU)
+    arrays.reserve({"merge_indptr": 9, "query_start_loc": 9, "rows": 9})
+    long = np.arange(9, dtype=np.int32)
+    arrays.load({"merge_indptr": long, "query_start_loc": long, "rows": long})
+    short = np.array([0, 2], np.int32)
+    arrays.load({"merge_indptr": short, "query_start_loc": short, "rows": short})
+    found = loaded(arrays)
+    for name in ("merge_indptr", "query_start_loc"):
+        assert found[name][0] == 0
+        assert set(found[name][1:]) == {2}
+
+
+def test_captured_arrays_and_partial_results_do_not_grow():
+    arrays = DeviceArrays(CPU)
+    arrays.reserve({"rows": 4})
+    arrays.captured = True
+    room = len(arrays.arrays["rows"])
+    arrays.load({"rows": np.zeros(room, np.int32)})
+    with pytest.raises(PrefixShareError, match=r"rows of .* exceed the workspace"):
+        arrays.reserve({"rows": room + 1})
+    partials = PartialResults(CPU, (4, 64), query_len=2)
+    partials.reserve(3)
+    assert partials.out.shape[1:] == (4, 64) and len(partials.lse) >= 6
+    partials.captured = True
+    with pytest.raises(PrefixShareError, match="partial results exceed"):
+        partials.reserve(len(partials.lse))
+
+
+@pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (16, 1), (64, 8)], ids=str)
+@pytest.mark.parametrize("divider", ["depth_first", "flashforge", "deft_flatten", "per_request"])
+def test_reserved_room_holds_every_plan_that_keeps_its_limits(monkeypatch, kernel, heads, divider):
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    attention = AttentionConfig(*heads, 128, 16)
+    k = kernel(attention, 1, CPU)
+    capacity = k.capacity(64)
+    limits = {name: getattr(capacity, name) for name in ("max_tiles", "max_runs", "max_partials")}
+    for spec in ("1,64_2048,64", "1,4,16,64_256,128,64,32", "64_512", "1,2_4096,64"):
+        work = tree(spec)
+        planner = make_planner(
+            16,
+            divider=divider,
+            gqa=attention.gqa_group_size,
+            num_workers=k.num_workers,
+            max_tile_requests=k.max_tile_requests,
+            max_tile_runs=k.max_tile_runs,
+            **limits,
+        )
+        plan = planner.update(work.block_table, work.seq_lens)
+        layout = k.layout(plan)
+        assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
+        assert plan.num_partials <= capacity.max_partials
