@@ -30,10 +30,9 @@ from bench_kernel import versions, write
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.testing.dummy_model import write_llama_8b
-from vllm_prefixshare.testing.engine import PREFIX_SHARE
-from vllm_prefixshare.testing.engine_host import (
+from vllm_prefixshare.testing.engine import PREFIX_SHARE, EngineProcess
+from vllm_prefixshare.testing.engine_steps import (
     FORCED_TOKENS,
-    EngineHost,
     Run,
     drive,
     start_engines,
@@ -119,18 +118,18 @@ def random_batch(args: argparse.Namespace) -> Batch:
 
 
 def randomize(llm: Any) -> None:
-    """For ``EngineHost.call``: weights at which attention decides tokens."""
+    """For ``EngineProcess.call``: weights at which attention decides tokens."""
     llm.collective_rpc("randomize_weights")
     llm.reset_prefix_cache()
 
 
-def greedy(engine: EngineHost, prompts: list[list[int]], tokens: int) -> Run:
+def greedy(engine: EngineProcess, prompts: list[list[int]], tokens: int) -> Run:
     engine.call(drive, prompts[:1], {"max_tokens": 1})  # the document into the prefix cache
     run: Run = engine.call(drive, prompts, {"max_tokens": tokens, "ignore_eos": True})
     return run
 
 
-def forced(engine: EngineHost, prompts: list[list[int]], texts: Sequence[Sequence[int]]) -> Run:
+def forced(engine: EngineProcess, prompts: list[list[int]], texts: Sequence[Sequence[int]]) -> Run:
     sampling = [
         {
             "max_tokens": len(text),

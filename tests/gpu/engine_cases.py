@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.testing.engine import PREFIX_SHARE
-from vllm_prefixshare.testing.engine_host import (
+from vllm_prefixshare.testing.engine import PREFIX_SHARE, EngineProcess
+from vllm_prefixshare.testing.engine_steps import (
     Completion,
-    EngineHost,
     Run,
     drive,
     score,
@@ -48,8 +47,8 @@ RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RU
 MEAN_ERROR, MAX_ERROR = 0.05, 0.4
 
 
-def engines(*specs: dict[str, Any]) -> AbstractContextManager[list[EngineHost]]:
-    """Engines started side by side. specs: arguments of ``EngineHost``, over ``SETTINGS``."""
+def engines(*specs: dict[str, Any]) -> AbstractContextManager[list[EngineProcess]]:
+    """Engines started side by side. specs: arguments of ``EngineProcess``, over ``SETTINGS``."""
     return start_engines(*({**SETTINGS, **spec} for spec in specs))
 
 
@@ -90,13 +89,13 @@ class Text:
         return [first + self.part(7000 + 311 * i, n) for i, n in enumerate(private)]
 
 
-def errors(completions: Sequence[Completion], reference: EngineHost) -> list[np.ndarray]:
+def errors(completions: Sequence[Completion], reference: EngineProcess) -> list[np.ndarray]:
     """|log-probability as decoded - as stock's prefill has it| of each token of each answer."""
     scores = reference.call(score, completions)
     return [np.abs(np.subtract(c.logprobs, s)) for c, s in zip(completions, scores, strict=True)]
 
 
-def assert_as_stock(run: Run, reference: EngineHost) -> None:
+def assert_as_stock(run: Run, reference: EngineProcess) -> None:
     """Every token of ``run`` was decoded with the log-probability that stock gives it."""
     assert run.completions
     for i, error in enumerate(errors(run.completions, reference)):

@@ -22,8 +22,8 @@ import torch
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.testing.dummy_model import write_eagle, write_lora, write_small_llama
-from vllm_prefixshare.testing.engine import PREFIX_SHARE
-from vllm_prefixshare.testing.engine_host import EngineHost, drive
+from vllm_prefixshare.testing.engine import PREFIX_SHARE, EngineProcess
+from vllm_prefixshare.testing.engine_steps import drive
 
 from . import engine_cases as cases
 from .engine_cases import (
@@ -65,7 +65,9 @@ def text(model: Path) -> Text:
 
 
 @contextmanager
-def three(model: Path, v1: dict[str, Any], v2: dict[str, Any]) -> Iterator[dict[str, EngineHost]]:
+def three(
+    model: Path, v1: dict[str, Any], v2: dict[str, Any]
+) -> Iterator[dict[str, EngineProcess]]:
     """Engines by name: stock, and PREFIX_SHARE under each runner with options of its own."""
     specs = [cases.stock(model), cases.ours(model, "V1", **v1), cases.ours(model, "V2", **v2)]
     with engines(*specs) as started:
@@ -73,18 +75,18 @@ def three(model: Path, v1: dict[str, Any], v2: dict[str, Any]) -> Iterator[dict[
 
 
 @pytest.fixture(scope="module")
-def all_three(model: Path) -> Iterator[dict[str, EngineHost]]:
+def all_three(model: Path) -> Iterator[dict[str, EngineProcess]]:
     with three(model, FEW, FEW) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def stock(all_three: dict[str, EngineHost]) -> EngineHost:
+def stock(all_three: dict[str, EngineProcess]) -> EngineProcess:
     return all_three["stock"]
 
 
 @pytest.fixture(params=list(RUNNERS))
-def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineHost]) -> EngineHost:
+def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineProcess]) -> EngineProcess:
     """PREFIX_SHARE in the default CUDA-graph mode, nothing in its prefix cache."""
     host = all_three[request.param]
     assert host.call(cases.reset_between)
@@ -92,7 +94,7 @@ def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineHost]) -> 
     return host
 
 
-def prime(engine: EngineHost, prompts: list[list[int]]) -> None:
+def prime(engine: EngineProcess, prompts: list[list[int]]) -> None:
     """Leave the document in the prefix cache: requests that are scheduled at once, before any
     has it, do not share it."""
     engine.call(drive, prompts[:1], tokens(1))
@@ -222,7 +224,9 @@ def test_beam_search(engine, stock, text):
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Text, dict[str, EngineHost]]]:
+def wide(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Text, dict[str, EngineProcess]]]:
     model = write_small_llama(tmp_path_factory.mktemp("wide"), head_dim=128)
     with three(model, {"block_size": 16}, {"block_size": 32}) as started:
         yield Text(model), started
@@ -283,7 +287,7 @@ def test_rows_that_a_draft_model_proposed(random_model, tmp_path, runner):
 @pytest.fixture(scope="module")
 def windowed(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Text, dict[str, EngineHost]]]:
+) -> Iterator[tuple[Text, dict[str, EngineProcess]]]:
     model = write_small_llama(tmp_path_factory.mktemp("windowed"), sliding_window=256)
     lenient = {"env": {"VLLM_PREFIXSHARE_STRICT": "0"}}
     with three(model, lenient, lenient) as started:
@@ -382,4 +386,4 @@ def test_an_fp8_cache_falls_back_to_the_parent(random_model, capfd):
 )
 def test_a_wrong_setting_is_refused_at_start_up(random_model, variable, value, sentence):
     with pytest.raises(PrefixShareError, match=sentence):
-        EngineHost(PREFIX_SHARE, random_model, {variable: value}, **cases.SETTINGS)
+        EngineProcess(PREFIX_SHARE, random_model, {variable: value}, **cases.SETTINGS)

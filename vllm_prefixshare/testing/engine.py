@@ -5,14 +5,13 @@ memory, and because vLLM's CPU settings are read at import.
 """
 
 import contextlib
-import functools
 import importlib.util
 import multiprocessing
 import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -112,7 +111,7 @@ class EngineProcess:
     """``vllm.LLM`` behind a pipe. Use as a context manager.
 
     Args:
-        backend: ``PREFIX_SHARE`` or ``STOCK``.
+        backend: name of an attention backend, or ``STOCK`` for vLLM's choice.
         model: checkpoint folder.
         environment: variables for this engine alone.
         pause: stop its processes between calls: even an idle engine polls, and on few cores
@@ -131,21 +130,20 @@ class EngineProcess:
         self,
         backend: str,
         model: Path | str,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
         pause: bool = False,
         **engine_args: Any,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise PrefixShareError("vLLM is not installed: 'make venv' installs its CPU build.")
         self._pause = pause
+        self._shares = backend == PREFIX_SHARE
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         args = {"model": str(model), "seed": 0, "disable_log_stats": False, **engine_args}
         if backend != STOCK:
             args["attention_backend"] = backend
-        self._process = context.Process(
-            target=_serve, args=(theirs, environment or {}, args, backend == PREFIX_SHARE)
-        )
+        self._process = context.Process(target=_serve, args=(theirs, dict(environment or {}), args))
         self._process.start()
         theirs.close()
         try:
@@ -202,26 +200,37 @@ class EngineProcess:
         if gaps:
             settings["logprobs"] = 2
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-        batch: Batch = self._call(
-            "generate", list(prompts), lengths, chat, progress, together, settings
+        batch: Batch = self.call(
+            _generate, self._shares, list(prompts), lengths, chat, progress, together, settings
         )
         return batch
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        if not self._call("reset_prefix_cache"):
+        if not self.call(_reset_prefix_cache):
             raise RuntimeError("the prefix cache is in use")
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of vLLM's workers or their extension: the results of all ranks."""
-        results: list[Any] = self._call("collective_rpc", method, *args)
+        results: list[Any] = self.call(_collective_rpc, method, args)
         return results
 
-    def _call(self, command: str, *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(llm, *args)`` in the engine's process.
+
+        Args:
+            function: of a module, so that it can be sent by name.
+
+        Returns:
+            what it returns; it must pickle.
+
+        Raises:
+            RuntimeError: the function failed, with the traceback; the engine has ended.
+        """
         if not self._process.is_alive():
             raise RuntimeError("the engine process has ended")
         self._signal(signal.SIGCONT)
-        self._pipe.send((command, *args))
+        self._pipe.send((function, args))
         result = self._receive()
         if self._pause:
             self._signal(signal.SIGSTOP)
@@ -244,9 +253,7 @@ class EngineProcess:
         self.close()
 
 
-def _serve(
-    pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any], shares: bool
-) -> None:
+def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any]) -> None:
     os.setpgid(0, 0)  # so that close() also reaches what vLLM spawns
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -262,19 +269,22 @@ def _serve(
             raise PrefixShareError(f"vLLM refused its configuration: {e}") from e
         cache = llm.llm_engine.vllm_config.cache_config
         pipe.send(("ready", cache.num_gpu_blocks * cache.block_size))
-        commands = {
-            "generate": functools.partial(_generate, llm, shares),
-            "reset_prefix_cache": llm.reset_prefix_cache,
-            "collective_rpc": lambda method, *args: llm.collective_rpc(method, args=args),
-        }
         while (request := pipe.recv()) is not None:
-            command, *args = request
-            pipe.send(("done", commands[command](*args)))
+            function, args = request
+            pipe.send(("done", function(llm, *args)))
         llm.llm_engine.engine_core.shutdown()
     except PrefixShareError as e:
         pipe.send(("refused", str(e)))
     except Exception:  # crosses a process: the traceback is all the parent can see
         pipe.send(("failed", traceback.format_exc()))
+
+
+def _reset_prefix_cache(llm: Any) -> bool:
+    return bool(llm.reset_prefix_cache())
+
+
+def _collective_rpc(llm: Any, method: str, args: tuple[Any, ...]) -> Any:
+    return llm.collective_rpc(method, args=args)
 
 
 def _generate(

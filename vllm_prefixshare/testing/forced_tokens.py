@@ -3,7 +3,7 @@
 vLLM's ``prompt_logprobs`` come out of prefill. Here a given text is decoded token by token, and
 the log-probabilities that vLLM reports are those from before the processor.
 
-    LLM(..., logits_processors=[engine_host.FORCED_TOKENS])
+    LLM(..., logits_processors=[engine_steps.FORCED_TOKENS])
     SamplingParams(temperature=0, max_tokens=len(tokens), logprobs=1, ignore_eos=True,
                    extra_args={"forced_tokens": tokens})
 

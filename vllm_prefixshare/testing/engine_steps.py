@@ -1,91 +1,31 @@
-"""A real vLLM engine in a process of its own that runs any function on it.
+"""Functions to be sent to an ``EngineProcess``, which drive its engine step by step.
 
-``EngineProcess`` gives completions; here the caller says what happens between two steps:
+``EngineProcess.generate`` gives completions; here the caller says what happens between two steps:
 requests come and go, the cache is reset, tokens are forced, the backend is watched.
 """
 
-import multiprocessing
-import os
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from vllm_prefixshare.testing.engine import DEFAULT_ENVIRONMENT, STOCK, EngineProcess
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.testing.engine import EngineProcess
 
 #: As vLLM's argument ``logits_processors`` names it; a name, because that module imports vLLM.
 FORCED_TOKENS = "vllm_prefixshare.testing.forced_tokens:ForcedTokens"
 
 
-class EngineHost(EngineProcess):
-    """``vllm.LLM`` behind a pipe; ``call`` runs functions in its process. A context manager.
-
-    Args:
-        backend: name of an attention backend, or ``STOCK`` for vLLM's choice.
-        model: checkpoint folder.
-        environment: variables for this engine alone.
-        engine_args: further arguments of ``vllm.LLM``.
-
-    Raises:
-        PrefixShareError: the engine refused its configuration.
-        RuntimeError: it failed otherwise; carries the traceback.
-    """
-
-    def __init__(
-        self,
-        backend: str,
-        model: Path | str,
-        environment: Mapping[str, str] | None = None,
-        **engine_args: Any,
-    ) -> None:
-        self._pause = False
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        args = {"model": str(model), "seed": 0, "disable_log_stats": False, **engine_args}
-        if backend != STOCK:
-            args["attention_backend"] = backend
-        self._process = context.Process(target=_serve, args=(theirs, dict(environment or {}), args))
-        self._process.start()
-        theirs.close()
-        try:
-            self._receive()
-        except BaseException:
-            self.close()
-            raise
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(llm, *args)`` in the engine's process.
-
-        Args:
-            function: of a module, so that it can be sent by name.
-
-        Returns:
-            what it returns; it must pickle.
-
-        Raises:
-            RuntimeError: the function failed, with the traceback; the engine has ended.
-        """
-        if not self._process.is_alive():
-            raise RuntimeError("the engine process has ended")
-        self._pipe.send((function, args))
-        return self._receive()
-
-
 @contextmanager
-def start_engines(*specs: Mapping[str, Any]) -> Iterator[list[EngineHost]]:
+def start_engines(*specs: Mapping[str, Any]) -> Iterator[list[EngineProcess]]:
     """Engines started side by side, closed together.
 
     Args:
-        specs: arguments of ``EngineHost``. On one GPU each should set
+        specs: arguments of ``EngineProcess``. On one GPU each should set
             ``kv_cache_memory_bytes``: what vLLM measures while others start is not its own.
     """
     with ExitStack() as stack, ThreadPoolExecutor(len(specs)) as pool:
-        started = [pool.submit(EngineHost, **spec) for spec in specs]
+        started = [pool.submit(EngineProcess, **spec) for spec in specs]
         failures = []
         for future in started:
             try:
@@ -95,31 +35,6 @@ def start_engines(*specs: Mapping[str, Any]) -> Iterator[list[EngineHost]]:
         if failures:
             raise failures[0]
         yield [future.result() for future in started]
-
-
-def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any]) -> None:
-    os.setpgid(0, 0)  # so that close() also reaches what vLLM spawns
-    for name, value in DEFAULT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(environment)
-    try:
-        from vllm import LLM
-
-        try:
-            llm = LLM(**engine_args)
-        except PrefixShareError:
-            raise
-        except ValueError as e:  # vLLM's own checks of the arguments
-            raise PrefixShareError(f"vLLM refused its configuration: {e}") from e
-        pipe.send(("ready", None))
-        while (request := pipe.recv()) is not None:
-            function, args = request
-            pipe.send(("result", function(llm, *args)))
-        llm.llm_engine.engine_core.shutdown()
-    except PrefixShareError as e:
-        pipe.send(("refused", str(e)))
-    except Exception:  # crosses a process: the traceback is all the parent can see
-        pipe.send(("failed", traceback.format_exc()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +74,7 @@ def drive(
     hook: StepHook | None = None,
     lora: Sequence[str | None] | None = None,
 ) -> Run:
-    """Run prompts step by step, to be sent with ``EngineHost.call``.
+    """Run prompts step by step, to be sent with ``EngineProcess.call``.
 
     Args:
         prompts: token ids.
@@ -205,7 +120,7 @@ def drive(
 
 def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
     """Log-probabilities of the generated tokens of ``sequences``, each read as one prompt:
-    through the prefill of the engine, without its decode. For ``EngineHost.call``."""
+    through the prefill of the engine, without its decode. For ``EngineProcess.call``."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
