@@ -139,6 +139,8 @@ class DecodePlanner:
         plan = self._plan
         if plan is None or query_len != self._query_len or len(seq_lens) != plan.num_reqs:
             return False
+        if self._row_ids is not None:  # that plan's block table was not kept
+            return False
         return _holds(
             np.ascontiguousarray(block_table, np.int32),
             np.ascontiguousarray(seq_lens, np.int32),
