@@ -15,11 +15,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "benchmarks" / "published"
 
 
+def published(name: str) -> dict:
+    result: dict = json.loads((PUBLISHED / f"{name}.json").read_text())
+    return result
+
+
+def versions(result: dict) -> str:
+    return ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+
+
 def cpu_table() -> str:
-    result = json.loads((PUBLISHED / "cpu.json").read_text())
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    result = published("cpu")
     lines = [
-        f"{result['model']}; {result['processor']} cores; {versions}. `{result['command']}`: "
+        f"{result['model']}; {result['processor']} cores; {versions(result)}. "
+        f"`{result['command']}`: "
         f"median and range of {result['repeats']} runs of each engine, taking turns.",
         "",
         "| shared document | private prompt | batch | stock, ms a token | PREFIX_SHARE | speed-up "
@@ -40,7 +49,7 @@ def cpu_table() -> str:
 
 def kernel_summary() -> str:
     """One line a workload: all peers at the first head shape, the gain at the others."""
-    result = json.loads((PUBLISHED / "kernel.json").read_text())
+    result = published("kernel")
     heads = list(dict.fromkeys(cell["heads"] for cell in result["cells"]))
     titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
     rows: dict[str, dict[str, dict]] = {}
@@ -66,7 +75,7 @@ def kernel_summary() -> str:
 
 def kernel_table(name: str) -> str:
     """Every cell of a run."""
-    result = json.loads((PUBLISHED / f"{name}.json").read_text())
+    result = published(name)
     titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
     lines = [
         measured_how(result),
@@ -84,9 +93,9 @@ def kernel_table(name: str) -> str:
 
 
 def measured_how(result: dict) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
     return (
-        f"{result['gpu']}; {versions}. `{result['command']}`: milliseconds of one layer, median of "
+        f"{result['gpu']}; {versions(result)}. "
+        f"`{result['command']}`: milliseconds of one layer, median of "
         f"{result['repeats']} CUDA-graph replays with the L2 cache flushed (* without a graph), "
         f"{result['dtype']}, head_dim {result['head_dim']}, blocks of {result['block_size']} "
         "tokens; in brackets the fraction of the roofline "
@@ -105,12 +114,12 @@ def gain(cell: dict) -> str:
 
 def engine_table() -> str:
     """One line a workload: both engines, the floor, what planning cost, the same tokens."""
-    result = json.loads((PUBLISHED / "engine.json").read_text())
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    result = published("engine")
     memory = result["memory"]["kv_cache_tokens"]
     used = result["memory"]["used_gib"]
     lines = [
-        f"{result['gpu']}; {result['model']}; {versions}. `{result['command']}`: milliseconds per "
+        f"{result['gpu']}; {result['model']}; {versions(result)}. "
+        f"`{result['command']}`: milliseconds per "
         f"output token, for shared documents while all requests decode (median and range of "
         f"{result['repeats']} runs), for the others (*) the mean over the whole call, prefill "
         "included. Floor: as many requests with 16-token contexts, plus reading every KV token "
@@ -149,10 +158,9 @@ def engine_time(side: dict) -> str:
 
 def fidelity_table() -> str:
     """One line a backend: how much it differs from stock FLASH_ATTN."""
-    result = json.loads((PUBLISHED / "fidelity.json").read_text())
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    result = published("fidelity")
     lines = [
-        f"{result['device']}; {versions}; runner {result['runner'].upper()}. "
+        f"{result['device']}; {versions(result)}; runner {result['runner'].upper()}. "
         f"`{result['command']}`: differences from {result['reference']} on the same prompts, which "
         "share a document; of log-probabilities, in nats.",
         "",
@@ -174,10 +182,10 @@ def fidelity_table() -> str:
 
 
 def ablation_table() -> str:
-    result = json.loads((PUBLISHED / "ablation.json").read_text())
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
+    result = published("ablation")
     lines = [
-        f"{result['device']}; {versions}; {result['kernel']} kernel. `{result['command']}`: time "
+        f"{result['device']}; {versions(result)}; {result['kernel']} kernel. "
+        f"`{result['command']}`: time "
         "over that of the default plan, geometric mean over the workloads.",
         "",
         "| plan | time |",

@@ -217,16 +217,12 @@ def _hook_v1_block_table() -> None:
 def _hook_v2_block_tables() -> None:
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    def get_dummy_block_tables(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            host_tables.note_batch(self, None)
-            return original(self, *args, **kwargs)
-
-        return wrapped
+    def get_dummy_block_tables(self: Any, num_reqs: int) -> None:
+        host_tables.note_batch(self, None)
 
     _wrap(BlockTables, "__init__", _then(host_tables.keep_v2_tables))
     _wrap(BlockTables, "append_block_ids", _first(host_tables.note_block_ids))
-    _wrap(BlockTables, "get_dummy_block_tables", get_dummy_block_tables)
+    _wrap(BlockTables, "get_dummy_block_tables", _first(get_dummy_block_tables))
 
 
 def _hook_v2_batch() -> None:
