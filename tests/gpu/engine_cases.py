@@ -39,6 +39,9 @@ ENVIRONMENT = {
     "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
     "VLLM_PREFIXSHARE_STRICT": "1",
 }
+#: Full graphs without compilation: starts in half the time, where what is tested is a feature
+#: and not the default mode.
+QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 
 #: Nats between the log-probability of a token as it was decoded and as stock's prefill has it:
