@@ -11,7 +11,8 @@ Rows of shared documents: milliseconds per output token while all requests decod
 cached, each run with other tokens behind them. Other rows (GRPO, Mooncake, DeFT) start with an
 empty cache and include prefill: mean time between the tokens of a request, and output tokens per
 second of the whole call. The floor: as many requests with 16-token contexts in the stock engine,
-plus the time to read every KV token once at --bandwidth-tbs.
+plus the time to read every KV token once at --bandwidth-tbs. Host time: of each engine's
+attention metadata in the decode-only steps that made no plan.
 """
 
 import argparse
@@ -83,15 +84,23 @@ class Bench:
             engine.generate(documents, 1, **SAMPLING)
         agreement = self.compare(w.prompts(self.vocab, seed=0))
         found: dict[str, list[Batch]] = {name: [] for name in self.engines}
+        metadata: dict[str, list[float]] = {name: [] for name in self.engines}
         for repeat in range(self.args.repeats):
             prompts = w.prompts(self.vocab, seed=repeat + 1)
             for name, engine in self.engines.items():
                 # again, because runs in between may have pushed some of it out of the cache
                 engine.generate(documents, 1, **SAMPLING)
+                engine.collective_rpc("metadata_times")  # of what was not timed
                 found[name].append(engine.generate(prompts, tokens, together=True, **SAMPLING))
+                metadata[name] += engine.collective_rpc("metadata_times")[0]
         floor = self.floor(w.num_reqs) + self.kv_ms(w.distinct_tokens(tokens / 2))
         row = report.make_row(w.title, w.num_reqs, tokens, found, decode_only=True)
-        return {**row, "floor_ms": floor, "agreement": agreement}
+        return {
+            **row,
+            "floor_ms": floor,
+            "agreement": agreement,
+            "metadata_us": {name: report.spread(times) for name, times in metadata.items()},
+        }
 
     def grpo(self) -> Row:
         """Samples of prompts, growing from nothing. Sampled tokens are not compared."""
@@ -206,6 +215,7 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         "enforce_eager": args.enforce_eager,
         "tensor_parallel_size": args.tensor_parallel_size,
         "skip_tokenizer_init": True,
+        "worker_extension_cls": "bench_worker.BenchWorker",
     }
     stock: Row = {}
     if args.cuda:
@@ -213,7 +223,6 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         stock = {"attention_backend": "FLASH_ATTN"}
     if own_weights:
         settings["load_format"] = "dummy"
-        settings["worker_extension_cls"] = "random_weights.RandomWeights"
     environment = {}
     if args.runner:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if args.runner == "v2" else "0"

@@ -203,7 +203,7 @@ def measure(
         settings |= {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "worker_extension_cls": "random_weights.RandomWeights",
+            "worker_extension_cls": "bench_worker.BenchWorker",
         }
     specs = [{"backend": backend, "model": model, **settings} for backend in args.backends]
     with start_engines(*specs) as engines:

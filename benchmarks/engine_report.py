@@ -63,6 +63,7 @@ def make_row(
         / sides[STOCK]["tokens_per_second"],
         "floor_ms": None,
         "agreement": None,
+        "metadata_us": None,
         "host": host_times(found[PREFIX_SHARE]),
         **sides,
     }
@@ -75,20 +76,24 @@ def cached_share(batches: list[Batch]) -> float:
 
 
 def host_times(batches: list[Batch]) -> Row:
-    """What PREFIX_SHARE counted over these calls. steady_us: metadata of a decode-only step
-    that makes no plan; CPU engines do not time it."""
+    """What PREFIX_SHARE counted over these calls."""
     names = batches[0].stats
     total = {name: sum(b.stats[name] for b in batches) for name in names}
     steps, plans = total["decode_steps"], total["plans"]
-    steady = total["steady_steps"]
     return {
         "decode_steps": int(steps),
         "shared_steps": int(total["shared_steps"]),
         "plans": int(plans),
         "plan_ms": total["plan_seconds"] / plans * 1e3 if plans else 0.0,
-        "steady_us": total["steady_seconds"] / steady * 1e6 if steady else 0.0,
         "share_factor": total["kv_tokens_stock"] / max(1, total["kv_tokens_read"]),
     }
+
+
+def spread(times: list[float]) -> Row | None:
+    if not times:
+        return None
+    mean, median = statistics.fmean(times), statistics.median(times)
+    return {"mean": mean, "median": median, "steps": len(times)}
 
 
 def heading(result: Row) -> str:
@@ -106,7 +111,7 @@ def heading(result: Row) -> str:
     lines.append(
         f"{'workload':40} {'stock':>8} {'ours':>8} {'ratio':>6} {'floor':>7}  ms a token |"
         f" {'stock':>8} {'ours':>8}  tokens/s"
-        " | plans/steps, ms a plan, us a steady step | same, gap"
+        " | plans/steps, ms a plan, us of a steady step: stock, ours | same, gap"
     )
     return "\n".join(lines)
 
@@ -118,9 +123,11 @@ def line(row: Row) -> str:
     same = f"{agreement['same']:.0%}, {agreement['largest_gap']:.3f}" if agreement else "-"
     if agreement:
         same += f" (median of all {agreement['median_gap_of_all_tokens']:.3f})"
+    metadata = (row["metadata_us"] or {}).values()
+    steady = ", ".join(f"{m['mean']:.0f}" if m else "-" for m in metadata) or "-"
     return (
         f"{row['workload']:40} {stock['ms']:8.2f} {ours['ms']:8.2f} {row['ratio']:6.2f} {floor} "
         f"            | {stock['tokens_per_second']:8.0f} {ours['tokens_per_second']:8.0f} "
         f"          | {host['plans']}/{host['decode_steps']}, {host['plan_ms']:.2f}, "
-        f"{host['steady_us']:.0f} | {same}"
+        f"{steady} | {same}"
     )

@@ -125,13 +125,14 @@ def engine_table() -> str:
         "included. Floor: as many requests with 16-token contexts, plus reading every KV token "
         f"once at {result['bandwidth_tbs']} TB/s. KV-cache capacity: stock {memory['stock']} "
         f"tokens, PREFIX_SHARE {memory['PREFIX_SHARE']} "
-        f"({result['memory']['kv_cache_ratio']:.4f})"
+        f"({result['memory']['kv_cache_ratio']:.4f}). Host time: mean of building attention "
+        "metadata in decode-only steps that made no plan"
         + (f"; {used['stock']:.1f} and {used['PREFIX_SHARE']:.1f} GiB in use." if used else "."),
         "",
         "| workload | stock, ms a token | PREFIX_SHARE | speed-up | floor | stock, tokens/s "
-        "| PREFIX_SHARE | plans / steps | ms a plan "
+        "| PREFIX_SHARE | plans / steps | ms a plan | host us a steady step, stock / ours "
         "| requests with the same tokens | largest gap where they part, nats |",
-        "|" + "---|" * 11,
+        "|" + "---|" * 12,
     ]
     for row in result["rows"]:
         host, agreement, floor = row["host"], row["agreement"], row["floor_ms"]
@@ -140,13 +141,16 @@ def engine_table() -> str:
             if agreement
             else "- | -"
         )
+        metadata = (row["metadata_us"] or {}).values()
+        steady = " / ".join(f"{m['mean']:.0f}" if m else "-" for m in metadata) or "-"
         lines.append(
             f"| {row['workload']}{'' if row['kind'] == 'decode' else '*'} "
             f"| {engine_time(row['stock'])} | {engine_time(row['PREFIX_SHARE'])} "
             f"| {row['ratio']:.2f} | {'-' if floor is None else f'{floor:.2f}'} "
             f"| {row['stock']['tokens_per_second']:.0f} "
             f"| {row['PREFIX_SHARE']['tokens_per_second']:.0f} "
-            f"| {host['plans']} / {host['decode_steps']} | {host['plan_ms']:.2f} | {same} |"
+            f"| {host['plans']} / {host['decode_steps']} | {host['plan_ms']:.2f} "
+            f"| {steady} | {same} |"
         )
     return "\n".join(lines)
 

@@ -164,7 +164,6 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         common: CommonAttentionMetadata,
         dummy: bool,
     ) -> PrefixShareCUDAMetadata:
-        began = time.perf_counter()
         if common.causal is not True:
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
         starts = common.query_start_loc_cpu.numpy()
@@ -173,7 +172,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         if common.max_query_len > self._query_len:  # some are in prefill
             decode_rows = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
             decode_tokens = int(starts[decode_rows])
-        is_new = self._load_plan(executor, table, common, decode_rows)
+        self._load_plan(executor, table, common, decode_rows)
         # the whole batch in FLASH_ATTN: only for layers that are not served
         stock = super().build(0, common, fast_build=self._all_layers)
         metadata = PrefixShareCUDAMetadata(
@@ -181,8 +180,6 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         )
         if decode_tokens < common.num_actual_tokens:
             metadata.rest = self._build_rest(common, decode_rows, decode_tokens)
-        elif decode_rows:
-            STATS.note_build(time.perf_counter() - began, is_new)
         return metadata
 
     def _load_plan(
@@ -191,8 +188,8 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         table: HostTable,
         common: CommonAttentionMetadata,
         rows: int,
-    ) -> bool:
-        """Put the plan of the first ``rows`` rows in force: whether it is a new one."""
+    ) -> None:
+        """Put the plan of the first ``rows`` rows in force."""
         if rows:
             bound = common.seq_lens_cpu_upper_bound
             # of unknown lengths nothing is shared, and all is read to its end
@@ -209,8 +206,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         else:
             seq_lens = np.zeros(0, np.int32)
             plan = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
-        is_new = plan is not self._plan
-        if is_new:
+        if plan is not self._plan:
             began = time.perf_counter()
             executor.prepare(plan)
             self._plan = plan
@@ -220,7 +216,6 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
                 STATS.note_plan(self._planner.last_plan_seconds + time.perf_counter() - began)
         if rows:
             STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
-        return is_new
 
     def _build_rest(
         self, common: CommonAttentionMetadata, rows: int, tokens: int

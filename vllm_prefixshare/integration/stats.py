@@ -13,8 +13,6 @@ class BackendStats:
     kv_tokens_read, kv_tokens_stock: KV tokens per layer that decode rows read here, and would
         read each on its own.
     plans, plan_seconds: plans made, and put on the device.
-    steady_steps, steady_seconds: decode-only steps that made no plan, and the time of their
-        metadata, on a GPU.
     build_seconds: all that was added to building metadata, on a CPU.
     """
 
@@ -26,19 +24,11 @@ class BackendStats:
     kv_tokens_stock: int = 0
     plans: int = 0
     plan_seconds: float = 0.0
-    steady_steps: int = 0
-    steady_seconds: float = 0.0
     build_seconds: float = 0.0
 
     def note_plan(self, seconds: float) -> None:
         self.plans += 1
         self.plan_seconds += seconds
-
-    def note_build(self, seconds: float, is_new: bool) -> None:
-        """Metadata of a decode-only step; is_new: it came with a new plan."""
-        if not is_new:
-            self.steady_steps += 1
-            self.steady_seconds += seconds
 
     def note_step(self, tokens: int, saved: int) -> None:
         """A step whose decode rows have ``tokens`` of KV, of which ``saved`` are not read."""

@@ -1,29 +1,26 @@
-"""Random weights of a scale at which attention decides tokens.
+"""What benchmarks mix into vLLM's worker: ``worker_extension_cls="bench_worker.BenchWorker"``."""
 
-vLLM's ``load_format="dummy"`` draws all weights, norms included, from ±0.001. Attention then adds
-less to the residual stream than bfloat16 can hold: every kernel, right or wrong, gives the same
-tokens. A comparison needs weights as large as trained ones.
-"""
-
+import time
 import zlib
 from typing import Any
 
-from vllm_prefixshare.integration.stats import PrefixShareWorkerExtension
+from vllm_prefixshare.integration.stats import STATS, PrefixShareWorkerExtension
 
 #: Standard deviation of attention scores. With 3 the softmax over a long random context rests
 #: on a few tokens, as in trained models; with 1 it would be their mean, which is nearly zero.
 SCORE_DEVIATION = 3.0
 
 
-class RandomWeights(PrefixShareWorkerExtension):
-    """Mixed into vLLM's worker: ``llm.collective_rpc("randomize_weights")``.
-
-    It has the statistics method too, because a worker takes one extension only.
-    """
+class BenchWorker(PrefixShareWorkerExtension):
+    """Methods for ``llm.collective_rpc``; the statistics too, as a worker takes one extension."""
 
     def randomize_weights(self, seed: int = 0) -> int:
         """Draw all weights of a Llama model anew, in place, so that captured CUDA graphs stay
         valid. The same seed, shapes and device give the same weights.
+
+        vLLM's ``load_format="dummy"`` draws all weights, norms included, from ±0.001. Attention
+        then adds less to the residual stream than bfloat16 can hold: every kernel, right or
+        wrong, gives the same tokens. A comparison needs weights as large as trained ones.
 
         Returns:
             How many weights were drawn.
@@ -42,6 +39,30 @@ class RandomWeights(PrefixShareWorkerExtension):
             _draw(name, weight.data, qk_share, seed)
             drawn += weight.numel()
         return drawn
+
+    def metadata_times(self) -> list[float]:
+        """Host microseconds in which the first KV-cache group built its attention metadata, of
+        each decode-only step that made no plan, since the last call. The first call begins."""
+        worker: Any = self
+        builder = worker.model_runner.attn_groups[0][0].get_metadata_builder()
+        times: list[float] = getattr(builder, "bench_times", [])
+        builder.bench_times = []
+        if "build" not in vars(builder):
+            builder.build = _timed(builder.build, builder)
+        return times
+
+
+def _timed(build: Any, builder: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        plans = STATS.plans
+        began = time.perf_counter()
+        metadata = build(*args, **kwargs)
+        seconds = time.perf_counter() - began
+        if metadata.max_query_len == 1 and STATS.plans == plans:
+            builder.bench_times.append(seconds * 1e6)
+        return metadata
+
+    return timed
 
 
 def _draw(name: str, weight: Any, qk_share: float, seed: int) -> None:
