@@ -60,6 +60,7 @@ class PlannerConfig:
     num_splits, kv_chunk_size: for the dividers ``fixed`` and ``deft_node_chunk``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
         a new plan, where there is more than one worker to balance.
+    kept_plans: batches that take turns, each with a plan of its own.
     null_block_id: block id that pads a table row and is never shared (0 in vLLM).
     """
 
@@ -75,6 +76,7 @@ class PlannerConfig:
     num_splits: int = 4
     kv_chunk_size: int = 512
     rebalance_factor: float = 1.5
+    kept_plans: int = 1
     null_block_id: int | None = None
     check_plans: bool = False
 
@@ -84,7 +86,7 @@ class PlannerConfig:
                 f"share must be one of {', '.join(SHARE_POLICIES)}, got {self.share!r}."
             )
         counts = ("num_workers", "max_tile_requests", "max_tile_runs", "num_splits")
-        for name in (*counts, "kv_chunk_size"):
+        for name in (*counts, "kv_chunk_size", "kept_plans"):
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if not self.rebalance_factor >= 1:

@@ -355,8 +355,8 @@ def test_two_gpus(random_model, parallel, runner):
     run = engine.call(drive, prompts, tokens(64))
     assert_as_stock(run, parallel["stock"])
     assert_shared(run)
-    # with two pipeline stages the batch may travel in two parts
-    assert run.stats["plans"] < run.stats["decode_steps"]
+    # with two pipeline stages the batch travels in two parts, each with a plan of its own
+    assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

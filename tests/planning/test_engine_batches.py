@@ -70,6 +70,27 @@ def test_a_forgotten_plan_is_made_again():
         assert planner.update(batch.block_table, batch.seq_lens, row_ids=row_ids) is not first
 
 
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_batches_that_take_turns_have_a_plan_each(with_ids):
+    # as the stages of a pipeline see them; the third is one more than was foreseen
+    whole = document_qa(3, 4, document_blocks=8, tail=3)
+    planner = make_planner(16, kept_plans=2)
+
+    def plan(part: int, grown: int = 0) -> object:
+        rows = slice(4 * part, 4 * part + 4)
+        ids = np.arange(12)[rows] if with_ids else None
+        return planner.update(whole.block_table[rows], whole.seq_lens[rows] + grown, row_ids=ids)
+
+    first, second = plan(0), plan(1)
+    assert first is not second
+    assert [plan(0, 1), plan(1, 1), plan(1, 2), plan(0, 2)] == [first, second, second, first]
+    assert planner.counters.plans == 2
+    third = plan(2)
+    assert plan(0, 3) is first, "the one used longest ago went"
+    assert plan(2, 1) is third
+    assert plan(1, 3) is not second
+
+
 def test_arguments_of_unequal_lengths_are_refused():
     batch = document_qa(1, 3, document_blocks=4, tail=3)
     planner = make_planner(16)

@@ -102,6 +102,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 share=envs.get("VLLM_PREFIXSHARE_SHARE"),
                 check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
                 null_block_id=NULL_BLOCK_ID,
+                kept_plans=self.vllm_config.parallel_config.pipeline_parallel_size,
             ),
             cost_model(attention, self._executor.name, logger().info_once),
             self.block_size,

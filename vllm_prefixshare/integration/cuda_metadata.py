@@ -89,7 +89,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         scheduler = self.vllm_config.scheduler_config
         executor.reserve_for(scheduler.max_num_seqs)
         self._planner = DecodePlanner(
-            planner_config(executor),
+            planner_config(executor, self.vllm_config.parallel_config.pipeline_parallel_size),
             cost_model(attention, executor.kernel, logger().info_once),
             self.block_size,
             attention.gqa_group_size,
@@ -190,6 +190,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         rows: int,
     ) -> None:
         """Put the plan of the first ``rows`` rows in force."""
+        made = self._planner.counters.plans
         if rows:
             bound = common.seq_lens_cpu_upper_bound
             # of unknown lengths nothing is shared, and all is read to its end
@@ -212,7 +213,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             self._plan = plan
             planned = plan.planned_seq_lens
             self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
-            if rows:
+            if rows and self._planner.counters.plans > made:
                 STATS.note_plan(self._planner.last_plan_seconds + time.perf_counter() - began)
         if rows:
             STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
@@ -245,12 +246,14 @@ def after_wake_up() -> None:
         builder.clean_cache()
 
 
-def planner_config(executor: GpuExecutor) -> PlannerConfig:
-    """How the environment wants plans for this executor to be made."""
+def planner_config(executor: GpuExecutor, batches: int) -> PlannerConfig:
+    """How the environment wants plans for this executor to be made. batches: that take turns,
+    as they do in the stages of a pipeline."""
     divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
     return executor.planner_config(
         None if divider == "auto" else divider,
         envs.get("VLLM_PREFIXSHARE_SHARE"),
         null_block_id=NULL_BLOCK_ID,
+        kept_plans=batches,
         check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
     )

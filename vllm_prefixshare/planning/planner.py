@@ -7,12 +7,13 @@ import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.compiled import compiled, one_process_at_a_time
+from vllm_prefixshare.planning.compiled import one_process_at_a_time
 from vllm_prefixshare.planning.cost_table import CostModel, TileRates
 from vllm_prefixshare.planning.dividers import DivisionProblem, get_divider, one_tile_each
 from vllm_prefixshare.planning.grouping import group_queries
+from vllm_prefixshare.planning.known_batch import KnownBatch
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
-from vllm_prefixshare.planning.prefix_tree import first_difference, forest_from_blocks
+from vllm_prefixshare.planning.prefix_tree import forest_from_blocks
 from vllm_prefixshare.types import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
 
 
@@ -57,11 +58,8 @@ class DecodePlanner:
         self.last_plan_seconds = 0.0
         self._divide = get_divider(config.divider)
         self._rates = TileRates.of(cost)
-        self._query_len = 1
-        self._plan: DecodePlan | None = None
-        self._known = np.zeros((0, 0), np.int32)  # block ids of the last plan, and room for more
-        self._longest = np.zeros(0)  # tokens of each request up to which it stays balanced
-        self._row_ids: IntArray | None = None  # of the last plan, where the caller gave them
+        #: The one used last comes first.
+        self._known = [KnownBatch(block_size) for _ in range(config.kept_plans)]
 
     def warm_up(self) -> None:
         """Compile what planning needs: about ten seconds the first time on a machine, half a
@@ -84,7 +82,7 @@ class DecodePlanner:
         row_ids: IntArray | None = None,
         slack: int = 0,
     ) -> DecodePlan:
-        """The plan for this batch: the last one while it still holds.
+        """The plan for this batch: one that was kept, while it still holds.
 
         A step in which sequences only grew costs one comparison of the block table; int32
         arrays in C order are read as they are, others are copied first.
@@ -116,18 +114,13 @@ class DecodePlanner:
             )
         began = time.perf_counter()
         self.counters.updates += 1
-        plan = self._plan
-        if row_ids is not None:
-            holds = self._same_rows(row_ids, seq_lens, query_len)
-        else:
-            holds = self.holds(block_table, seq_lens, query_len)
-        if plan is None or not holds:
+        known = self._first_that_holds(block_table, seq_lens, query_len, row_ids)
+        plan = known.plan
+        if plan is None:
             least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
             table = np.ascontiguousarray(block_table, np.int32)
             plan, forest = self._make_plan(table, table_rows, least, query_len)
-            self._plan = plan
-            self._remember(table if row_ids is None else None, plan, forest, query_len)
-            self._row_ids = None if row_ids is None else row_ids.copy()
+            known.remember(plan, self._longest(plan, forest), query_len, table, row_ids)
             self.counters.plans += 1
             self.last_plan_seconds = time.perf_counter() - began
             self.counters.plan_seconds += self.last_plan_seconds
@@ -136,34 +129,30 @@ class DecodePlanner:
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""
-        plan = self._plan
-        if plan is None or query_len != self._query_len or len(seq_lens) != plan.num_reqs:
-            return False
-        if self._row_ids is not None:  # that plan's block table was not kept
-            return False
-        return _holds(
-            np.ascontiguousarray(block_table, np.int32),
-            np.ascontiguousarray(seq_lens, np.int32),
-            self._known,
-            plan.planned_seq_lens,
-            self._longest,
-            self.block_size,
-        )
+        return self._known[0].holds(block_table, seq_lens, query_len)
 
     def forget(self) -> None:
         """Make a new plan at the next update."""
-        self._plan = None
-        self._row_ids = None
+        for known in self._known:
+            known.forget()
 
-    def _same_rows(self, row_ids: IntArray, seq_lens: IntArray, query_len: int) -> bool:
-        """As ``holds``, with the row ids in place of the block table."""
-        known = self._row_ids
-        return (
-            known is not None
-            and query_len == self._query_len
-            and len(known) == len(row_ids)
-            and _rows_hold(row_ids, known, seq_lens, self._longest)
-        )
+    def _first_that_holds(
+        self,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        query_len: int,
+        row_ids: IntArray | None,
+    ) -> KnownBatch:
+        """The known batch whose plan serves this one, or the oldest one, emptied."""
+        for known in self._known:
+            if known.holds(block_table, seq_lens, query_len, row_ids):
+                break
+        else:
+            known.forget()
+        if known is not self._known[0]:
+            self._known.remove(known)
+            self._known.insert(0, known)
+        return known
 
     def _make_plan(
         self, table: IntArray, table_rows: IntArray | None, seq_lens: IntArray, query_len: int
@@ -191,24 +180,14 @@ class DecodePlanner:
             invariants.check(plan, table if table_rows is None else table[table_rows], kv_lens)
         return plan, forest
 
-    def _remember(
-        self, table: IntArray | None, plan: DecodePlan, forest: Forest, query_len: int
-    ) -> None:
-        """What the next batches are compared with; ``table`` is None where row ids will do."""
-        self._query_len = query_len
-        if table is not None:
-            used = np.minimum(-(-plan.planned_seq_lens // self.block_size), table.shape[1])
-            num_rows, width = len(used), int(used.max(initial=0))
-            if num_rows > self._known.shape[0] or width > self._known.shape[1]:
-                # with room to grow, because memory that is new to the process is dear to touch
-                self._known = np.empty((num_rows + num_rows // 4, width + width // 4), np.int32)
-            _copy_rows(table, used, self._known)
-        self._longest = np.full(plan.num_reqs, np.inf)
-        if self.config.num_workers > 1:
-            private = np.empty(plan.num_reqs)
-            private[forest.request_rows] = forest.private_start
-            planned = plan.planned_seq_lens - private
-            self._longest = private + self.config.rebalance_factor * planned + self.block_size
+    def _longest(self, plan: DecodePlan, forest: Forest) -> FloatArray:
+        """Tokens of each request up to which the plan stays balanced."""
+        if self.config.num_workers == 1:
+            return np.full(plan.num_reqs, np.inf)
+        private = np.empty(plan.num_reqs)
+        private[forest.request_rows] = forest.private_start
+        planned = plan.planned_seq_lens - private
+        return private + self.config.rebalance_factor * planned + self.block_size
 
     def _roots_to_drop(self, forest: Forest, kv_lens: IntArray, rows: int) -> list[int]:
         """Roots of the trees that cost less when every request is read alone."""
@@ -265,38 +244,3 @@ def drop_trees(forest: Forest, roots: list[int]) -> Forest:
         node_first=forest.node_first[keep],
         node_last=forest.node_last[keep],
     )
-
-
-@compiled
-def _holds(
-    table: IntArray,
-    seq_lens: IntArray,
-    known: IntArray,
-    planned: IntArray,
-    longest: FloatArray,
-    block_size: int,
-) -> bool:
-    """Whether each request has at least its planned tokens, in the blocks that are known of
-    it, and no more than ``longest``."""
-    for row in range(len(seq_lens)):
-        # fewer: it was rolled back, maybe into blocks that are read to their end
-        if not planned[row] <= seq_lens[row] <= longest[row]:
-            return False
-        used = (planned[row] + block_size - 1) // block_size
-        if used > table.shape[1] or first_difference(table[row], known[row], 0, used) < used:
-            return False
-    return True
-
-
-@compiled
-def _rows_hold(row_ids: IntArray, known: IntArray, seq_lens: IntArray, longest: FloatArray) -> bool:
-    for row in range(len(row_ids)):
-        if row_ids[row] != known[row] or seq_lens[row] > longest[row]:
-            return False
-    return True
-
-
-@compiled
-def _copy_rows(table: IntArray, lengths: IntArray, out: IntArray) -> None:
-    for row in range(len(lengths)):
-        out[row, : lengths[row]] = table[row, : lengths[row]]
