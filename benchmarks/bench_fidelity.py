@@ -261,7 +261,7 @@ HEADER = (
 
 def line(d: Difference) -> str:
     text = (
-        f"{d.model:24} {d.backend:12} | {d.tokens:7} {d.equal / d.tokens:7.1%} {d.parted:6} "
+        f"{d.model:24.24} {d.backend:12} | {d.tokens:7} {d.equal / d.tokens:7.1%} {d.parted:6} "
         f"{d.gap:6.3f} {d.mean:7.4f} {d.largest:9.4f} |"
     )
     if d.forced_tokens:
@@ -311,7 +311,7 @@ def main() -> int:
             cases: list[tuple[str, Path, Batch, bool]] = []
             if args.model:
                 batch = text_batch(args.model, args.text, args)
-                cases.append((args.model.name[:24], args.model, batch, False))
+                cases.append((args.model.name, args.model, batch, False))
             if not args.no_random:
                 model = write_llama_8b(Path(folder) / "llama-8b")
                 cases.append(("8B, random", model, random_batch(args), True))
