@@ -8,6 +8,7 @@ import torch
 
 from tests.planning.strategies import make_planner
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.executors import gpu
 from vllm_prefixshare.executors.gpu_kernels import HopperKernel, PortableKernel
 from vllm_prefixshare.executors.workspace import GAP, RING, DeviceArrays, PartialResults
 from vllm_prefixshare.testing.workloads import tree
@@ -85,3 +86,20 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(monkeypatch, kerne
         layout = k.layout(plan)
         assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
         assert plan.num_partials <= capacity.max_partials
+
+
+@pytest.mark.parametrize(
+    ("kernel", "divider", "share", "asked"),
+    [
+        (HopperKernel, None, "auto", "always"),  # depth first weighs by itself
+        (HopperKernel, None, "never", "never"),
+        (HopperKernel, "flashforge", "auto", "auto"),
+        (PortableKernel, None, "auto", "auto"),
+    ],
+)
+def test_the_planner_is_asked_once_whether_sharing_pays(monkeypatch, kernel, divider, share, asked):
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(gpu, "_choose", lambda shape, device, _, n: kernel(shape, n, device))
+    executor = gpu.GpuExecutor(AttentionConfig(32, 8, 128, 16), CPU)
+    assert executor.planner_config(divider, share).share == asked
