@@ -4,6 +4,7 @@ Our portable kernel runs under Triton's interpreter. FlashAttention does not run
 prefill rows are followed as far as the metadata that it would be given.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,9 +103,11 @@ class Group:
         monkeypatch,
         num_speculative_tokens: int = 0,
         spec: KVCacheSpec | None = None,
+        stages: int = 1,
         **layer_args: object,
     ) -> None:
         self.config = vllm_config(num_speculative_tokens)
+        self.config.parallel_config.pipeline_parallel_size = stages
         monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: self.config)
         arguments = {
             "num_heads": HEADS,
@@ -192,6 +195,17 @@ def shared_batch(seq_lens: list[int], counts: list[int] | None = None) -> PagedB
     )
 
 
+def part_of(batch: PagedBatch, rows: slice) -> PagedBatch:
+    """Some requests of a batch with one query each."""
+    return replace(
+        batch,
+        q=batch.q[rows],
+        block_table=batch.block_table[rows],
+        seq_lens=batch.seq_lens[rows],
+        query_start_loc=np.arange(len(batch.seq_lens[rows]) + 1, dtype=np.int32),
+    )
+
+
 def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
     group = Group(monkeypatch)
     batch = shared_batch([70, 90, 61, 55])
@@ -207,6 +221,23 @@ def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
     assert STATS.plans == 1
     assert STATS.decode_steps == STATS.shared_steps == 3
     assert STATS.kv_tokens_stock - STATS.kv_tokens_read == 3 * 3 * 48
+
+
+def test_batches_that_take_turns_in_a_pipeline_keep_their_plans(monkeypatch):
+    group = Group(monkeypatch, stages=2)
+    whole = shared_batch([70, 90, 61, 55])
+    group.start(whole)
+    slots = group.slots
+    parts = [part_of(whole, rows) for rows in (slice(0, 2), slice(2, 4))]
+    for _ in range(3):
+        for rows, batch in zip((slots[:2], slots[2:]), parts, strict=True):
+            host_tables.note_batch(group.tables, rows)
+            metadata = group.builder.build(0, group.common(batch))
+            out = group.forward(batch, metadata, 2)
+            assert relative_error(out, reference(batch)) < 2e-3
+            batch.seq_lens += 1
+    assert STATS.plans == 2
+    assert STATS.shared_steps == 6
 
 
 def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
@@ -319,6 +350,16 @@ def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     with pytest.raises(PrefixShareError, match="a KV cache of SlidingWindowSpec"):
         Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "kernel"),
+    # a token takes 512 bytes, a page without padding 8192
+    [(None, "auto"), (8192 + 512, "auto"), (8192 + 256, "portable")],
+)
+def test_pages_that_are_no_whole_tokens_apart_are_left_to_the_portable_kernel(page_bytes, kernel):
+    spec = FullAttentionSpec(**SPEC, page_size_padded=page_bytes)
+    assert cuda_metadata.kernel_for(spec) == kernel
 
 
 def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch):

@@ -82,7 +82,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         executor = GpuExecutor(
             attention,
             self.device,
-            kernel=envs.get("VLLM_PREFIXSHARE_KERNEL"),
+            kernel=kernel_for(self.kv_cache_spec),
             query_len=self._query_len,
             partials=impl.partials,
         )
@@ -244,6 +244,16 @@ def after_wake_up() -> None:
     for builder in _BUILDERS:
         builder.forget_plan()
         builder.clean_cache()
+
+
+def kernel_for(spec: Any) -> Any:
+    """The kernel that the environment names; ``portable`` in place of ``auto`` where padding
+    puts blocks apart by a part of a token, which TMA cannot follow."""
+    kernel = envs.get("VLLM_PREFIXSHARE_KERNEL")
+    token_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    if kernel == "auto" and spec.page_size_bytes % token_bytes:
+        return "portable"
+    return kernel
 
 
 def planner_config(executor: GpuExecutor, batches: int) -> PlannerConfig:
