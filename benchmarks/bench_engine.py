@@ -282,7 +282,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")
     add("--trace-repeats", type=int, default=1, help="timed runs of the other workloads")
-    add("--grpo-tokens", type=int, default=512, help="growth of each GRPO sample")
+    # more than fits on one H200 beside another engine: both then pre-empt
+    add("--grpo-tokens", type=int, default=4096, help="growth of each GRPO sample")
     add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
     add("--mooncake-requests", type=int, default=128, help="how many that fit are taken")
     add("--mooncake-tokens", type=int, default=256, help="cut longer answers")

@@ -112,9 +112,9 @@ def gain(cell: dict) -> str:
     return f"{best[1] / ours['ms']:.2f}" if best and ours["status"] == "ok" else "-"
 
 
-def engine_table() -> str:
+def engine_table(name: str) -> str:
     """One line a workload: both engines, the floor, what planning cost, the same tokens."""
-    result = published("engine")
+    result = published(name)
     memory = result["memory"]["kv_cache_tokens"]
     used = result["memory"]["used_gib"]
     lines = [
@@ -216,7 +216,8 @@ TABLES = {
         lambda: kernel_table("kernel_workloads"),
     ),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
-    "engine": ("README.md", "engine", engine_table),
+    "engine": ("README.md", "engine", lambda: engine_table("engine")),
+    "engine grpo": ("README.md", "engine_grpo", lambda: engine_table("engine_grpo")),
     "fidelity": ("README.md", "fidelity", fidelity_table),
 }
 
