@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+from types import SimpleNamespace
 
 import pytest
 import vllm.version
@@ -55,6 +56,10 @@ def test_the_release_under_test_is_the_one_asked_for():
                 "output_scale", "output_block_scale",
             ],
         ),
+        (
+            FlashAttentionImpl.do_kv_cache_update,
+            ["self", "layer", "key", "value", "kv_cache", "slot_mapping"],
+        ),
     ],
     ids=lambda x: getattr(x, "__qualname__", ""),
 )  # fmt: skip
@@ -93,6 +98,34 @@ def test_hooks_are_in_force():
     ):
         assert hasattr(function, "__wrapped__")
         assert not hasattr(function.__wrapped__, "__wrapped__"), "once only"
+
+
+def test_another_plugin_keeps_the_only_free_backend(monkeypatch):
+    from vllm.v1.attention.backends import registry
+
+    from vllm_prefixshare import PrefixShareError
+    from vllm_prefixshare.integration import hooks
+
+    enum = registry.AttentionBackendEnum
+    before = dict(registry._ATTN_OVERRIDES)
+    registry.register_backend(enum.CUSTOM, "someone.elses.Backend")
+    try:
+        ours = hooks.backend_member()
+        assert enum.CUSTOM.get_path() == "someone.elses.Backend"
+        assert not hooks.is_ours(enum.CUSTOM)
+        assert not hooks.is_ours(None)
+        if hasattr(enum, "register"):  # from 0.32 on there is room for all
+            assert hooks.is_ours(ours)
+        else:
+            assert ours is None
+            monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
+            arguments = SimpleNamespace(attention_backend=None, attention_config=None)
+            with pytest.raises(PrefixShareError, match="which another plugin has"):
+                hooks._select_from_environment(arguments)
+    finally:
+        registry._ATTN_OVERRIDES.clear()
+        registry._ATTN_OVERRIDES.update(before)
+    assert hooks.is_ours(hooks.backend_member())
 
 
 def test_the_backend_resolves_by_its_name():

@@ -4,6 +4,7 @@ Each hook says what it changes, why, and when it can go. ``install_hooks`` may r
 of times in a process: a hook is recognised by the mark it leaves on its target.
 """
 
+import difflib
 import functools
 import inspect
 import os
@@ -36,7 +37,8 @@ class Hook:
 
 
 def backend_member() -> Any:
-    """The enum member PREFIX_SHARE, made on first use.
+    """The enum member PREFIX_SHARE, made on first use; None where another plugin has taken the
+    only free one, as there is before vLLM 0.32.
 
     It pickles as a call of this function: spawned workers unpickle their configuration
     before plugins are loaded, when the enum does not know the name yet.
@@ -44,16 +46,25 @@ def backend_member() -> Any:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if BACKEND_NAME not in AttentionBackendEnum.__members__:
-        path = CPU_BACKEND if current_platform.is_cpu() else CUDA_BACKEND
-        if hasattr(AttentionBackendEnum, "register"):
-            register_backend(BACKEND_NAME, path)
-            member = AttentionBackendEnum.__members__[BACKEND_NAME]
-            member.__reduce_ex__ = lambda protocol: (backend_member, ())
-        else:  # before 0.32 there is one free member; ours is another name for it
-            register_backend(AttentionBackendEnum.CUSTOM, path)
-            AttentionBackendEnum._member_map_[BACKEND_NAME] = AttentionBackendEnum.CUSTOM
+    path = CPU_BACKEND if current_platform.is_cpu() else CUDA_BACKEND
+    if not hasattr(AttentionBackendEnum, "register"):
+        free = AttentionBackendEnum.CUSTOM  # ours is another name for it
+        if not free.is_overridden():
+            register_backend(free, path)
+        if free.get_path() != path:
+            AttentionBackendEnum._member_map_.pop(BACKEND_NAME, None)
+            return None
+        AttentionBackendEnum._member_map_[BACKEND_NAME] = free
+    elif BACKEND_NAME not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND_NAME, path)
+        member = AttentionBackendEnum.__members__[BACKEND_NAME]
+        member.__reduce_ex__ = lambda protocol: (backend_member, ())
     return AttentionBackendEnum.__members__[BACKEND_NAME]
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a chosen backend (None: vLLM's choice) is PREFIX_SHARE."""
+    return backend is not None and backend is backend_member()
 
 
 def _register_environment() -> None:
@@ -86,7 +97,7 @@ def _hook_engine_config() -> None:
                 _select_from_environment(self)
                 config = original(self, *args, **kwargs)
                 chosen = config.attention_config
-                if backend_member() in (chosen.backend, *chosen.backend_per_kind.values()):
+                if any(map(is_ours, (chosen.backend, *chosen.backend_per_kind.values()))):
                     _check_engine_config(config)
                 return config
             except PrefixShareError as e:
@@ -107,19 +118,23 @@ def refuse(error: PrefixShareError) -> NoReturn:
 
 
 def _select_from_environment(engine_args: Any) -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     name = os.environ.get(ENV_VAR, "").upper()
-    if not name:
+    if name != BACKEND_NAME:  # others are of earlier releases, and vLLM says that it ignores them
+        if difflib.get_close_matches(name, [BACKEND_NAME]):
+            raise PrefixShareError(
+                f"{ENV_VAR}={os.environ[ENV_VAR]!r} is not an attention backend: "
+                f"set it to {BACKEND_NAME} or unset it."
+            )
         return
-    if name not in AttentionBackendEnum.__members__:
-        raise PrefixShareError(
-            f"{ENV_VAR}={os.environ[ENV_VAR]!r} is not an attention backend: "
-            f"set it to {BACKEND_NAME} or unset it."
-        )
     chosen = engine_args.attention_backend or getattr(engine_args.attention_config, "backend", None)
-    if name == BACKEND_NAME and chosen is None:
-        engine_args.attention_backend = backend_member()
+    if chosen is not None:
+        return
+    if backend_member() is None:
+        raise PrefixShareError(
+            f"{BACKEND_NAME} needs the backend CUSTOM of this vLLM, which another plugin has: "
+            "choose the plugins to load with VLLM_PLUGINS, or use vLLM 0.32 or later."
+        )
+    engine_args.attention_backend = backend_member()
 
 
 def _check_engine_config(config: Any) -> None:
@@ -193,7 +208,7 @@ def _choose_backends(platform: type, dtypes: tuple[str, ...], path: str | None) 
         def get_attn_backend_cls(
             selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
         ) -> str:
-            if selected_backend is not backend_member():
+            if not is_ours(selected_backend):
                 return original(selected_backend, attn_selector_config, *args, **kwargs)
             from vllm_prefixshare.integration.support import fall_back, selector_refusal
 
