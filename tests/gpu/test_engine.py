@@ -268,6 +268,7 @@ def test_speculative_rows(model, stock, text):
     for batch in (run, short):
         assert_as_stock(batch, stock)
         assert_shared(batch)
+        assert batch.stats["plans"] < batch.stats["decode_steps"] / 2
 
 
 @pytest.fixture(scope="module")

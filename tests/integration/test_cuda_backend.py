@@ -240,6 +240,23 @@ def test_batches_that_take_turns_in_a_pipeline_keep_their_plans(monkeypatch):
     assert STATS.shared_steps == 6
 
 
+def test_lengths_below_those_of_the_plan_ask_for_a_new_one(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    group.start(batch)
+    group.builder.build(0, group.common(batch))
+    batch.seq_lens -= 20
+    metadata = group.builder.build(0, group.common(batch))
+    assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
+    assert STATS.plans == 2
+
+
+def test_vllms_own_cascade_is_not_used(monkeypatch):
+    args = 100000, np.ones(64, np.int32), HEADS, KV_HEADS, False, False, False, 132, False
+    group = Group(monkeypatch)
+    assert not group.builder.use_cascade_attention(*args)
+
+
 def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
     group = Group(monkeypatch)
     batch = shared_batch([70, 90])
@@ -261,6 +278,28 @@ def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
     host_tables.note_batch(group.tables, group.slots)
     metadata = group.builder.build(0, group.common(batch))
     assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
+    # synchronous steps: a row with drafts, then the same without; lengths fall by the rejected
+    group = Group(monkeypatch, num_speculative_tokens=3)
+    group.config.scheduler_config.async_scheduling = False
+    rng = np.random.default_rng(0)
+    lens = np.array([70, 90, 61])
+    batch = shared_batch(lens.tolist(), counts=[4, 4, 4])
+    group.start(shared_batch([190] * 3))  # blocks for what is to come
+    for _ in range(20):
+        counts = np.where(rng.random(3) < 0.5, 4, 1)
+        batch = replace(
+            batch,
+            seq_lens=(lens + counts).astype(np.int32),
+            query_start_loc=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        )
+        group.builder.build(0, group.common(batch))
+        lens += 1 + np.minimum(counts - 1, accepted)
+    assert STATS.decode_steps == 20
+    assert STATS.plans <= 4  # private parts grow
 
 
 def test_a_plan_is_made_anew_after_sleep(monkeypatch):

@@ -94,15 +94,20 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             self.block_size,
             attention.gqa_group_size,
         )
-        self._planner.warm_up()
+        self._planner.warm_up(then=executor.prepare)
         drafts = self._query_len - 1
-        # lengths known here take drafts for accepted that the GPU has yet to judge
-        self._slack = drafts * steps_in_flight(self.vllm_config)
+        # lengths known here take drafts for accepted that the GPU has yet to judge, and those of
+        # the next step may be shorter: by so much a plan is not to depend on them
+        self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
         self._plan: DecodePlan | None = None
         self.supports_draft_decode_metadata_update = False  # lengths would change unseen
         self._executor = executor
         _BUILDERS.add(self)
         logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.kernel)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """vLLM's own sharing of a prefix, opted in to: it would cost the FULL graphs."""
+        return self._executor is None and super().use_cascade_attention(*args, **kwargs)
 
     def forget_plan(self) -> None:
         """The next step makes a new plan: what is on the device is lost."""

@@ -60,7 +60,8 @@ class KnownBatch:
         if plan is None or query_len != self._query_len or len(seq_lens) != plan.num_reqs:
             return False
         if row_ids is not None and self._row_ids is not None:
-            return bool(_rows_hold(row_ids, self._row_ids, seq_lens, self._longest))
+            planned = plan.planned_seq_lens
+            return bool(_rows_hold(row_ids, self._row_ids, seq_lens, planned, self._longest))
         if row_ids is not self._row_ids:  # the other of the two was kept
             return False
         return bool(
@@ -97,9 +98,15 @@ def _blocks_hold(
 
 
 @compiled
-def _rows_hold(row_ids: IntArray, known: IntArray, seq_lens: IntArray, longest: FloatArray) -> bool:
+def _rows_hold(
+    row_ids: IntArray,
+    known: IntArray,
+    seq_lens: IntArray,
+    planned: IntArray,
+    longest: FloatArray,
+) -> bool:
     for row in range(len(row_ids)):
-        if row_ids[row] != known[row] or seq_lens[row] > longest[row]:
+        if row_ids[row] != known[row] or not planned[row] <= seq_lens[row] <= longest[row]:
             return False
     return True
 

@@ -1,6 +1,7 @@
 """One plan after the other: a new one only where the batch asks for it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,16 +62,22 @@ class DecodePlanner:
         #: The one used last comes first.
         self._known = [KnownBatch(block_size) for _ in range(config.kept_plans)]
 
-    def warm_up(self) -> None:
+    def warm_up(self, then: Callable[[DecodePlan], object] | None = None) -> None:
         """Compile what planning needs: about ten seconds the first time on a machine, half a
-        second in each process after that. Call it at start-up, or the first plan takes it."""
+        second in each process after that. Call it at start-up, or the first plan takes it.
+
+        Args:
+            then: called with a plan for two requests; what follows planning compiles, too.
+        """
         twin = DecodePlanner(self.config, self.cost, self.block_size, self.gqa_group_size)
         table = np.array([[1, 2], [1, 3]], np.int32)
         lens = np.full(2, self.block_size + 1, np.int32)
         with one_process_at_a_time():
             for rows in (None, np.arange(2)):
                 for _ in range(2):  # a plan, and the question whether it holds
-                    twin.update(table, lens, table_rows=rows, row_ids=rows)
+                    plan = twin.update(table, lens, table_rows=rows, row_ids=rows)
+            if then is not None:
+                then(plan)
 
     def update(
         self,
