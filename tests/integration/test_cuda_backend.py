@@ -280,6 +280,31 @@ def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
     assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("divider", ["flashforge", "depth_first"])
+def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
+    # depth first puts private parts of several requests into one tile
+    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", divider)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
+    written = []
+    monkeypatch.setattr(
+        cuda.FlashAttentionImpl, "do_kv_cache_update", lambda *args: written.append(args)
+    )
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 61, 55])
+    last = batch.block_table[1, 4], 3
+    batch.v_cache[last] = bad
+    group.impl.do_kv_cache_update(None, None, batch.v_cache, None, None)
+    batch = replace(batch, v_cache=written[0][3])
+    assert batch.v_cache[last].abs().min() in (0, torch.finfo(torch.float16).max)
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    out = group.forward(batch, metadata, 4)
+    others = [0, 2, 3]
+    assert out.isfinite().all()
+    assert relative_error(out[others], reference(batch)[others]) < 2e-3
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
     # synchronous steps: a row with drafts, then the same without; lengths fall by the rejected

@@ -111,6 +111,21 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             )
         return output
 
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """As ``FlashAttentionImpl.do_kv_cache_update``, with every value made finite: rows of
+        several requests share a work tile, where a weight of zero does not silence a NaN. A
+        request whose activations overflowed still shows it in its scores."""
+        if self.shares:
+            value = torch.nan_to_num(value)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
 
 def _config_refusal(config: Any) -> str | None:
     """Why a configuration cannot be served, or None: what no layer knows."""
