@@ -153,3 +153,15 @@ def test_an_unsupported_version_is_an_error_only_for_who_chose_the_backend(monke
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
     with pytest.raises(PrefixShareError, match=r"vLLM 0\.9\.0 is not supported"):
         register.register()
+
+
+def test_a_vllm_that_cannot_be_hooked_is_an_error_only_for_who_chose_the_backend(monkeypatch):
+    def missing() -> None:
+        raise ImportError("cannot import name 'BlockTables'")
+
+    monkeypatch.setattr(hooks, "install_hooks", missing)
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
+    register.register()
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
+    with pytest.raises(PrefixShareError, match="cannot import name 'BlockTables'"):
+        register.register()
