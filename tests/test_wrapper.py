@@ -28,6 +28,9 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
         ({"num_qo_heads": 5}, "num_qo_heads must be a multiple of num_kv_heads"),
         ({"block_size": 0}, "block_size must be at least 1"),
         ({"device": "meta"}, "device 'meta' has no executor: use cpu or cuda"),
+        ({"device": "gpu"}, "device 'gpu' is unknown: use cpu or cuda"),
+        ({"sm_scale": 0.0}, "sm_scale must be positive and finite, got 0.0"),
+        ({"sm_scale": float("nan")}, "sm_scale must be positive and finite"),
         ({"share": "sometimes"}, "share must be one of"),
         ({"num_workers": 0}, "num_workers must be at least 1"),
     ],
@@ -48,6 +51,9 @@ def test_refuses_a_gpu_that_is_not_there():
     [
         (TABLE[0], LENS, None, "block_table must be 2-dimensional integers"),
         (TABLE.astype(float), LENS, None, "block_table must be 2-dimensional integers"),
+        ([[1, 2], [3]], LENS, None, "block_table must be 2-dimensional integers"),
+        (torch.zeros(2, 3, device="meta"), LENS, None, "block_table must be .* on the host"),
+        (TABLE.astype(np.int64) + 2**31, LENS, None, "block_table has entries beyond 32 bits"),
         (TABLE, LENS[:1], None, "block_table has 2 rows, seq_lens 1"),
         (TABLE, LENS + 8, None, r"seq_lens\[1\] = 49 goes beyond the block table: 3 blocks of 16"),
         (TABLE, LENS * 0, None, r"seq_lens\[0\] = 0 is less than its own queries"),
@@ -92,6 +98,10 @@ def test_refuses_tensors_of_another_shape_or_dtype():
         w.run(q, k, v.half(), TABLE, LENS)
     with pytest.raises(PrefixShareError, match="names block 4, but the cache has 4 blocks"):
         w.run(*tensors(blocks=4), TABLE, LENS)
+    with pytest.raises(PrefixShareError, match="q must be a torch tensor, got ndarray"):
+        w.run(q.numpy(), k, v, TABLE, LENS)
+    with pytest.raises(PrefixShareError, match="out must be like q"):
+        w.run(q, k, v, TABLE, LENS, out=q.half())
     with pytest.raises(PrefixShareError, match="not the planned one"):
         w.run(q, k, v, TABLE, LENS - 8)
     with pytest.raises(PrefixShareError, match="not the planned one"):

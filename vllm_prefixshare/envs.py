@@ -38,7 +38,7 @@ def _folder(value: str) -> Path:
 #: name -> (parser, default as text, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "VLLM_PREFIXSHARE_DIVIDER": (
-        str,
+        str.lower,
         "auto",
         "how KV segments are divided into work tiles; auto: what measures best here",
     ),

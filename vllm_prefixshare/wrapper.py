@@ -1,5 +1,6 @@
 """PrefixShareDecodeWrapper: plan once, run once per layer, in the manner of FlashInfer."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -85,8 +86,13 @@ class PrefixShareDecodeWrapper:
         name = str(dtype).removeprefix("torch.")
         self.attention = AttentionConfig(num_qo_heads, num_kv_heads, head_dim, block_size, name)
         self.dtype = getattr(torch, name)
-        self.device = torch.device(device)
-        self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+        try:
+            self.device = torch.device(device)
+        except RuntimeError:
+            raise PrefixShareError(f"device {device!r} is unknown: use cpu or cuda.") from None
+        self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+        if not (self.sm_scale > 0 and math.isfinite(self.sm_scale)):
+            raise PrefixShareError(f"sm_scale must be positive and finite, got {sm_scale}.")
         self.max_query_len = max_query_len
         group = self.attention.gqa_group_size
         self._gpu: GpuExecutor | None = None
@@ -269,6 +275,10 @@ class PrefixShareDecodeWrapper:
             raise PrefixShareError("this batch is not the planned one: call plan() for it first.")
         self._check_tensors(q, k_cache, v_cache, int(starts[-1]))
         out = torch.empty_like(q) if out is None else out
+        if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+            raise PrefixShareError(
+                f"out must be like q, {q.dtype} {list(q.shape)}, got {out.dtype} {list(out.shape)}."
+            )
         if not len(lens):
             return out
         self._seq_lens = lens
@@ -286,6 +296,9 @@ class PrefixShareDecodeWrapper:
         num_tokens: int,
     ) -> None:
         a = self.attention
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            if not isinstance(x, torch.Tensor):
+                raise PrefixShareError(f"{name} must be a torch tensor, got {type(x).__name__}.")
         expected = (num_tokens, a.num_qo_heads, a.head_dim)
         if tuple(q.shape) != expected:
             raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
@@ -344,10 +357,21 @@ def _same(a: tuple[IntArray, ...], b: tuple[IntArray, ...]) -> bool:
 
 
 def _host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise PrefixShareError(
+            f"{name} must be {ndim}-dimensional integers on the host ({e})."
+        ) from None
     if array.ndim != ndim or not (np.issubdtype(array.dtype, np.integer) or array.size == 0):
         raise PrefixShareError(
             f"{name} must be {ndim}-dimensional integers on the host, "
             f"got {array.dtype} with shape {list(array.shape)}."
         )
+    if (
+        array.dtype.itemsize > 4
+        and array.size
+        and not (-(2**31) <= array.min() <= array.max() < 2**31)
+    ):
+        raise PrefixShareError(f"{name} has entries beyond 32 bits.")
     return array.astype(np.int32, copy=False)
