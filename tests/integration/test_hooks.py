@@ -146,6 +146,13 @@ def test_unsupported_vllm_versions_are_refused(version):
         compat.check_vllm_version(Version(version))
 
 
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_other_cpu_backends_are_refused(version):
+    compat.check_vllm_version(Version(version))
+    with pytest.raises(PrefixShareError, match=r"not supported .*on a CPU: install version 0\.32"):
+        compat.check_vllm_version(Version(version), on_cpu=True)
+
+
 def test_an_unsupported_version_is_an_error_only_for_who_chose_the_backend(monkeypatch):
     monkeypatch.setattr(compat, "vllm_version", lambda: Version("0.9.0"))
     monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
@@ -159,9 +166,9 @@ def test_a_vllm_that_cannot_be_hooked_is_an_error_only_for_who_chose_the_backend
     def missing() -> None:
         raise ImportError("cannot import name 'BlockTables'")
 
-    monkeypatch.setattr(hooks, "install_hooks", missing)
+    monkeypatch.setattr(hooks, "HOOKS", (hooks.Hook("vllm.some.thing", "why", "when", missing),))
     monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
     register.register()
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
-    with pytest.raises(PrefixShareError, match="cannot import name 'BlockTables'"):
+    with pytest.raises(PrefixShareError, match=r"cannot hook vllm\.some\.thing: cannot import"):
         register.register()

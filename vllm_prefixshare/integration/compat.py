@@ -13,6 +13,8 @@ SUPPORTED = (
     (Version("0.32.0"), Version("0.34.0.dev0")),
 )
 SUPPORTED_NAMES = "0.26, 0.32 or 0.33"
+#: That whose CPU backend was inherited from.
+ON_CPU, ON_CPU_NAME = (Version("0.32.0"), Version("0.33.0.dev0")), "0.32"
 
 
 def vllm_version() -> Version:
@@ -31,16 +33,21 @@ def vllm_version() -> Version:
     )
 
 
-def check_vllm_version(found: Version | None = None) -> None:
+def check_vllm_version(found: Version | None = None, on_cpu: bool = False) -> None:
     """Refuse a vLLM whose internals are not known.
+
+    Args:
+        on_cpu: whether its CPU backend is to be used.
 
     Raises:
         PrefixShareError: with the supported range.
     """
     found = found or vllm_version()
-    if not any(first <= found < end for first, end in SUPPORTED):
+    supported = (ON_CPU,) if on_cpu else SUPPORTED
+    if not any(first <= found < end for first, end in supported):
+        where, names = (" on a CPU", ON_CPU_NAME) if on_cpu else ("", SUPPORTED_NAMES)
         raise PrefixShareError(
-            f"vLLM {found} is not supported by PREFIX_SHARE: install version {SUPPORTED_NAMES}, "
+            f"vLLM {found} is not supported by PREFIX_SHARE{where}: install version {names}, "
             "or choose another attention backend."
         )
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig
-from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration import compat, host_tables
 from vllm_prefixshare.types import PrefixShareError
 
 BACKEND_NAME = "PREFIX_SHARE"
@@ -165,16 +165,18 @@ def check_platform() -> None:
     """Refuse a platform without an executor.
 
     Raises:
-        PrefixShareError: it is neither a CPU nor an NVIDIA GPU of compute capability 8.0.
+        PrefixShareError: it is neither a CPU nor an NVIDIA GPU of compute capability 8.0, or
+            this vLLM is not supported there.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        compat.check_vllm_version(on_cpu=True)
         return
     if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
         raise PrefixShareError(
             f"{BACKEND_NAME} serves CPUs and NVIDIA GPUs of compute capability 8.0 or more: "
-            f"unset {ENV_VAR} here."
+            "choose another attention backend here."
         )
 
 
@@ -354,6 +356,15 @@ HOOKS = (
 
 
 def install_hooks() -> None:
-    """Apply all of ``HOOKS``; those in force already are left alone."""
+    """Apply all of ``HOOKS``; those in force already are left alone.
+
+    Raises:
+        PrefixShareError: this vLLM lacks a target, or it cannot be imported here.
+    """
     for hook in HOOKS:
-        hook.install()
+        try:
+            hook.install()
+        except (ImportError, AttributeError) as e:
+            raise PrefixShareError(
+                f"{BACKEND_NAME} cannot hook {hook.target}: {e}. Choose another attention backend."
+            ) from e

@@ -19,7 +19,7 @@ def register() -> None:
     try:
         compat.check_vllm_version()
         hooks.install_hooks()
-    except (PrefixShareError, ImportError) as e:
+    except PrefixShareError as e:
         if os.environ.get(hooks.ENV_VAR, "").upper() == hooks.BACKEND_NAME:
-            hooks.refuse(PrefixShareError(str(e)))
+            hooks.refuse(e)
         hooks.logger().warning("%s", e)
