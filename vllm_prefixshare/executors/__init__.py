@@ -1,1 +1,2 @@
-"""Run a DecodePlan: ``torch`` on the CPU, ``reference`` in float64 for tests."""
+"""Run a DecodePlan: ``gpu`` on NVIDIA GPUs, ``native`` and ``torch`` on CPUs (``cpu`` chooses),
+``reference`` in float64 for tests."""

@@ -1,6 +1,6 @@
-"""The CPU executor: each shared KV run is gathered once and multiplied with the queries of
-all its readers; partial results are merged by log-sum-exp (FlashForge section 4.2, PAC and
-POR). Scores, weights and sums are float32 whatever the cache holds."""
+"""The executor for every CPU: each shared KV run is gathered once and multiplied with the
+queries of all its readers; partial results are merged by log-sum-exp (FlashForge section 4.2,
+PAC and POR). Scores, weights and sums are float32 whatever the cache holds."""
 
 import math
 from collections.abc import Iterator

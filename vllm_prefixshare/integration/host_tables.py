@@ -36,7 +36,7 @@ class HostTable(Protocol):
     block_table: IntArray
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
-        """Requests in the batch in preparation; padding has no queries. None in a dummy batch.
+        """Requests in the batch in preparation; padding has no queries. 0 in a dummy batch.
 
         Args:
             query_start_loc: ``[rows + 1]`` of the batch, padded.
