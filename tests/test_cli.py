@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_prefixshare.cli import main
+from vllm_prefixshare.cli import attention_of, main, parser
 from vllm_prefixshare.planning.cost_table import CostTable
 from vllm_prefixshare.planning.dividers import DIVIDERS
 
@@ -58,6 +58,26 @@ def test_a_mistake_is_one_sentence(arguments, sentence, capsys):
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "group"),
+    [
+        ({"num_attention_heads": 8, "hidden_size": 512, "num_key_value_heads": None}, 1),
+        ({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}}, 4),
+        ({"num_attention_heads": 0, "hidden_size": 512}, None),
+        ([], None),
+    ],
+)
+def test_the_shape_is_taken_from_the_models_file(tmp_path, config, group, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = parser().parse_args(["inspect", "--model", str(tmp_path)])
+    if group is None:
+        assert main(["inspect", "--model", str(tmp_path)]) == 2
+        assert "config.json does not describe a model" in capsys.readouterr().err
+    else:
+        shape = attention_of(arguments)
+        assert (shape.head_dim, shape.gqa_group_size) == (64, group)
 
 
 def test_profile_writes_a_table_that_the_backend_would_load(tmp_path, capsys):

@@ -58,15 +58,16 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
     path = args.model / "config.json"
     try:
         config = json.loads(path.read_text())
+        config = config.get("text_config", config)  # of a multimodal model
         heads = config["num_attention_heads"]
         return AttentionConfig(
             heads,
-            config.get("num_key_value_heads", heads),
+            config.get("num_key_value_heads") or heads,
             config.get("head_dim") or config["hidden_size"] // heads,
             args.block_size,
             args.dtype,
         )
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         if isinstance(e, PrefixShareError):
             raise
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
