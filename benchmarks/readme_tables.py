@@ -155,6 +155,17 @@ def engine_table(name: str) -> str:
     return "\n".join(lines)
 
 
+def headline() -> str:
+    """What the engine's first row says, in a sentence."""
+    result = published("engine")
+    row = result["rows"][0]
+    return (
+        f"On one {result['gpu']}, {row['workload']} take {row['PREFIX_SHARE']['ms']:.1f} ms per "
+        f"output token instead of {row['stock']['ms']:.1f} ({result['model']}, vLLM "
+        f"{result['versions']['vllm']}; [more](#how-fast))."
+    )
+
+
 def engine_time(side: dict) -> str:
     spread = side["range_ms"]
     return f"{side['ms']:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
@@ -216,6 +227,7 @@ TABLES = {
         lambda: kernel_table("kernel_workloads"),
     ),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
+    "headline": ("README.md", "engine", headline),
     "engine": ("README.md", "engine", lambda: engine_table("engine")),
     "engine grpo": ("README.md", "engine_grpo", lambda: engine_table("engine_grpo")),
     "fidelity": ("README.md", "fidelity", fidelity_table),
