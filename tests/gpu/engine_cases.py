@@ -2,7 +2,7 @@
 functions that run inside an engine's process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -174,46 +174,47 @@ def beam_search(llm: Any, prompts: Sequence[Sequence[int]], width: int, tokens: 
 
 def watched(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, steady: int) -> dict[str, Any]:
     """Run prompts in an engine that lives in this very process, with synchronising forbidden
-    while the backend builds its metadata.
+    while the backend builds its metadata and while its layers run.
 
     Args:
         steady: step from which on all requests decode.
 
     Returns:
-        run; builds; forwards: layers called by Python from step ``steady`` on, none of which
-        runs where a FULL graph is replayed; caught: whether synchronising raises at all.
+        run; builds; layers: those called by Python; forwards: of them, from step ``steady`` on,
+        where FULL graphs are replayed instead; caught: whether synchronising raises at all.
     """
     import torch
 
     from vllm_prefixshare.integration.cuda import PrefixShareCUDAImpl
     from vllm_prefixshare.integration.cuda_metadata import PrefixShareMetadataBuilder
 
-    counts = {"builds": 0, "forwards": 0, "step": 0}
+    counts = {"builds": 0, "layers": 0, "forwards": 0, "step": 0}
     build, forward = PrefixShareMetadataBuilder.build, PrefixShareCUDAImpl.forward
 
-    def watched_build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts["builds"] += 1
+    def without_sync(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return build(self, *args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def watched_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_build(*args: Any, **kwargs: Any) -> Any:
+        counts["builds"] += 1
+        return without_sync(build, *args, **kwargs)
+
+    def watched_forward(*args: Any, **kwargs: Any) -> Any:
+        counts["layers"] += 1
         counts["forwards"] += counts["step"] >= steady
-        return forward(self, *args, **kwargs)
+        return without_sync(forward, *args, **kwargs)
 
     def hook(llm: Any, step: int, ids: Sequence[str]) -> None:
         counts["step"] = step
 
     caught = False
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.ones(1, device="cuda").item()
+        without_sync(torch.ones(1, device="cuda").item)
     except RuntimeError:
         caught = True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     PrefixShareMetadataBuilder.build = watched_build
     PrefixShareCUDAImpl.forward = watched_forward
