@@ -23,7 +23,7 @@ import torch
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.testing.dummy_model import write_eagle, write_lora, write_small_llama
 from vllm_prefixshare.testing.engine import PREFIX_SHARE, EngineProcess
-from vllm_prefixshare.testing.engine_steps import drive
+from vllm_prefixshare.testing.engine_steps import Run, drive
 
 from . import engine_cases as cases
 from .engine_cases import (
@@ -103,16 +103,22 @@ def prime(engine: EngineProcess, prompts: list[list[int]]) -> None:
     engine.call(drive, prompts[:1], tokens(1))
 
 
+def drive_primed(engine: EngineProcess, prompts: list[list[int]], *rest: Any) -> Run:
+    """``drive``, with the document cached beforehand."""
+    prime(engine, prompts)
+    run: Run = engine.call(drive, prompts, *rest)
+    return run
+
+
 def tokens(count: int) -> dict[str, object]:
     return {**GREEDY, "max_tokens": count}
 
 
 def test_requests_on_one_document(engine, stock, text):
     prompts = text.asking(DOCUMENT, [64] * 11)  # no captured batch size: rows are padded
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(96))
+    run = drive_primed(engine, prompts, tokens(96))
     assert_as_stock(run, stock)
-    assert_shared(run, factor=1.5)
+    assert_shared(run, factor=1.8)
     assert len(run.completions) == 11 and run.preemptions == 0
     assert run.stats["decode_steps"] >= 95
     # a plan where a request joins or ends, and where private parts have grown by half
@@ -122,8 +128,7 @@ def test_requests_on_one_document(engine, stock, text):
 def test_a_wrong_block_would_show(engine, stock, text):
     """The comparison of all these tests has the power to see a fault."""
     prompts = text.asking(DOCUMENT, [64] * 3)
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(40))
+    run = drive_primed(engine, prompts, tokens(40))
     assert_as_stock(run, stock)
     # one block, where weights are random; natural text leans less on any single one
     first, last = (0, DOCUMENT // 2) if text.is_real else (512, 528)
@@ -138,8 +143,7 @@ def test_a_wrong_block_would_show(engine, stock, text):
 def test_requests_that_end_at_different_times(engine, stock, text):
     prompts = text.asking(DOCUMENT, [20, 33, 5, 64]) + text.asking(DOCUMENT // 2, [9, 17, 48])
     lengths = [5, 70, 33, 16, 48, 2, 61]
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, [tokens(n) for n in lengths])
+    run = drive_primed(engine, prompts, [tokens(n) for n in lengths])
     assert [len(c.token_ids) for c in run.completions] == lengths
     assert_as_stock(run, stock)
     assert_shared(run)
@@ -158,8 +162,7 @@ def test_nothing_shared(engine, stock, text):
 def test_chunked_prefill_mixes_with_decode(engine, stock, text):
     # the short ones decode while the long ones are still in prefill, 512 tokens a step
     prompts = [*text.asking(400, [16, 24, 40]), text.part(3000, 1100), text.part(5000, 900)]
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(40))
+    run = drive_primed(engine, prompts, tokens(40))
     assert_as_stock(run, stock)
     assert_shared(run)
     # 39 decode steps of each, of which those of the short ones began at least two steps earlier
@@ -171,13 +174,12 @@ def test_several_samples_of_one_prompt(engine, stock, text):
     run = engine.call(drive, prompts, {**tokens(48), "n": 6, "temperature": 0.8})
     assert len({c.token_ids for c in run.completions}) == 6
     assert_as_stock(run, stock)
-    assert_shared(run, factor=1.5)
+    assert_shared(run, factor=2.0)
 
 
 def test_pre_empted_requests_come_back_right(engine, stock, text):
     prompts = text.asking(1024, [40 + i for i in range(12)])
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(280))
+    run = drive_primed(engine, prompts, tokens(280))
     assert run.preemptions > 0
     assert all(len(c.token_ids) == 280 for c in run.completions)
     assert_as_stock(run, stock)
@@ -186,8 +188,7 @@ def test_pre_empted_requests_come_back_right(engine, stock, text):
 
 def test_the_prefix_cache_is_reset_under_running_requests(engine, stock, text):
     prompts = text.asking(DOCUMENT, [32] * 5)
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(48), partial(cases.reset_at, when=20))
+    run = drive_primed(engine, prompts, tokens(48), partial(cases.reset_at, when=20))
     assert run.preemptions == len(prompts)
     assert all(len(c.token_ids) == 48 for c in run.completions)
     assert_as_stock(run, stock)
@@ -195,19 +196,18 @@ def test_the_prefix_cache_is_reset_under_running_requests(engine, stock, text):
     assert engine.call(cases.reset_between)
     again = engine.call(drive, prompts, tokens(16))
     assert_as_stock(again, stock)
-    assert_shared(again, factor=1.5)
+    assert_shared(again, factor=2.0)
 
 
 def test_aborted_requests_leave_the_others_right(engine, stock, text):
     prompts, gone = text.asking(DOCUMENT, [16] * 15), [0, 3, 6, 14]
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(60), partial(cases.abort_at, when=25, which=gone))
+    run = drive_primed(engine, prompts, tokens(60), partial(cases.abort_at, when=25, which=gone))
     lengths = [len(c.token_ids) for c in run.completions]
     assert [c.finished for c in run.completions] == [i not in gone for i in range(15)]
     assert all(n == 60 for i, n in enumerate(lengths) if i not in gone)
     assert all(0 < lengths[i] < 60 for i in gone)
     assert_as_stock(run, stock)
-    assert_shared(run)
+    assert_shared(run, factor=2.0)
     # those who come now get the blocks of those who went
     assert_as_stock(
         engine.call(drive, text.asking(DOCUMENT, [77] * 3, start=60), tokens(24)), stock
@@ -239,10 +239,9 @@ def wide(
 def test_head_dim_128(wide, runner):
     text, started = wide
     prompts = [*text.asking(DOCUMENT, PRIVATE), text.part(9000, 130)]
-    prime(started[runner], prompts)
-    run = started[runner].call(drive, prompts, tokens(48))
+    run = drive_primed(started[runner], prompts, tokens(48))
     assert_as_stock(run, started["stock"])
-    assert_shared(run, factor=1.5)
+    assert_shared(run, factor=2.0)
 
 
 def test_speculative_rows(model, stock, text):
@@ -258,8 +257,7 @@ def test_speculative_rows(model, stock, text):
     prompts = text.asking(DOCUMENT, PRIVATE)
     few_tokens = {**tokens(60), "allowed_token_ids": text.part(0, 3)}
     with engines(cases.ours(model, "V1", **options)) as (engine,):
-        prime(engine, prompts)
-        run = engine.call(drive, prompts, [few_tokens] * 9 + [tokens(60)] * 6)
+        run = drive_primed(engine, prompts, [few_tokens] * 9 + [tokens(60)] * 6)
         short = engine.call(drive, prompts, few_tokens)
         drafted = engine.call(cases.metric, "vllm:spec_decode_num_draft_tokens")
         accepted = engine.call(cases.metric, "vllm:spec_decode_num_accepted_tokens")
@@ -267,7 +265,7 @@ def test_speculative_rows(model, stock, text):
     assert short.stats["decode_steps"] < 60
     for batch in (run, short):
         assert_as_stock(batch, stock)
-        assert_shared(batch)
+        assert_shared(batch, factor=1.5)
         assert batch.stats["plans"] < batch.stats["decode_steps"] / 2
 
 
@@ -289,11 +287,10 @@ def test_rows_that_a_draft_model_proposed(random_model, drafting, runner):
     # hardly a draft is accepted, so lengths on the host run ahead of those on the GPU
     engine = drafting[runner]
     prompts = Text(random_model).asking(DOCUMENT, PRIVATE)
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(60))
+    run = drive_primed(engine, prompts, tokens(60))
     assert engine.call(cases.metric, "vllm:spec_decode_num_draft_tokens") > 0
     assert_as_stock(run, drafting["stock"])
-    assert_shared(run)
+    assert_shared(run, factor=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -311,10 +308,9 @@ def test_sliding_window_layers_keep_the_parents_kernel(windowed, runner):
     # two groups of layers, each with its own block table; only one of them is planned for
     text, started = windowed
     prompts = text.asking(DOCUMENT, PRIVATE)
-    prime(started[runner], prompts)
-    run = started[runner].call(drive, prompts, tokens(64))
+    run = drive_primed(started[runner], prompts, tokens(64))
     assert_as_stock(run, started["stock"])
-    assert_shared(run, factor=1.5)
+    assert_shared(run, factor=2.0)
     assert 63 <= run.stats["decode_steps"] < 100, "once a step, not once for each group"
 
 
@@ -352,10 +348,9 @@ def parallel(
 def test_two_gpus(random_model, parallel, runner):
     engine = parallel[runner]
     prompts = Text(random_model).asking(DOCUMENT, PRIVATE)
-    prime(engine, prompts)
-    run = engine.call(drive, prompts, tokens(64))
+    run = drive_primed(engine, prompts, tokens(64))
     assert_as_stock(run, parallel["stock"])
-    assert_shared(run)
+    assert_shared(run, factor=2.0)
     # with two pipeline stages the batch travels in two parts, each with a plan of its own
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
@@ -374,7 +369,7 @@ def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text,
     assert seen["forwards"] == 0, "decode must replay FULL graphs"
     run = seen["run"]
     assert_as_stock(run, stock)
-    assert_shared(run, factor=1.5)
+    assert_shared(run, factor=2.0)
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
