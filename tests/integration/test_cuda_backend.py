@@ -173,6 +173,21 @@ class Group:
         k = v = torch.zeros(num_tokens, KV_HEADS, HEAD_DIM, dtype=torch.float16)
         return self.impl.forward(None, q, k, v, cache, metadata, out)
 
+    def assert_right(self, batch: PagedBatch) -> None:
+        """Build the step's metadata and run the layer: the output is float64's."""
+        metadata = self.builder.build(0, self.common(batch))
+        out = self.forward(batch, metadata, len(batch.q))
+        assert relative_error(out, reference(batch)) < 2e-3
+
+
+def planned(monkeypatch, seq_lens: list[int]) -> tuple[Group, PagedBatch]:
+    """A group that has a plan for a batch of such lengths."""
+    group = Group(monkeypatch)
+    batch = shared_batch(seq_lens)
+    group.start(batch)
+    group.builder.build(0, group.common(batch))
+    return group, batch
+
 
 def shared_batch(seq_lens: list[int], counts: list[int] | None = None) -> PagedBatch:
     """Requests that share their first three blocks."""
@@ -232,22 +247,16 @@ def test_batches_that_take_turns_in_a_pipeline_keep_their_plans(monkeypatch):
     for _ in range(3):
         for rows, batch in zip((slots[:2], slots[2:]), parts, strict=True):
             host_tables.note_batch(group.tables, rows)
-            metadata = group.builder.build(0, group.common(batch))
-            out = group.forward(batch, metadata, 2)
-            assert relative_error(out, reference(batch)) < 2e-3
+            group.assert_right(batch)
             batch.seq_lens += 1
     assert STATS.plans == 2
     assert STATS.shared_steps == 6
 
 
 def test_lengths_below_those_of_the_plan_ask_for_a_new_one(monkeypatch):
-    group = Group(monkeypatch)
-    batch = shared_batch([70, 90])
-    group.start(batch)
-    group.builder.build(0, group.common(batch))
+    group, batch = planned(monkeypatch, [70, 90])
     batch.seq_lens -= 20
-    metadata = group.builder.build(0, group.common(batch))
-    assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
+    group.assert_right(batch)
     assert STATS.plans == 2
 
 
@@ -268,16 +277,12 @@ def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
 
 
 def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
-    group = Group(monkeypatch)
-    batch = shared_batch([70, 90])
-    group.start(batch)
-    group.builder.build(0, group.common(batch))
+    group, batch = planned(monkeypatch, [70, 90])
     host_tables.note_batch(group.tables, None)
     metadata = group.builder.build(0, group.common(batch))
     assert group.forward(batch, metadata, 2).isnan().all()
     host_tables.note_batch(group.tables, group.slots)
-    metadata = group.builder.build(0, group.common(batch))
-    assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
+    group.assert_right(batch)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -329,10 +334,7 @@ def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
 
 def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     # its memory was given away, and the same requests would find it right
-    group = Group(monkeypatch)
-    batch = shared_batch([70, 90])
-    group.start(batch)
-    group.builder.build(0, group.common(batch))
+    group, batch = planned(monkeypatch, [70, 90])
     arrays = group.builder._executor.workspace.plan.arrays
     for array in arrays.values():
         array.fill_(-1)
@@ -342,8 +344,7 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     cuda_metadata.after_wake_up()
     assert cache.isfinite().all()
     assert (cache == 1.0).sum() == cache.numel() - 2 * cache[0].numel()
-    metadata = group.builder.build(0, group.common(batch))
-    assert relative_error(group.forward(batch, metadata, 2), reference(batch)) < 2e-3
+    group.assert_right(batch)
     assert STATS.plans == 2
 
 
