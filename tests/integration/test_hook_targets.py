@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import vllm.version
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadata,
@@ -19,7 +20,8 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_prefixshare.integration import compat, register
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.integration import compat, hooks, register
 
 
 def parameters(function: object) -> list[str]:
@@ -101,15 +103,10 @@ def test_hooks_are_in_force():
 
 
 def test_another_plugin_keeps_the_only_free_backend(monkeypatch):
-    from vllm.v1.attention.backends import registry
-
-    from vllm_prefixshare import PrefixShareError
-    from vllm_prefixshare.integration import hooks
-
     enum = registry.AttentionBackendEnum
-    before = dict(registry._ATTN_OVERRIDES)
-    registry.register_backend(enum.CUSTOM, "someone.elses.Backend")
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_ATTN_OVERRIDES", dict(registry._ATTN_OVERRIDES))
+        registry.register_backend(enum.CUSTOM, "someone.elses.Backend")
         ours = hooks.backend_member()
         assert enum.CUSTOM.get_path() == "someone.elses.Backend"
         assert not hooks.is_ours(enum.CUSTOM)
@@ -118,21 +115,14 @@ def test_another_plugin_keeps_the_only_free_backend(monkeypatch):
             assert hooks.is_ours(ours)
         else:
             assert ours is None
-            monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
+            patch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
             arguments = SimpleNamespace(attention_backend=None, attention_config=None)
             with pytest.raises(PrefixShareError, match="which another plugin has"):
                 hooks._select_from_environment(arguments)
-    finally:
-        registry._ATTN_OVERRIDES.clear()
-        registry._ATTN_OVERRIDES.update(before)
     assert hooks.is_ours(hooks.backend_member())
 
 
 def test_the_backend_resolves_by_its_name():
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_prefixshare.integration import hooks
-
     member = hooks.backend_member()
-    assert AttentionBackendEnum["PREFIX_SHARE"] is member
+    assert registry.AttentionBackendEnum["PREFIX_SHARE"] is member
     assert member.get_class().get_name() == "PREFIX_SHARE"
