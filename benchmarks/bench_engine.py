@@ -297,7 +297,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")
     add("--start-together", action="store_true", help="sooner, but capacities say less")
     add("--bandwidth-tbs", type=float, default=4.35, help="of the floor, TB/s; an H200's measured")
-    # TRITON_ATTN parts from FLASH_ATTN at gaps of up to 0.28 (bench_fidelity.py, 8B, random)
+    # TRITON_ATTN parted from FLASH_ATTN at gaps of 0.25 to 0.28 in runs of bench_fidelity.py
     add("--max-gap", type=float, default=0.3, help="nats; tokens may part below it")
     add("--scale", type=float, default=1.0, help="shrink documents and batches, for trying")
     add("--out", type=Path, help="write the results here as JSON")

@@ -96,6 +96,12 @@ def spread(times: list[float]) -> Row | None:
     return {"mean": mean, "median": median, "steps": len(times)}
 
 
+def steady_us(row: Row, separator: str) -> str:
+    """Mean host time of a steady step in microseconds: stock's and ours."""
+    sides = (row["metadata_us"] or {}).values()
+    return separator.join(f"{m['mean']:.0f}" if m else "-" for m in sides) or "-"
+
+
 def heading(result: Row) -> str:
     memory = result["memory"]
     lines = [
@@ -123,11 +129,9 @@ def line(row: Row) -> str:
     same = f"{agreement['same']:.0%}, {agreement['largest_gap']:.3f}" if agreement else "-"
     if agreement:
         same += f" (median of all {agreement['median_gap_of_all_tokens']:.3f})"
-    metadata = (row["metadata_us"] or {}).values()
-    steady = ", ".join(f"{m['mean']:.0f}" if m else "-" for m in metadata) or "-"
     return (
         f"{row['workload']:40} {stock['ms']:8.2f} {ours['ms']:8.2f} {row['ratio']:6.2f} {floor} "
         f"            | {stock['tokens_per_second']:8.0f} {ours['tokens_per_second']:8.0f} "
         f"          | {host['plans']}/{host['decode_steps']}, {host['plan_ms']:.2f}, "
-        f"{steady} | {same}"
+        f"{steady_us(row, ', ')} | {same}"
     )

@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from engine_report import steady_us
 from kernel_report import OURS, best_peer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,9 +126,10 @@ def engine_table(name: str) -> str:
         "included. Floor: as many requests with 16-token contexts, plus reading every KV token "
         f"once at {result['bandwidth_tbs']} TB/s. KV-cache capacity: stock {memory['stock']} "
         f"tokens, PREFIX_SHARE {memory['PREFIX_SHARE']} "
-        f"({result['memory']['kv_cache_ratio']:.4f}). Host time: mean of building attention "
-        "metadata in decode-only steps that made no plan"
-        + (f"; {used['stock']:.1f} and {used['PREFIX_SHARE']:.1f} GiB in use." if used else "."),
+        f"({result['memory']['kv_cache_ratio']:.4f})"
+        + (f"; {used['stock']:.1f} and {used['PREFIX_SHARE']:.1f} GiB in use" if used else "")
+        + ". Host time: mean of building attention metadata in decode-only steps that made no "
+        "plan.",
         "",
         "| workload | stock, ms a token | PREFIX_SHARE | speed-up | floor | stock, tokens/s "
         "| PREFIX_SHARE | plans / steps | ms a plan | host us a steady step, stock / ours "
@@ -141,8 +143,6 @@ def engine_table(name: str) -> str:
             if agreement
             else "- | -"
         )
-        metadata = (row["metadata_us"] or {}).values()
-        steady = " / ".join(f"{m['mean']:.0f}" if m else "-" for m in metadata) or "-"
         lines.append(
             f"| {row['workload']}{'' if row['kind'] == 'decode' else '*'} "
             f"| {engine_time(row['stock'])} | {engine_time(row['PREFIX_SHARE'])} "
@@ -150,7 +150,7 @@ def engine_table(name: str) -> str:
             f"| {row['stock']['tokens_per_second']:.0f} "
             f"| {row['PREFIX_SHARE']['tokens_per_second']:.0f} "
             f"| {host['plans']} / {host['decode_steps']} | {host['plan_ms']:.2f} "
-            f"| {steady} | {same} |"
+            f"| {steady_us(row, ' / ')} | {same} |"
         )
     return "\n".join(lines)
 
