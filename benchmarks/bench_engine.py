@@ -1,8 +1,9 @@
-"""The whole engine on one GPU: stock FLASH_ATTN against PREFIX_SHARE, with the same settings.
+"""The whole engine on a GPU: stock FLASH_ATTN against PREFIX_SHARE, with the same settings.
 
-Both engines live on the GPU at once and take turns, the waiting one stopped. Unless a checkpoint
-is given, the model has Llama-3.1-8B's shape and random weights. Greedy tokens are compared in an
-untimed call; the exit status is 1 if they part where stock was sure of its token.
+Both engines live on the GPU at once and take turns, the waiting one stopped. (--apart: each has a
+GPU of its own, and the long workloads run on both at the same time.) Unless a checkpoint is given,
+the model has Llama-3.1-8B's shape and random weights. Greedy tokens are compared in an untimed
+call; the exit status is 1 if they part where stock was sure of its token.
 
     python benchmarks/bench_engine.py --mooncake TRACE.jsonl --deft keywordToT.json \\
         --out benchmarks/published/engine.json
@@ -17,6 +18,7 @@ attention metadata in the decode-only steps that made no plan.
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -112,10 +114,11 @@ class Bench:
             lambda e: [e.generate(prompts, tokens, together=True, **sampling)],
             self.args.trace_repeats,
         )
-        held = w.documents * w.document_tokens + num_reqs * tokens / 2
-        floor = self.floor(num_reqs) + self.kv_ms(held)
         row = report.make_row(f"{w.title} + {tokens}", num_reqs, tokens, found, decode_only=False)
-        return {**row, "floor_ms": floor}
+        if any(row[name]["preemptions"] for name in self.engines):
+            return row  # they did not decode all at once: there is no floor
+        held = w.documents * w.document_tokens + num_reqs * tokens / 2
+        return {**row, "floor_ms": self.floor(num_reqs) + self.kv_ms(held)}
 
     def mooncake(self) -> Row:
         """A recorded conversation trace, all requests at once."""
@@ -158,12 +161,19 @@ class Bench:
     def alternate(
         self, run: Callable[[EngineProcess], list[Batch]], repeats: int
     ) -> dict[str, list[Batch]]:
-        """``run`` on both engines in turns, each time with an empty prefix cache."""
+        """``run`` on both engines in turns, each time with an empty prefix cache; at the same
+        time if each has GPUs of its own."""
+
+        def one(engine: EngineProcess) -> list[Batch]:
+            engine.reset_prefix_cache()
+            return run(engine)
+
         found: dict[str, list[Batch]] = {name: [] for name in self.engines}
-        for _ in range(repeats):
-            for name, engine in self.engines.items():
-                engine.reset_prefix_cache()
-                found[name] += run(engine)
+        with ThreadPoolExecutor(len(self.engines) if self.args.apart else 1) as pool:
+            for _ in range(repeats):
+                runs = {name: pool.submit(one, engine) for name, engine in self.engines.items()}
+                for name, batches in runs.items():
+                    found[name] += batches.result()
         return found
 
     def floor(self, num_reqs: int) -> float:
@@ -228,16 +238,22 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if args.runner == "v2" else "0"
     used: dict[str, float] = {}
 
+    names = (STOCK, PREFIX_SHARE)
+
     def one(name: str) -> EngineProcess:
+        own: dict[str, str] = {}
+        if args.apart:
+            first = names.index(name) * args.tensor_parallel_size
+            gpus = visible_gpus()[first : first + args.tensor_parallel_size]
+            own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         before = used_gib(args)
         extra = stock if name == STOCK else {}
-        engine = EngineProcess(name, model, environment, pause=True, **settings, **extra)
+        engine = EngineProcess(name, model, {**environment, **own}, pause=True, **settings, **extra)
         used[name] = used_gib(args) - before
         if own_weights:
             engine.collective_rpc("randomize_weights")
         return engine
 
-    names = (STOCK, PREFIX_SHARE)
     engines: Engines = {}
     try:
         if args.start_together:
@@ -258,18 +274,32 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         "kv_cache_tokens": {n: e.kv_cache_tokens for n, e in engines.items()},
         "kv_cache_ratio": engines[PREFIX_SHARE].kv_cache_tokens / engines[STOCK].kv_cache_tokens,
         # an engine takes what starts beside it for its own, so these say little then
-        "started_together": args.start_together,
+        "started_together": args.start_together and not args.apart,
         "used_gib": used if args.cuda and not args.start_together else None,
     }
-    return engines, {"settings": {**settings, **environment}, "memory": memory}
+    return engines, {
+        "settings": {**settings, **environment},
+        "apart": args.apart,
+        "memory": memory,
+    }
 
 
 def used_gib(args: argparse.Namespace) -> float:
     """GPU memory in use by all processes."""
     if not args.cuda:
         return 0.0
-    pairs = map(torch.cuda.mem_get_info, range(args.tensor_parallel_size))
+    pairs = map(torch.cuda.mem_get_info, range(gpus_needed(args)))
     return sum(total - free for free, total in pairs) / 2**30
+
+
+def gpus_needed(args: argparse.Namespace) -> int:
+    return int(args.tensor_parallel_size) * (2 if args.apart else 1)
+
+
+def visible_gpus() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` names, or all."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -296,6 +326,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=1024)
     add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")
     add("--start-together", action="store_true", help="sooner, but capacities say less")
+    add("--apart", action="store_true", help="each engine on GPUs of its own: raise --memory")
     add("--bandwidth-tbs", type=float, default=4.35, help="of the floor, TB/s; an H200's measured")
     # TRITON_ATTN parted from FLASH_ATTN at gaps of 0.25 to 0.28 in runs of bench_fidelity.py
     add("--max-gap", type=float, default=0.3, help="nats; tokens may part below it")
@@ -319,6 +350,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.tokens < 2 or not 0 < args.scale <= 1 or args.bandwidth_tbs <= 0:
         parser.error("--tokens must be 2 or more, --scale in (0, 1], --bandwidth-tbs positive")
     args.cuda = torch.cuda.is_available()
+    if args.apart and len(visible_gpus()) < gpus_needed(args):
+        parser.error(f"--apart needs {gpus_needed(args)} GPUs, here are {len(visible_gpus())}")
     return args
 
 

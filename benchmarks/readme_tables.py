@@ -128,6 +128,7 @@ def engine_table(name: str) -> str:
         f"tokens, PREFIX_SHARE {memory['PREFIX_SHARE']} "
         f"({result['memory']['kv_cache_ratio']:.4f})"
         + (f"; {used['stock']:.1f} and {used['PREFIX_SHARE']:.1f} GiB in use" if used else "")
+        + (". Each engine on a GPU of its own, both at once" if result.get("apart") else "")
         + ". Host time: mean of building attention metadata in decode-only steps that made no "
         "plan.",
         "",
