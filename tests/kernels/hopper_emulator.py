@@ -63,7 +63,7 @@ def kv_tiles(
             return min(max(reader * rows - chunk * TILE_ROWS, 0), TILE_ROWS)
         return reader * rows if reader < half + is_end else HALF_ROWS + (reader - half) * rows
 
-    tiles = wide + low + high
+    tiles = max(wide + low + high, min(num_runs, 1))
     pairs, both = (low + high) // 2, min(low, high)
     all_pairs = pairs + wide // 2
     result = []
@@ -84,8 +84,8 @@ def kv_tiles(
         for slot in range(index * nb, index * nb + nb):
             found = int(np.searchsorted(starts, slot, "right")) - 1
             block = slot - int(starts[found])
-            if block >= blocks[found]:  # padding repeats the tile's first block
-                slots.append(Slot(slots[0].block, 0, 0, 0, -block_size))
+            if block >= blocks[found]:  # padding repeats the tile's first block, if it has one
+                slots.append(Slot(slots[0].block if slots else 0, 0, 0, 0, -block_size))
                 continue
             at = int(start[found]) + block * block_size
             first, last = int(readers[found]) & 0xFFFF, int(readers[found]) >> 16

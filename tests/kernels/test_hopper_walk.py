@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.hopper_emulator import emulate
+from tests.kernels.hopper_emulator import emulate, kv_tiles
+from tests.planning.strategies import document_qa, make_planner
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.executors.layout import linked_layout
 from vllm_prefixshare.executors.reference import reference_attention
@@ -110,6 +111,20 @@ def tree_attention(
 )
 def test_every_token_is_read_once(spec: str, heads: tuple[int, int], divider: str) -> None:
     np.testing.assert_allclose(*walk(spec, divider, heads), rtol=0, atol=1e-12)
+
+
+def test_a_tile_whose_tokens_are_gone_still_ends():
+    # two workers share a request of 5100 tokens, of which 20 are left
+    planner = make_planner(16, divider="depth_first", num_workers=2)
+    batch = document_qa(1, 1, document_blocks=318, tail=12)
+    layout = linked_layout(planner.update(batch.block_table, batch.seq_lens), 4, 32, 64)
+    lens, starts = np.array([20], np.int32), np.array([0, 1], np.int32)
+    tiles = [
+        kv_tiles(layout, tile, 0, batch.block_table, lens, starts, 4, 16, 128, 64)
+        for tile in range(2)
+    ]
+    assert [len(t) for t in tiles] == [20, 1]
+    assert not any(slot.tokens for slot in tiles[1][0])
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])

@@ -157,7 +157,8 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
         read_by = _tile_row(readers & 0xFFFF, 0, half, R, chunk)
         read_by |= _tile_row(readers >> 16, 1, half, R, chunk) << 8
         run = (row, kv_start, kv_end, num_blocks, read_by, first_query)
-        tiles = wide + low + high
+        # one at least: the consumers wait for a last one, were all requests shorter than planned
+        tiles = gl.maximum(wide + low + high, gl.minimum(num_runs, 1))
 
         ids, rows, tail = _slots(0, tiles, wide, low, high, starts, run, lane, table,
                                  stride_table, BLOCK_SIZE, NB, RUNS)
