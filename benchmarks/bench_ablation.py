@@ -22,17 +22,17 @@ import torch
 
 from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.executors.reference import reference_attention
-from vllm_prefixshare.executors.torch import TorchExecutor
-from vllm_prefixshare.planning.cost_table import AnalyticCost, CostModel, CostTable, analytic_cost
-from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.costs.cost_table import AnalyticCost, CostModel, CostTable, analytic_cost
+from vllm_prefixshare.costs.lookup import cost_model, fingerprint, gpu, processor
+from vllm_prefixshare.costs.profile_cpu import median_seconds
+from vllm_prefixshare.costs.profile_gpu import measure_gpu
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.profiling.measure import median_seconds
-from vllm_prefixshare.profiling.measure_gpu import measure_gpu
-from vllm_prefixshare.profiling.tables import cost_model, fingerprint, gpu, processor
-from vllm_prefixshare.testing.workload_sets import ANCHORS
-from vllm_prefixshare.testing.workloads import tree
+from vllm_prefixshare.workloads.sets import ANCHORS
+from vllm_prefixshare.workloads.trees import tree
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 #: Relative error of a request's output that a right kernel stays below.
@@ -144,8 +144,8 @@ class GpuRunner:
 
     def __init__(self, attention: AttentionConfig, kernel: str) -> None:
         # only here: triton is missing on some machines without a GPU
-        from vllm_prefixshare.executors.gpu import GpuExecutor
-        from vllm_prefixshare.testing.gpu_timing import GpuTimer, capture
+        from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
+        from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
         self._make: Callable[[AttentionConfig], GpuExecutor] = lambda shape: GpuExecutor(
             shape, "cuda", kernel=kernel

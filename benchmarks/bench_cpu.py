@@ -17,10 +17,12 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import repository  # noqa: F401
+
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
 from vllm_prefixshare import PrefixShareError, __version__
-from vllm_prefixshare.profiling.tables import processor
-from vllm_prefixshare.testing.embedded_model import embedded_model_path
-from vllm_prefixshare.testing.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
+from vllm_prefixshare.costs.lookup import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 #: (shared document, private prompt) in tokens.

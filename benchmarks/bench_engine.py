@@ -31,20 +31,21 @@ from typing import Any
 
 import engine_report as report
 import engine_workloads as work
+import repository  # noqa: F401
 import torch
 from bench_kernel import versions, write
 from engine_report import Row
 
-from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.profiling.tables import processor
-from vllm_prefixshare.testing.dummy_model import write_llama_8b
-from vllm_prefixshare.testing.engine import (
+from tests.support.dummy_model import write_llama_8b
+from tests.support.engine import (
     PREFIX_SHARE,
     STOCK,
     Batch,
     EngineProcess,
     divergences,
 )
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.costs.lookup import processor
 
 Engines = dict[str, EngineProcess]
 

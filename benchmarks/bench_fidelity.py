@@ -25,18 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import repository  # noqa: F401
 import torch
 from bench_kernel import versions, write
 
-from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.testing.dummy_model import write_llama_8b
-from vllm_prefixshare.testing.engine import PREFIX_SHARE, EngineProcess
-from vllm_prefixshare.testing.engine_steps import (
+from tests.support.dummy_model import write_llama_8b
+from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.engine_steps import (
     FORCED_TOKENS,
     Run,
     drive,
     start_engines,
 )
+from vllm_prefixshare import PrefixShareError
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", PREFIX_SHARE)

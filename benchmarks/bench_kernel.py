@@ -28,16 +28,16 @@ import torch
 from peers import PEERS, Case, Launch, Options, Peer, Unavailable, first_line, make
 
 from vllm_prefixshare import PrefixShareError, __version__
-from vllm_prefixshare.planning.token_tree import ancestor_masks
-from vllm_prefixshare.testing.gpu_timing import (
+from vllm_prefixshare.costs.gpu_timing import (
     GpuTimer,
     MachineRates,
     Timing,
     capture,
     measure_rates,
 )
-from vllm_prefixshare.testing.workload_sets import WORKLOAD_SETS, workload_set
-from vllm_prefixshare.testing.workloads import Workload, tree
+from vllm_prefixshare.tree.token_tree import ancestor_masks
+from vllm_prefixshare.workloads.sets import WORKLOAD_SETS, workload_set
+from vllm_prefixshare.workloads.trees import Workload, tree
 
 #: largest relative error of a request that still counts as right; FA3's own is about 0.003
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}

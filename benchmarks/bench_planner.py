@@ -20,12 +20,12 @@ from pathlib import Path
 
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.costs.lookup import processor
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.cost_table import analytic_cost
-from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.profiling.tables import processor
-from vllm_prefixshare.testing.workloads import Workload, forest, tree
+from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 ATTENTION = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
 NUM_WORKERS, MAX_TILE_REQUESTS = 16, 32  # of an H200 with these heads

@@ -3,8 +3,10 @@
 import statistics
 from typing import Any
 
+import repository  # noqa: F401
+
+from tests.support.engine import PREFIX_SHARE, STOCK, Batch
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.testing.engine import PREFIX_SHARE, STOCK, Batch
 
 Row = dict[str, Any]
 

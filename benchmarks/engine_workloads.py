@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import repository  # noqa: F401
 
+from tests.support.engine import Batch
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.testing.engine import Batch
 
 #: Tokens of one hash id in the Mooncake trace.
 MOONCAKE_BLOCK = 512

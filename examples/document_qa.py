@@ -13,15 +13,15 @@ import sys
 import textwrap
 from pathlib import Path
 
-from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.testing.embedded_model import embedded_model_path
-from vllm_prefixshare.testing.engine import (
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import (
     PREFIX_SHARE,
     STOCK,
     Batch,
     EngineProcess,
     divergences,
 )
+from vllm_prefixshare import PrefixShareError
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DOCUMENT = ROOT / "docs" / "design.md"

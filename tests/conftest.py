@@ -13,6 +13,6 @@ if not torch.cuda.is_available():
     import triton.experimental.gluon  # noqa: F401
 
     import vllm_prefixshare.kernels.merge_states
-    import vllm_prefixshare.kernels.partial_attention  # noqa: F401
+    import vllm_prefixshare.kernels.portable.kernel  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vllm_prefixshare.cli import attention_of, main, parser
-from vllm_prefixshare.planning.cost_table import CostTable
-from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.costs.cost_table import CostTable
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "document_qa.py"
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from vllm_prefixshare import PrefixShareDecodeWrapper
-from vllm_prefixshare.executors import torch as torch_executor
-from vllm_prefixshare.executors.reference import reference_attention
-from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.kernels.cpu import torch as torch_executor
+from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 from .batches import PagedBatch, paged_batch
 

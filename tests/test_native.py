@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.executors import native
-from vllm_prefixshare.executors.cpu import TorchOnPackedCache, cache_views, cpu_executor
-from vllm_prefixshare.executors.native import NativeExecutor, NativeUnavailableError
-from vllm_prefixshare.executors.reference import reference_attention
+from vllm_prefixshare.kernels.cpu import native
+from vllm_prefixshare.kernels.cpu.executor import TorchOnPackedCache, cache_views, cpu_executor
+from vllm_prefixshare.kernels.cpu.native import NativeExecutor, NativeUnavailableError
+from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning.plan import build_plan
-from vllm_prefixshare.types import OPEN_END, WorkTiles
+from vllm_prefixshare.records import OPEN_END, WorkTiles
 
 from .batches import PagedBatch, paged_batch
 from .test_executors import wrapper_for

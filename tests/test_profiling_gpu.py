@@ -12,12 +12,10 @@ import torch
 
 from vllm_prefixshare import PrefixShareError, cli
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.executors.reference import reference_attention
-from vllm_prefixshare.executors.torch import TorchExecutor
-from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.cost_table import AnalyticCost, CostTable
-from vllm_prefixshare.profiling import tables
-from vllm_prefixshare.profiling.measure_gpu import (
+from vllm_prefixshare.costs import lookup as tables
+from vllm_prefixshare.costs.cost_table import AnalyticCost, CostTable
+from vllm_prefixshare.costs.lookup import cost_model, fingerprint
+from vllm_prefixshare.costs.profile_gpu import (
     BLOCK_SIZE,
     MOST_TILES,
     MOST_TOKENS,
@@ -26,9 +24,11 @@ from vllm_prefixshare.profiling.measure_gpu import (
     scattered_blocks,
     tile_counts,
 )
-from vllm_prefixshare.profiling.plans import repeated_tiles
-from vllm_prefixshare.profiling.tables import cost_model, fingerprint
-from vllm_prefixshare.types import OPEN_END
+from vllm_prefixshare.costs.profile_plans import repeated_tiles
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.records import OPEN_END
 
 GPU = "NVIDIA H200 x132"
 LAYER = AttentionConfig(32, 8, 64, 16)

@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.executors.reference import reference_attention
-from vllm_prefixshare.testing.workload_sets import (
+from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.workloads.sets import (
     ANCHORS,
     WORKLOAD_SETS,
     recorded_step,
     token_tree_parents,
     workload_set,
 )
-from vllm_prefixshare.testing.workloads import Workload, forest, tree
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

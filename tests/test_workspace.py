@@ -8,11 +8,12 @@ import torch
 
 from tests.planning.strategies import make_planner
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.executors import gpu
-from vllm_prefixshare.executors.gpu_kernels import HopperKernel, PortableKernel
-from vllm_prefixshare.executors.workspace import GAP, RING, DeviceArrays, PartialResults
-from vllm_prefixshare.testing.workloads import tree
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialResults
+from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.workloads.trees import tree
 
 CPU = torch.device("cpu")
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = ["PrefixShareDecodeWrapper", "PrefixShareError", "__version__"]
 
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
+    from vllm_prefixshare.operator import PrefixShareDecodeWrapper
 
 
 def __getattr__(name: str) -> Any:
     if name == "PrefixShareDecodeWrapper":
         try:
-            from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
+            from vllm_prefixshare.operator import PrefixShareDecodeWrapper
         except ModuleNotFoundError as e:
             raise PrefixShareError(f"{name} needs {e.name}: install it with pip first.") from None
         return PrefixShareDecodeWrapper

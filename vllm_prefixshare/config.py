@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 256

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_prefixshare.testing.workloads import Workload
+from vllm_prefixshare.workloads.trees import Workload
 
 
 class Unavailable(Exception):

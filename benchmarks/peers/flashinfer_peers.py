@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from peers import Case, Launch, Options, Unavailable
-from vllm_prefixshare.planning.token_tree import ancestor_masks
-from vllm_prefixshare.testing.workloads import Workload
+from vllm_prefixshare.tree.token_tree import ancestor_masks
+from vllm_prefixshare.workloads.trees import Workload
 
 WORKSPACE_BYTES = 1 << 30
 #: requests [first, last), block-table columns [start, end)

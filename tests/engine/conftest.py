@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_prefixshare.testing.embedded_model import embedded_model_path
-from vllm_prefixshare.testing.engine import PREFIX_SHARE, STOCK, Batch, EngineProcess
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import PREFIX_SHARE, STOCK, Batch, EngineProcess
 
 #: The start of a real text, as long as max_model_len and the time of a test allow.
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "design.md").read_text()[:6500]

@@ -6,8 +6,8 @@ pre-emption.
 
 import pytest
 
+from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.testing.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
 
 from .conftest import DOCUMENT, SETTINGS
 

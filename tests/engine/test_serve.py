@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving import NAME, VLLM, client_of, free_port, serving, stats, stream
-from vllm_prefixshare.testing.engine import DEFAULT_ENVIRONMENT
+from tests.support.engine import DEFAULT_ENVIRONMENT
 
 from .conftest import DOCUMENT
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.testing.engine import PREFIX_SHARE, EngineProcess
-from vllm_prefixshare.testing.engine_steps import (
+from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.engine_steps import (
     Completion,
     Run,
     drive,
@@ -185,8 +185,8 @@ def watched(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, steady: int
     """
     import torch
 
-    from vllm_prefixshare.integration.cuda import PrefixShareCUDAImpl
-    from vllm_prefixshare.integration.cuda_metadata import PrefixShareMetadataBuilder
+    from vllm_prefixshare.integration.cuda.backend import PrefixShareCUDAImpl
+    from vllm_prefixshare.integration.cuda.metadata import PrefixShareMetadataBuilder
 
     counts = {"builds": 0, "layers": 0, "forwards": 0, "step": 0}
     build, forward = PrefixShareMetadataBuilder.build, PrefixShareCUDAImpl.forward

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from vllm_prefixshare import PrefixShareDecodeWrapper
-from vllm_prefixshare.executors.gpu import GpuExecutor
-from vllm_prefixshare.testing.workloads import Workload
-from vllm_prefixshare.types import IntArray
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.records import IntArray
+from vllm_prefixshare.workloads.trees import Workload
 
 THERE = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an NVIDIA GPU")]

@@ -6,8 +6,8 @@ import torch
 from tests.gpu.layer import BF16, DEVICE, HOPPER, KERNELS, ON_GPU, Layer
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.executors.gpu import GpuExecutor
-from vllm_prefixshare.testing.workloads import tree
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = ON_GPU
 SMALL = "1,4_64,32"

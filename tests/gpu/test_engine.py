@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.dummy_model import write_eagle, write_lora, write_small_llama
+from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.engine_steps import Run, drive
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.testing.dummy_model import write_eagle, write_lora, write_small_llama
-from vllm_prefixshare.testing.engine import PREFIX_SHARE, EngineProcess
-from vllm_prefixshare.testing.engine_steps import Run, drive
 
 from . import engine_cases as cases
 from .engine_cases import (

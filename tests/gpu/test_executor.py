@@ -7,13 +7,13 @@ import torch
 from tests.gpu.layer import BF16, DEVICE, FP16, KERNELS, ON_GPU, Layer, poison, random_trees
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.executors.gpu import GpuExecutor
-from vllm_prefixshare.planning.cost_table import analytic_cost
-from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.costs.gpu_timing import capture
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.testing.gpu_timing import capture
-from vllm_prefixshare.testing.workload_sets import workload_set
-from vllm_prefixshare.testing.workloads import tree
+from vllm_prefixshare.workloads.sets import workload_set
+from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = [*ON_GPU, pytest.mark.parametrize("kernel", KERNELS)]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_prefixshare.testing.dummy_model import write_small_llama
-from vllm_prefixshare.testing.engine import DEFAULT_ENVIRONMENT
+from tests.support.dummy_model import write_small_llama
+from tests.support.engine import DEFAULT_ENVIRONMENT
 
 from .engine_cases import ENVIRONMENT, MODEL_VARIABLE, SETTINGS, Text
 from .layer import ON_GPU

@@ -12,11 +12,11 @@ import torch
 
 from tests.gpu.exhaustive import dealt, flattened_plans, node_plans, plan_with
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.cost_table import CostTable, analytic_cost
+from vllm_prefixshare.costs.lookup import gpu
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.cost_table import CostTable, analytic_cost
-from vllm_prefixshare.planning.dividers import DIVIDERS
-from vllm_prefixshare.profiling.tables import gpu
-from vllm_prefixshare.testing.workloads import tree
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.workloads.trees import tree
 
 LAYER = AttentionConfig(32, 8, 128, 16)
 ROWS = LAYER.gqa_group_size
@@ -103,7 +103,7 @@ def test_a_table_is_measured_in_under_two_minutes(measured):
 
 @on_gpu
 def test_tiles_from_memory_are_as_fast_as_memory_and_those_from_cache_faster(measured):
-    from vllm_prefixshare.testing.gpu_timing import GpuTimer, measure_rates
+    from vllm_prefixshare.costs.gpu_timing import GpuTimer, measure_rates
 
     table, tokens = measured.table, 4096
     bandwidth = measure_rates(GpuTimer()).bytes_per_second
@@ -118,8 +118,8 @@ def test_tiles_from_memory_are_as_fast_as_memory_and_those_from_cache_faster(mea
 @on_gpu
 @pytest.mark.parametrize("spec", TREES)
 def test_the_chosen_plan_is_near_the_best_one_found(spec, bench, measured):
-    from vllm_prefixshare.executors.gpu import GpuExecutor
-    from vllm_prefixshare.testing.gpu_timing import GpuTimer, capture
+    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
+    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
     table = measured.table
     work, layer = tree(spec), bench.Layer(LAYER, spec, "cuda")

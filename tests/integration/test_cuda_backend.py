@@ -17,9 +17,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from tests.batches import PagedBatch
 from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.executors import gpu, gpu_kernels
-from vllm_prefixshare.integration import cuda, cuda_metadata, host_tables, register
+from vllm_prefixshare.integration import host_tables, register
+from vllm_prefixshare.integration.cuda import backend as cuda
+from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.portable import launch as portable_launch
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu runs the backend in a real engine"
@@ -42,9 +45,11 @@ def _interpreter(monkeypatch):
     properties = SimpleNamespace(
         multi_processor_count=4, shared_memory_per_block_optin=H100_SHARED_MEMORY
     )
-    portable = gpu_kernels.PortableKernel
+    portable = portable_launch.PortableKernel
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(gpu, "_choose", lambda shape, device, _, n: portable(shape, n, device))
+    monkeypatch.setattr(
+        gpu, "choose_kernel", lambda shape, device, _, n: portable(shape, n, device)
+    )
     monkeypatch.setattr(
         cuda_metadata, "cost_model", lambda attention, kernel, log: analytic(attention)
     )
@@ -54,7 +59,7 @@ def _interpreter(monkeypatch):
 
 
 def analytic(attention):
-    from vllm_prefixshare.planning.cost_table import analytic_cost
+    from vllm_prefixshare.costs.cost_table import analytic_cost
 
     return analytic_cost(attention, "triton")
 

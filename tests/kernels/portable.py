@@ -7,10 +7,11 @@ import torch
 
 from tests.batches import PagedBatch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.executors.layout import layout_by_size
+from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.kernels.merge_states import merge_states
-from vllm_prefixshare.kernels.partial_attention import QTile, partial_attention, q_tiles
-from vllm_prefixshare.planning.cost_table import analytic_cost
+from vllm_prefixshare.kernels.portable.launch import QTile, q_tiles
+from vllm_prefixshare.kernels.portable.launch import portable_partial_attention as partial_attention
+from vllm_prefixshare.kernels.portable.layout import layout_by_size
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 

@@ -7,12 +7,12 @@ import torch
 from tests.kernels.hopper_emulator import emulate, kv_tiles
 from tests.planning.strategies import document_qa, make_planner
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.executors.layout import linked_layout
-from vllm_prefixshare.executors.reference import reference_attention
-from vllm_prefixshare.planning.cost_table import analytic_cost
+from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.kernels.hopper.layout import linked_layout
+from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.planning.token_tree import ancestor_masks
-from vllm_prefixshare.testing.workloads import tree
+from vllm_prefixshare.tree.token_tree import ancestor_masks
+from vllm_prefixshare.workloads.trees import tree
 
 GROWTH = 20  # tokens by which every request outgrows its plan
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.batches import paged_batch
-from vllm_prefixshare.executors.layout import layout_by_size, linked_layout
-from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.kernels.hopper.layout import linked_layout
+from vllm_prefixshare.kernels.portable.layout import layout_by_size
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 from .portable import make_plan
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.batches import PagedBatch, paged_batch
-from vllm_prefixshare.kernels.partial_attention import QTile
-from vllm_prefixshare.planning.dividers import DIVIDERS
-from vllm_prefixshare.planning.token_tree import ancestor_masks
+from vllm_prefixshare.kernels.portable.launch import QTile
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.tree.token_tree import ancestor_masks
 
 from .portable import Portable, make_plan, reference, relative_error
 

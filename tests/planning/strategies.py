@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.planning.cost_table import CostTable, Fingerprint, Grid, analytic_cost
+from vllm_prefixshare.costs.cost_table import CostTable, Fingerprint, Grid, analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.planning.prefix_tree import forest_from_blocks
-from vllm_prefixshare.types import Forest
+from vllm_prefixshare.records import Forest
+from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
 
 NULL_BLOCK = 0
 LLAMA = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import DTYPES, AttentionConfig
-from vllm_prefixshare.planning.cost_table import (
+from vllm_prefixshare.costs.cost_table import (
     AnalyticCost,
     CostTable,
     Fingerprint,
@@ -17,7 +17,7 @@ from vllm_prefixshare.planning.cost_table import (
     TileRates,
     analytic_cost,
 )
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, quick
 

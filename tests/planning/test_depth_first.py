@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_prefixshare.costs.cost_table import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.cost_table import TileRates
-from vllm_prefixshare.planning.depth_first import KV_TILE
+from vllm_prefixshare.planning.dividers.depth_first import KV_TILE
+from vllm_prefixshare.planning.dividers.windows import list_runs
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.planning.prefix_tree import forest_from_blocks
-from vllm_prefixshare.planning.windows import list_runs
-from vllm_prefixshare.testing.workloads import Workload, forest, tree
-from vllm_prefixshare.types import OPEN_END
+from vllm_prefixshare.records import OPEN_END
+from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
+from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 from .oracle import tile_rows, tile_runs
 from .strategies import COSTS, make_planner, quick

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers import DIVIDERS, get_divider
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.types import OPEN_END, PrefixShareError
+from vllm_prefixshare.records import OPEN_END, PrefixShareError
 
 from .oracle import (
     assert_reads_once,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers import DIVIDERS
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.records import PrefixShareError
 
 from .oracle import assert_reads_once
 from .strategies import batches, document_qa, make_planner, quick

@@ -7,9 +7,9 @@ import pytest
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
-from vllm_prefixshare.planning.dividers import DIVIDERS
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 from .strategies import COSTS
 

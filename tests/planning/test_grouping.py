@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.planning.grouping import group_queries
-from vllm_prefixshare.types import OPEN_END, Forest, QueryGroup
+from vllm_prefixshare.records import OPEN_END, Forest, QueryGroup
 
 from .oracle import shared_runs
 from .strategies import COSTS, LinearCost, block_ids, forest_of_ids, quick

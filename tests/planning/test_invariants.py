@@ -8,7 +8,7 @@ import pytest
 
 from vllm_prefixshare.planning.invariants import InvariantError, check
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.types import OPEN_END
+from vllm_prefixshare.records import OPEN_END
 
 from .strategies import NULL_BLOCK, Batch, make_batch, make_planner
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.planning.cost_table import CostTable, Grid
+    from vllm_prefixshare.costs.cost_table import CostTable, Grid
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -33,8 +33,8 @@ def doctor(args: argparse.Namespace) -> int:
     compat.check_vllm_version()
     if not found:
         raise PrefixShareError("vLLM does not see the plugin: install it with 'pip install .'.")
-    from vllm_prefixshare.executors.native import NativeUnavailableError, load_library
     from vllm_prefixshare.integration.hooks import HOOKS, check_platform, install_hooks
+    from vllm_prefixshare.kernels.cpu.native import NativeUnavailableError, load_library
 
     try:
         load_library()
@@ -76,7 +76,7 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
 def profile(args: argparse.Namespace) -> int:
     """Measure the cost table of this machine for one attention shape."""
     attention = attention_of(args)
-    from vllm_prefixshare.profiling.tables import cache_folder, has_gpu
+    from vllm_prefixshare.costs.lookup import cache_folder, has_gpu
 
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
     table = _profile_gpu(attention, args.kernel) if on_gpu else _profile_cpu(attention)
@@ -100,8 +100,8 @@ def _profile_cpu(attention: AttentionConfig) -> "CostTable":
     from vllm_prefixshare.integration import compat
 
     compat.check_vllm_version()
-    from vllm_prefixshare.integration.cpu_timing import cpu_attn_timer
-    from vllm_prefixshare.profiling.measure import measure_cpu
+    from vllm_prefixshare.costs.profile_cpu import measure_cpu
+    from vllm_prefixshare.integration.cpu.timing import cpu_attn_timer
 
     return measure_cpu(attention, cpu_attn_timer(attention))
 
@@ -109,13 +109,13 @@ def _profile_cpu(attention: AttentionConfig) -> "CostTable":
 def _profile_gpu(
     attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
 ) -> "CostTable":
-    from vllm_prefixshare.profiling.measure_gpu import measure_gpu
-    from vllm_prefixshare.profiling.tables import has_gpu
+    from vllm_prefixshare.costs.lookup import has_gpu
+    from vllm_prefixshare.costs.profile_gpu import measure_gpu
 
     if not has_gpu():
         raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
-    from vllm_prefixshare.executors.gpu import GpuExecutor
-    from vllm_prefixshare.testing.gpu_timing import GpuTimer, capture
+    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
+    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
     timer = GpuTimer()
     return measure_gpu(
@@ -133,10 +133,10 @@ def _print_grid(grid: "Grid") -> None:
 
 def inspect(args: argparse.Namespace) -> int:
     """Show what every divider makes of a tree."""
-    from vllm_prefixshare.planning.cost_table import analytic_cost
-    from vllm_prefixshare.planning.dividers import DIVIDERS, get_divider
+    from vllm_prefixshare.costs.cost_table import analytic_cost
+    from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
     from vllm_prefixshare.planning.planner import DecodePlanner
-    from vllm_prefixshare.testing.workloads import tree
+    from vllm_prefixshare.workloads.trees import tree
 
     get_divider(args.divider or "flashforge")
     attention = attention_of(args)

@@ -1,6 +1,6 @@
 """The plugin: the only place that imports vllm.
 
 ``register`` is the entry point, ``hooks`` lists every change made to vLLM, ``compat`` knows
-the versions, ``support`` what is not served. ``cuda`` and ``cuda_metadata`` are the attention
-backend on NVIDIA GPUs, ``host_tables`` its block tables; ``cpu`` is that of the CPU platform.
+the versions, ``support`` what is not served. ``cuda`` is the attention backend on NVIDIA GPUs,
+``host_tables`` its block tables; ``cpu`` is that of the CPU platform.
 """

@@ -5,7 +5,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 #: Ranges of releases whose hook points were read: at least the first, below the second.
 SUPPORTED = (

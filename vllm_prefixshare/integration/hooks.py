@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.integration import compat, host_tables
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 BACKEND_NAME = "PREFIX_SHARE"
-CPU_BACKEND = "vllm_prefixshare.integration.cpu.PrefixShareCPUBackend"
-CUDA_BACKEND = "vllm_prefixshare.integration.cuda.PrefixShareCUDABackend"
+CPU_BACKEND = "vllm_prefixshare.integration.cpu.backend.PrefixShareCPUBackend"
+CUDA_BACKEND = "vllm_prefixshare.integration.cuda.backend.PrefixShareCUDABackend"
 EXTENSION_PATH = "vllm_prefixshare.integration.stats.PrefixShareWorkerExtension"
 ENV_VAR = "VLLM_ATTENTION_BACKEND"
 _MARK = "_vllm_prefixshare_hook"
@@ -141,8 +141,8 @@ def _check_engine_config(config: Any) -> None:
     """Refuse at start-up what would fail later; give the workers the statistics method."""
     from vllm.platforms import current_platform
 
-    from vllm_prefixshare.planning.cost_table import CostTable
-    from vllm_prefixshare.planning.dividers import get_divider
+    from vllm_prefixshare.costs.cost_table import CostTable
+    from vllm_prefixshare.planning.dividers.registry import get_divider
 
     envs.check_environment()
     if (divider := envs.get("VLLM_PREFIXSHARE_DIVIDER")) != "auto":
@@ -151,8 +151,8 @@ def _check_engine_config(config: Any) -> None:
     if (table := envs.get("VLLM_PREFIXSHARE_COST_TABLE")) is not None:
         expected = None  # a worker checks that it fits: asking for the GPU here would start CUDA
         if current_platform.is_cpu():
-            from vllm_prefixshare.executors.cpu import cpu_executor
-            from vllm_prefixshare.profiling.tables import fingerprint
+            from vllm_prefixshare.costs.lookup import fingerprint
+            from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
             attention = _attention_of(config)
             expected = fingerprint(attention, cpu_executor(attention).name)
@@ -258,7 +258,7 @@ def _hook_wake_up() -> None:
         def wake_up(self: Any, tags: list[str] | None = None) -> Any:
             result = original(self, tags)
             # the backend's module is loaded only where it was chosen
-            backend = sys.modules.get("vllm_prefixshare.integration.cuda_metadata")
+            backend = sys.modules.get("vllm_prefixshare.integration.cuda.metadata")
             if backend is not None and (tags is None or "kv_cache" in tags):
                 backend.after_wake_up()
             return result

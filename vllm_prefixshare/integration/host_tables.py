@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vllm_prefixshare.types import IntArray
+from vllm_prefixshare.records import IntArray
 
 #: Address of a device block table -> its copy here, as long as vLLM keeps the table.
 _COPIES: dict[int, "weakref.ref[HostTable]"] = {}

@@ -2,7 +2,7 @@
 
 import os
 
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 
 def register() -> None:

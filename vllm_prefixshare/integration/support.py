@@ -6,7 +6,7 @@ from typing import Any
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
-from vllm_prefixshare.types import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError
 
 
 def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_prefixshare.planning.cost_table import CostModel
-from vllm_prefixshare.types import OPEN_END, Forest, IntArray, KVSegment, QueryGroup
+from vllm_prefixshare.costs.cost_table import CostModel
+from vllm_prefixshare.records import OPEN_END, Forest, IntArray, KVSegment, QueryGroup
 
 
 def group_queries(

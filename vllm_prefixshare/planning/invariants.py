@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.types import OPEN_END, IntArray
+from vllm_prefixshare.records import OPEN_END, IntArray
 
 
 class InvariantError(AssertionError):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_prefixshare.planning.compiled import compiled
+from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.planning.scheduler import longest_first
-from vllm_prefixshare.types import OPEN_END, FloatArray, IntArray, WorkTiles
+from vllm_prefixshare.records import OPEN_END, FloatArray, IntArray, WorkTiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_prefixshare.compiled import one_process_at_a_time
 from vllm_prefixshare.config import PlannerConfig
+from vllm_prefixshare.costs.cost_table import CostModel, TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.compiled import one_process_at_a_time
-from vllm_prefixshare.planning.cost_table import CostModel, TileRates
-from vllm_prefixshare.planning.dividers import DivisionProblem, get_divider, one_tile_each
+from vllm_prefixshare.planning.cached_plan import CachedPlan
+from vllm_prefixshare.planning.dividers.registry import DivisionProblem, get_divider, one_tile_each
 from vllm_prefixshare.planning.grouping import group_queries
-from vllm_prefixshare.planning.known_batch import KnownBatch
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
-from vllm_prefixshare.planning.prefix_tree import forest_from_blocks
-from vllm_prefixshare.types import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
+from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
+from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class DecodePlanner:
         self._divide = get_divider(config.divider)
         self._rates = TileRates.of(cost)
         #: The one used last comes first.
-        self._known = [KnownBatch(block_size) for _ in range(config.kept_plans)]
+        self._known = [CachedPlan(block_size) for _ in range(config.kept_plans)]
 
     def warm_up(self, then: Callable[[DecodePlan], object] | None = None) -> None:
         """Compile what planning needs: about ten seconds the first time on a machine, half a
@@ -149,7 +149,7 @@ class DecodePlanner:
         seq_lens: IntArray,
         query_len: int,
         row_ids: IntArray | None,
-    ) -> KnownBatch:
+    ) -> CachedPlan:
         """The known batch whose plan serves this one, or the oldest one, emptied."""
         for known in self._known:
             if known.holds(block_table, seq_lens, query_len, row_ids):

@@ -7,7 +7,7 @@ import heapq
 
 import numpy as np
 
-from vllm_prefixshare.types import FloatArray, IntArray
+from vllm_prefixshare.records import FloatArray, IntArray
 
 
 def longest_first(costs: FloatArray, num_workers: int) -> tuple[IntArray, IntArray, float]:

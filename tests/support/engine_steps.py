@@ -1,0 +1,166 @@
+"""Functions to be sent to an ``EngineProcess``, which drive its engine step by step.
+
+``EngineProcess.generate`` gives completions; here the caller says what happens between two steps:
+requests come and go, the cache is reset, tokens are forced, the backend is watched.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tests.support.engine import EngineProcess
+
+#: As vLLM's argument ``logits_processors`` names it; a name, because that module imports vLLM.
+FORCED_TOKENS = "tests.support.forced_tokens:ForcedTokens"
+
+
+@contextmanager
+def start_engines(*specs: Mapping[str, Any]) -> Iterator[list[EngineProcess]]:
+    """Engines started side by side, closed together.
+
+    Args:
+        specs: arguments of ``EngineProcess``. On one GPU each should set
+            ``kv_cache_memory_bytes``: what vLLM measures while others start is not its own.
+    """
+    with ExitStack() as stack, ThreadPoolExecutor(len(specs)) as pool:
+        started = [pool.submit(EngineProcess, **spec) for spec in specs]
+        failures = []
+        for future in started:
+            try:
+                stack.enter_context(future.result())
+            except Exception as e:  # the others are to be closed first, whatever it was
+                failures.append(e)
+        if failures:
+            raise failures[0]
+        yield [future.result() for future in started]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer of a request.
+
+    logprobs: log-probability of each of ``token_ids``, in nats, before any temperature.
+    top2_gaps: that of the best token minus that of the second best.
+    finished: False if the request was aborted.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top2_gaps: tuple[float, ...]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What ``drive`` saw. stats: ``BackendStats`` of it, empty where the backend has none."""
+
+    completions: tuple[Completion, ...]
+    stats: dict[str, float] = field(default_factory=dict)
+    preemptions: int = 0
+    steps: int = 0
+
+
+#: Called before each step with the engine, the step's number and the requests' ids.
+StepHook: TypeAlias = Callable[[Any, int, Sequence[str]], None]
+
+
+def drive(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    hook: StepHook | None = None,
+    lora: Sequence[str | None] | None = None,
+) -> Run:
+    """Run prompts step by step, to be sent with ``EngineProcess.call``.
+
+    Args:
+        prompts: token ids.
+        sampling: ``SamplingParams`` of all requests, or of each; greedy unless it says more.
+        hook: called before each step; of a module.
+        lora: folder of an adapter, or None, for each prompt.
+
+    Returns:
+        completions in the order of the prompts, and of samples within one.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    each = [sampling] * len(prompts) if isinstance(sampling, Mapping) else list(sampling)
+    shares = _counts(llm)
+    if shares:
+        llm.collective_rpc("prefix_share_stats", args=(True,))
+    preempted = _preemptions(llm)
+    engine = llm.llm_engine
+    adapters = _adapters(lora, len(prompts))
+    ids = [f"r{i}" for i in range(len(prompts))]
+    for i, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
+        params = SamplingParams(
+            **{"temperature": 0.0, "logprobs": 2, "detokenize": False, **settings},
+            output_kind=RequestOutputKind.CUMULATIVE,
+        )
+        request = {"prompt_token_ids": list(prompt)}
+        engine.add_request(ids[i], request, params, lora_request=adapters[i])
+    latest: dict[tuple[str, int], Completion] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        if hook is not None:
+            hook(llm, steps, ids)
+        for output in engine.step():
+            for answer in output.outputs:
+                latest[output.request_id, answer.index] = _completion(output, answer)
+        steps += 1
+    stats = llm.collective_rpc("prefix_share_stats")[0] if shares else {}
+    order = sorted(latest, key=lambda key: (ids.index(key[0]), key[1]))
+    completions = tuple(latest[key] for key in order)
+    return Run(completions, stats, _preemptions(llm) - preempted, steps)
+
+
+def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
+    """Log-probabilities of the generated tokens of ``sequences``, each read as one prompt:
+    through the prefill of the engine, without its decode. For ``EngineProcess.call``."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    prompts = [{"prompt_token_ids": [*s.prompt_ids, *s.token_ids]} for s in sequences]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    found = []
+    for output, sequence in zip(outputs, sequences, strict=True):
+        first = len(sequence.prompt_ids)
+        pairs = zip(sequence.token_ids, output.prompt_logprobs[first:], strict=True)
+        found.append([scores[token].logprob for token, scores in pairs])
+    return found
+
+
+def _adapters(folders: Sequence[str | None] | None, count: int) -> list[Any]:
+    from vllm.lora.request import LoRARequest
+
+    numbers = {folder: i + 1 for i, folder in enumerate(dict.fromkeys(folders or ()))}
+    return [
+        LoRARequest(f"adapter-{numbers[folder]}", numbers[folder], folder) if folder else None
+        for folder in (folders or [None] * count)
+    ]
+
+
+def _completion(output: Any, answer: Any) -> Completion:
+    tokens = tuple(answer.token_ids)
+    steps = list(answer.logprobs or ())
+    best = [sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in steps]
+    return Completion(
+        prompt_ids=tuple(output.prompt_token_ids),
+        token_ids=tokens,
+        logprobs=tuple(step[t].logprob for t, step in zip(tokens, steps, strict=True)),
+        top2_gaps=tuple(pair[0] - pair[1] if len(pair) == 2 else 0.0 for pair in best),
+        finished=answer.finish_reason in ("length", "stop"),
+    )
+
+
+def _counts(llm: Any) -> bool:
+    # an extension of the worker is the plugin's, or one made from it
+    return bool(llm.llm_engine.vllm_config.parallel_config.worker_extension_cls)
+
+
+def _preemptions(llm: Any) -> int:
+    return sum(int(m.value) for m in llm.get_metrics() if m.name == "vllm:num_preemptions")

@@ -1,0 +1,110 @@
+"""Finding the cost table that fits: the one that the user names, one measured on this machine,
+or one shipped for this GPU."""
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.cost_table import CostModel, CostTable, Fingerprint, analytic_cost
+
+#: Changes whenever the executor's speed does; part of every fingerprint.
+KERNELS = {
+    "torch": "torch-1",
+    "native": "native-1",
+    "hopper": "hopper-1",
+    "portable": "portable-1",
+}
+GPU_KERNELS = ("hopper", "portable")
+SHIPPED = Path(__file__).parent / "tables"
+
+
+def fingerprint(
+    attention: AttentionConfig, executor: str, device_name: str | None = None
+) -> Fingerprint:
+    """The fingerprint of one attention shape and executor (or GPU kernel) on this machine.
+
+    On a GPU a table is for a head_dim and a kernel, and 0 stands for every number of heads and
+    every block size: a work list is walked by one thread block for each KV head, which sees
+    query rows and fetches blocks of any size at the same rate. bfloat16 and float16 cost the
+    same. A CPU executor works on all heads at once, so there all of it matters.
+
+    Args:
+        device_name: of the processor; found out if None.
+    """
+    if executor not in GPU_KERNELS:
+        return Fingerprint.of(attention, device_name or processor(), KERNELS[executor])
+    width = "16-bit" if attention.dtype in ("bfloat16", "float16") else attention.dtype
+    return Fingerprint(
+        device=device_name or gpu(),
+        num_kv_heads=0,
+        gqa_group_size=0,
+        head_dim=attention.head_dim,
+        dtype=width,
+        kv_dtype=width,
+        block_size=0,
+        kernel=KERNELS[executor],
+    )
+
+
+def processor() -> str:
+    """Name and number of this machine's processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        return f"{model} x{sum(line.startswith('processor') for line in lines)}"
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def gpu(device: torch.device | str = "cuda") -> str:
+    """Name of a GPU and the number of its multiprocessors: a part of one is another GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} x{properties.multi_processor_count}"
+
+
+def cost_model(
+    attention: AttentionConfig,
+    executor: str,
+    log: Callable[[str], None] | None = None,
+    device_name: str | None = None,
+) -> CostModel:
+    """The measured table for this machine and shape, or the analytic estimate.
+
+    A table measured here goes before a shipped one.
+
+    Args:
+        executor: "torch" or "native", or the kernel of a GPU: "hopper" or "portable".
+        log: is told once when there is no table.
+        device_name: as in ``fingerprint``.
+
+    Raises:
+        PrefixShareError: VLLM_PREFIXSHARE_COST_TABLE names a file that does not fit, or a
+            table that was found is damaged.
+    """
+    expected = fingerprint(attention, executor, device_name)
+    named = envs.get("VLLM_PREFIXSHARE_COST_TABLE")
+    if named is not None:
+        return CostTable.load(named, expected)
+    for folder in (cache_folder(), SHIPPED):
+        path = folder / expected.file_name()
+        if path.is_file():
+            return CostTable.load(path, expected)
+    if log is not None:
+        log(
+            f"No cost table for {expected.device} and this model shape: using the analytic "
+            "estimate. Measure one with 'vllm-prefixshare profile'."
+        )
+    return analytic_cost(attention, "triton" if executor in GPU_KERNELS else executor)
+
+
+def cache_folder() -> Path:
+    """Where tables measured on this machine are kept."""
+    return Path(envs.get("VLLM_PREFIXSHARE_CACHE")) / "cost_tables"

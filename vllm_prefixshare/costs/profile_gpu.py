@@ -1,0 +1,186 @@
+"""Measuring the cost table of a GPU kernel (FlashForge section 5.2), all multiprocessors busy.
+
+A tile alone on the GPU enjoys bandwidth that it never has in a batch, so every worker runs the
+same tile at the same time. Many tiles less few of them is the price of the rest: the launch, the
+first tile's wait for memory and the last one's ragged end drop out.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.cost_table import CostTable, Grid
+from vllm_prefixshare.costs.lookup import fingerprint
+from vllm_prefixshare.costs.profile_plans import repeated_tiles
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import FloatArray, IntArray
+
+ROWS = (16, 64, 128)
+TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+#: Heads that the table is measured with. Its prices hold for others too: a worker has a thread
+#: block of its own for each KV head, and a block sees query rows, not heads.
+NUM_QO_HEADS, NUM_KV_HEADS = 32, 8
+BLOCK_SIZE = 16
+#: Most tiles of a worker, and most tokens that it reads. With them the block tables are multiples
+#: of 16 wide, for which Triton compiles a kernel of its own: one kernel is measured, not two.
+MOST_TILES, MOST_TOKENS = 32, 16384
+MERGE_TOKENS, MERGE_TILES = 256, (2, 8)
+#: Keeps a price positive that is smaller than what can be measured.
+LEAST_US = 0.001
+
+#: Microseconds of one call, with cold caches, launches captured in a CUDA graph.
+Timer = Callable[[Callable[[], object]], float]
+
+
+class TileExecutor(Protocol):
+    """What is measured: ``executors.gpu.GpuExecutor``."""
+
+    kernel: str
+    device: torch.device
+    num_workers: int
+    max_tile_requests: int
+
+    def prepare(self, plan: DecodePlan) -> None: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> Any: ...
+
+
+def profiled_shape(attention: AttentionConfig) -> AttentionConfig:
+    """The layer that stands for all with the ``head_dim`` and dtype of ``attention``."""
+    return AttentionConfig(
+        NUM_QO_HEADS, NUM_KV_HEADS, attention.head_dim, BLOCK_SIZE, attention.dtype
+    )
+
+
+def tile_counts(kv_len: int) -> tuple[int, int]:
+    """Few and many tiles of ``kv_len`` tokens for a worker to run."""
+    many = min(MOST_TILES, max(2, MOST_TOKENS // kv_len))
+    return max(1, many // 4), many
+
+
+def scattered_blocks(num_workers: int, requests: int, num_blocks: int, shared: int) -> IntArray:
+    """Block table ``[num_workers * requests, num_blocks]`` whose blocks lie scattered.
+
+    Args:
+        shared: 0: each worker reads blocks of its own. Otherwise: all workers read the same
+            ``shared`` blocks, again and again.
+    """
+    ids = np.random.default_rng(0).permutation(num_workers * num_blocks).astype(np.int32)
+    if shared:
+        return np.broadcast_to(
+            np.resize(ids[:shared], num_blocks), (num_workers * requests, num_blocks)
+        ).copy()
+    return np.repeat(ids.reshape(num_workers, num_blocks), requests, axis=0)
+
+
+class _Bench:
+    """Times plans of repeated tiles on one cache."""
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        make_executor: Callable[[AttentionConfig], TileExecutor],
+        timer: Timer,
+    ) -> None:
+        self.attention = profiled_shape(attention)
+        self.make_executor = lambda: make_executor(self.attention)
+        self.timer = timer
+        executor = self.make_executor()
+        self.kernel, self.device = executor.kernel, executor.device
+        self.num_workers = executor.num_workers
+        group = self.attention.gqa_group_size
+        self.requests = sorted({min(n // group, executor.max_tile_requests) for n in ROWS})
+        tokens = self.num_workers * max(n * tile_counts(n)[1] for n in TOKENS)
+        shape = (tokens // BLOCK_SIZE, BLOCK_SIZE, NUM_KV_HEADS, self.attention.head_dim)
+        self.k_cache, self.v_cache = (self._random(*shape) for _ in range(2))
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        dtype = getattr(torch, self.attention.dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device).normal_()
+
+    def microseconds(
+        self, requests: int, kv_len: int, repeats: int, *, shared: bool, partials: bool = False
+    ) -> float:
+        """Both launches of a layer under a plan of ``repeated_tiles``."""
+        # a new executor for each: a workspace that a CUDA graph holds does not grow
+        executor = self.make_executor()
+        plan = repeated_tiles(
+            self.num_workers, requests, kv_len, repeats, BLOCK_SIZE, partials=partials
+        )
+        executor.prepare(plan)
+        table = scattered_blocks(
+            self.num_workers,
+            requests,
+            repeats * kv_len // BLOCK_SIZE,
+            kv_len // BLOCK_SIZE if shared else 0,
+        )
+        block_table = torch.from_numpy(table).to(self.device)
+        seq_lens = torch.from_numpy(plan.planned_seq_lens).to(self.device)
+        q = self._random(plan.num_reqs, NUM_QO_HEADS, self.attention.head_dim)
+        out = torch.empty_like(q)
+        scale = self.attention.head_dim**-0.5
+        return self.timer(
+            lambda: executor.run(q, self.k_cache, self.v_cache, block_table, seq_lens, out, scale)
+        )
+
+    def tile(self, requests: int, kv_len: int, shared: bool) -> float:
+        """One tile that writes its output directly."""
+        few, many = tile_counts(kv_len)
+        times = [self.microseconds(requests, kv_len, n, shared=shared) for n in (few, many)]
+        return (times[1] - times[0]) / (many - few)
+
+    def merge(self) -> float:
+        """Leaving and merging one row of one partial result."""
+        requests = self.requests[-1]
+        extra = [
+            self.microseconds(requests, MERGE_TOKENS, n, shared=False, partials=True)
+            - self.microseconds(requests, MERGE_TOKENS, n, shared=False)
+            for n in MERGE_TILES
+        ]
+        tiles = MERGE_TILES[1] - MERGE_TILES[0]
+        return (extra[1] - extra[0]) / (tiles * requests * self.attention.gqa_group_size)
+
+    def grid(self, shared: bool) -> FloatArray:
+        """``tile`` over requests and tokens, never falling along either."""
+        times = np.array([[self.tile(n, kv, shared) for kv in TOKENS] for n in self.requests])
+        times = np.maximum.accumulate(np.maximum(times, LEAST_US), axis=0)
+        return np.maximum.accumulate(times, axis=1)
+
+
+def measure_gpu(
+    attention: AttentionConfig,
+    make_executor: Callable[[AttentionConfig], TileExecutor],
+    timer: Timer,
+    device_name: str | None = None,
+) -> CostTable:
+    """The cost table of a GPU kernel; takes well under two minutes, its compilation included.
+
+    Args:
+        attention: its ``head_dim`` and dtype are measured; the table holds for all heads.
+        make_executor: an executor for the shape that it is given.
+        timer: see ``Timer``.
+        device_name: as in ``tables.fingerprint``.
+    """
+    bench = _Bench(attention, make_executor, timer)
+    rows = np.array(bench.requests, np.float64) * bench.attention.gqa_group_size
+    tokens = np.array(TOKENS, np.float64)
+    from_memory = bench.grid(shared=False)
+    from_cache = np.minimum(bench.grid(shared=True), from_memory)
+    return CostTable(
+        fingerprint=fingerprint(attention, bench.kernel, device_name),
+        tile_us=Grid(rows, tokens, from_memory),
+        merge_us=max(bench.merge(), LEAST_US),
+        tile_l2_us=Grid(rows, tokens, from_cache),
+    )

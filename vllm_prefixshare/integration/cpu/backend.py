@@ -1,0 +1,267 @@
+"""PREFIX_SHARE on vLLM's CPU platform.
+
+Inherits CPU_ATTN: its cache, its prefill, its kernel for rows that share nothing. Decode
+rows that share KV blocks leave it and run in an executor of ours. One step:
+
+    build():   block table, lengths -> DecodePlanner -> CpuStep (shared rows)
+                                                     -> CPU_ATTN metadata (the other rows)
+    forward(): CpuExecutor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
+"""
+
+import time
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.integration.compat import decode_query_len
+from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
+from vllm_prefixshare.kernels.cpu.executor import CpuExecutor, CpuStep, cache_views, cpu_executor
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.records import IntArray
+
+NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
+
+
+def kernel_isa(isa: str) -> str:
+    """The kernels of CPU_ATTN to run with. AMX stores K in tiles of its own; the vector
+    kernels keep it transposed per block, which our executors multiply as it lies."""
+    if isa != "amx" or envs.get("VLLM_PREFIXSHARE_SHARE") == "never":
+        return isa
+    logger().warning_once(
+        "PREFIX_SHARE runs CPU_ATTN's vector kernels instead of AMX: prefill and requests that "
+        "share nothing are slower here than with stock vLLM."
+    )
+    return "vec"
+
+
+class PrefixShareCPUBackend(CPUAttentionBackend):
+    """CPU_ATTN with shared decode rows taken out."""
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["PrefixShareCPUImpl"]:
+        return PrefixShareCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PrefixShareCPUMetadataBuilder"]:
+        return PrefixShareCPUMetadataBuilder
+
+
+@dataclass
+class PrefixShareCPUMetadata(CPUAttentionMetadata):
+    """CPU_ATTN's metadata of the whole batch, and how this step divides it.
+
+    step: shared decode rows made ready, or None where nothing is shared; then the rest is
+        not set either and CPU_ATTN runs the whole batch.
+    rest: CPU_ATTN's metadata of the rows not in ``step``; None if there are none.
+    rest_tokens: int64, their query tokens.
+    """
+
+    step: CpuStep | None = None
+    executor: CpuExecutor | None = None
+    rest: CPUAttentionMetadata | None = None
+    rest_tokens: torch.Tensor | None = None
+
+
+class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Plans for one KV-cache group; called once per step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        dtype = str(self.dtype).removeprefix("torch.")
+        attention = AttentionConfig(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, dtype
+        )
+        group = attention.gqa_group_size
+        self._executor = cpu_executor(attention, logger().info_once)
+        divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
+        self._planner = DecodePlanner(
+            PlannerConfig(
+                divider="flashforge" if divider == "auto" else divider,
+                share=envs.get("VLLM_PREFIXSHARE_SHARE"),
+                check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
+                null_block_id=NULL_BLOCK_ID,
+                kept_plans=self.vllm_config.parallel_config.pipeline_parallel_size,
+            ),
+            cost_model(attention, self._executor.name, logger().info_once),
+            self.block_size,
+            group,
+        )
+        self._planner.warm_up()
+        self._plan: DecodePlan | None = None
+        self._max_query_len = decode_query_len(self.vllm_config)
+        self.reorder_batch_threshold = self._max_query_len  # decode rows first
+        self._can_share = (
+            spec_refusal(self.kv_cache_spec) is None
+            and self._some_layer_shares(self.layer_names)
+            and self._check_layout()
+        )
+
+    def _set_isa_to_layers(self, layer_names: list[str]) -> None:
+        self.isa: str = kernel_isa(self.isa)
+        super()._set_isa_to_layers(layer_names)
+
+    def _some_layer_shares(self, layer_names: list[str]) -> bool:
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, layer_names)
+        return any(getattr(layer.impl, "shares", False) for layer in layers.values())
+
+    def _check_layout(self) -> bool:
+        """Write one block through vLLM and see whether it lies as ``cache_views`` says."""
+        shape = (1, self.num_kv_heads, self.block_size, 2 * self.head_dim)
+        cache = torch.zeros(shape, dtype=self.dtype)
+        tokens = (self.block_size, self.num_kv_heads, self.head_dim)
+        key, value = (torch.randn(tokens).to(self.dtype) for _ in range(2))
+        packed = cache.view(1, self.num_kv_heads, 2 * self.block_size, self.head_dim)
+        k, v = packed.chunk(2, dim=2)
+        slots = torch.arange(self.block_size)
+        ops.cpu_attn_reshape_and_cache(
+            key, value, k, v, slots, self.isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        )
+        k, v = cache_views(cache)
+        if torch.equal(k[0], key) and torch.equal(v[0], value):
+            return True
+        fall_back(f"the {self.isa} cache layout of this processor")
+        return False
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PrefixShareCPUMetadata:
+        common = common_attn_metadata
+        stock = super().build(common_prefix_len, common, fast_build)
+        metadata = PrefixShareCPUMetadata(**{f.name: getattr(stock, f.name) for f in fields(stock)})
+        if not self._can_share or common.causal is not True:
+            return metadata
+        began = time.perf_counter()
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        query_lens = np.diff(starts)
+        is_decode = (query_lens > 0) & (query_lens <= self._max_query_len)
+        num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
+        if num_decodes:
+            self._share(metadata, common, starts, num_decodes)
+        STATS.build_seconds += time.perf_counter() - began
+        return metadata
+
+    def _share(
+        self,
+        metadata: PrefixShareCPUMetadata,
+        common: CommonAttentionMetadata,
+        starts: IntArray,
+        num_decodes: int,
+    ) -> None:
+        """Plan the decode rows, which come first; where some share KV, divide the batch."""
+        seq_lens = common.seq_lens[:num_decodes].numpy()
+        table = common.block_table_tensor[:num_decodes].numpy()
+        plan = self._planner.update(table, seq_lens, self._max_query_len)
+        if plan is not self._plan:
+            self._plan = plan
+            STATS.note_plan(self._planner.last_plan_seconds)
+        tokens = int(seq_lens.sum())
+        STATS.note_step(tokens, tokens - plan.kv_tokens_read(seq_lens))
+        shared = plan.shared_rows
+        if not len(shared):
+            return
+        whole_batch = len(shared) == common.num_reqs and starts[-1] == common.num_actual_tokens
+        metadata.executor = self._executor
+        metadata.step = self._executor.prepare(
+            plan, table, seq_lens, starts[: num_decodes + 1], None if whole_batch else shared
+        )
+        if not whole_batch:
+            others = np.setdiff1d(np.flatnonzero(np.diff(starts)), shared)
+            if len(others):
+                metadata.rest, metadata.rest_tokens = self._rest(common, starts, others)
+
+    def _rest(
+        self, common: CommonAttentionMetadata, starts: IntArray, rows: IntArray
+    ) -> tuple[CPUAttentionMetadata, torch.Tensor]:
+        """CPU_ATTN's metadata for ``rows`` alone, and their query tokens."""
+        lengths = np.diff(starts)[rows]
+        tokens = torch.from_numpy(
+            np.concatenate([np.arange(starts[r], starts[r + 1], dtype=np.int64) for r in rows])
+        )
+        index = torch.from_numpy(rows)
+        query_start_loc = torch.zeros(len(rows) + 1, dtype=torch.int32)
+        query_start_loc[1:] = torch.from_numpy(np.cumsum(lengths))
+        part = common.replace(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens=common.seq_lens[index],
+            num_reqs=len(rows),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(lengths.max()),
+            block_table_tensor=common.block_table_tensor[index],
+            slot_mapping=common.slot_mapping[tokens],
+        )
+        return super().build(0, part), tokens
+
+
+class PrefixShareCPUImpl(CPUAttentionBackendImpl):
+    """One layer: shared rows in our executor, the others in CPU_ATTN."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = impl_refusal(self, -1)
+        self.shares = reason is None
+        if reason is not None:
+            fall_back(reason)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PrefixShareCPUMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``CPUAttentionBackendImpl.forward``: query and output
+        ``[num_tokens, num_heads, head_size]``, written in place."""
+        metadata = attn_metadata
+        unsupported = output_scale is not None or output_block_scale is not None
+        if metadata is None or metadata.step is None or not self.shares or unsupported:
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        if metadata.rest is not None:
+            tokens = metadata.rest_tokens
+            assert tokens is not None
+            part = output.new_empty((len(tokens), *output.shape[1:]))
+            super().forward(
+                layer, query[tokens], key, value, kv_cache, metadata.rest, part, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+            output[tokens] = part
+        assert metadata.executor is not None
+        n = metadata.num_actual_tokens
+        began = time.perf_counter()
+        metadata.executor.run(metadata.step, query[:n], kv_cache, output[:n], self.scale)
+        STATS.layer_calls += 1
+        STATS.layer_seconds += time.perf_counter() - began
+        return output

@@ -1,0 +1,1 @@
+"""PREFIX_SHARE on NVIDIA GPUs."""

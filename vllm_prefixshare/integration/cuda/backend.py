@@ -1,0 +1,172 @@
+"""PREFIX_SHARE on NVIDIA GPUs.
+
+Inherits FLASH_ATTN: its cache and its prefill. Decode rows, speculative ones included, come
+first in a batch and run in our kernels. One step:
+
+    build():   host's block table, lengths -> DecodePlanner -> GpuExecutor.prepare  [if changed]
+                                           -> FLASH_ATTN metadata of the other rows
+    forward(): GpuExecutor.run  and  FLASH_ATTN forward, each on its own tokens     [per layer]
+
+``build`` is in ``cuda_metadata``. A FULL CUDA graph holds what ``forward`` launched while it was
+captured, and is replayed after each ``build``: the launches stay, the plan that they read changes.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+)
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
+from vllm_prefixshare.integration.cuda.metadata import (
+    PrefixShareCUDAMetadata,
+    PrefixShareMetadataBuilder,
+)
+from vllm_prefixshare.integration.hooks import BACKEND_NAME
+from vllm_prefixshare.integration.support import fall_back, impl_refusal
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.workspace import PartialResults
+
+
+class PrefixShareCUDABackend(FlashAttentionBackend):
+    """FLASH_ATTN with decode rows taken out."""
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["PrefixShareCUDAImpl"]:
+        return PrefixShareCUDAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PrefixShareMetadataBuilder"]:
+        return PrefixShareMetadataBuilder
+
+
+class PrefixShareCUDAImpl(FlashAttentionImpl):
+    """One layer: decode rows in our kernels, the others in FLASH_ATTN."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        reason = impl_refusal(self, (-1, -1)) or _config_refusal(config)
+        self.shares = reason is None
+        if reason is not None:
+            fall_back(reason)
+            return
+        host_tables.want()
+        # here, because vLLM measures what is left for the KV cache once the layers exist
+        self.partials = _reserve_partials(self, config, this_device())
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ``FlashAttentionImpl.forward``: query and output
+        ``[num_tokens, num_heads, head_size]``, written in place."""
+        metadata = attn_metadata
+        if (
+            not isinstance(metadata, PrefixShareCUDAMetadata)
+            or not self.shares
+            or output_scale is not None
+            or output_block_scale is not None
+        ):
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        n = metadata.decode_tokens
+        if metadata.rest is not None:
+            k, v = (None if x is None else x[n:] for x in (key, value))
+            super().forward(layer, query[n:], k, v, kv_cache, metadata.rest, output[n:])
+        if n:
+            assert metadata.executor is not None
+            k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            metadata.executor.run(
+                query[:n],
+                k_cache,
+                v_cache,
+                metadata.block_table,
+                metadata.seq_lens,
+                output[:n],
+                self.scale,
+                metadata.query_start_loc if metadata.executor.query_len > 1 else None,
+            )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """As ``FlashAttentionImpl.do_kv_cache_update``, with every value made finite: rows of
+        several requests share a work tile, where a weight of zero does not silence a NaN. A
+        request whose activations overflowed still shows it in its scores."""
+        if self.shares:
+            value = torch.nan_to_num(value)
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+
+def _config_refusal(config: Any) -> str | None:
+    """Why a configuration cannot be served, or None: what no layer knows."""
+    parallel = config.parallel_config
+    checks = (
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (parallel.use_ubatching, "micro-batches"),
+        (config.model_config.is_diffusion, "diffusion decoding"),
+        (is_draft_model(), "a draft model"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+#: Partial results by shape, kept by their layers: all layers and KV-cache groups of a worker run
+#: one after the other.
+_PARTIALS: weakref.WeakValueDictionary[tuple[object, ...], PartialResults] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def this_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
+    """Room for the partial results of any batch of this configuration."""
+    attention = AttentionConfig(
+        impl.num_heads,
+        impl.num_kv_heads,
+        impl.head_size,
+        config.cache_config.block_size or 16,  # as far as it is known yet
+        str(config.model_config.dtype).removeprefix("torch."),
+    )
+    query_len = decode_query_len(config)
+    key = (impl.num_heads, impl.head_size, query_len, device)
+    partials = _PARTIALS.get(key)
+    if partials is None:
+        partials = PartialResults(device, (impl.num_heads, impl.head_size), query_len)
+        _PARTIALS[key] = partials
+    kernel = envs.get("VLLM_PREFIXSHARE_KERNEL")
+    executor = GpuExecutor(attention, device, kernel=kernel, query_len=query_len, partials=partials)
+    partials.reserve(executor.capacity(config.scheduler_config.max_num_seqs).max_partials)
+    return partials

@@ -1,0 +1,274 @@
+"""The metadata of a step on a GPU: which rows decode in our kernels, and under which plan."""
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
+from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration.host_tables import HostTable
+from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.support import fall_back, spec_refusal
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.records import PrefixShareError
+
+NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
+
+
+@dataclass
+class PrefixShareCUDAMetadata(FlashAttentionMetadata):
+    """FLASH_ATTN's metadata of the whole batch, and how this step divides it.
+
+    executor: holds the plan of the decode rows; None where no layer is served.
+    decode_tokens: query tokens of the decode rows, which come first.
+    rest: FLASH_ATTN's metadata of the other rows; None if there are none.
+    """
+
+    executor: GpuExecutor | None = None
+    decode_tokens: int = 0
+    rest: FlashAttentionMetadata | None = None
+
+
+class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Plans for one KV-cache group; called once per step, and for each graph captured."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = False  # another group has another tree
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._executor: GpuExecutor | None = None
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
+        self._all_layers = len(served) == len(layer_names)
+        reason = spec_refusal(kv_cache_spec)
+        if reason is None and type(self) is not PrefixShareMetadataBuilder:
+            # what it builds from is not the runner's metadata, but made from it
+            reason = f"metadata of {type(self).__name__}"
+        if served and reason is not None:
+            fall_back(reason)
+        elif served:
+            self._query_len = decode_query_len(vllm_config)
+            self.reorder_batch_threshold = self._query_len  # decode rows first
+            self._prepare_executor(served[0])
+
+    def _prepare_executor(self, impl: Any) -> None:
+        attention = AttentionConfig(
+            impl.num_heads,
+            impl.num_kv_heads,
+            impl.head_size,
+            self.block_size,
+            str(self.kv_cache_spec.dtype).removeprefix("torch."),
+        )
+        executor = GpuExecutor(
+            attention,
+            self.device,
+            kernel=kernel_for(self.kv_cache_spec),
+            query_len=self._query_len,
+            partials=impl.partials,
+        )
+        scheduler = self.vllm_config.scheduler_config
+        executor.reserve_for(scheduler.max_num_seqs)
+        self._planner = DecodePlanner(
+            planner_config(executor, self.vllm_config.parallel_config.pipeline_parallel_size),
+            cost_model(attention, executor.kernel, logger().info_once),
+            self.block_size,
+            attention.gqa_group_size,
+        )
+        self._planner.warm_up(then=executor.prepare)
+        drafts = self._query_len - 1
+        # lengths known here take drafts for accepted that the GPU has yet to judge, and those of
+        # the next step may be shorter: by so much a plan is not to depend on them
+        self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
+        self._plan: DecodePlan | None = None
+        self.supports_draft_decode_metadata_update = False  # lengths would change unseen
+        self._executor = executor
+        _BUILDERS.add(self)
+        logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.kernel)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """vLLM's own sharing of a prefix, opted in to: it would cost the FULL graphs."""
+        return self._executor is None and super().use_cascade_attention(*args, **kwargs)
+
+    def forget_plan(self) -> None:
+        """The next step makes a new plan: what is on the device is lost."""
+        self._plan = None
+        self._planner.forget()
+
+    def clean_cache(self) -> None:
+        """Make every slot finite: the memory that comes back may hold anything, and a weight of
+        zero does not silence a NaN. What was restored stays as it is."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            cache = context[name].kv_cache
+            for tensor in cache if isinstance(cache, list) else [cache]:
+                torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        table = self._host_table(common_attn_metadata)
+        if self._executor is None or table is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._divide(self._executor, table, common_attn_metadata, dummy=False)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashAttentionMetadata:
+        table = self._host_table(common_attn_metadata)
+        if self._executor is None or table is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self._divide(self._executor, table, common_attn_metadata, dummy=True)
+
+    def _host_table(self, common: CommonAttentionMetadata) -> HostTable | None:
+        """The host's copy of the block table. A group whose table is made from the runner's for
+        each step keeps FLASH_ATTN: that shows in its first batch, before any graph is captured.
+
+        Raises:
+            PrefixShareError: a graph was captured already.
+        """
+        if self._executor is None:
+            return None
+        table = host_tables.find(common.block_table_tensor)
+        if table is None:
+            if self._executor.workspace.plan.captured:
+                raise PrefixShareError(
+                    f"{BACKEND_NAME} does not know a block table that it knew when graphs were "
+                    "captured: choose another backend, and report the model and settings."
+                )
+            fall_back("block tables of their own")
+            self._executor = None
+        return table
+
+    def _divide(
+        self,
+        executor: GpuExecutor,
+        table: HostTable,
+        common: CommonAttentionMetadata,
+        dummy: bool,
+    ) -> PrefixShareCUDAMetadata:
+        if common.causal is not True:
+            raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
+        starts = common.query_start_loc_cpu.numpy()
+        num_reqs = 0 if dummy else table.num_reqs(starts)
+        decode_rows, decode_tokens = num_reqs, common.num_actual_tokens
+        if common.max_query_len > self._query_len:  # some are in prefill
+            decode_rows = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
+            decode_tokens = int(starts[decode_rows])
+        self._load_plan(executor, table, common, decode_rows)
+        # the whole batch in FLASH_ATTN: only for layers that are not served
+        stock = super().build(0, common, fast_build=self._all_layers)
+        metadata = PrefixShareCUDAMetadata(
+            **vars(stock), executor=executor, decode_tokens=decode_tokens
+        )
+        if decode_tokens < common.num_actual_tokens:
+            metadata.rest = self._build_rest(common, decode_rows, decode_tokens)
+        return metadata
+
+    def _load_plan(
+        self,
+        executor: GpuExecutor,
+        table: HostTable,
+        common: CommonAttentionMetadata,
+        rows: int,
+    ) -> None:
+        """Put the plan of the first ``rows`` rows in force."""
+        made = self._planner.counters.plans
+        if rows:
+            bound = common.seq_lens_cpu_upper_bound
+            # of unknown lengths nothing is shared, and all is read to its end
+            seq_lens = np.ones(rows, np.int32) if bound is None else bound.numpy()[:rows]
+            table_rows, row_ids = table.rows(rows)
+            plan = self._planner.update(
+                table.block_table if table_rows is not None else table.block_table[:rows],
+                seq_lens,
+                self._query_len,
+                table_rows=table_rows,
+                row_ids=row_ids,
+                slack=self._slack,
+            )
+        else:
+            seq_lens = np.zeros(0, np.int32)
+            plan = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
+        if plan is not self._plan:
+            began = time.perf_counter()
+            executor.prepare(plan)
+            self._plan = plan
+            planned = plan.planned_seq_lens
+            self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
+            if rows and self._planner.counters.plans > made:
+                STATS.note_plan(self._planner.last_plan_seconds + time.perf_counter() - began)
+        if rows:
+            STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
+
+    def _build_rest(
+        self, common: CommonAttentionMetadata, rows: int, tokens: int
+    ) -> FlashAttentionMetadata:
+        """FLASH_ATTN's metadata of the rows from ``rows`` on, whose tokens start at ``tokens``."""
+        part = common.replace(
+            query_start_loc=common.query_start_loc[rows:] - tokens,
+            query_start_loc_cpu=common.query_start_loc_cpu[rows:] - tokens,
+            seq_lens=common.seq_lens[rows:],
+            num_reqs=common.num_reqs - rows,
+            num_actual_tokens=common.num_actual_tokens - tokens,
+            block_table_tensor=common.block_table_tensor[rows:],
+            slot_mapping=common.slot_mapping[tokens:],
+        )
+        # the buffer of its schedule is taken where the whole batch has one
+        return super().build(0, part, fast_build=not self._all_layers)
+
+
+#: Those that have a plan on the device.
+_BUILDERS: "weakref.WeakSet[PrefixShareMetadataBuilder]" = weakref.WeakSet()
+
+
+def after_wake_up() -> None:
+    """What vLLM's sleep took away: plans, and a KV cache of numbers."""
+    for builder in _BUILDERS:
+        builder.forget_plan()
+        builder.clean_cache()
+
+
+def kernel_for(spec: Any) -> Any:
+    """The kernel that the environment names; ``portable`` in place of ``auto`` where padding
+    puts blocks apart by a part of a token, which TMA cannot follow."""
+    kernel = envs.get("VLLM_PREFIXSHARE_KERNEL")
+    token_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    if kernel == "auto" and spec.page_size_bytes % token_bytes:
+        return "portable"
+    return kernel
+
+
+def planner_config(executor: GpuExecutor, batches: int) -> PlannerConfig:
+    """How the environment wants plans for this executor to be made. batches: that take turns,
+    as they do in the stages of a pipeline."""
+    divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
+    return executor.planner_config(
+        None if divider == "auto" else divider,
+        envs.get("VLLM_PREFIXSHARE_SHARE"),
+        null_block_id=NULL_BLOCK_ID,
+        kept_plans=batches,
+        check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
+    )

@@ -1,0 +1,281 @@
+"""The CPU executor for bfloat16 where the processor multiplies it: ``native.c``.
+
+On a CPU the thirty small operators of the torch executor cost as much as the attention
+itself, and torch has no product of bfloat16 matrices that keeps a float32 result. The C file
+is compiled once per machine with the compiler that vLLM's CPU build needs anyway.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import MAX_HEAD_DIM
+from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import IntArray
+
+SOURCE = Path(__file__).with_name("native.c")
+#: -march=native: the library is built where it runs. No libgomp of its own: the symbols come
+#: from the runtime that torch has loaded.
+COMPILE = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
+MAX_ROWS = 128  # query rows of a piece: its scores and outputs stay in the L2 cache
+MIN_TOKENS = 512  # of a piece, where its run is longer
+
+
+class NativeUnavailableError(RuntimeError):
+    """Why the native executor cannot be used here."""
+
+
+class _Work(ctypes.Structure):
+    """``Work`` in native.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (
+            "num_pieces", "num_tokens", "most_partials",
+            "num_kv_heads", "gqa_group_size", "head_dim", "block_size",
+            "q_token", "q_head", "out_token", "out_head",
+            "cache_block", "cache_head", "v_offset", "table_row",
+        )),
+        ("sm_scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in (
+            "q", "cache", "out", "block_table",
+            "piece_row", "piece_start", "piece_end", "piece_indptr", "token_of", "visible",
+            "merge_slots", "out_tokens", "partial_out", "partial_lse",
+        )),
+    )  # fmt: skip
+
+
+def load_library() -> ctypes.CDLL:
+    """Compile ``native.c`` if this machine has not yet, and load it.
+
+    Raises:
+        NativeUnavailableError: no AVX-512 BF16, no compiler, or it failed.
+    """
+    found = _find_library()
+    if isinstance(found, str):
+        raise NativeUnavailableError(found)
+    return found
+
+
+@cache  # a failure is remembered too, so that it is not tried again for every layer
+def _find_library() -> ctypes.CDLL | str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    if "avx512_bf16" not in flags.split():
+        return "the processor has no AVX-512 BF16"
+    compiler = next((path for path in map(shutil.which, ("gcc", "cc")) if path), None)
+    if compiler is None:
+        return "there is no C compiler (gcc or cc)"
+    # the flags, because machines of one processor model may hide different instructions
+    key = hashlib.sha256("\0".join((SOURCE.read_text(), flags, compiler, *COMPILE)).encode())
+    library = Path(envs.get("VLLM_PREFIXSHARE_CACHE")) / f"native-{key.hexdigest()[:16]}.so"
+    try:
+        if not library.is_file():
+            _compile(compiler, library)
+        loaded = ctypes.CDLL(str(library))
+    except (OSError, subprocess.CalledProcessError) as e:
+        detail = e.stderr.strip()[-300:] if isinstance(e, subprocess.CalledProcessError) else e
+        return f"{library.name} cannot be built or loaded ({detail})"
+    loaded.prefix_share_scratch.restype = ctypes.c_int64
+    loaded.prefix_share_decode.restype = None
+    return loaded
+
+
+def _compile(compiler: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder) / "native.o", Path(folder) / "native.so"
+        steps = (
+            [compiler, *COMPILE, str(SOURCE), "-o", str(built[0])],
+            [compiler, "-shared", str(built[0]), "-lm", "-o", str(built[1])],
+        )
+        for step in steps:
+            subprocess.run(step, capture_output=True, text=True, check=True)
+        os.replace(built[1], library)  # whole or not at all, whoever else compiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Arrays of ``Work``: int32, one entry per piece or per partial result."""
+
+    row: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    num_tokens: np.ndarray
+    token_of: np.ndarray
+    visible: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """A plan made ready for one step; holds the arrays that ``work`` points to."""
+
+    work: _Work
+    scratch_bytes: int
+    num_partials: int
+    arrays: tuple[np.ndarray, ...]
+
+
+class NativeExecutor:
+    """Runs DecodePlans on CPU_ATTN's own KV cache, in bfloat16.
+
+    Args:
+        num_kv_heads, gqa_group_size, head_dim, block_size: shape of the layer; the last two
+            must be multiples of 32.
+
+    Raises:
+        NativeUnavailableError: this machine cannot run or build it, or the shape does not fit.
+    """
+
+    name = "native"
+
+    def __init__(
+        self, num_kv_heads: int, gqa_group_size: int, head_dim: int, block_size: int
+    ) -> None:
+        if head_dim % 32 or block_size % 32 or head_dim > MAX_HEAD_DIM:
+            raise NativeUnavailableError(
+                f"head_dim (at most {MAX_HEAD_DIM}) and block_size must be multiples of 32"
+            )
+        self._library = load_library()
+        self._shape = num_kv_heads, gqa_group_size, head_dim, block_size
+        self._static: tuple[DecodePlan, bytes, _Pieces] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def prepare(
+        self,
+        plan: DecodePlan,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        query_start_loc: IntArray,
+        rows: IntArray | None = None,
+    ) -> NativeStep:
+        """As ``TorchExecutor.prepare``; ``block_table`` must outlive the step."""
+        several = (plan.run_last - plan.run_first) > 1
+        key = query_start_loc.tobytes()
+        if self._static is None or self._static[0] is not plan or self._static[1] != key:
+            self._static = plan, key, self._shared_pieces(plan, several, query_start_loc)
+        chunk = -(-2 * MIN_TOKENS // plan.block_size) * plan.block_size
+        private = private_runs(plan, seq_lens, rows, chunk)
+        parts = self._static[2], self._private_pieces(private, seq_lens, query_start_loc)
+        pieces = [
+            np.concatenate([getattr(p, name) for p in parts]).astype(np.int32)
+            for name in _Pieces.__slots__
+        ]
+        row, start, end, num_tokens, token_of, visible = pieces
+        table = merge_slots(token_of, int(query_start_loc[-1]), -1)
+        wanted = np.arange(len(table)) if rows is None else tokens_of(rows, query_start_loc)
+        indptr = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
+        merge, out_tokens = table[wanted].astype(np.int32), wanted.astype(np.int32)
+        block_table = np.ascontiguousarray(block_table, np.int32)
+
+        heads, group, dim, size = self._shape
+        work = _Work(
+            num_pieces=len(row),
+            num_tokens=len(out_tokens),
+            most_partials=merge.shape[1],
+            num_kv_heads=heads,
+            gqa_group_size=group,
+            head_dim=dim,
+            block_size=size,
+            v_offset=dim * size,
+            table_row=block_table.shape[1],
+        )
+        arrays = {
+            "block_table": block_table,
+            "piece_row": row,
+            "piece_start": start,
+            "piece_end": end,
+            "piece_indptr": indptr,
+            "token_of": token_of,
+            "visible": visible,
+            "merge_slots": merge,
+            "out_tokens": out_tokens,
+        }
+        for name, array in arrays.items():
+            setattr(work, name, array.ctypes.data)
+        scratch = self._library.prefix_share_scratch(ctypes.byref(work))
+        return NativeStep(work, scratch, len(token_of), tuple(arrays.values()))
+
+    def _shared_pieces(self, plan: DecodePlan, several: np.ndarray, starts: IntArray) -> _Pieces:
+        """Runs with several readers, cut so that all threads have work to the end."""
+        tile_of_run = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
+        size, most = plan.block_size, max(1, MAX_ROWS // self._shape[1])
+        found: list[tuple[int, int, int, np.ndarray]] = []
+        for run in np.flatnonzero(several).tolist():
+            base = int(plan.tile_req_indptr[tile_of_run[run]])
+            readers = plan.tile_req_indices[base + plan.run_first[run] : base + plan.run_last[run]]
+            tokens = tokens_of(readers, starts)
+            first, last = int(plan.run_kv_start[run]), int(plan.run_kv_end[run])
+            chunk = max(MIN_TOKENS, (last - first) // (4 * torch.get_num_threads()))
+            chunk = -(-chunk // size) * size
+            for at in range(first, last, chunk):
+                for part in np.array_split(tokens, -(-len(tokens) // most)):
+                    found.append((int(plan.run_row[run]), at, min(at + chunk, last), part))
+        tokens_per_piece = np.array([len(t) for *_, t in found], np.int32)
+        row, start, end = (np.array([f[i] for f in found], np.int32) for i in range(3))
+        token_of = np.concatenate([t for *_, t in found]) if found else np.zeros(0, np.int64)
+        return _Pieces(
+            row, start, end, tokens_per_piece, token_of, np.repeat(end, tokens_per_piece)
+        )
+
+    @staticmethod
+    def _private_pieces(runs: PrivateRuns, seq_lens: IntArray, starts: IntArray) -> _Pieces:
+        row, start, end = runs.row, runs.kv_start, runs.kv_start + runs.kv_len
+        tokens = np.diff(starts)[row]
+        token_of = tokens_of(row, starts)
+        # a query sees the tokens up to its own
+        position = np.repeat(seq_lens[row] - starts[row + 1], tokens) + token_of + 1
+        visible = np.minimum(np.repeat(end, tokens), position)
+        return _Pieces(row, start, end, tokens, token_of, visible)
+
+    def run(
+        self,
+        step: NativeStep,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            q, out: bfloat16 ``[num_tokens, num_qo_heads, head_dim]``, innermost contiguous.
+            kv_cache: CPU_ATTN's ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
+            sm_scale: softmax scale.
+        """
+        heads, group, dim, _ = self._shape
+        assert q.dtype == kv_cache.dtype == out.dtype == torch.bfloat16
+        assert q.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
+        assert kv_cache.stride(2) == kv_cache.shape[3]
+        work, threads = step.work, torch.get_num_threads()
+        partial = step.num_partials * heads * group
+        work.partial_out = self._buffer("partial_out", partial * dim * 4)
+        work.partial_lse = self._buffer("partial_lse", partial * 4)
+        scratch = self._buffer("scratch", step.scratch_bytes * threads + 64)
+        work.q_token, work.q_head = q.stride(0), q.stride(1)
+        work.out_token, work.out_head = out.stride(0), out.stride(1)
+        work.cache_block, work.cache_head = kv_cache.stride(0), kv_cache.stride(1)
+        work.sm_scale = sm_scale
+        work.q, work.cache, work.out = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
+        self._library.prefix_share_decode(
+            ctypes.byref(work), ctypes.c_void_p(-(-scratch // 64) * 64), threads
+        )
+        return out
+
+    def _buffer(self, name: str, num_bytes: int) -> int:
+        """Address of scratch memory that is kept from layer to layer."""
+        found = self._buffers.get(name)
+        if found is None or found.numel() < num_bytes:
+            found = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        return found.data_ptr()

@@ -1,0 +1,68 @@
+"""Where partial results lie, and which of them make up a query token."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import IntArray
+
+
+class PrivateRuns(NamedTuple):
+    """Runs with one reader, ``[num_runs]`` each: batch row, first token, number of tokens."""
+
+    row: IntArray
+    kv_start: IntArray
+    kv_len: IntArray
+
+
+def private_runs(
+    plan: DecodePlan, seq_lens: IntArray, rows: IntArray | None, chunk: int
+) -> PrivateRuns:
+    """The runs of ``plan`` that one request reads alone, cut into ``chunk`` tokens at most.
+
+    Args:
+        seq_lens: ``[num_reqs]`` current lengths.
+        rows: of these batch rows only.
+        chunk: tokens, a multiple of the block size.
+    """
+    lengths = plan.run_lengths(seq_lens)
+    runs = np.flatnonzero((plan.run_last - plan.run_first == 1) & (lengths > 0))
+    if rows is not None:
+        runs = runs[np.isin(plan.run_row[runs], rows)]
+    lengths = lengths[runs]
+    pieces = -(-lengths // chunk)
+    run = np.repeat(runs, pieces)
+    skipped = (np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * chunk
+    kv_len = np.minimum(np.repeat(lengths, pieces) - skipped, chunk)
+    return PrivateRuns(plan.run_row[run], plan.run_kv_start[run] + skipped, kv_len)
+
+
+def tokens_of(rows: IntArray, query_start_loc: IntArray) -> np.ndarray:
+    """Query tokens of the batch ``rows``, int64, in order."""
+    lens = np.diff(query_start_loc)[rows]
+    offset = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    return (np.repeat(query_start_loc[rows], lens) + offset).astype(np.int64)
+
+
+def merge_slots(
+    owner: np.ndarray, num_tokens: int, empty: int, padding: np.ndarray | None = None
+) -> np.ndarray:
+    """Partial results of each token, as a table.
+
+    Args:
+        owner: ``[num_partials]`` query token of each partial result.
+        empty: fills up the table.
+        padding: bool ``[num_partials]``, results that belong to nobody.
+
+    Returns:
+        int64 ``[num_tokens, most partials of a token]``.
+    """
+    slots = np.arange(len(owner)) if padding is None else np.flatnonzero(~padding)
+    owner = owner[slots]
+    order = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner, minlength=num_tokens)
+    table = np.full((num_tokens, max(1, int(counts.max(initial=0)))), empty, np.int64)
+    rank = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table[owner[order], rank] = slots[order]
+    return table

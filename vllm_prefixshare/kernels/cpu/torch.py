@@ -1,0 +1,366 @@
+"""The executor for every CPU: each shared KV run is gathered once and multiplied with the
+queries of all its readers; partial results are merged by log-sum-exp (FlashForge section 4.2,
+PAC and POR). Scores, weights and sums are float32 whatever the cache holds."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import IntArray
+
+#: Scores of one piece of work, so that they stay in the caches of the CPU.
+MAX_SCORES = 1 << 21
+#: Hides a score. Finite, so that a block hidden whole gives no NaN; it weighs exp(-1e30) = 0.
+HIDDEN = -1e30
+
+BlockIds: TypeAlias = torch.Tensor | slice
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedPiece:
+    """Blocks read for several requests; every query sees every token of them."""
+
+    tokens: torch.Tensor  # [num_tokens] query tokens
+    blocks: BlockIds
+    slot: int  # first partial result
+
+
+@dataclass(frozen=True, slots=True)
+class _PrivatePiece:
+    """Runs of one request each, padded to one shape."""
+
+    tokens: torch.Tensor  # [num_runs * query_len], padding repeats a token
+    blocks: torch.Tensor  # [num_runs * num_blocks]
+    hidden: torch.Tensor  # bool [num_runs, num_blocks, 1, query_len, 1, width]
+    beyond: torch.Tensor  # bool [num_runs, num_blocks, 1, width, 1], tokens not of the run
+    num_runs: int
+    width: int  # tokens of a block that any run needs
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """A plan made ready for the lengths of one step; serves every layer of it.
+
+    tokens: query tokens that are computed, or None for all of them.
+    merge_slots: ``[num_tokens, most partials]`` partial results of each; the slot
+        ``num_slots`` stands for none.
+    """
+
+    shared: tuple[_SharedPiece, ...]
+    private: tuple[_PrivatePiece, ...]
+    tokens: torch.Tensor | None
+    merge_slots: torch.Tensor
+    num_slots: int
+
+
+class TorchExecutor:
+    """Runs DecodePlans with torch on the CPU.
+
+    Args:
+        num_kv_heads: KV heads, for sizing the pieces of work.
+        gqa_group_size: query heads per KV head.
+    """
+
+    def __init__(self, num_kv_heads: int, gqa_group_size: int) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.gqa_group_size = gqa_group_size
+        self._buffers = _Buffers()
+        self._static: tuple[DecodePlan, bytes, list[_SharedPiece]] | None = None
+
+    def prepare(
+        self,
+        plan: DecodePlan,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        query_start_loc: IntArray,
+        rows: IntArray | None = None,
+    ) -> TorchStep:
+        """Look up block ids and lengths, once per step.
+
+        Args:
+            plan: valid for this batch.
+            block_table: ``[num_reqs, max_blocks]``.
+            seq_lens: ``[num_reqs]`` current lengths.
+            query_start_loc: ``[num_reqs + 1]`` token range of each row; ragged is fine.
+            rows: compute these batch rows only (each with all of its runs).
+        """
+        several = (plan.run_last - plan.run_first) > 1
+        key = query_start_loc.tobytes()
+        if self._static is None or self._static[0] is not plan or self._static[1] != key:
+            pieces = list(
+                self._shared_pieces(plan, np.flatnonzero(several), block_table, query_start_loc)
+            )
+            self._static = plan, key, pieces
+        shared = self._static[2]
+        slot = shared[-1].slot + len(shared[-1].tokens) if shared else 0
+
+        rows_per_token = self.num_kv_heads * self.gqa_group_size
+        longest = int(np.diff(query_start_loc).max())
+        chunk = max(1, MAX_SCORES // (rows_per_token * longest * plan.block_size)) * plan.block_size
+        runs = private_runs(plan, seq_lens, rows, chunk)
+        private = list(
+            self._private_pieces(
+                runs, plan.block_size, block_table, seq_lens, query_start_loc, slot
+            )
+        )
+
+        owners = [p.tokens for p in shared] + [p.tokens for p in private]
+        tokens = torch.cat(owners).numpy()
+        wanted = tokens_of(rows, query_start_loc) if rows is not None else None
+        total = int(query_start_loc[-1])
+        merge = merge_slots(tokens, total, len(tokens), _padding(private, slot, len(tokens)))
+        return TorchStep(
+            shared=tuple(shared),
+            private=tuple(private),
+            tokens=None if wanted is None else torch.from_numpy(wanted),
+            merge_slots=torch.from_numpy(merge if wanted is None else merge[wanted]),
+            num_slots=len(tokens),
+        )
+
+    def _shared_pieces(
+        self, plan: DecodePlan, runs: IntArray, block_table: IntArray, starts: IntArray
+    ) -> Iterator[_SharedPiece]:
+        tile_of_run = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
+        slot = 0
+        for run in runs.tolist():
+            base = int(plan.tile_req_indptr[tile_of_run[run]])
+            readers = plan.tile_req_indices[base + plan.run_first[run] : base + plan.run_last[run]]
+            tokens = torch.from_numpy(tokens_of(readers, starts))
+            first, last = plan.run_kv_start[run], plan.run_kv_end[run]
+            ids = block_table[plan.run_row[run], first // plan.block_size : last // plan.block_size]
+            scores = self.num_kv_heads * self.gqa_group_size * len(tokens) * plan.block_size
+            step = max(1, MAX_SCORES // scores)
+            for start in range(0, len(ids), step):
+                yield _SharedPiece(tokens, _block_ids(ids[start : start + step]), slot)
+                slot += len(tokens)
+
+    def _private_pieces(
+        self,
+        runs: PrivateRuns,
+        size: int,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        starts: IntArray,
+        slot: int,
+    ) -> Iterator[_PrivatePiece]:
+        if not len(runs.row):
+            return
+        num_blocks = -(-runs.kv_len // size)
+        bucket = np.ceil(np.log2(num_blocks)).astype(np.int64)  # padding at most doubles the work
+        for b in np.unique(bucket).tolist():
+            chosen = np.flatnonzero(bucket == b)
+            depth = int(num_blocks[chosen].max())
+            query_len = int(np.diff(starts)[runs.row[chosen]].max())
+            scores = self.num_kv_heads * self.gqa_group_size * query_len * size * depth
+            step = max(1, MAX_SCORES // scores)
+            for at in range(0, len(chosen), step):
+                part = PrivateRuns(*(x[chosen[at : at + step]] for x in runs))
+                piece = self._private_piece(part, size, depth, block_table, seq_lens, starts, slot)
+                yield piece
+                slot += len(piece.tokens)
+
+    @staticmethod
+    def _private_piece(
+        runs: PrivateRuns,
+        size: int,
+        depth: int,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        starts: IntArray,
+        slot: int,
+    ) -> _PrivatePiece:
+        rows, kv_start, lengths = runs
+        # whole multiples of 16 keep the vector units busy
+        width = size if depth > 1 else min(size, -(-int(lengths.max()) // 16) * 16)
+        columns = kv_start[:, None] // size + np.arange(depth)
+        columns = np.minimum(columns, (kv_start + lengths - 1)[:, None] // size)
+        query_lens = np.diff(starts)[rows]
+        query = np.minimum(np.arange(query_lens.max()), query_lens[:, None] - 1)  # [runs, queries]
+        # a query sees the tokens up to its own, within the run
+        visible = np.minimum(
+            kv_start[:, None] + lengths[:, None],
+            seq_lens[rows][:, None] - query_lens[:, None] + query + 1,
+        )
+        offset = np.arange(depth)[:, None] * size + np.arange(width)
+        position = kv_start[:, None, None, None] + offset[:, None]  # [runs, depth, 1, width]
+        hidden = position >= visible[:, None, :, None]
+        beyond = position >= (kv_start + lengths)[:, None, None, None]
+        return _PrivatePiece(
+            tokens=torch.from_numpy((starts[rows][:, None] + query).astype(np.int64).ravel()),
+            blocks=torch.from_numpy(block_table[rows[:, None], columns].astype(np.int64).ravel()),
+            hidden=torch.from_numpy(hidden[:, :, None, :, None, :]),
+            beyond=torch.from_numpy(beyond[..., None]),
+            num_runs=len(rows),
+            width=width,
+            slot=slot,
+        )
+
+    def run(
+        self,
+        step: TorchStep,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            q: ``[num_tokens, num_qo_heads, head_dim]``.
+            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, any
+                strides; a K cache whose tokens are innermost is read without a transpose.
+            out: like ``q``; only the tokens of the step are written.
+            sm_scale: softmax scale.
+        """
+        heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
+        partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, dim))
+        partial_lse = self._buffers.take("partial_lse", (step.num_slots + 1, heads * group))
+        partial_out[-1] = 0.0
+        partial_lse[-1] = float("-inf")
+
+        def queries(tokens: torch.Tensor, num_runs: int) -> torch.Tensor:
+            """``[num_runs, heads, queries * group, head_dim]`` float32, scaled."""
+            x = q.index_select(0, tokens).float().mul_(sm_scale)
+            x = x.view(num_runs, -1, heads, group, dim).transpose(1, 2)
+            return x.reshape(num_runs, heads, -1, dim)
+
+        def store(slot: int, o: torch.Tensor, lse: torch.Tensor) -> None:
+            """From ``[num_runs, heads, queries * group, ...]`` to token-major slots."""
+            runs = o.shape[0]
+            n = o.shape[2] // group * runs
+            view = partial_out[slot : slot + n].view(runs, -1, heads, group, dim)
+            view.copy_(o.view(runs, heads, -1, group, dim).transpose(1, 2))
+            view = partial_lse[slot : slot + n].view(runs, -1, heads, group)
+            view.copy_(lse.view(runs, heads, -1, group).transpose(1, 2))
+
+        for piece in step.shared:
+            k, v = self._gather(k_cache, v_cache, piece.blocks, 1)
+            store(piece.slot, *self._attend(queries(piece.tokens, 1), k, v, None))
+        for batch in step.private:
+            k, v = self._gather(k_cache, v_cache, batch.blocks, batch.num_runs, batch.width)
+            # what lies beyond may be anything; a weight of 0 does not undo a NaN
+            v.masked_fill_(batch.beyond, 0.0)
+            rows = queries(batch.tokens, batch.num_runs)
+            store(batch.slot, *self._attend(rows, k, v, batch.hidden))
+
+        slots = step.merge_slots  # index_select: far quicker than indexing by a matrix
+        lse = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)
+        parts = partial_out.index_select(0, slots.flatten()).view(*slots.shape, -1, dim)
+        merged = parts.mul_(torch.softmax(lse, dim=1)[..., None]).sum(dim=1)
+        if step.tokens is None:
+            out.copy_(merged)
+        else:
+            out.index_copy_(0, step.tokens, merged.to(out.dtype))
+        return out
+
+    def _gather(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        blocks: BlockIds,
+        num_runs: int,
+        width: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K ``[num_runs, blocks, heads, head_dim, width]`` and V ``[num_runs, blocks, heads,
+        width, head_dim]`` of the named blocks, float32."""
+
+        def pick(name: str, cache: torch.Tensor, in_place: bool) -> torch.Tensor:
+            if isinstance(blocks, slice):
+                return cache[blocks]
+            if not in_place:
+                return cache.index_select(0, blocks)
+            out = self._buffers.take(name, (len(blocks), *cache.shape[1:]), cache.dtype)
+            return torch.index_select(cache, 0, blocks, out=out)
+
+        transposed = k_cache.stride(1) == 1  # tokens innermost: CPU_ATTN's layout
+        k, v = k_cache.permute(0, 2, 3, 1), v_cache.transpose(1, 2)
+        k = pick("k", k, True) if transposed else pick("k", k_cache, False).permute(0, 2, 3, 1)
+        v = pick("v", v, transposed)
+        if width is not None:
+            k, v = k[..., :width], v[..., :width, :]
+        k = self._buffers.take("k_float", k.shape).copy_(k)
+        v = self._buffers.take("v_float", v.shape).copy_(v)
+        return k.unflatten(0, (num_runs, -1)), v.unflatten(0, (num_runs, -1))
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial attention, block by block, then merged over the blocks.
+
+        Block-sized products are as fast as one long one and need no transposed copy of the
+        cache.
+
+        Args:
+            q: ``[runs, heads, rows, head_dim]``, scaled.
+            k: ``[runs, blocks, heads, head_dim, width]``.
+            v: ``[runs, blocks, heads, width, head_dim]``.
+            hidden: bool ``[runs, blocks, 1, queries, 1, width]``; None where all is visible.
+
+        Returns:
+            ``[runs, heads, rows, head_dim]`` and the log-sum-exp ``[runs, heads, rows]``.
+        """
+        take = self._buffers.take
+        shape = (*k.shape[:3], q.shape[2], k.shape[4])
+        spread = take("q", (*k.shape[:3], *q.shape[2:])).copy_(q[:, None])
+        scores = take("scores", shape)
+        torch.bmm(spread.flatten(0, 2), k.flatten(0, 2), out=scores.flatten(0, 2))
+        if hidden is not None:
+            scores.unflatten(3, (hidden.shape[3], -1)).masked_fill_(hidden, HIDDEN)
+        largest = scores.amax(-1)
+        weights = torch.softmax(scores, -1, out=take("weights", shape))
+        # the largest weight is exp(largest - lse): cheaper than a second pass of exponentials
+        lse = largest - weights.amax(-1).log()
+        o = spread  # the queries are done with, and the output has their shape
+        torch.bmm(weights.flatten(0, 2), v.flatten(0, 2), out=o.flatten(0, 2))
+        total = torch.logsumexp(lse, dim=1)
+        share = torch.exp(lse - total[:, None])
+        return o.mul_(share[..., None]).sum(dim=1), total
+
+
+class _Buffers:
+    """Scratch tensors kept from layer to layer: fresh ones of this size would be returned to
+    the system and faulted in again each time."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, torch.Tensor] = {}
+
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """An uninitialised tensor; it holds until ``name`` is taken again."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < size or flat.dtype != dtype:
+            flat = self._flat[name] = torch.empty(size, dtype=dtype)
+        return flat[:size].view(shape)
+
+
+def _block_ids(ids: IntArray) -> BlockIds:
+    """A slice where the ids are consecutive, so that they are read in place."""
+    first = int(ids[0])
+    if np.array_equal(ids, np.arange(first, first + len(ids))):
+        return slice(first, first + len(ids))
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _padding(private: list[_PrivatePiece], first: int, total: int) -> np.ndarray:
+    """bool ``[total]``: partial results that only pad a ragged batch of queries."""
+    pad = np.zeros(total, bool)
+    at = first
+    for piece in private:
+        tokens = piece.tokens.numpy().reshape(piece.num_runs, -1)
+        pad[at : at + tokens.size].reshape(tokens.shape)[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
+        at += tokens.size
+    return pad

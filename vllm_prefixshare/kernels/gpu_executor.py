@@ -1,0 +1,297 @@
+"""The executor for NVIDIA GPUs: a plan copied to the device once, two launches a layer.
+
+``prepare`` is called outside CUDA graphs, whenever there is a new plan. ``run`` may be
+captured: its launches depend on the shapes of its tensors only, and what they do is read from
+the plan in the workspace, so that one captured graph serves every plan that is loaded later.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.kernels.contract import Capacity, Tensors
+from vllm_prefixshare.kernels.merge_states import merge_states
+from vllm_prefixshare.kernels.registry import choose_kernel
+from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+
+class GpuExecutor:
+    """Partial attention and merge states on one GPU.
+
+    Args:
+        attention: shape of the layer; bfloat16 or float16.
+        device: a CUDA device of compute capability 8.0 or more.
+        kernel: "hopper", "portable", or "auto": the first that can serve.
+        query_len: most query tokens of a request in one step.
+        partials: shared with other executors of the same heads and query_len, whose launches
+            are on the same stream; its own if None.
+
+    Attributes:
+        num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
+
+    Raises:
+        PrefixShareError: the device or the shape has no kernel.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        device: torch.device | str = "cuda",
+        *,
+        kernel: Literal["auto", "hopper", "portable"] = "auto",
+        query_len: int = 1,
+        partials: PartialResults | None = None,
+    ) -> None:
+        self.attention = attention
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.query_len = query_len
+        self._mask_words = -(-query_len // 32)
+        self._kernel = choose_kernel(attention, self.device, kernel, query_len)
+        self.kernel = self._kernel.name
+        self.num_workers = self._kernel.num_workers
+        self.max_tile_requests = self._kernel.max_tile_requests
+        self.max_tile_runs = self._kernel.max_tile_runs
+        shape = attention.num_qo_heads, attention.head_dim
+        self.workspace = Workspace(
+            self.device, partials or PartialResults(self.device, shape, query_len)
+        )
+        self._capacity: Capacity | None = None
+        self._num_reqs = self._num_tokens = 0
+        self._checked: set[tuple[object, ...]] = set()
+
+    def planner_config(
+        self, divider: str | None = None, share: str = "always", **options: Any
+    ) -> PlannerConfig:
+        """How plans for this executor are made; the fastest divider measured if None. They
+        keep to the room that ``reserve_for`` made, if it was called.
+
+        Args:
+            options: other fields of ``PlannerConfig``.
+        """
+        divider = divider or self._kernel.divider
+        if share == "auto" and divider == "depth_first":
+            # what is read alone runs in the same kernel, and depth first weighs both at every
+            # cut: asking before it as well takes a third of a plan's time and drops no tree
+            share = "always"
+        config = PlannerConfig(
+            divider=divider,
+            share=share,
+            num_workers=self.num_workers,
+            max_tile_requests=self.max_tile_requests,
+            max_tile_runs=self.max_tile_runs,
+            **options,
+        )
+        room = self._capacity
+        if room is None:
+            return config
+        return replace(
+            config,
+            max_tiles=room.max_tiles,
+            max_runs=room.max_runs,
+            max_partials=room.max_partials,
+        )
+
+    def prepare(self, plan: DecodePlan) -> None:
+        """Put ``plan`` in force for the launches that follow on this stream.
+
+        Raises:
+            PrefixShareError: the plan was made for another executor, or it exceeds a
+                workspace that a CUDA graph holds.
+        """
+        if plan.num_workers != self.num_workers:
+            raise PrefixShareError(
+                f"the plan is for {plan.num_workers} workers, this executor has "
+                f"{self.num_workers}: plan with num_workers={self.num_workers}."
+            )
+        self.workspace.partials.reserve(max(1, plan.num_partials))
+        self.workspace.plan.load(self._kernel.layout(plan))
+        self._num_reqs = plan.num_reqs
+        if self.query_len == 1:
+            self._num_tokens = plan.num_reqs
+        self._checked.clear()
+
+    def set_queries(self, query_start_loc: IntArray, tree_mask: IntArray | None = None) -> None:
+        """Keep the queries of a batch on the device, for callers that hold them on the host.
+
+        Args:
+            query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
+            tree_mask: ``[num_tokens, words]``, see ``run``.
+        """
+        mask = np.zeros((0, self._mask_words), np.int32)
+        if tree_mask is not None:
+            mask = np.zeros((len(tree_mask), self._mask_words), np.int32)
+            mask[:, : tree_mask.shape[1]] = tree_mask
+        self.workspace.queries.load({"query_start_loc": query_start_loc, "tree_mask": mask})
+        self._num_tokens = int(query_start_loc[-1])
+        self._checked.clear()
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """What ``set_queries`` was given, on the device; it never moves once captured."""
+        return self.workspace.queries.arrays["query_start_loc"]
+
+    @property
+    def tree_mask(self) -> torch.Tensor:
+        """As ``query_start_loc``."""
+        words = self._mask_words
+        flat = self.workspace.queries.arrays["tree_mask"]
+        return flat[: len(flat) // words * words].view(-1, words)
+
+    def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
+        """Make room before a CUDA graph is captured, for plans ``room`` times as large.
+
+        Raises:
+            PrefixShareError: a CUDA graph holds a smaller workspace already.
+        """
+        arrays = self._kernel.layout(plan)
+        self.workspace.plan.reserve({name: int(room * a.size) for name, a in arrays.items()})
+        self.workspace.partials.reserve(max(1, int(room * plan.num_partials)))
+        num_reqs = int(room * plan.num_reqs)
+        mask_size = num_reqs * self.query_len * self._mask_words
+        self.workspace.queries.reserve({"query_start_loc": num_reqs + 1, "tree_mask": mask_size})
+
+    def capacity(self, num_reqs: int) -> Capacity:
+        """The room that ``reserve_for`` makes."""
+        return self._kernel.capacity(num_reqs)
+
+    def reserve_for(self, num_reqs: int) -> None:
+        """Make room before a CUDA graph is captured, for every plan of at most ``num_reqs``
+        requests that is made as ``planner_config`` says from now on.
+
+        Raises:
+            PrefixShareError: a CUDA graph holds a smaller workspace already.
+        """
+        capacity = self._capacity = self.capacity(num_reqs)
+        self.workspace.plan.reserve(capacity.sizes)
+        self.workspace.partials.reserve(capacity.max_partials)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        sm_scale: float,
+        query_start_loc: torch.Tensor | None = None,
+        tree_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer under the plan in force.
+
+        Args:
+            q: ``[num_tokens, num_qo_heads, head_dim]``.
+            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, NHD or HND
+                in memory. Every slot of a block that a request holds must be finite, filled
+                or not.
+            block_table: int32 ``[num_reqs, max_blocks]``.
+            seq_lens: int32 ``[num_reqs]``, the queries included.
+            out: like ``q``.
+            query_start_loc: int32 ``[num_reqs + 1]``; what ``set_queries`` was given if None.
+            tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
+                that it sees query token ``j`` of its request; causal if None.
+
+        Raises:
+            PrefixShareError: a tensor of another shape, dtype, device or layout.
+        """
+        tensors = (q, k_cache, v_cache, block_table, seq_lens, out, query_start_loc, tree_mask)
+        signature = tuple(map(_signature, tensors))
+        if signature not in self._checked:
+            self._check(*tensors)
+            self._checked.add(signature)
+        work, partials = self.workspace, self.workspace.partials
+        work.note_launch()
+        if query_start_loc is None:
+            query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
+        arguments = Tensors(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
+            partials.out, partials.lse, out,
+        )  # fmt: skip
+        self._kernel.launch(work.plan.arrays, arguments, sm_scale)
+        merge_states(
+            work.plan.arrays["merge_indptr"],
+            partials.out,
+            partials.lse,
+            out,
+            query_start_loc,
+            self.query_len,
+        )
+        return out
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
+        query_start_loc: torch.Tensor | None,
+        tree_mask: torch.Tensor | None,
+    ) -> None:
+        a = self.attention
+        dtype = getattr(torch, a.dtype)
+        heads = (a.num_qo_heads, a.head_dim)
+        block = (a.block_size, a.num_kv_heads, a.head_dim)
+        n = self._num_reqs
+        expected: list[tuple[str, torch.Tensor | None, torch.dtype, int, tuple[int, ...]]] = [
+            ("q", q, dtype, 3, heads),
+            ("out", out, dtype, 3, heads),
+            ("k_cache", k_cache, dtype, 4, block),
+            ("v_cache", v_cache, dtype, 4, block),
+            ("block_table", block_table, torch.int32, 2, ()),
+            ("seq_lens", seq_lens, torch.int32, 1, ()),
+            ("query_start_loc", query_start_loc, torch.int32, 1, ()),
+            ("tree_mask", tree_mask, torch.int32, 2, ()),
+        ]
+        for name, t, want, dims, tail in expected:
+            if t is None:
+                continue
+            if not isinstance(t, torch.Tensor):
+                raise PrefixShareError(f"{name} must be a tensor on {self.device}.")
+            if t.device != self.device or t.dtype != want:
+                raise PrefixShareError(
+                    f"{name} must be {want} on {self.device}, got {t.dtype} on {t.device}."
+                )
+            if t.dim() != dims or tuple(t.shape[dims - len(tail) :]) != tail:
+                shape = ", ".join(["..."] * (dims - len(tail)) + [str(x) for x in tail])
+                raise PrefixShareError(f"{name} must be [{shape}], got {list(t.shape)}.")
+            if t.stride(-1) != 1 or (dims == 3 and t.stride(1) != a.head_dim):
+                raise PrefixShareError(
+                    f"{name} has strides {list(t.stride())}: its last dimensions must be "
+                    "contiguous."
+                )
+        if k_cache.stride() != v_cache.stride() or any(s % 8 for s in k_cache.stride()[:3]):
+            raise PrefixShareError(
+                f"k_cache and v_cache have strides {list(k_cache.stride())} and "
+                f"{list(v_cache.stride())}: they must be the same, in multiples of 8 elements."
+            )
+        for name, t, least in (
+            ("block_table", block_table, n),
+            ("seq_lens", seq_lens, n),
+            ("query_start_loc", query_start_loc, n + 1),
+            ("q", q, self._num_tokens),
+            ("out", out, len(q)),
+        ):
+            if t is not None and len(t) < least:
+                raise PrefixShareError(f"{name} has {len(t)} rows, the batch needs {least}.")
+        if tree_mask is not None and (
+            len(tree_mask) < len(q) or 32 * tree_mask.shape[1] < self.query_len
+        ):
+            raise PrefixShareError(
+                f"tree_mask must be [{len(q)}, {self._mask_words}] or larger, "
+                f"got {list(tree_mask.shape)}."
+            )
+
+
+def _signature(t: torch.Tensor | None) -> tuple[object, ...]:
+    if not isinstance(t, torch.Tensor):
+        return (type(t),)
+    return t.shape, t.stride(), t.dtype, t.device

@@ -1,0 +1,259 @@
+"""Partial attention for Hopper: one persistent, warp-specialised kernel in Gluon.
+
+A thread block belongs to one worker and one KV head and walks the worker's tiles. A tile
+holds up to 128 query rows in two halves of 64, one for each consumer warpgroup, and a list of
+runs of KV blocks. Two producer warps (``hopper_producer``) fetch the blocks by TMA, one K, the
+other V. The consumers multiply with wgmma and skip KV tiles that none of their rows reads.
+
+Because depth-first order makes the readers of a run neighbours, its mask is one interval of
+rows: DeFT's bit mask (section 3.3) in two bytes. Runs that only one half reads are dealt to the
+halves in turn, and spread evenly between the runs that both read: memory traffic of the
+private parts then hides behind the arithmetic of the shared ones.
+"""
+# fmt: off
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Signatures of many names read better in lines than one to a line; kernels are not typed.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from vllm_prefixshare.kernels.hopper.producer import (
+    FIRST_ROW,
+    HALF_ROWS,
+    KIND,
+    LAST_ROW,
+    LAST_TILE,
+    NEEDS_MASK,
+    TAILS,
+    TILE_ROWS,
+    produce,
+)
+
+LN2 = gl.constexpr(0.6931471805599453)
+MASKED = gl.constexpr(-1e30)
+# where a row's running maximum starts: far above masked scores, so that a row that saw no token
+# yet has weights of exactly zero. (Were it MASKED itself, the fused multiply-add of the exponent
+# and the rounded maximum would differ by 1e22, and the weights be infinite.)
+LOWEST = gl.constexpr(-1e20)
+
+
+@gluon.jit
+def _word(meta, i):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(meta.index(i).load(ONE), 0)
+
+
+@gluon.jit
+def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
+             QUERY_LEN: gl.constexpr, TREE: gl.constexpr, NB: gl.constexpr,
+             BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, S: gl.constexpr):
+    """Which tokens of the KV tile each row reads."""
+    rows = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
+    for j in gl.static_range(NB):
+        rows = gl.where(cols // BLOCK_SIZE == j, _word(meta, stage * 32 + j), rows)
+    ok = (tile_row[:, None] >= (rows & 255)[None, :]) & (
+        tile_row[:, None] < ((rows >> 8) & 255)[None, :]
+    )
+    ok &= (cols % BLOCK_SIZE < (rows >> 16))[None, :]
+    if QUERY_LEN > 1:
+        key = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
+        for j in gl.static_range(NB):
+            key = gl.where(cols // BLOCK_SIZE == j, _word(meta, stage * 32 + TAILS + j), key)
+        key += cols % BLOCK_SIZE
+        if TREE:
+            inside = ok & (key >= 0)[None, :]
+            at = tree_mask + (token * tree_words)[:, None] + (key >> 5)[None, :]
+            words = gl.load(at, mask=inside, other=-1)
+            ok &= ((words >> (key & 31)[None, :]) & 1) != 0
+        else:
+            ok &= key[None, :] <= query[:, None]
+    return ok
+
+
+@gluon.jit
+def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, meta,
+              Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
+              QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
+              D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
+              STAGES: gl.constexpr):
+    """Attention of 64 rows over the KV tiles that any of them reads."""
+    tile_info, slot_row, slot_partial, _, _, _, _ = plan
+    q, query_start, partial_out, partial_lse, out, tree_mask, tree_words, stride_q, stride_out = io
+    G: gl.constexpr = Q_HEADS // KV_HEADS
+    R: gl.constexpr = QUERY_LEN * G
+    SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
+    NB: gl.constexpr = KV_TILE // BLOCK_SIZE
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    S_ROW: gl.constexpr = gl.SliceLayout(1, S)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O)
+    Q: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    Q_ROW: gl.constexpr = gl.SliceLayout(1, Q)
+    dtype: gl.constexpr = out.dtype.element_ty
+    head = gl.program_id(0) % KV_HEADS
+    chunk = (gl.program_id(0) // KV_HEADS) % CHUNKS
+    worker = gl.program_id(0) // (KV_HEADS * CHUNKS)
+    low = HALF * HALF_ROWS
+    high = low + HALF_ROWS
+    q_tile = q_smem.index(HALF)
+    # rows are counted from the first request of the half, or of a request in several chunks
+    base = gl.where(R > HALF_ROWS, chunk * TILE_ROWS + low, 0)
+    row_q = base + gl.arange(0, HALF_ROWS, Q_ROW)
+    row_s = low + gl.arange(0, HALF_ROWS, S_ROW)  # within the tile
+    dim_q = gl.arange(0, D, gl.SliceLayout(0, Q))
+    dim_o = gl.arange(0, D, gl.SliceLayout(0, O))
+    cols = gl.arange(0, KV_TILE, gl.SliceLayout(0, S))
+    zero = gl.zeros([HALF_ROWS, KV_TILE], gl.float32, S)
+    count = 0
+    tile = worker
+    while tile >= 0:
+        num_reqs = gl.load(tile_info + tile * 8)
+        num_runs = gl.load(tile_info + tile * 8 + 1)
+        next_tile = gl.load(tile_info + tile * 8 + 4) - 1
+        half = gl.load(tile_info + tile * 8 + 5)
+        # this half holds the requests [begin, end) of the tile
+        if R > HALF_ROWS:
+            begin = 0
+            end = num_reqs
+            used_rows = gl.minimum(R - chunk * TILE_ROWS - low, HALF_ROWS) * num_reqs
+        else:
+            begin = half * HALF
+            end = half + (num_reqs - half) * HALF
+            used_rows = (end - begin) * R
+        slot = tile * SLOTS + gl.minimum(begin + row_q // R, SLOTS - 1)
+        request = gl.load(slot_row + slot)
+        partial = gl.load(slot_partial + slot)
+        there = row_q // R < end - begin
+        token = request
+        if QUERY_LEN > 1:
+            token = gl.load(query_start + request, mask=there, other=0) + (row_q % R) // G
+            there = there & (token < gl.load(query_start + request + 1, mask=there, other=0))
+        head_q = head * G + row_q % R % G
+        at = token.to(gl.int64) * stride_q + head_q * HEAD_DIM
+        inside = there[:, None] & (dim_q < HEAD_DIM)[None, :]
+        q_regs = gl.load(q + at[:, None] + dim_q[None, :], mask=inside, other=0.0)
+        gl.thread_barrier()
+        q_tile.store(q_regs)
+        fence_async_shared()
+        gl.thread_barrier()
+        query = row_s * 0
+        token_s = row_s * 0
+        if QUERY_LEN > 1:
+            query = (base - low + row_s) % R // G
+            token_s = gl.convert_layout(gl.where(there, token, 0), S_ROW)
+
+        acc = gl.zeros([HALF_ROWS, D], gl.float32, O)
+        m = gl.full([HALF_ROWS], LOWEST, gl.float32, S_ROW)
+        total = gl.zeros([HALF_ROWS], gl.float32, S_ROW)
+        kind = gl.where(num_runs > 0, 0, LAST_TILE)
+        while (kind & LAST_TILE) == 0:
+            stage = count % STAGES
+            mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
+            kind = _word(meta, stage * 32 + KIND)
+            first = _word(meta, stage * 32 + FIRST_ROW)
+            last = _word(meta, stage * 32 + LAST_ROW)
+            if (last > low) & (first < high):
+                s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
+                                  use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, [s])
+                if ((kind & NEEDS_MASK) != 0) | (first > low) | (last < low + used_rows):
+                    ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
+                                  QUERY_LEN, TREE, NB, BLOCK_SIZE, KV_TILE, S)
+                    s = gl.where(ok, s, MASKED)
+                m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+                p = gl.exp2(s * qk_scale - m_new[:, None])
+                alpha = gl.exp2(m - m_new)
+                m = m_new
+                total = total * alpha + gl.sum(p, 1)
+                acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
+                acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P), v_smem.index(stage), acc,
+                                    is_async=True)
+                acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            count += 1
+
+        if used_rows > 0:
+            # a row that saw no token at all has weight zero in the merge
+            seen = m > LOWEST
+            acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
+            gl.thread_barrier()
+            q_tile.store(acc.to(dtype))
+            gl.thread_barrier()
+            at = token.to(gl.int64) * stride_out + head_q * HEAD_DIM
+            direct = inside & (partial < 0)[:, None]
+            gl.store(out + at[:, None] + dim_q[None, :], q_tile.load(Q), mask=direct)
+            merged = there & (partial >= 0)
+            if gl.max(merged.to(gl.int32), 0) != 0:
+                lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
+                lse_at = (partial * QUERY_LEN + row_q % R // G) * Q_HEADS + head_q
+                gl.store(partial_lse + lse_at, gl.convert_layout(lse, Q_ROW), mask=merged)
+                row_at = gl.convert_layout(gl.where(merged, lse_at, -1), O_ROW)
+                inside_o = (row_at >= 0)[:, None] & (dim_o < HEAD_DIM)[None, :]
+                row_at = row_at.to(gl.int64)[:, None] * HEAD_DIM
+                gl.store(partial_out + row_at + dim_o[None, :], acc, mask=inside_o)
+        tile = next_tile
+
+
+@gluon.jit(do_not_specialize=["num_lengths"])  # any size of batch is served by one binary
+def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
+                      slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
+                      partial_out, partial_lse, out, tree_mask, tree_words,
+                      stride_table, stride_q,
+                      stride_out, block_rows, head_rows, head_cols, qk_scale,
+                      Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
+                      QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
+                      D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
+                      STAGES: gl.constexpr, RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+                      PRODUCER_REGS: gl.constexpr):
+    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
+
+    k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
+    a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
+    D: ``HEAD_DIM`` rounded up to a power of two. RUNS: most runs of a tile, a power of two.
+    """
+    R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
+    dtype: gl.constexpr = out.dtype.element_ty
+    KV: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=2
+    )
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
+    q_smem = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, D], KV)
+    meta = gl.allocate_shared_memory(gl.int32, [STAGES, 32], PLAIN)
+    words = meta._reinterpret(gl.int32, [STAGES * 32, 1], PLAIN)
+    # the first STAGES barriers say that a stage is filled, the others that it is free
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * STAGES):
+        mbarrier.init(bars.index(i), count=2)
+    fence_async_shared()
+    plan = (tile_info, slot_row, slot_partial,
+            run_row, run_kv_start, run_kv_end, run_readers)
+    io = (q, query_start, partial_out, partial_lse, out, tree_mask, tree_words, stride_q,
+          stride_out)
+    where = (block_rows, head_rows, head_cols)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
+                         STAGES)),
+            (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
+                         STAGES)),
+            (produce, (True, k_cache, table, seq_lens, num_lengths, query_start, plan,
+                       stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
+                       BLOCK_SIZE, KV_TILE, STAGES, RUNS)),
+            (produce, (False, v_cache, table, seq_lens, num_lengths, query_start, plan,
+                       stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
+                       BLOCK_SIZE, KV_TILE, STAGES, RUNS)),
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+    )

@@ -1,0 +1,232 @@
+"""Launching the Hopper kernel: what Triton needs to know beside the tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.contract import Capacity, Tensors
+from vllm_prefixshare.kernels.hopper.kernel import partial_attention
+from vllm_prefixshare.kernels.hopper.layout import linked_layout
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+LOG2E = 1.4426950408889634
+HOPPER_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperShape:
+    """Compile-time shape of the Hopper kernel.
+
+    chunks: pieces of 128 rows that a request with more query rows is cut into.
+    max_tile_requests, max_tile_runs: places that a tile has for them.
+    kv_tile: tokens that one step of the inner loop multiplies.
+    stages: KV tiles in flight.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    query_len: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a request on one KV head."""
+        return self.query_len * self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // 128)
+
+    @property
+    def max_tile_requests(self) -> int:
+        return max(1, 2 * (64 // self.rows))  # as many in each half
+
+    @property
+    def max_tile_runs(self) -> int:
+        # each request has a private run, and n requests have at most n - 1 distinct nodes above
+        return max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
+
+    @property
+    def padded_dim(self) -> int:
+        return int(triton.next_power_of_2(self.head_dim))
+
+    @property
+    def kv_tile(self) -> int:
+        return 64 if self.padded_dim > 128 else 128
+
+    @property
+    def stages(self) -> int:
+        return {64: 4, 128: 3, 256: 2}[self.padded_dim]
+
+
+class CacheView:
+    """A KV cache as the 2-D tensor descriptor that TMA reads.
+
+    Args:
+        cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with any strides that keep
+            a token's head contiguous and blocks a whole number of tokens apart: NHD and HND,
+            K and V apart or interleaved.
+
+    Raises:
+        PrefixShareError: strides that TMA cannot follow.
+    """
+
+    def __init__(self, name: str, cache: torch.Tensor, padded_dim: int) -> None:
+        num_blocks, block_size, heads, head_dim = cache.shape
+        block, token, head, one = cache.stride()
+        by_rows = heads > 1 and head >= token and head % token == 0
+        if (
+            one != 1
+            or block % token
+            or (token * cache.element_size()) % 16
+            or (heads > 1 and not by_rows and head * heads > token)
+        ):
+            raise PrefixShareError(
+                f"{name} has strides {list(cache.stride())}: the head dimension must be "
+                "contiguous, tokens 16-byte aligned, and blocks whole tokens apart."
+            )
+        self.block_rows = block // token
+        self.head_rows = head // token if by_rows else 0
+        self.head_cols = 0 if by_rows else head
+        rows = (num_blocks - 1) * self.block_rows + (heads - 1) * self.head_rows + block_size
+        cols = head_dim if by_rows or heads == 1 else (heads - 1) * head + head_dim
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        self.descriptor = TensorDescriptor(
+            cache, [rows, cols], [token, 1], [block_size, padded_dim], layout
+        )
+
+
+def hopper_partial_attention(
+    shape: HopperShape,
+    num_workers: int,
+    plan: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    k_view: CacheView,
+    v_view: CacheView,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    tree_mask: torch.Tensor | None,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    out: torch.Tensor,
+    sm_scale: float,
+) -> None:
+    """Launch; every argument was checked by the executor."""
+    small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
+    partial_attention[(num_workers * shape.chunks * shape.num_kv_heads,)](
+        k_view.descriptor,
+        v_view.descriptor,
+        q,
+        block_table,
+        seq_lens,
+        len(seq_lens),
+        query_start_loc,
+        plan["tile_info"],
+        plan["slot_row"],
+        plan["slot_partial"],
+        plan["run_row"],
+        plan["run_kv_start"],
+        plan["run_kv_end"],
+        plan["run_readers"],
+        partial_out,
+        partial_lse,
+        out,
+        seq_lens if tree_mask is None else tree_mask,
+        0 if tree_mask is None else tree_mask.stride(0),
+        block_table.stride(0),
+        q.stride(0),
+        out.stride(0),
+        k_view.block_rows,
+        k_view.head_rows,
+        k_view.head_cols,
+        sm_scale * LOG2E,
+        Q_HEADS=shape.num_qo_heads,
+        KV_HEADS=shape.num_kv_heads,
+        CHUNKS=shape.chunks,
+        QUERY_LEN=shape.query_len,
+        TREE=tree_mask is not None,
+        HEAD_DIM=shape.head_dim,
+        D=shape.padded_dim,
+        BLOCK_SIZE=shape.block_size,
+        KV_TILE=shape.kv_tile,
+        STAGES=shape.stages,
+        RUNS=shape.max_tile_runs,
+        CONSUMER_REGS=208 if small else 216,
+        PRODUCER_REGS=88 if small else 72,
+        num_warps=4,
+    )
+
+
+class HopperKernel:
+    """``kernels.hopper.kernel``, for compute capability 9.0."""
+
+    name, divider = "hopper", "depth_first"
+
+    def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
+        self.shape = hopper_shape(attention, query_len)
+        self.max_tile_requests = self.shape.max_tile_requests
+        self.max_tile_runs = self.shape.max_tile_runs
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_workers = max(1, multiprocessors // (attention.num_kv_heads * self.shape.chunks))
+
+    @staticmethod
+    def serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
+        size, kv_tile = attention.block_size, hopper_shape(attention, 1).kv_tile
+        return capability[0] == 9 and size in HOPPER_BLOCK_SIZES and size <= kv_tile
+
+    def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
+        return linked_layout(plan, self.shape.rows, self.max_tile_requests, self.max_tile_runs)
+
+    def capacity(self, num_reqs: int) -> Capacity:
+        # a tile for each request at worst, and one more where a worker's part ends; both sides
+        # of such a cut leave partial results
+        max_tiles = num_reqs + self.num_workers
+        places = max_tiles + self.num_workers  # idle workers have a tile, too
+        slots, runs = places * self.max_tile_requests, places * self.max_tile_runs
+        sizes = {
+            "tile_info": places * 8,
+            "slot_row": slots,
+            "slot_partial": slots,
+            "run_row": runs,
+            "run_kv_start": runs,
+            "run_kv_end": runs,
+            "run_readers": runs,
+            "merge_indptr": num_reqs + 1,
+        }
+        return Capacity(max_tiles, runs, 2 * self.num_workers * self.max_tile_requests, sizes)
+
+    def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
+        hopper_partial_attention(
+            self.shape,
+            self.num_workers,
+            plan,
+            t.q,
+            CacheView("k_cache", t.k_cache, self.shape.padded_dim),
+            CacheView("v_cache", t.v_cache, self.shape.padded_dim),
+            t.block_table,
+            t.seq_lens,
+            t.query_start_loc,
+            t.tree_mask,
+            t.partial_out,
+            t.partial_lse,
+            t.out,
+            sm_scale,
+        )
+
+
+def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
+    return HopperShape(
+        attention.num_qo_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        attention.block_size,
+        query_len,
+    )

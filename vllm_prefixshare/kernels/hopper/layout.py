@@ -1,0 +1,138 @@
+"""A plan as the Hopper kernel reads it: a few int32 arrays, ready to be copied to the device."""
+
+import numpy as np
+
+from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+
+def linked_layout(
+    plan: DecodePlan, rows_per_request: int, max_slots: int, max_runs: int
+) -> dict[str, IntArray]:
+    """The arrays that the Hopper kernel walks, all int32.
+
+    Everything lies at fixed places, so that a thread block that starts cold finds its first
+    tile, requests and runs in one round trip to memory instead of three: the first tile of
+    worker ``w`` is tile ``w``, without runs if the worker is idle, and each tile names the next
+    one of its worker.
+
+    The rows of a tile are a low and a high half of 64. Each takes half of the tile's requests
+    (or half of the rows, if one request has more than 64), so that both have work.
+
+    Args:
+        rows_per_request: query rows of one request on one KV head.
+        max_slots, max_runs: places that every tile has for its requests and its runs.
+
+    Returns:
+        tile_info: ``[num_tiles, 8]``: num_reqs, num_runs, wide_runs, low_runs, 1 + next tile (0:
+            none), requests of the low half, 0, 0. The runs of a tile are sorted: first the wide
+            ones, which both halves read, then those of the low half, then those of the high.
+        slot_row, slot_partial: ``[num_tiles, max_slots]`` batch row and partial result (-1: the
+            output itself) of each request of each tile.
+        run_row, run_kv_start, run_kv_end: ``[num_tiles, max_runs]`` as in the plan.
+        run_readers: ``[num_tiles, max_runs]`` ``first | last << 16``: readers among the tile's
+            requests.
+        merge_indptr: as in the plan.
+
+    Raises:
+        PrefixShareError: a tile has more requests or runs than there are places.
+    """
+    _require_room("requests", plan.tile_req_indptr, "max_tile_requests", max_slots)
+    _require_room("runs", plan.tile_run_indptr, "max_tile_runs", max_runs)
+    info, slots, runs = link_tiles(
+        plan.work_indptr,
+        plan.tile_req_indptr,
+        plan.tile_run_indptr,
+        (plan.tile_req_indices, plan.partial_indices),
+        (plan.run_row, plan.run_kv_start, plan.run_kv_end),
+        plan.run_first,
+        plan.run_last,
+        rows_per_request > HALF_ROWS,  # the only request of a tile is in both halves
+        max_slots,
+        max_runs,
+    )
+    return {
+        "tile_info": info,
+        "slot_row": slots[0],
+        "slot_partial": slots[1],
+        "run_row": runs[0],
+        "run_kv_start": runs[1],
+        "run_kv_end": runs[2],
+        "run_readers": runs[3],
+        "merge_indptr": plan.merge_indptr,
+    }
+
+
+def _require_room(what: str, indptr: IntArray, name: str, limit: int) -> None:
+    most = int(np.diff(indptr).max(initial=0))
+    if most > limit:
+        raise PrefixShareError(
+            f"a tile of the plan has {most} {what} and the kernel takes {limit}: "
+            f"plan with {name}={limit} in PlannerConfig."
+        )
+
+
+@compiled
+def link_tiles(
+    work_indptr: IntArray,
+    req_indptr: IntArray,
+    run_indptr: IntArray,
+    reqs: tuple[IntArray, IntArray],
+    runs: tuple[IntArray, IntArray, IntArray],
+    run_first: IntArray,
+    run_last: IntArray,
+    all_wide: bool,
+    max_slots: int,
+    max_runs: int,
+) -> tuple[IntArray, IntArray, IntArray]:
+    """The arrays of ``linked_layout``, but for ``merge_indptr``.
+
+    Args:
+        reqs: tile_req_indices and partial_indices of a plan.
+        runs: run_row, run_kv_start and run_kv_end of a plan.
+        all_wide: both halves read every run.
+
+    Returns:
+        tile_info ``[num_tiles, 8]``; slot_row and slot_partial ``[2, num_tiles, max_slots]``;
+        run_row, run_kv_start, run_kv_end and run_readers ``[4, num_tiles, max_runs]``.
+    """
+    num_workers, used = len(work_indptr) - 1, len(req_indptr) - 1
+    idle = 0
+    for w in range(num_workers):
+        idle += work_indptr[w] == work_indptr[w + 1]
+    num_tiles = used + idle
+    info = np.zeros((num_tiles, 8), np.int32)
+    slots = np.zeros((2, num_tiles, max_slots), np.int32)
+    out = np.zeros((4, num_tiles, max_runs), np.int32)
+    free = num_workers
+    next_of_kind = np.zeros(3, np.int64)  # wide, low half only, high half only
+    for w in range(num_workers):
+        place = w
+        for tile in range(work_indptr[w], work_indptr[w + 1]):
+            if tile > work_indptr[w]:
+                info[place, 4] = free + 1
+                place, free = free, free + 1
+            begin, end = req_indptr[tile], req_indptr[tile + 1]
+            for k in range(2):
+                slots[k, place, : end - begin] = reqs[k][begin:end]
+            half = (end - begin + 1) // 2
+            first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
+            wide = low = 0
+            for run in range(first_run, last_run):
+                is_wide = all_wide or run_first[run] < half < run_last[run]
+                wide += is_wide
+                low += not is_wide and run_first[run] < half
+            next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
+            for run in range(first_run, last_run):
+                first, last = run_first[run], run_last[run]
+                kind = 0 if all_wide or first < half < last else 1 if first < half else 2
+                at = next_of_kind[kind]
+                next_of_kind[kind] += 1
+                for k in range(3):
+                    out[k, place, at] = runs[k][run]
+                out[3, place, at] = first | last << 16
+            info[place, 0], info[place, 1] = end - begin, last_run - first_run
+            info[place, 2], info[place, 3], info[place, 5] = wide, low, half
+    return info, slots, out

@@ -1,0 +1,161 @@
+"""Device buffers that outlive a plan: a captured CUDA graph keeps their addresses."""
+
+from collections.abc import Mapping
+
+import torch
+
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+RING = 4  # host buffers: a host some steps ahead of the GPU need not wait for its copies
+GAP = 4096  # words of two arrays this close are copied together
+
+
+class DeviceArrays:
+    """Named int32 arrays in one device buffer.
+
+    Each array has a fixed place with some room to grow. A buffer that turns out too small is
+    replaced by a larger one, until a CUDA graph has captured it: from then on it is refused.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.captured = False
+        self.arrays: dict[str, torch.Tensor] = {}
+        self._sizes: dict[str, int] = {}
+        self._buffer = torch.zeros(0, dtype=torch.int32, device=device)
+        self._ring: list[_HostBuffer] = []
+        self._loaded: Mapping[str, IntArray] = {}
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Make room for arrays of these lengths; what was loaded stays.
+
+        Raises:
+            PrefixShareError: there is less room, and a CUDA graph holds the buffer.
+        """
+        short = [name for name, n in sizes.items() if n > self._sizes.get(name, -1)]
+        if not short:
+            return
+        require_free(self.captured, f"{short[0]} of {sizes[short[0]]} entries")
+        # half as much again to grow, in multiples of 32 bytes
+        wanted = {name: -(-(n + n // 2 + 1) // 8) * 8 for name, n in sizes.items()}
+        self._sizes = {name: max(n, self._sizes.get(name, 0)) for name, n in wanted.items()}
+        total = sum(self._sizes.values())
+        for used in self._ring:
+            used.wait()
+        self._ring = [_HostBuffer(total, self.device) for _ in range(RING)]
+        self._buffer = torch.zeros(total, dtype=torch.int32, device=self.device)
+        parts = self._buffer.split(list(self._sizes.values()))
+        self.arrays = dict(zip(self._sizes, parts, strict=True))
+        if self._loaded:
+            self._copy()
+
+    def load(self, arrays: Mapping[str, IntArray]) -> None:
+        """Copy new contents, after all work queued on this stream before. Does not wait for
+        the GPU unless it is ``RING`` plans behind.
+
+        Raises:
+            PrefixShareError: see ``reserve``.
+        """
+        self._loaded = {}  # not worth moving to a larger buffer
+        self.reserve({name: array.size for name, array in arrays.items()})
+        self._loaded = arrays
+        self._copy()
+
+    def _copy(self) -> None:
+        buffer = self._ring.pop(0)
+        self._ring.append(buffer)
+        buffer.wait()
+        host, at = buffer.words.numpy(), 0
+        spans: list[tuple[int, int]] = []
+        for name, size in self._sizes.items():
+            array = self._loaded[name]
+            end = at + array.size
+            host[at:end] = array.ravel()
+            if "indptr" in name or "start_loc" in name:
+                # it stays level past its end: nothing of a larger batch is left behind
+                host[end : at + size] = array.flat[-1] if array.size else 0
+                end = at + size
+            if spans and at - spans[-1][1] <= GAP:
+                spans[-1] = spans[-1][0], end
+            else:
+                spans.append((at, end))
+            at += size
+        for first, last in spans:
+            self._buffer[first:last].copy_(buffer.words[first:last], non_blocking=True)
+        buffer.note_copy()
+
+
+class _HostBuffer:
+    """Pinned words that a copy to the device may still be reading."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.words = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def note_copy(self) -> None:
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Until the last copy has read the words."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+
+
+class PartialResults:
+    """What work tiles leave for the merge; executors on one stream may share it.
+
+    Args:
+        shape: ``(num_qo_heads, head_dim)`` of a partial result.
+        query_len: query tokens that each partial result holds.
+
+    Attributes:
+        out: float32 ``[num_partials * query_len, num_qo_heads, head_dim]``.
+        lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm.
+        captured: a CUDA graph holds them.
+    """
+
+    def __init__(self, device: torch.device, shape: tuple[int, int], query_len: int) -> None:
+        self._device, self._shape, self._query_len = device, shape, query_len
+        self.captured = False
+        self.out = torch.empty(0, *shape, device=device)
+        self.lse = torch.empty(0, shape[0], device=device)
+
+    def reserve(self, num_partials: int) -> None:
+        """Make room for partial results.
+
+        Raises:
+            PrefixShareError: there is less room, and a CUDA graph holds the buffers.
+        """
+        tokens = num_partials * self._query_len
+        if tokens <= len(self.lse):
+            return
+        require_free(self.captured, f"{num_partials} partial results")
+        tokens += tokens // 2
+        heads, head_dim = self._shape
+        self.out = torch.empty(tokens, heads, head_dim, device=self._device)
+        self.lse = torch.empty(tokens, heads, device=self._device)
+
+
+class Workspace:
+    """The plan in force, the shape of its queries, and the partial results of its tiles."""
+
+    def __init__(self, device: torch.device, partials: PartialResults) -> None:
+        self.plan = DeviceArrays(device)
+        self.queries = DeviceArrays(device)
+        self.partials = partials
+
+    def note_launch(self) -> None:
+        """From the first launch inside a CUDA graph on, nothing moves."""
+        if not self.plan.captured and torch.cuda.is_current_stream_capturing():
+            self.plan.captured = self.queries.captured = self.partials.captured = True
+
+
+def require_free(captured: bool, what: str) -> None:
+    """Raises ``PrefixShareError`` if a CUDA graph holds the buffer that ``what`` exceeds."""
+    if captured:
+        raise PrefixShareError(
+            f"{what} exceed the workspace that a CUDA graph has captured: call reserve() for "
+            "the largest batch before the capture."
+        )

@@ -1,0 +1,1 @@
+"""How KV segments are divided into work tiles; ``registry`` names the strategies."""

@@ -1,0 +1,166 @@
+"""Windows of neighbouring requests, and the runs of KV tokens that the requests of each read.
+
+A window is what one work tile can hold. Its runs follow each other root to leaves, in preorder,
+so that the readers of any piece of the list are neighbours, too.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.records import FloatArray, IntArray
+
+#: Query rows of half a kernel tile: those of one consumer warpgroup on Hopper.
+HALF_ROWS = 64
+
+
+class Runs(NamedTuple):
+    """The runs of all windows, laid end to end; each array has an entry per run.
+
+    window_end: first run of the next window.
+    start, tokens: KV tokens, planned, in whole blocks.
+    first, last: depth-first positions of the readers, clipped to the window. What a single
+        request reads is its open run: above it, node and private part have become one.
+    rate: microseconds per token.
+    before: ``[num_runs + 1]`` microseconds of all runs before this one.
+    """
+
+    window_end: IntArray
+    start: IntArray
+    tokens: IntArray
+    first: IntArray
+    last: IntArray
+    rate: FloatArray
+    before: FloatArray
+
+
+@compiled
+def _window_ends(
+    n: int, size: int, first: IntArray, last: IntArray, tokens: IntArray, price: FloatArray
+) -> IntArray:
+    """``[n]`` end of the window of each position, windows of ``size`` at most.
+
+    A node that lies across the end of a window is read once more. The ends are chosen so that
+    this costs least, by dynamic programming over positions: ``price[0]`` a window and
+    ``price[1]`` a token.
+    """
+    crossing = np.zeros(n + 1)  # cost of ending a window before a position
+    for v in range(len(first)):
+        crossing[first[v] + 1] += tokens[v] * price[1]
+        crossing[last[v]] -= tokens[v] * price[1]
+    for p in range(1, n + 1):
+        crossing[p] += crossing[p - 1]
+    cost = np.zeros(n + 1)  # of the best windows up to a position
+    begin = np.zeros(n + 1, np.int32)  # of the last of them
+    queue = np.zeros(n + 1, np.int32)  # candidates for it, the best first
+    head, tail = 0, 1
+    for end in range(1, n + 1):
+        while queue[head] < end - size:
+            head += 1
+        begin[end] = queue[head]
+        cost[end] = cost[begin[end]] + price[0]
+        if end < n:
+            cost[end] += crossing[end]
+        while tail > head and cost[queue[tail - 1]] > cost[end]:
+            tail -= 1
+        queue[tail] = end
+        tail += 1
+    ends = np.empty(n, np.int32)
+    end = n
+    while end > 0:
+        ends[begin[end] : end] = end
+        end = begin[end]
+    return ends
+
+
+@compiled
+def list_runs(
+    request_rows: IntArray,
+    private_start: IntArray,
+    node_start: IntArray,
+    node_end: IntArray,
+    node_first: IntArray,
+    node_last: IntArray,
+    kv_lens: IntArray,
+    window: int,
+    rows_per_request: int,
+    block_size: int,
+    overhead: float,
+    memory: FloatArray,
+    cached: FloatArray,
+) -> Runs:
+    """The runs of windows of at most ``window`` requests, each in preorder.
+
+    Args:
+        request_rows, private_start, node_*: as in ``Forest``.
+        kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
+        rows_per_request: query rows of one request on one KV head.
+        block_size: tokens in a KV block.
+        overhead, memory, cached: as in ``TileRates``.
+    """
+    n, num_nodes = len(request_rows), len(node_first)
+    price = np.array([overhead, cached[1]])
+    ends = _window_ends(n, window, node_first, node_last, node_end - node_start, price)
+    number = np.zeros(n, np.int32)  # window of each position
+    for p in range(1, n):
+        number[p] = number[p - 1] + (ends[p] != ends[p - 1])
+    most = n
+    for v in range(num_nodes):
+        most += 1 + number[node_last[v] - 1] - number[node_first[v]]
+
+    window_end, start, tokens, first, last = np.empty((5, most), np.int32)
+    rate = np.empty(most)
+    above = np.empty(num_nodes + 1, np.int32)  # nodes on the path to the position at hand
+    depth = 0
+    count = v = begun = origin = 0
+    for p in range(n):
+        new_window = p == 0 or ends[p] != ends[p - 1]
+        if new_window:
+            window_end[begun:count] = count
+            begun, origin = count, p
+        while depth and node_last[above[depth - 1]] <= p:
+            depth -= 1
+        skip = 0 if new_window else depth  # nodes from the last window are read again
+        while v < num_nodes and node_first[v] == p:
+            above[depth] = v
+            depth += 1
+            v += 1
+        half = origin + (ends[p] - origin + 1) // 2
+        for level in range(skip, depth + 1):
+            if level < depth:
+                node = above[level]
+                low, length, stop = node_start[node], node_end[node] - node_start[node], ends[p]
+                stop = min(node_last[node], stop)
+                readers = 1 + number[node_last[node] - 1] - number[node_first[node]]
+            else:
+                low, stop, readers = private_start[p], p + 1, 1
+                length = max(1, kv_lens[request_rows[p]] - low)
+                length = (length + block_size - 1) // block_size * block_size
+            if p < half < stop or rows_per_request > HALF_ROWS:
+                per_token = cached[1] + (memory[1] - cached[1]) / readers
+            elif ends[p] > half:  # the other half reads something else meanwhile
+                per_token = max(cached[0] / 2, memory[0] / readers)
+            else:
+                per_token = cached[0] + (memory[0] - cached[0]) / readers
+            above_it = count - 1
+            if (
+                count > begun
+                and first[above_it] == p
+                and last[above_it] == stop
+                and start[above_it] + tokens[above_it] == low
+            ):  # the same readers go on reading: one run
+                cost = rate[above_it] * tokens[above_it] + per_token * length
+                tokens[above_it] += length
+                rate[above_it] = cost / tokens[above_it]
+                continue
+            start[count], tokens[count] = low, length
+            first[count], last[count], rate[count] = p, stop, per_token
+            count += 1
+    window_end[begun:count] = count
+    before = np.zeros(count + 1)
+    before[1:] = np.cumsum(rate[:count] * tokens[:count])
+    return Runs(
+        window_end[:count], start[:count], tokens[:count], first[:count], last[:count],
+        rate[:count], before,
+    )  # fmt: skip

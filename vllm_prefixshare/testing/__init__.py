@@ -1,1 +1,0 @@
-"""What tests, examples and benchmarks share."""

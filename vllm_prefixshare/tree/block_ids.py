@@ -1,0 +1,25 @@
+"""Checking a block table at memory speed: it is looked at in every step."""
+
+import numpy as np
+
+from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.records import IntArray
+
+_NONE = np.int32(np.iinfo(np.int32).max)
+
+
+@compiled
+def block_id_range(table: IntArray, seq_lens: IntArray, block_size: int) -> tuple[int, int]:
+    """Least and greatest block id in use; the least is greater if none is.
+
+    Args:
+        table: ``[num_reqs, max_blocks]`` physical block ids.
+        seq_lens: ``[num_reqs]`` tokens of each request, within the table.
+    """
+    least, greatest = _NONE, np.int32(-1)
+    for row in range(len(seq_lens)):
+        for column in range((seq_lens[row] + block_size - 1) // block_size):
+            block = table[row, column]
+            least = min(least, block)
+            greatest = max(greatest, block)
+    return least, greatest

@@ -1,0 +1,186 @@
+"""The prefix tree over physical KV block ids, read off the block table.
+
+The tree of FlashForge (section 4.1) and of DeFT, taken from vLLM's automatic prefix caching:
+two requests share a prefix exactly when their rows of the block table start with the same
+physical block ids. Several roots are normal, so this is a forest.
+
+Reading the whole table takes tens of microseconds, so nothing is kept from batch to batch.
+"""
+
+import numpy as np
+
+from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.records import Forest, IntArray
+
+#: entries that are compared without looking for the first difference
+CHUNK = 64
+#: multiplicative hash (Knuth, The Art of Computer Programming, section 6.4)
+HASH = 2654435769
+
+
+def forest_from_blocks(
+    block_table: IntArray,
+    num_shareable: IntArray,
+    block_size: int,
+    null_block_id: int | None = None,
+    table_rows: IntArray | None = None,
+) -> Forest:
+    """Which requests share which leading blocks, in time proportional to the shared part.
+
+    Siblings come in the order of their lowest batch row, requests that end at a node before
+    those that go on below it.
+
+    Args:
+        block_table: int32 ``[num_reqs or more, max_blocks]`` physical block ids.
+        num_shareable: int32 ``[num_reqs]`` leading blocks of each request that are filled.
+        block_size: tokens in a KV block.
+        null_block_id: block id that ends a row's shareable blocks wherever it stands.
+        table_rows: ``[num_reqs]`` row of the table that each request has; in order if None.
+    """
+    null = -1 if null_block_id is None else null_block_id
+    if table_rows is None:
+        table_rows = np.arange(len(num_shareable))
+    table_rows = table_rows.astype(np.int64, copy=False)  # one type, or Numba compiles again
+    rows, private, nodes = _forest(block_table, table_rows, num_shareable, null)
+    return Forest(
+        request_rows=rows,
+        private_start=private * np.int32(block_size),
+        node_parent=nodes[0],
+        node_start=nodes[1] * np.int32(block_size),
+        node_end=nodes[2] * np.int32(block_size),
+        node_first=nodes[3],
+        node_last=nodes[4],
+    )
+
+
+@compiled
+def first_difference(a: IntArray, b: IntArray, start: int, stop: int) -> int:
+    """First index in ``[start, stop)`` at which ``a`` and ``b`` differ, else ``stop``."""
+    while stop - start >= CHUNK:
+        x, y = a[start : start + CHUNK], b[start : start + CHUNK]
+        difference = 0
+        for i in range(CHUNK):  # no branch and a fixed length: a few vector instructions
+            difference |= x[i] ^ y[i]
+        if difference:
+            break
+        start += CHUNK
+    while start < stop and a[start] == b[start]:
+        start += 1
+    return start
+
+
+@compiled
+def _forest(
+    table: IntArray, table_rows: IntArray, num_shareable: IntArray, null: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Depth-first rows, private start by position (in blocks), and ``[5, num_nodes]`` parent,
+    start, end (in blocks), first, last."""
+    n = len(num_shareable)
+    rows = np.arange(n).astype(np.int32)
+    private = np.zeros(n, np.int32)
+    nodes = np.empty((5, n), np.int32)
+    num_nodes = 0
+    # groups of requests that share a block and were not looked at yet: depth of that block,
+    # node above, first and last position
+    stack = np.empty((n, 4), np.int32)
+    work = np.empty((3, n + 1), np.int32)
+    size = 2
+    while size < 2 * n:
+        size *= 2
+    slots = np.zeros((size, 3), np.int32)  # hash table: key, number, and the split it is of
+
+    splits = 1
+    height = _split(
+        table, table_rows, num_shareable, rows, private, 0, -1, 0, n, stack, 0, work, slots, 1
+    )
+    while height:
+        height -= 1
+        start, parent, first, last = stack[height]
+        leader = table[table_rows[rows[first]]]
+        end = num_shareable[rows[first]]
+        for position in range(first + 1, last):
+            row = rows[position]
+            stop = min(end, num_shareable[row])
+            end = first_difference(leader, table[table_rows[row]], start, stop)
+        filled = start
+        while filled < end and leader[filled] != null:
+            filled += 1
+        node = parent
+        if filled > start:
+            node = num_nodes
+            new = nodes[:, node]
+            new[0], new[1], new[2], new[3], new[4] = parent, start, filled, first, last
+            num_nodes += 1
+        if filled < end:  # a null block, and all are private from there on
+            private[first:last] = filled
+            continue
+        splits += 1
+        height = _split(
+            table, table_rows, num_shareable, rows, private, end, node, first, last, stack,
+            height, work, slots, splits,
+        )  # fmt: skip
+    return rows, private, nodes[:, :num_nodes].copy()
+
+
+@compiled
+def _split(
+    table: IntArray,
+    table_rows: IntArray,
+    num_shareable: IntArray,
+    rows: IntArray,
+    private: IntArray,
+    depth: int,
+    node: int,
+    first: int,
+    last: int,
+    stack: IntArray,
+    height: int,
+    work: IntArray,
+    slots: IntArray,
+    split: int,
+) -> int:
+    """Sort the requests ``[first, last)`` by their block at ``depth``, where their common
+    prefix ends. Those alone with it are private from there; the others go on the stack, in
+    reverse, so that they come off it in order. Returns the stack's new height."""
+    key_of, end_of, sorted_rows = work[0], work[1], work[2]
+    end_of[0] = 0
+    num_keys = 1  # key 0: no block at this depth
+    mask = len(slots) - 1
+    for position in range(first, last):
+        row = rows[position]
+        key = 0
+        if num_shareable[row] > depth:
+            block = table[table_rows[row], depth]
+            slot = (block * HASH >> 12) & mask
+            while slots[slot, 2] == split and slots[slot, 0] != block:
+                slot = (slot + 1) & mask
+            if slots[slot, 2] != split:
+                slots[slot, 0] = block
+                slots[slot, 1] = num_keys
+                slots[slot, 2] = split
+                end_of[num_keys] = 0
+                num_keys += 1
+            key = slots[slot, 1]
+        key_of[position] = key
+        end_of[key] += 1
+    num_ended = end_of[0]
+    total = first
+    for key in range(num_keys):
+        count = end_of[key]
+        end_of[key] = total  # its start for now; its end once its rows are placed
+        total += count
+    for position in range(first, last):
+        key = key_of[position]
+        sorted_rows[end_of[key]] = rows[position]
+        end_of[key] += 1
+    rows[first:last] = sorted_rows[first:last]
+    private[first : first + num_ended] = depth
+    for key in range(num_keys - 1, 0, -1):
+        start = end_of[key - 1]
+        if end_of[key] - start == 1:
+            private[start] = depth
+        else:
+            top = stack[height]
+            top[0], top[1], top[2], top[3] = depth, node, start, end_of[key]
+            height += 1
+    return height

@@ -1,0 +1,1 @@
+"""Batches with shared prefixes to plan, test and measure with."""
