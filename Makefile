@@ -11,7 +11,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 .PHONY: demo test lint venv model clean
 
 demo: model
-	PYTHONPATH=. $(PY) examples/document_qa.py $(DEMO_ARGS)
+	$(PY) examples/document_qa.py $(DEMO_ARGS)
 
 test: lint model
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -13,6 +13,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for tests.support
+
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import (
     PREFIX_SHARE,
