@@ -11,7 +11,7 @@ from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.portable.launch import QTile, q_tiles
 from vllm_prefixshare.kernels.portable.launch import portable_partial_attention as partial_attention
-from vllm_prefixshare.kernels.portable.layout import layout_by_size
+from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 
@@ -61,7 +61,8 @@ class Portable:
         heads, self.head_dim = b.q.shape[1:]
         rows = self.query_len * heads // b.k_cache.shape[2]
         self.tiles = self.tile_sizes or q_tiles(self.head_dim, rows, H100_SHARED_MEMORY)
-        layout = layout_by_size(self.plan, rows, [(t.rows, self.workers) for t in self.tiles])
+        grid = Grid.of(self.tiles[-1].kv_tile, b.k_cache.shape[1], self.query_len)
+        layout = walk_layout(self.plan, rows, [(t.rows, self.workers) for t in self.tiles], grid)
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in layout.items()}
         shape = self.plan.num_partials * self.query_len, heads, self.head_dim
         self.partial_out = torch.full(shape, torch.nan, device=DEVICE)

@@ -7,25 +7,12 @@ import pytest
 
 from tests.batches import paged_batch
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
-from vllm_prefixshare.kernels.portable.layout import layout_by_size
+from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.records import OPEN_END, PrefixShareError
 
 from .portable import make_plan
-
-
-def tile_of(layout: dict[str, np.ndarray], tile: int) -> tuple:
-    """Slots and runs of a tile, each as a list of tuples."""
-    slot, n, run, num_runs = layout["tile_info"][tile, :4].tolist()
-    slots = [layout[name][slot : slot + n].tolist() for name in ("slot_row", "slot_partial")]
-    readers = layout["run_readers"][run : run + num_runs]
-    runs = [
-        layout[name][run : run + num_runs].tolist()
-        for name in ("run_row", "run_kv_start", "run_kv_end")
-    ]
-    both = (readers & 0xFFFF).tolist(), (readers >> 16).tolist()
-    return list(zip(*slots, strict=True)), list(zip(*runs, *both, strict=True))
 
 
 def tile_in_plan(plan: DecodePlan, tile: int) -> tuple:
@@ -40,6 +27,7 @@ def tile_in_plan(plan: DecodePlan, tile: int) -> tuple:
 
 
 MAX_SLOTS, MAX_RUNS = 40, 100
+GRID = Grid.of(64, 16, 1)
 
 
 def kind(run: tuple, num_reqs: int, rows: int) -> int:
@@ -51,7 +39,7 @@ def kind(run: tuple, num_reqs: int, rows: int) -> int:
 
 
 def linked_tile(layout: dict[str, np.ndarray], place: int) -> tuple:
-    """Slots and runs of a tile, as ``tile_of``."""
+    """Slots and runs of a tile, as ``tile_in_plan``."""
     n, num_runs = layout["tile_info"][place, :2].tolist()
     slots = [layout[name][place, :n].tolist() for name in ("slot_row", "slot_partial")]
     runs = [
@@ -127,12 +115,12 @@ def test_a_plan_for_larger_tiles_is_refused():
         linked_layout(plan, 4, 1, MAX_RUNS)
 
 
-@pytest.mark.parametrize("divider", ["flashforge", "deft_flatten", "per_request"])
+@pytest.mark.parametrize("divider", DIVIDERS)
 def test_every_tile_goes_once_to_the_smallest_size_that_holds_it(divider):
     plan = make_plan(paged_batch(requests=9), divider)
     rows = 8
-    layout = layout_by_size(plan, rows, [(16, 5), (32, 4), (64, 2)])
-    assert "work_indptr" not in layout
+    layout = walk_layout(plan, rows, [(16, 5), (32, 4), (64, 2)], GRID)
+    assert {array.dtype for array in layout.values()} == {np.dtype(np.int32)}
     seen = []
     for size, smaller, workers in ((16, 0, 5), (32, 16, 4), (64, 32, 2)):
         indptr = layout[f"work_indptr_{size}"]
@@ -142,15 +130,103 @@ def test_every_tile_goes_once_to_the_smallest_size_that_holds_it(divider):
             assert need > smaller and (need <= size or size == 64)
             seen.append(tile)
     assert seen == list(range(plan.num_tiles))
-    ends = layout["tile_info"][:, 2] + layout["tile_info"][:, 3]
-    assert layout["tile_info"][1:, 2].tolist() == ends[:-1].tolist(), "runs lie in tile order"
-    given = sorted(map(repr, (tile_of(layout, t) for t in seen)))
-    assert given == sorted(repr(tile_in_plan(plan, t)) for t in range(plan.num_tiles))
+    given = sorted(int(slot) for slot in layout["tile_info"][:, 0])
+    assert given == plan.tile_req_indptr[:-1].tolist()
+
+
+def test_the_largest_tiles_keep_the_workers_of_their_plan():
+    plan = make_plan(paged_batch(requests=9), "depth_first", workers=3)
+    layout = walk_layout(plan, 64, [(16, 5), (64, 3)], GRID)
+    np.testing.assert_array_equal(layout["work_indptr_64"], plan.work_indptr)
+    np.testing.assert_array_equal(layout["tile_info"][:, 0], plan.tile_req_indptr[:-1])
+
+
+def tokens_by_reader(plan: DecodePlan, tile: int) -> list[tuple[int, int, int]]:
+    """(place among the tile's requests, batch row read from, position) of every token that is
+    read under the planned lengths."""
+    found = []
+    for run in range(*plan.tile_run_indptr[tile : tile + 2]):
+        row, start, end = (
+            int(a[run]) for a in (plan.run_row, plan.run_kv_start, plan.run_kv_end)
+        )
+        end = int(plan.planned_seq_lens[row]) if end == OPEN_END else end
+        for reader in range(plan.run_first[run], plan.run_last[run]):
+            found += [(reader, row, pos) for pos in range(start, end)]
+    return sorted(found)
+
+
+def tokens_in_layout(
+    layout: dict[str, np.ndarray], place: int, seq_lens: np.ndarray, grid: Grid
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """What the kernel reads for ``seq_lens``: as ``tokens_by_reader``, without and with a
+    mask."""
+    slots, num_reqs, plain, masked, opened, end, plain_steps, masked_steps = layout["tile_info"][
+        place
+    ].tolist()
+    rows, ends = (layout[n][slots : slots + num_reqs] for n in ("slot_row", "slot_end"))
+    growth = max(0, int((-(-(seq_lens[rows] - ends) // grid.unit)).max()))
+    steps = layout["entry_steps"]
+    assert steps[plain:masked].sum() == plain_steps and steps[masked:opened].sum() == masked_steps
+    unmasked, with_mask = [], []
+    for entry in range(plain, end):
+        count, stride = (
+            (int(steps[entry]), grid.kv_tile) if entry < opened else (growth, grid.unit)
+        )
+        for step in range(count):
+            for part in range(grid.kv_tile // grid.unit):
+                row, pos, readers = (
+                    int(layout[n][entry, part])
+                    for n in ("entry_row", "entry_pos", "entry_readers")
+                )
+                pos += step * stride
+                if entry < masked:
+                    assert readers == num_reqs << 16 and pos + grid.unit <= seq_lens[row]
+                tokens = range(pos, min(pos + grid.unit, int(seq_lens[row])))
+                (unmasked if entry < masked else with_mask).extend(
+                    (reader, row, p)
+                    for reader in range(readers & 0xFFFF, readers >> 16)
+                    for p in tokens
+                )
+    return sorted(unmasked), sorted(with_mask)
+
+
+@pytest.mark.parametrize("divider", DIVIDERS)
+@pytest.mark.parametrize("kv_tile", [32, 64])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("grown", [0, 1, 40])
+def test_every_token_is_read_once_and_masked_where_it_must_be(divider, kv_tile, queries, grown):
+    batch = paged_batch(requests=7, document_blocks=9, private_blocks=7, query_lens=queries)
+    plan = make_plan(batch, divider)
+    grid = Grid.of(kv_tile, 16, queries)
+    sizes = [(16, 5), (128, 3)]
+    layout = walk_layout(plan, 4, sizes, grid)
+    lens = plan.planned_seq_lens
+    longer = lens + grown * (np.arange(len(lens)) % 3 + 1).astype(np.int32)
+    of_slots = {int(first): t for t, first in enumerate(plan.tile_req_indptr[:-1])}
+    for place in range(plan.num_tiles):
+        tile = of_slots[int(layout["tile_info"][place, 0])]
+        unmasked, masked = tokens_in_layout(layout, place, longer, grid)
+        expected = tokens_by_reader(replace(plan, planned_seq_lens=longer), tile)
+        assert sorted(unmasked + masked) == expected
+        for reader, row, pos in unmasked:
+            if queries > 1:  # no query of this step may be among them
+                own = plan.tile_req_indices[plan.tile_req_indptr[tile] + reader]
+                assert pos < lens[own] - queries, row
+
+
+def test_short_runs_share_a_kv_tile():
+    """Private parts of a block each, of four requests: one KV tile of 64 tokens."""
+    batch = paged_batch(documents=1, requests=4, document_blocks=4, private_blocks=1)
+    plan = make_plan(batch, "depth_first", workers=1)
+    layout = walk_layout(plan, 4, [(128, 1)], Grid.of(64, 16, 1))
+    assert plan.num_tiles == 1
+    # the document without a mask; two blocks that pairs share and four private ones in two
+    assert layout["tile_info"][0, 6:].tolist() == [1, 2]
 
 
 def test_an_empty_plan():
     batch = paged_batch()
     batch.block_table, batch.seq_lens = batch.block_table[:0], batch.seq_lens[:0]
-    layout = layout_by_size(make_plan(batch), 4, [(16, 3), (128, 2)])
+    layout = walk_layout(make_plan(batch), 4, [(16, 3), (128, 2)], GRID)
     assert layout["work_indptr_16"].tolist() == [0] * 4
     assert layout["work_indptr_128"].tolist() == [0] * 3

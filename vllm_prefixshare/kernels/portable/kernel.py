@@ -1,13 +1,15 @@
 """Partial attention in plain Triton, for every NVIDIA GPU from compute capability 8.0 on.
 
-The kernel is launched once for each size of Q tile, from 16 query rows (a request's private
-part: memory-bound, many small thread blocks) to 128 (a shared prefix: bound by the matrix
-units). A thread block belongs to one worker and one KV head, walks the worker's work tiles,
-and for each of them the runs of KV tokens (FlashForge's PAC, section 4.1). Which rows read a
-run is one interval, thanks to depth-first order: DeFT's bit mask (section 3.3) in two integers.
+The kernel is launched once for each size of Q tile. A thread block belongs to one worker and
+one KV head, walks the worker's work tiles, and in each of them one list of KV tiles that
+``layout.walk_layout`` has written: the whole KV tiles that all rows of the work tile see come
+first and need no mask; then those of which each part is read by an interval of the rows (thanks
+to depth-first order: DeFT's bit mask, section 3.3, in two integers), several short runs packed
+into one; then the tokens that the requests have got since the plan was made.
 
-The block id of the next KV tile is carried through the loop in registers: a load whose address
-is itself loaded in the same iteration is not pipelined by Triton.
+The list of a work tile is one loop that Triton pipelines. A load whose address is itself loaded
+in the same iteration would not be, so block ids are carried through the loop in registers, and
+so is what the list says about the KV tile after the next one.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,28 +19,14 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-OPEN_END = tl.constexpr(-1)
 FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _load_run(run, last_run, runs):
-    """Batch row, first and last token, and packed readers of a run; no tokens past the end."""
-    row, kv_start, kv_end, readers = runs
-    there = run < last_run
-    return (
-        tl.load(row + run, mask=there, other=0),
-        tl.load(kv_start + run, mask=there, other=0),
-        tl.load(kv_end + run, mask=there, other=0),
-        tl.load(readers + run, mask=there, other=0),
-    )
-
-
-@triton.jit
-def _visible(pos, end, reads, query, first_query, token, tree_mask, stride_mask,
+def _visible(pos, reads, query, first_query, token, tree_mask, stride_mask,
              QUERY_LEN: tl.constexpr, TREE: tl.constexpr):
-    """Which tokens of the KV tile each row sees."""
-    ok = reads[:, None] & (pos < end)[None, :]
+    """Which tokens of the KV tile each row sees, of those that its request reads."""
+    ok = reads
     if QUERY_LEN > 1:
         key = pos[None, :] - first_query[:, None]  # among the request's own queries
         if TREE:
@@ -51,34 +39,65 @@ def _visible(pos, end, reads, query, first_query, token, tree_mask, stride_mask,
 
 
 @triton.jit
-def _attend(state, q, start, end, table_row, k_head, v_head, stride_block, stride_token, qk_scale,
-            reads, query, first_query, token, tree_mask, stride_mask, MASKED: tl.constexpr,
-            HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-            QUERY_LEN: tl.constexpr, TREE: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
-            STAGES: tl.constexpr):
-    """Online softmax over the tokens ``[start, end)``. Without ``MASKED`` these are whole KV
-    tiles that every row sees."""
+def _parts(entry, step, open_entry, lists, UNIT: tl.constexpr, KV_TILE_SIZE: tl.constexpr):
+    """Batch row, position and packed readers of each token of the ``step``-th KV tile of an
+    entry. Entries of tokens since the plan go on by one unit a step, others by a KV tile."""
+    entry_row, entry_pos, entry_readers = lists
+    token = tl.arange(0, KV_TILE_SIZE)
+    at = entry * (KV_TILE_SIZE // UNIT) + token // UNIT
+    pos = tl.load(entry_pos + at) + token % UNIT
+    pos += step * tl.where(entry < open_entry, KV_TILE_SIZE, UNIT)
+    return tl.load(entry_row + at), pos, tl.load(entry_readers + at)
+
+
+@triton.jit
+def _attend(state, q, entry, last_entry, open_entry, steps, growth, entry_steps, lists,
+            block_table, stride_table, seq_lens, k_head, v_head, stride_block, stride_token,
+            qk_scale, row, query, first_query, token, tree_mask, stride_mask,
+            MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
+            TREE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """Online softmax over ``steps`` KV tiles, those of the entries from ``entry`` to
+    ``last_entry``. Without ``MASKED`` every row sees all of them."""
     m, total, acc = state
-    cols = tl.arange(0, KV_TILE_SIZE)
     dim = tl.arange(0, D)
-    pos = start + cols
-    block = tl.load(table_row + pos // BLOCK_SIZE, mask=pos < end, other=0)
+    kv_row, pos, readers = _parts(entry, 0, open_entry, lists, UNIT, KV_TILE_SIZE)
+    block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
+    length = tl.load(seq_lens + kv_row)
+    left = tl.where(entry < open_entry, tl.load(entry_steps + entry), growth) - 1
+    step = tl.where(left > 0, 1, 0)
+    entry = tl.where(left > 0, entry, tl.minimum(entry + 1, last_entry))
+    next_row, next_pos, next_readers = _parts(entry, step, open_entry, lists, UNIT, KV_TILE_SIZE)
+    count = tl.where(entry < open_entry, tl.load(entry_steps + entry), growth)
     # a gathered mask is not worth the shared memory that its stages would take
-    for n in tl.range(start, end, KV_TILE_SIZE, num_stages=1 if MASKED and TREE else STAGES):
-        pos = n + cols
+    for _ in tl.range(0, steps, num_stages=1 if MASKED and TREE else STAGES):
         at = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
         at += dim[None, :]
-        there = (pos < end)[:, None] if MASKED else tl.full([KV_TILE_SIZE, 1], 1, tl.int1)
-        there = there & (dim < HEAD_DIM)[None, :]
-        if MASKED or HEAD_DIM < D:
+        low = (readers & 0xFFFF) * R
+        high = tl.where(pos < length, (readers >> 16) * R, 0)
+        there = (low < high)[:, None] & (dim < HEAD_DIM)[None, :]
+        if MASKED:
             k = tl.load(k_head + at, mask=there, other=0.0)
+        elif HEAD_DIM < D:
+            k = tl.load(k_head + at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         else:
             k = tl.load(k_head + at)
-        ahead = pos + KV_TILE_SIZE
-        block = tl.load(table_row + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        here = pos
+        # the next KV tile's blocks, and where the one after it lies
+        pos, readers = next_pos, next_readers
+        block = tl.load(block_table + next_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
+        if MASKED:
+            length = tl.load(seq_lens + next_row)
+        step += 1
+        entry = tl.where(step < count, entry, tl.minimum(entry + 1, last_entry))
+        step = tl.where(step < count, step, 0)
+        count = tl.where(entry < open_entry, tl.load(entry_steps + entry), growth)
+        next_row, next_pos, next_readers = _parts(entry, step, open_entry, lists, UNIT,
+                                                  KV_TILE_SIZE)
         s = tl.dot(q, tl.trans(k))
         if MASKED:
-            ok = _visible(pos, end, reads, query, first_query, token, tree_mask, stride_mask,
+            reads = (row[:, None] >= low[None, :]) & (row[:, None] < high[None, :])
+            ok = _visible(here, reads, query, first_query, token, tree_mask, stride_mask,
                           QUERY_LEN, TREE)
             s = tl.where(ok, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
@@ -90,8 +109,10 @@ def _attend(state, q, start, end, table_row, k_head, v_head, stride_block, strid
         m = m_new
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if MASKED or HEAD_DIM < D:
+        if MASKED:
             v = tl.load(v_head + at, mask=there, other=0.0)
+        elif HEAD_DIM < D:
+            v = tl.load(v_head + at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         else:
             v = tl.load(v_head + at)
         acc = tl.dot(p.to(v.dtype), v, acc)
@@ -100,14 +121,14 @@ def _attend(state, q, start, end, table_row, k_head, v_head, stride_block, strid
 
 @triton.jit
 def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
-                       work_indptr, tile_info, slot_row, slot_partial, run_row, run_kv_start,
-                       run_kv_end, run_readers, partial_out, partial_lse, out, stride_block,
-                       stride_token, stride_head, stride_table, stride_q, stride_out, stride_mask,
-                       qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                       HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                       QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, TREE: tl.constexpr,
-                       CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
-                       KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                      work_indptr, tile_info, slot_row, slot_partial, slot_end, entry_steps,
+                      entry_row, entry_pos, entry_readers, partial_out, partial_lse, out,
+                      stride_block, stride_token, stride_head, stride_table, stride_q, stride_out,
+                      stride_mask, qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                      HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                      UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
+                      TREE: tl.constexpr, CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
+                      KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest."""
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
@@ -119,34 +140,31 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     stride_token = tl.multiple_of(stride_token, 8)
     k_head = k_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, 8)
     v_head = v_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, 8)
-    first_row = chunk * Q_TILE_SIZE
-    row = first_row + tl.arange(0, Q_TILE_SIZE)
+    row = chunk * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
     query = row % R // G
     q_head = kv_head * G + row % G
     dim = tl.arange(0, D)
-    first_tile = tl.load(work_indptr + worker)
-    last_tile = tl.load(work_indptr + worker + 1)
-    busy = first_tile < last_tile
-    # the runs of a worker's tiles follow one another
-    run = tl.load(tile_info + first_tile * 8 + 2, mask=busy, other=0)
-    last_info = tile_info + (last_tile - 1) * 8
-    last_run = tl.load(last_info + 2, mask=busy, other=0)
-    last_run += tl.load(last_info + 3, mask=busy, other=0)
-    runs = (run_row, run_kv_start, run_kv_end, run_readers)
-    kv_row, kv_start, kv_end, readers = _load_run(run, last_run, runs)
-    for tile in range(first_tile, last_tile):
+    lists = (entry_row, entry_pos, entry_readers)
+    for tile in range(tl.load(work_indptr + worker), tl.load(work_indptr + worker + 1)):
         slots = tl.load(tile_info + tile * 8)
         num_rows = tl.load(tile_info + tile * 8 + 1) * R
-        num_runs = tl.load(tile_info + tile * 8 + 3)
-        last_row = tl.minimum(num_rows, first_row + Q_TILE_SIZE)
+        plain = tl.load(tile_info + tile * 8 + 2)
+        masked = tl.load(tile_info + tile * 8 + 3)
+        opened = tl.load(tile_info + tile * 8 + 4)
+        end = tl.load(tile_info + tile * 8 + 5)
+        plain_steps = tl.load(tile_info + tile * 8 + 6)
+        masked_steps = tl.load(tile_info + tile * 8 + 7)
         there = row < num_rows
         request = tl.load(slot_row + slots + row // R, mask=there, other=0)
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
+        planned_end = tl.load(slot_end + slots + row // R, mask=there, other=FAR)
+        length = tl.load(seq_lens + request, mask=there, other=0)
+        growth = tl.maximum(tl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
         token = request
         first_query = request
         if QUERY_LEN > 1:
             token = request * QUERY_LEN + query
-            first_query = tl.load(seq_lens + request, mask=there, other=FAR) - QUERY_LEN
+            first_query = length - QUERY_LEN
             if RAGGED:
                 begin = tl.load(query_start_loc + request, mask=there, other=0)
                 queries = tl.load(query_start_loc + request + 1, mask=there, other=0) - begin
@@ -161,32 +179,20 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         m = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
         total = tl.zeros([Q_TILE_SIZE], tl.float32)
         acc = tl.zeros([Q_TILE_SIZE, D], tl.float32)
-        for _ in range(num_runs):
-            length = tl.load(seq_lens + kv_row, mask=kv_end == OPEN_END, other=0)
-            end = tl.where(kv_end == OPEN_END, length, kv_end)
-            table_row = block_table + kv_row.to(tl.int64) * stride_table
-            start = kv_start
-            low = (readers & 0xFFFF) * R
-            high = (readers >> 16) * R
-            run += 1
-            # the next run, of this tile or the next one, while this one is being read
-            kv_row, kv_start, kv_end, readers = _load_run(run, last_run, runs)
-            if (low >= last_row) | (high <= first_row):
-                end = start
-            reads = (row >= low) & (row < high)
-            # whole KV tiles that every row sees need no mask
-            plain = tl.where((low <= first_row) & (high >= last_row), end - start, 0)
-            if QUERY_LEN > 1:
-                plain = tl.minimum(plain, tl.min(tl.where(reads, first_query, FAR), 0) - start)
-            middle = start + tl.maximum(plain, 0) // KV_TILE_SIZE * KV_TILE_SIZE
+        if plain_steps > 0:
             m, total, acc = _attend(
-                (m, total, acc), q_tile, start, middle, table_row, k_head, v_head, stride_block,
-                stride_token, qk_scale, reads, query, first_query, token, tree_mask, stride_mask,
-                False, HEAD_DIM, D, BLOCK_SIZE, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
+                (m, total, acc), q_tile, plain, masked - 1, end, plain_steps, 0, entry_steps,
+                lists, block_table, stride_table, seq_lens, k_head, v_head, stride_block,
+                stride_token, qk_scale, row, query, first_query, token, tree_mask, stride_mask,
+                False, HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
+        steps = masked_steps + (end - opened) * growth
+        if steps > 0:
+            last = tl.where(growth > 0, end, opened) - 1
             m, total, acc = _attend(
-                (m, total, acc), q_tile, middle, end, table_row, k_head, v_head, stride_block,
-                stride_token, qk_scale, reads, query, first_query, token, tree_mask, stride_mask,
-                True, HEAD_DIM, D, BLOCK_SIZE, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
+                (m, total, acc), q_tile, masked, last, opened, steps, growth, entry_steps,
+                lists, block_table, stride_table, seq_lens, k_head, v_head, stride_block,
+                stride_token, qk_scale, row, query, first_query, token, tree_mask, stride_mask,
+                True, HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
 
         seen = total > 0
         result = acc * tl.where(seen, 1.0 / total, 0.0)[:, None]

@@ -1,6 +1,7 @@
 """Launching the portable kernel: sizes of Q tile, limits of a plan, what Triton needs to know
 beside the tensors."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import triton
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Tensors
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
-from vllm_prefixshare.kernels.portable.layout import layout_by_size
+from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -81,7 +82,7 @@ def portable_partial_attention(
     Args:
         tiles: sizes with their numbers of workers, as the plan was laid out for.
         query_len: most query tokens of a request.
-        plan: int32 device arrays of ``portable.layout.layout_by_size``.
+        plan: int32 device arrays of ``portable.layout.walk_layout``.
         q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16 or float16.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same
             strides, multiples of 8 elements; head_dim contiguous. NHD and HND alike.
@@ -113,10 +114,11 @@ def portable_partial_attention(
             plan["tile_info"],
             plan["slot_row"],
             plan["slot_partial"],
-            plan["run_row"],
-            plan["run_kv_start"],
-            plan["run_kv_end"],
-            plan["run_readers"],
+            plan["slot_end"],
+            plan["entry_steps"],
+            plan["entry_row"],
+            plan["entry_pos"],
+            plan["entry_readers"],
             partial_out,
             partial_lse,
             out,
@@ -133,6 +135,7 @@ def portable_partial_attention(
             HEAD_DIM=head_dim,
             D=triton.next_power_of_2(head_dim),
             BLOCK_SIZE=block_size,
+            UNIT=math.gcd(block_size, tile.kv_tile),
             QUERY_LEN=query_len,
             RAGGED=query_len > 1 and query_start_loc is not None,
             TREE=tree_mask is not None,
@@ -166,21 +169,27 @@ class PortableKernel:
         self.num_workers = self.tiles[-1][1]
         self.max_tile_requests = max(1, tiles[-1].rows // self.rows)
         self.max_tile_runs = 1 << 30
+        self.grid = Grid.of(tiles[-1].kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        return layout_by_size(plan, self.rows, [(tile.rows, n) for tile, n in self.tiles])
+        sizes = [(tile.rows, n) for tile, n in self.tiles]
+        return walk_layout(plan, self.rows, sizes, self.grid)
 
     def capacity(self, num_reqs: int) -> Capacity:
         # there is no bound for every divider: plans that want more are made anew without
         max_tiles = 2 * num_reqs + 8 * self.num_workers
         max_partials = max_tiles * min(4, self.max_tile_requests)
         max_runs = 4 * max_tiles
+        max_entries = 4 * max_runs + 1
+        parts = max_entries * (self.grid.kv_tile // self.grid.unit)
         sizes = {f"work_indptr_{tile.rows}": workers + 1 for tile, workers in self.tiles}
         sizes |= {
             "tile_info": max_tiles * 8,
             "slot_row": num_reqs + max_partials,
             "slot_partial": num_reqs + max_partials,
-            **dict.fromkeys(("run_row", "run_kv_start", "run_kv_end", "run_readers"), max_runs),
+            "slot_end": num_reqs + max_partials,
+            "entry_steps": max_entries,
+            **dict.fromkeys(("entry_row", "entry_pos", "entry_readers"), parts),
             "merge_indptr": num_reqs + 1,
         }
         return Capacity(max_tiles, max_runs, max_partials, sizes)
