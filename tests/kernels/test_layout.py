@@ -146,9 +146,7 @@ def tokens_by_reader(plan: DecodePlan, tile: int) -> list[tuple[int, int, int]]:
     read under the planned lengths."""
     found = []
     for run in range(*plan.tile_run_indptr[tile : tile + 2]):
-        row, start, end = (
-            int(a[run]) for a in (plan.run_row, plan.run_kv_start, plan.run_kv_end)
-        )
+        row, start, end = (int(a[run]) for a in (plan.run_row, plan.run_kv_start, plan.run_kv_end))
         end = int(plan.planned_seq_lens[row]) if end == OPEN_END else end
         for reader in range(plan.run_first[run], plan.run_last[run]):
             found += [(reader, row, pos) for pos in range(start, end)]
@@ -169,14 +167,11 @@ def tokens_in_layout(
     assert steps[plain:masked].sum() == plain_steps and steps[masked:opened].sum() == masked_steps
     unmasked, with_mask = [], []
     for entry in range(plain, end):
-        count, stride = (
-            (int(steps[entry]), grid.kv_tile) if entry < opened else (growth, grid.unit)
-        )
+        count, stride = (int(steps[entry]), grid.kv_tile) if entry < opened else (growth, grid.unit)
         for step in range(count):
             for part in range(grid.kv_tile // grid.unit):
                 row, pos, readers = (
-                    int(layout[n][entry, part])
-                    for n in ("entry_row", "entry_pos", "entry_readers")
+                    int(layout[n][entry, part]) for n in ("entry_row", "entry_pos", "entry_readers")
                 )
                 pos += step * stride
                 if entry < masked:

@@ -41,7 +41,8 @@ class Kernel(Protocol):
     """Partial attention as one kernel does it.
 
     divider: the one that measures best with it.
-    num_workers, max_tile_requests, max_tile_runs: what its plans must keep to.
+    num_workers, max_tile_requests, max_tile_runs, num_small_workers, small_tile_requests: what
+        its plans must keep to, as in ``PlannerConfig``.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Kernel(Protocol):
     num_workers: int
     max_tile_requests: int
     max_tile_runs: int
+    num_small_workers: int
+    small_tile_requests: int
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """The plan as int32 arrays for the device."""

@@ -86,6 +86,8 @@ class GpuExecutor:
             num_workers=self.num_workers,
             max_tile_requests=self.max_tile_requests,
             max_tile_runs=self.max_tile_runs,
+            num_small_workers=self._kernel.num_small_workers,
+            small_tile_requests=self._kernel.small_tile_requests,
             **options,
         )
         room = self._capacity

@@ -39,15 +39,19 @@ def _visible(pos, reads, query, first_query, token, tree_mask, stride_mask,
 
 
 @triton.jit
-def _parts(entry, step, open_entry, lists, UNIT: tl.constexpr, KV_TILE_SIZE: tl.constexpr):
-    """Batch row, position and packed readers of each token of the ``step``-th KV tile of an
-    entry. Entries of tokens since the plan go on by one unit a step, others by a KV tile."""
+def _parts(entry, lists, UNIT: tl.constexpr, KV_TILE_SIZE: tl.constexpr):
+    """What an entry says about each token of its first KV tile: batch row, position of the
+    part that it belongs to, packed readers."""
     entry_row, entry_pos, entry_readers = lists
-    token = tl.arange(0, KV_TILE_SIZE)
-    at = entry * (KV_TILE_SIZE // UNIT) + token // UNIT
-    pos = tl.load(entry_pos + at) + token % UNIT
-    pos += step * tl.where(entry < open_entry, KV_TILE_SIZE, UNIT)
-    return tl.load(entry_row + at), pos, tl.load(entry_readers + at)
+    at = entry * (KV_TILE_SIZE // UNIT) + tl.arange(0, KV_TILE_SIZE) // UNIT
+    return tl.load(entry_row + at), tl.load(entry_pos + at), tl.load(entry_readers + at)
+
+
+@triton.jit
+def _settled(x):
+    """``x``, computed where it is. Otherwise Triton would repeat the loads that it comes from
+    in the layout of the scores, where a thread holds a copy of every fourth token."""
+    return tl.max(tl.broadcast_to(x[:, None], [x.shape[0], 2]), 1)
 
 
 @triton.jit
@@ -61,21 +65,23 @@ def _attend(state, q, entry, last_entry, open_entry, steps, growth, entry_steps,
     ``last_entry``. Without ``MASKED`` every row sees all of them."""
     m, total, acc = state
     dim = tl.arange(0, D)
-    kv_row, pos, readers = _parts(entry, 0, open_entry, lists, UNIT, KV_TILE_SIZE)
+    in_part = tl.arange(0, KV_TILE_SIZE) % UNIT
+    kv_row, start, readers = _parts(entry, lists, UNIT, KV_TILE_SIZE)
+    pos = start + in_part
+    low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
     length = tl.load(seq_lens + kv_row)
-    left = tl.where(entry < open_entry, tl.load(entry_steps + entry), growth) - 1
-    step = tl.where(left > 0, 1, 0)
-    entry = tl.where(left > 0, entry, tl.minimum(entry + 1, last_entry))
-    next_row, next_pos, next_readers = _parts(entry, step, open_entry, lists, UNIT, KV_TILE_SIZE)
     count = tl.where(entry < open_entry, tl.load(entry_steps + entry), growth)
+    step = tl.where(count > 1, 1, 0)
+    entry = tl.where(count > 1, entry, tl.minimum(entry + 1, last_entry))
+    kv_row, start, readers = _parts(entry, lists, UNIT, KV_TILE_SIZE)
+    count = tl.load(entry_steps + entry)
     # a gathered mask is not worth the shared memory that its stages would take
     for _ in tl.range(0, steps, num_stages=1 if MASKED and TREE else STAGES):
         at = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
         at += dim[None, :]
-        low = (readers & 0xFFFF) * R
-        high = tl.where(pos < length, (readers >> 16) * R, 0)
-        there = (low < high)[:, None] & (dim < HEAD_DIM)[None, :]
+        span = tl.where(pos < length, low | high << 16, 0)
+        there = (span != 0)[:, None] & (dim < HEAD_DIM)[None, :]
         if MASKED:
             k = tl.load(k_head + at, mask=there, other=0.0)
         elif HEAD_DIM < D:
@@ -83,20 +89,25 @@ def _attend(state, q, entry, last_entry, open_entry, steps, growth, entry_steps,
         else:
             k = tl.load(k_head + at)
         here = pos
-        # the next KV tile's blocks, and where the one after it lies
-        pos, readers = next_pos, next_readers
-        block = tl.load(block_table + next_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
+        # The next KV tile's blocks, and where the one after it lies. What was carried has to
+        # change on its way: Triton does not pipeline a loop that hands a value on twice.
+        pos = start + (in_part + step * tl.where(entry < open_entry, KV_TILE_SIZE, UNIT))
+        block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
         if MASKED:
-            length = tl.load(seq_lens + next_row)
+            length = tl.load(seq_lens + kv_row)
+            low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
         step += 1
-        entry = tl.where(step < count, entry, tl.minimum(entry + 1, last_entry))
-        step = tl.where(step < count, step, 0)
-        count = tl.where(entry < open_entry, tl.load(entry_steps + entry), growth)
-        next_row, next_pos, next_readers = _parts(entry, step, open_entry, lists, UNIT,
-                                                  KV_TILE_SIZE)
+        goes_on = step < tl.where(entry < open_entry, count, growth)
+        entry = tl.where(goes_on, entry, tl.minimum(entry + 1, last_entry))
+        step = tl.where(goes_on, step, 0)
+        count = tl.load(entry_steps + entry)
+        kv_row, start, readers = _parts(entry, lists, UNIT, KV_TILE_SIZE)
         s = tl.dot(q, tl.trans(k))
         if MASKED:
-            reads = (row[:, None] >= low[None, :]) & (row[:, None] < high[None, :])
+            span = _settled(span)
+            reads = row[:, None] >= (span & 0xFFFF)[None, :]
+            reads &= row[:, None] < (span >> 16)[None, :]
+            here = _settled(here) if QUERY_LEN > 1 else here
             ok = _visible(here, reads, query, first_query, token, tree_mask, stride_mask,
                           QUERY_LEN, TREE)
             s = tl.where(ok, s, float("-inf"))
@@ -156,7 +167,6 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         masked_steps = tl.load(tile_info + tile * 8 + 7)
         there = row < num_rows
         request = tl.load(slot_row + slots + row // R, mask=there, other=0)
-        partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         planned_end = tl.load(slot_end + slots + row // R, mask=there, other=FAR)
         length = tl.load(seq_lens + request, mask=there, other=0)
         growth = tl.maximum(tl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
@@ -194,6 +204,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                 stride_token, qk_scale, row, query, first_query, token, tree_mask, stride_mask,
                 True, HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
 
+        partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0
         result = acc * tl.where(seen, 1.0 / total, 0.0)[:, None]
         to_out = there & (partial < 0)

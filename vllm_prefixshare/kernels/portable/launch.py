@@ -26,6 +26,7 @@ class QTile:
     kv_tile: tokens that one step of the inner loop multiplies.
     warps, stages: warps of a thread block; KV tiles in flight.
     blocks_per_sm: thread blocks that share a multiprocessor.
+    registers: most that a thread may have; 0 leaves it to the compiler.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class QTile:
     warps: int
     stages: int
     blocks_per_sm: int
+    registers: int = 0
 
     def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
         """Workers whose thread blocks fill the GPU."""
@@ -144,13 +146,14 @@ def portable_partial_attention(
             KV_TILE_SIZE=tile.kv_tile,
             STAGES=tile.stages,
             num_warps=tile.warps,
+            **({"maxnreg": tile.registers} if tile.registers else {}),
         )
 
 
 class PortableKernel:
     """``kernels.portable.kernel``, for every NVIDIA GPU from compute capability 8.0 on."""
 
-    name, divider = "portable", "flashforge"
+    name, divider = "portable", "depth_first"
 
     def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
         self.rows = query_len * attention.gqa_group_size
@@ -169,6 +172,8 @@ class PortableKernel:
         self.num_workers = self.tiles[-1][1]
         self.max_tile_requests = max(1, tiles[-1].rows // self.rows)
         self.max_tile_runs = 1 << 30
+        self.num_small_workers = self.tiles[0][1] if len(tiles) > 1 else 0
+        self.small_tile_requests = max(1, tiles[0].rows // self.rows)
         self.grid = Grid.of(tiles[-1].kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.cost_table import CostModel, TileRates
-from vllm_prefixshare.planning.dividers.depth_first import divide
+from vllm_prefixshare.planning.dividers.depth_first import SmallTiles, divide
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.scheduler import longest_first
 from vllm_prefixshare.records import (
@@ -279,15 +279,27 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
     """DeFT-Flatten with costs for lengths, windows that follow the tree, and a schedule: see
     the module of that name."""
     config = problem.config
+    rates = problem.rates or TileRates.of(problem.cost)
+    small = None
+    if config.num_small_workers:
+        # costs are of the GPU's share that one worker of the large size has
+        share = config.num_small_workers / config.num_workers
+        small = SmallTiles(
+            config.num_small_workers,
+            config.small_tile_requests,
+            rates.small * share,
+            rates.overhead,
+        )
     return divide(
         problem.forest,
         problem.kv_lens,
-        problem.rates or TileRates.of(problem.cost),
+        rates,
         problem.rows_per_request,
         problem.block_size,
         config.num_workers,
         config.max_tile_requests,
         config.max_tile_runs,
+        small,
     )
 
 
