@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.planning.dividers.registry import DivisionProblem, flashforge
+from vllm_prefixshare.planning.dividers.flashforge import flashforge
+from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.plan import build_plan
 from vllm_prefixshare.planning.scheduler import longest_first
 

@@ -11,7 +11,8 @@ from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.cost_table import CostModel, TileRates
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.cached_plan import CachedPlan
-from vllm_prefixshare.planning.dividers.registry import DivisionProblem, get_divider, one_tile_each
+from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
+from vllm_prefixshare.planning.dividers.registry import get_divider
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles

@@ -23,6 +23,7 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.cost_table import TileRates
+from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.dividers.windows import Runs, list_runs
 from vllm_prefixshare.records import OPEN_END, FloatArray, Forest, IntArray, WorkTiles
 
@@ -348,7 +349,8 @@ def _divide(
     memory: FloatArray,
     cached: FloatArray,
 ) -> tuple[float, IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
-    """Estimated finish and the arrays of ``WorkTiles``, for windows of ``largest`` requests, a half, or a quarter."""
+    """Estimated finish and the arrays of ``WorkTiles``, for windows of ``largest`` requests, a
+    half, or a quarter."""
     best_score = np.inf
     workers = limits.num_workers
     tried = 0
@@ -409,3 +411,31 @@ def _as_tiles(
         size = row_indptr[t + 1] - row_indptr[t]
         rows[row_indptr[t] : row_indptr[t + 1]] = request_rows[low[t] : low[t] + size]
     return row_indptr, rows, run_indptr, out, cut.cost, tiles[:, 0].copy()
+
+
+def depth_first(problem: DivisionProblem) -> WorkTiles:
+    """DeFT-Flatten with costs for lengths, windows that follow the tree, and a schedule: see
+    the module of that name."""
+    config = problem.config
+    rates = problem.rates or TileRates.of(problem.cost)
+    small = None
+    if config.num_small_workers:
+        # costs are of the GPU's share that one worker of the large size has
+        share = config.num_small_workers / config.num_workers
+        small = SmallTiles(
+            config.num_small_workers,
+            config.small_tile_requests,
+            rates.small * share,
+            rates.overhead,
+        )
+    return divide(
+        problem.forest,
+        problem.kv_lens,
+        rates,
+        problem.rows_per_request,
+        problem.block_size,
+        config.num_workers,
+        config.max_tile_requests,
+        config.max_tile_runs,
+        small,
+    )

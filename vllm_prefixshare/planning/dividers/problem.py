@@ -1,0 +1,121 @@
+"""What dividers are given, and how query groups become work tiles.
+
+Minimising the slowest thread block over all splits and assignments is NP-hard (FlashForge,
+section 5.1). Every strategy splits along KV only and leaves the assignment to ``scheduler``,
+but for ``depth_first``, which schedules what it cuts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_prefixshare.config import PlannerConfig
+from vllm_prefixshare.costs.cost_table import CostModel, TileRates
+from vllm_prefixshare.planning.grouping import group_queries
+from vllm_prefixshare.records import (
+    OPEN_END,
+    FloatArray,
+    Forest,
+    IntArray,
+    KVSegment,
+    QueryGroup,
+    WorkTiles,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DivisionProblem:
+    """One batch to divide.
+
+    kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
+    rows_per_request: query rows of one request on one KV head.
+    rates: of ``cost``, if they are at hand.
+    """
+
+    forest: Forest
+    kv_lens: IntArray
+    cost: CostModel
+    rows_per_request: int
+    block_size: int
+    config: PlannerConfig
+    rates: TileRates | None = None
+
+    def groups(self, concatenate: bool) -> list[QueryGroup]:
+        """Query groups, each with no more requests than a work tile takes."""
+        limit = self.config.max_tile_requests
+        groups = group_queries(
+            self.forest, self.kv_lens, self.cost, self.rows_per_request, concatenate
+        )
+        if all(len(g.rows) <= limit for g in groups):
+            return groups
+        return [
+            group._replace(rows=part, segment=group.segment._replace(row=int(part[0])))
+            for group in groups
+            for part in np.arraysplit(group.rows, -(-len(group.rows) // limit))
+        ]
+
+    def tile_cost(self, rows: FloatArray | IntArray, kv_len: FloatArray | IntArray) -> FloatArray:
+        """Microseconds of tiles that read ``kv_len`` tokens for ``rows`` requests."""
+        return self.cost.tile(rows * self.rows_per_request, kv_len)
+
+    def even_chunk(self, groups: list[QueryGroup]) -> int:
+        """Tokens per tile that give every worker about one, in whole blocks."""
+        total = sum(g.kv_len for g in groups)
+        return self.round_up(-(-total // self.config.num_workers))
+
+    def round_up(self, tokens: int) -> int:
+        return -(-tokens // self.block_size) * self.block_size
+
+
+Divider = Callable[[DivisionProblem], WorkTiles]
+
+
+def indptr_of(counts: IntArray) -> IntArray:
+    out = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) -> WorkTiles:
+    """Cut each group into (at most) that many pieces of whole blocks, equal but the last."""
+    counts = np.array([len(g.rows) for g in groups])
+    lens = np.array([g.kv_len for g in groups])
+    row, start, end = np.array([g.segment for g in groups]).T
+    chunks = -(-lens // splits // problem.block_size) * problem.block_size
+    chunks = np.where(splits > 1, np.maximum(chunks, problem.block_size), lens)
+    pieces = -(-lens // chunks)
+    group = np.repeat(np.arange(len(groups)), pieces)
+    last = np.cumsum(pieces) - 1
+    index = np.arange(len(group)) - (last - pieces + 1)[group]
+    runs = np.zeros((len(group), 5), np.int32)
+    runs[:, 0] = row[group]
+    runs[:, 1] = start[group] + index * chunks[group]
+    runs[:, 2] = runs[:, 1] + chunks[group]
+    runs[last, 2] = end
+    runs[:, 4] = counts[group]
+    return WorkTiles(
+        row_indptr=indptr_of(counts[group]),
+        rows=np.concatenate([groups[g].rows for g in group]),
+        run_indptr=np.arange(len(group) + 1, dtype=np.int32),
+        runs=runs,
+        cost=problem.tile_cost(counts, chunks)[group],
+    )
+
+
+def by_chunk(problem: DivisionProblem, groups: list[QueryGroup], chunk: int) -> WorkTiles:
+    lens = np.array([g.kv_len for g in groups])
+    return split(problem, groups, np.maximum(1, -(-lens // chunk)))
+
+
+def one_tile_each(problem: DivisionProblem) -> WorkTiles:
+    """Nothing is shared and nothing split: the plan that always fits."""
+    groups = alone(problem)
+    return split(problem, groups, np.ones(len(groups), np.int64))
+
+
+def alone(problem: DivisionProblem) -> list[QueryGroup]:
+    return [
+        QueryGroup(KVSegment(row, 0, OPEN_END), np.array([row], np.int32), max(1, length))
+        for row, length in enumerate(problem.kv_lens.tolist())
+    ]
