@@ -52,7 +52,7 @@ class DivisionProblem:
         return [
             group._replace(rows=part, segment=group.segment._replace(row=int(part[0])))
             for group in groups
-            for part in np.arraysplit(group.rows, -(-len(group.rows) // limit))
+            for part in np.array_split(group.rows, -(-len(group.rows) // limit))
         ]
 
     def tile_cost(self, rows: FloatArray | IntArray, kv_len: FloatArray | IntArray) -> FloatArray:
