@@ -71,7 +71,7 @@ class PlannerConfig:
     num_workers: int = 1
     max_tile_requests: int = 1 << 30
     max_tile_runs: int = 1 << 30
-    num_small_workers: int = 0
+    num_small_workers: int = 1
     small_tile_requests: int = 1
     max_tiles: int = 1 << 30
     max_runs: int = 1 << 30

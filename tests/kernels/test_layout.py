@@ -7,7 +7,7 @@ import pytest
 
 from tests.batches import paged_batch
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
-from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
+from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END, PrefixShareError
@@ -153,70 +153,72 @@ def tokens_by_reader(plan: DecodePlan, tile: int) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
+Tokens = list[tuple[int, int, int]]
+
+
 def tokens_in_layout(
     layout: dict[str, np.ndarray], place: int, seq_lens: np.ndarray, grid: Grid
-) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """What the kernel reads for ``seq_lens``: as ``tokens_by_reader``, without and with a
-    mask."""
-    slots, num_reqs, plain, masked, opened, end, plain_steps, masked_steps = layout["tile_info"][
-        place
-    ].tolist()
+) -> tuple[Tokens, Tokens]:
+    """What the kernel reads for ``seq_lens``, as ``tokens_by_reader``: of runs and of parts."""
+    slots, num_reqs, run, last_run, part, packed, new, _ = layout["tile_info"][place].tolist()
     rows, ends = (layout[n][slots : slots + num_reqs] for n in ("slot_row", "slot_end"))
     growth = max(0, int((-(-(seq_lens[rows] - ends) // grid.unit)).max()))
-    steps = layout["entry_steps"]
-    assert steps[plain:masked].sum() == plain_steps and steps[masked:opened].sum() == masked_steps
-    unmasked, with_mask = [], []
-    for entry in range(plain, end):
-        count, stride = (int(steps[entry]), grid.kv_tile) if entry < opened else (growth, grid.unit)
-        for step in range(count):
-            for part in range(grid.kv_tile // grid.unit):
-                row, pos, readers = (
-                    int(layout[n][entry, part]) for n in ("entry_row", "entry_pos", "entry_readers")
-                )
-                pos += step * stride
-                if entry < masked:
-                    assert readers == num_reqs << 16 and pos + grid.unit <= seq_lens[row]
-                tokens = range(pos, min(pos + grid.unit, int(seq_lens[row])))
-                (unmasked if entry < masked else with_mask).extend(
-                    (reader, row, p)
-                    for reader in range(readers & 0xFFFF, readers >> 16)
-                    for p in tokens
-                )
-    return sorted(unmasked), sorted(with_mask)
+    of_runs, of_parts = [], []
+    for r in range(run, last_run):
+        row, start, end, readers = (
+            int(layout[n][r]) for n in ("run_row", "run_start", "run_end", "run_readers")
+        )
+        assert start % grid.unit == 0 and (end - start) % grid.kv_tile == 0
+        for reader in range(readers & 0xFFFF, readers >> 16):
+            of_runs += [(reader, row, pos) for pos in range(start, end)]
+    per_tile = grid.kv_tile // grid.unit
+    listed = [(part + i, 0) for i in range(packed * per_tile)]
+    opened = part + packed * per_tile
+    listed += [(opened + i, grown) for grown in range(growth) for i in range(new * per_tile)]
+    for i, grown in listed:
+        row, pos, readers = (int(layout[n][i]) for n in ("part_row", "part_pos", "part_readers"))
+        pos += grown * grid.unit
+        for reader in range(readers & 0xFFFF, readers >> 16):
+            of_parts += [
+                (reader, row, p) for p in range(pos, min(pos + grid.unit, int(seq_lens[row])))
+            ]
+    return sorted(of_runs), sorted(of_parts)
 
 
 @pytest.mark.parametrize("divider", DIVIDERS)
 @pytest.mark.parametrize("kv_tile", [32, 64])
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("grown", [0, 1, 40])
-def test_every_token_is_read_once_and_masked_where_it_must_be(divider, kv_tile, queries, grown):
-    batch = paged_batch(requests=7, document_blocks=9, private_blocks=7, query_lens=queries)
+def test_every_token_is_read_once_and_queries_in_parts_only(divider, kv_tile, queries, grown):
+    batch = paged_batch(requests=7, document_blocks=19, private_blocks=17, query_lens=queries)
     plan = make_plan(batch, divider)
     grid = Grid.of(kv_tile, 16, queries)
-    sizes = [(16, 5), (128, 3)]
-    layout = walk_layout(plan, 4, sizes, grid)
+    layout = walk_layout(plan, 4, [(16, 5), (128, 3)], grid)
     lens = plan.planned_seq_lens
     longer = lens + grown * (np.arange(len(lens)) % 3 + 1).astype(np.int32)
-    of_slots = {int(first): t for t, first in enumerate(plan.tile_req_indptr[:-1])}
+    tile_at = {int(first): t for t, first in enumerate(plan.tile_req_indptr[:-1])}
     for place in range(plan.num_tiles):
-        tile = of_slots[int(layout["tile_info"][place, 0])]
-        unmasked, masked = tokens_in_layout(layout, place, longer, grid)
+        tile = tile_at[int(layout["tile_info"][place, 0])]
+        of_runs, of_parts = tokens_in_layout(layout, place, longer, grid)
         expected = tokens_by_reader(replace(plan, planned_seq_lens=longer), tile)
-        assert sorted(unmasked + masked) == expected
-        for reader, row, pos in unmasked:
-            if queries > 1:  # no query of this step may be among them
-                own = plan.tile_req_indices[plan.tile_req_indptr[tile] + reader]
-                assert pos < lens[own] - queries, row
+        assert sorted(of_runs + of_parts) == expected
+        for reader, _, pos in of_runs:
+            own = plan.tile_req_indices[plan.tile_req_indptr[tile] + reader]
+            assert pos < lens[own] - (queries if queries > 1 else 0)
+    assert layout["part_row"].size <= max_parts_of(grid, plan.num_runs, plan.num_tiles)
+    if divider == "per_request":
+        assert layout["run_row"].size > 0
 
 
 def test_short_runs_share_a_kv_tile():
     """Private parts of a block each, of four requests: one KV tile of 64 tokens."""
-    batch = paged_batch(documents=1, requests=4, document_blocks=4, private_blocks=1)
+    batch = paged_batch(documents=1, requests=4, document_blocks=16, private_blocks=1)
     plan = make_plan(batch, "depth_first", workers=1)
     layout = walk_layout(plan, 4, [(128, 1)], Grid.of(64, 16, 1))
     assert plan.num_tiles == 1
-    # the document without a mask; two blocks that pairs share and four private ones in two
-    assert layout["tile_info"][0, 6:].tolist() == [1, 2]
+    # the document is a run; two blocks that pairs share and four private ones fill two KV tiles
+    assert layout["run_end"].tolist() == [256]
+    assert layout["tile_info"][0, 2:7].tolist() == [0, 1, 0, 2, 1]
 
 
 def test_an_empty_plan():

@@ -1,15 +1,13 @@
 """Partial attention in plain Triton, for every NVIDIA GPU from compute capability 8.0 on.
 
 The kernel is launched once for each size of Q tile. A thread block belongs to one worker and
-one KV head, walks the worker's work tiles, and in each of them one list of KV tiles that
-``layout.walk_layout`` has written: the whole KV tiles that all rows of the work tile see come
-first and need no mask; then those of which each part is read by an interval of the rows (thanks
-to depth-first order: DeFT's bit mask, section 3.3, in two integers), several short runs packed
-into one; then the tokens that the requests have got since the plan was made.
+one KV head, walks the worker's work tiles, and in each of them first the long runs, one KV tile
+after the other, then one list of the KV tiles into which ``layout.walk_layout`` has packed the
+short ones and what was left of the long. Which rows read a run is one interval, thanks to
+depth-first order: DeFT's bit mask (section 3.3) in two integers.
 
-The list of a work tile is one loop that Triton pipelines. A load whose address is itself loaded
-in the same iteration would not be, so block ids are carried through the loop in registers, and
-so is what the list says about the KV tile after the next one.
+A load whose address is itself loaded in the same iteration is not pipelined by Triton, so block
+ids are carried through the loops in registers, and so is where the KV tile after the next lies.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -39,15 +37,6 @@ def _visible(pos, reads, query, first_query, token, tree_mask, stride_mask,
 
 
 @triton.jit
-def _parts(entry, lists, UNIT: tl.constexpr, KV_TILE_SIZE: tl.constexpr):
-    """What an entry says about each token of its first KV tile: batch row, position of the
-    part that it belongs to, packed readers."""
-    entry_row, entry_pos, entry_readers = lists
-    at = entry * (KV_TILE_SIZE // UNIT) + tl.arange(0, KV_TILE_SIZE) // UNIT
-    return tl.load(entry_row + at), tl.load(entry_pos + at), tl.load(entry_readers + at)
-
-
-@triton.jit
 def _settled(x):
     """``x``, computed where it is. Otherwise Triton would repeat the loads that it comes from
     in the layout of the scores, where a thread holds a copy of every fourth token."""
@@ -55,85 +44,120 @@ def _settled(x):
 
 
 @triton.jit
-def _attend(state, q, entry, last_entry, open_entry, steps, growth, entry_steps, lists,
-            block_table, stride_table, seq_lens, k_head, v_head, stride_block, stride_token,
-            qk_scale, row, query, first_query, token, tree_mask, stride_mask,
-            MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-            BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
-            TREE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """Online softmax over ``steps`` KV tiles, those of the entries from ``entry`` to
-    ``last_entry``. Without ``MASKED`` every row sees all of them."""
+def _load_kv(cache, at, there, MASKED: tl.constexpr):
+    return tl.load(cache + at, mask=there, other=0.0) if MASKED else tl.load(cache + at)
+
+
+@triton.jit
+def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_block,
+                stride_token, qk_scale, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
+    rows of ``reads`` see. The mask is one of rows, so it costs nothing per score: a row that
+    does not read has an infinite maximum for the time being."""
     m, total, acc = state
+    cols = tl.arange(0, KV_TILE_SIZE)
     dim = tl.arange(0, D)
+    is_dim = (dim < HEAD_DIM)[None, :]
+    block = tl.load(table_row + (start + cols) // BLOCK_SIZE)
+    for n in tl.range(start, end, KV_TILE_SIZE, num_stages=STAGES):
+        pos = n + cols
+        at = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
+        at += dim[None, :]
+        k = _load_kv(k_head, at, is_dim, HEAD_DIM < D)
+        ahead = pos + KV_TILE_SIZE
+        block = tl.load(table_row + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        s = tl.dot(q, tl.trans(k))
+        m_new = tl.where(reads, tl.maximum(m, tl.max(s, 1) * qk_scale), float("inf"))
+        p = tl.exp2(s * qk_scale - m_new[:, None])
+        alpha = tl.where(reads, tl.exp2(m - m_new), 1.0)
+        m = tl.where(reads, m_new, m)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = _load_kv(v_head, at, is_dim, HEAD_DIM < D)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+    return m, total, acc
+
+
+@triton.jit
+def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_table, stride_table,
+                  seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row, query,
+                  first_query, token, tree_mask, stride_mask, HEAD_DIM: tl.constexpr,
+                  D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                  UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, TREE: tl.constexpr,
+                  KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones that are listed
+    from ``first`` on, then the ``new`` ones from ``opened`` on, again and again, each time a
+    unit further."""
+    m, total, acc = state
+    part_row, part_pos, part_readers = parts
+    PARTS: tl.constexpr = KV_TILE_SIZE // UNIT
+    part = tl.arange(0, KV_TILE_SIZE) // UNIT
     in_part = tl.arange(0, KV_TILE_SIZE) % UNIT
-    kv_row, start, readers = _parts(entry, lists, UNIT, KV_TILE_SIZE)
+    dim = tl.arange(0, D)
+    at = first + part  # those for new tokens follow, where there are no others
+    kv_row = tl.load(part_row + at)
+    start = tl.load(part_pos + at)
+    readers = tl.load(part_readers + at)
     pos = start + in_part
     low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
     length = tl.load(seq_lens + kv_row)
-    count = tl.where(entry < open_entry, tl.load(entry_steps + entry), growth)
-    step = tl.where(count > 1, 1, 0)
-    entry = tl.where(count > 1, entry, tl.minimum(entry + 1, last_entry))
-    kv_row, start, readers = _parts(entry, lists, UNIT, KV_TILE_SIZE)
-    count = tl.load(entry_steps + entry)
+    n = 1  # the KV tile after the one at hand
+    rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
+    entry = tl.maximum(n - packed, 0) - rounds * new
+    at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
+    kv_row = tl.load(part_row + at, mask=n < steps, other=0)
+    start = tl.load(part_pos + at, mask=n < steps, other=0)
+    readers = tl.load(part_readers + at, mask=n < steps, other=0)
     # a gathered mask is not worth the shared memory that its stages would take
-    for _ in tl.range(0, steps, num_stages=1 if MASKED and TREE else STAGES):
-        at = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
-        at += dim[None, :]
+    for _ in tl.range(0, steps, num_stages=1 if TREE else STAGES):
         span = tl.where(pos < length, low | high << 16, 0)
         there = (span != 0)[:, None] & (dim < HEAD_DIM)[None, :]
-        if MASKED:
-            k = tl.load(k_head + at, mask=there, other=0.0)
-        elif HEAD_DIM < D:
-            k = tl.load(k_head + at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        else:
-            k = tl.load(k_head + at)
+        at_kv = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
+        at_kv += dim[None, :]
+        k = _load_kv(k_head, at_kv, there, True)
         here = pos
         # The next KV tile's blocks, and where the one after it lies. What was carried has to
         # change on its way: Triton does not pipeline a loop that hands a value on twice.
-        pos = start + (in_part + step * tl.where(entry < open_entry, KV_TILE_SIZE, UNIT))
+        pos = start + (in_part + rounds * UNIT)
+        low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
         block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
-        if MASKED:
-            length = tl.load(seq_lens + kv_row)
-            low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
-        step += 1
-        goes_on = step < tl.where(entry < open_entry, count, growth)
-        entry = tl.where(goes_on, entry, tl.minimum(entry + 1, last_entry))
-        step = tl.where(goes_on, step, 0)
-        count = tl.load(entry_steps + entry)
-        kv_row, start, readers = _parts(entry, lists, UNIT, KV_TILE_SIZE)
+        length = tl.load(seq_lens + kv_row)
+        n += 1
+        rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
+        entry = tl.maximum(n - packed, 0) - rounds * new
+        at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
+        kv_row = tl.load(part_row + at, mask=n < steps, other=0)
+        start = tl.load(part_pos + at, mask=n < steps, other=0)
+        readers = tl.load(part_readers + at, mask=n < steps, other=0)
         s = tl.dot(q, tl.trans(k))
-        if MASKED:
-            span = _settled(span)
-            reads = row[:, None] >= (span & 0xFFFF)[None, :]
-            reads &= row[:, None] < (span >> 16)[None, :]
-            here = _settled(here) if QUERY_LEN > 1 else here
-            ok = _visible(here, reads, query, first_query, token, tree_mask, stride_mask,
-                          QUERY_LEN, TREE)
-            s = tl.where(ok, s, float("-inf"))
+        span = _settled(span)
+        begin = span & 0xFFFF
+        # one comparison: rows before the first wrap around
+        reads = (row[:, None] - begin[None, :]).to(tl.uint32, bitcast=True)
+        reads = reads < ((span >> 16) - begin).to(tl.uint32, bitcast=True)[None, :]
+        here = _settled(here) if QUERY_LEN > 1 else here
+        ok = _visible(here, reads, query, first_query, token, tree_mask, stride_mask, QUERY_LEN,
+                      TREE)
+        s = tl.where(ok, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
-        base = m_new
-        if MASKED:
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
         p = tl.exp2(s * qk_scale - base[:, None])
         alpha = tl.exp2(m - base)
         m = m_new
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if MASKED:
-            v = tl.load(v_head + at, mask=there, other=0.0)
-        elif HEAD_DIM < D:
-            v = tl.load(v_head + at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        else:
-            v = tl.load(v_head + at)
+        v = _load_kv(v_head, at_kv, there, True)
         acc = tl.dot(p.to(v.dtype), v, acc)
     return m, total, acc
 
 
 @triton.jit
 def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
-                      work_indptr, tile_info, slot_row, slot_partial, slot_end, entry_steps,
-                      entry_row, entry_pos, entry_readers, partial_out, partial_lse, out,
+                      work_indptr, tile_info, slot_row, slot_partial, slot_end, run_row,
+                      run_start, run_end, run_readers, part_row, part_pos, part_readers,
+                      partial_out, partial_lse, out,
                       stride_block, stride_token, stride_head, stride_table, stride_q, stride_out,
                       stride_mask, qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                       HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -155,16 +179,15 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     query = row % R // G
     q_head = kv_head * G + row % G
     dim = tl.arange(0, D)
-    lists = (entry_row, entry_pos, entry_readers)
+    parts = (part_row, part_pos, part_readers)
     for tile in range(tl.load(work_indptr + worker), tl.load(work_indptr + worker + 1)):
         slots = tl.load(tile_info + tile * 8)
         num_rows = tl.load(tile_info + tile * 8 + 1) * R
-        plain = tl.load(tile_info + tile * 8 + 2)
-        masked = tl.load(tile_info + tile * 8 + 3)
-        opened = tl.load(tile_info + tile * 8 + 4)
-        end = tl.load(tile_info + tile * 8 + 5)
-        plain_steps = tl.load(tile_info + tile * 8 + 6)
-        masked_steps = tl.load(tile_info + tile * 8 + 7)
+        first_run = tl.load(tile_info + tile * 8 + 2)
+        last_run = tl.load(tile_info + tile * 8 + 3)
+        first = tl.load(tile_info + tile * 8 + 4)
+        packed = tl.load(tile_info + tile * 8 + 5)
+        new = tl.load(tile_info + tile * 8 + 6)
         there = row < num_rows
         request = tl.load(slot_row + slots + row // R, mask=there, other=0)
         planned_end = tl.load(slot_end + slots + row // R, mask=there, other=FAR)
@@ -189,20 +212,22 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         m = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
         total = tl.zeros([Q_TILE_SIZE], tl.float32)
         acc = tl.zeros([Q_TILE_SIZE, D], tl.float32)
-        if plain_steps > 0:
-            m, total, acc = _attend(
-                (m, total, acc), q_tile, plain, masked - 1, end, plain_steps, 0, entry_steps,
-                lists, block_table, stride_table, seq_lens, k_head, v_head, stride_block,
-                stride_token, qk_scale, row, query, first_query, token, tree_mask, stride_mask,
-                False, HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
-        steps = masked_steps + (end - opened) * growth
+        for run in range(first_run, last_run):
+            readers = tl.load(run_readers + run)
+            reads = (row >= (readers & 0xFFFF) * R) & (row < (readers >> 16) * R)
+            table_row = block_table + tl.load(run_row + run).to(tl.int64) * stride_table
+            m, total, acc = _attend_run(
+                (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
+                table_row, k_head, v_head, stride_block, stride_token, qk_scale, HEAD_DIM, D,
+                BLOCK_SIZE, KV_TILE_SIZE, STAGES)
+        steps = packed + new * growth
+        opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:
-            last = tl.where(growth > 0, end, opened) - 1
-            m, total, acc = _attend(
-                (m, total, acc), q_tile, masked, last, opened, steps, growth, entry_steps,
-                lists, block_table, stride_table, seq_lens, k_head, v_head, stride_block,
-                stride_token, qk_scale, row, query, first_query, token, tree_mask, stride_mask,
-                True, HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
+            m, total, acc = _attend_parts(
+                (m, total, acc), q_tile, first, packed, opened, new, steps, parts, block_table,
+                stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
+                query, first_query, token, tree_mask, stride_mask, HEAD_DIM, D, R, BLOCK_SIZE,
+                UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
 
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0

@@ -11,7 +11,7 @@ import triton
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Tensors
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
-from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
+from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -117,10 +117,13 @@ def portable_partial_attention(
             plan["slot_row"],
             plan["slot_partial"],
             plan["slot_end"],
-            plan["entry_steps"],
-            plan["entry_row"],
-            plan["entry_pos"],
-            plan["entry_readers"],
+            plan["run_row"],
+            plan["run_start"],
+            plan["run_end"],
+            plan["run_readers"],
+            plan["part_row"],
+            plan["part_pos"],
+            plan["part_readers"],
             partial_out,
             partial_lse,
             out,
@@ -153,7 +156,7 @@ def portable_partial_attention(
 class PortableKernel:
     """``kernels.portable.kernel``, for every NVIDIA GPU from compute capability 8.0 on."""
 
-    name, divider = "portable", "depth_first"
+    name, divider = "portable", "by_size"
 
     def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
         self.rows = query_len * attention.gqa_group_size
@@ -172,7 +175,7 @@ class PortableKernel:
         self.num_workers = self.tiles[-1][1]
         self.max_tile_requests = max(1, tiles[-1].rows // self.rows)
         self.max_tile_runs = 1 << 30
-        self.num_small_workers = self.tiles[0][1] if len(tiles) > 1 else 0
+        self.num_small_workers = self.tiles[0][1]
         self.small_tile_requests = max(1, tiles[0].rows // self.rows)
         self.grid = Grid.of(tiles[-1].kv_tile, attention.block_size, query_len)
 
@@ -185,16 +188,15 @@ class PortableKernel:
         max_tiles = 2 * num_reqs + 8 * self.num_workers
         max_partials = max_tiles * min(4, self.max_tile_requests)
         max_runs = 4 * max_tiles
-        max_entries = 4 * max_runs + 1
-        parts = max_entries * (self.grid.kv_tile // self.grid.unit)
+        max_parts = max_parts_of(self.grid, max_runs, max_tiles)
         sizes = {f"work_indptr_{tile.rows}": workers + 1 for tile, workers in self.tiles}
         sizes |= {
             "tile_info": max_tiles * 8,
             "slot_row": num_reqs + max_partials,
             "slot_partial": num_reqs + max_partials,
             "slot_end": num_reqs + max_partials,
-            "entry_steps": max_entries,
-            **dict.fromkeys(("entry_row", "entry_pos", "entry_readers"), parts),
+            **dict.fromkeys(("run_row", "run_start", "run_end", "run_readers"), max_runs),
+            **dict.fromkeys(("part_row", "part_pos", "part_readers"), max_parts),
             "merge_indptr": num_reqs + 1,
         }
         return Capacity(max_tiles, max_runs, max_partials, sizes)

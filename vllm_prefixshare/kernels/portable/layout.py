@@ -14,21 +14,34 @@ FAR = 1 << 30
 
 
 class Grid(NamedTuple):
-    """How the kernel cuts KV, in tokens.
+    """How a size of the kernel cuts KV, in tokens.
 
     kv_tile: what one step of a loop reads.
-    unit: what has one batch row and one interval of readers; it divides kv_tile and blocks.
+    unit: what has one batch row and one interval of readers in a KV tile that several runs
+        share; it divides kv_tile and blocks.
     own_queries: tokens at the end of each request that its queries see in part only.
+    long: KV tiles of a run that are worth a loop of their own.
     """
 
     kv_tile: int
     unit: int
     own_queries: int
+    long: int = 4
 
     @classmethod
     def of(cls, kv_tile: int, block_size: int, query_len: int) -> "Grid":
         own = query_len if query_len > 1 else 0
         return cls(kv_tile, math.gcd(kv_tile, block_size), own)
+
+
+@compiled
+def max_parts_of(grid: Grid, num_runs: int, num_tiles: int) -> int:
+    """Most parts that ``walk_layout`` writes: of each run less than ``long`` KV tiles, its
+    queries and a part for new tokens; and each tile has two lists of whole KV tiles."""
+    per_tile = grid.kv_tile // grid.unit
+    return (grid.long * per_tile + grid.own_queries // grid.unit + 3) * num_runs + (
+        2 * per_tile * num_tiles
+    )
 
 
 def walk_layout(
@@ -41,11 +54,10 @@ def walk_layout(
     plan was made for, and keeps their tiles; the tiles of a smaller size, which has workers of
     its own, are spread over them, longest first.
 
-    A tile is a list of entries, each a number of KV tiles that follow one another. An entry
-    has ``kv_tile / unit`` parts, each with a batch row, a first token and readers of its own:
-    first the entries that every request of the tile reads whole, then the others, then those
-    of the tokens that come after the plan: one unit of each request a step, as many steps as
-    the longest has grown by.
+    What a tile reads is written down twice: whole KV tiles of long runs as runs, everything
+    else as parts of one unit, which fill KV tiles that several runs share. The last such KV
+    tiles are for the tokens that come after the plan: a part for each request, to be read
+    again a unit further on as often as the longest request asks for.
 
     Args:
         rows_per_request: query rows of one request on one KV head.
@@ -53,22 +65,22 @@ def walk_layout(
 
     Returns:
         work_indptr_<rows>: ``[workers + 1]`` for every size, tiles of each worker.
-        tile_info: ``[num_tiles, 8]``: first slot; requests; first entry, first that needs a
-            mask, first of tokens since the plan, end of the entries; KV tiles without a mask,
-            with one. Sizes and workers follow one another.
+        tile_info: ``[num_tiles, 8]``: first slot, requests, first run, end of the runs, first
+            part, KV tiles of planned parts, of parts for new tokens, 0. Sizes and workers
+            follow one another.
         slot_row, slot_partial: ``[num_slots]`` batch row and partial result (-1: the output
             itself) of each request of each tile.
-        slot_end: ``[num_slots]`` token after which the request's entry of new tokens begins.
-        entry_steps: ``[num_entries + 1]`` KV tiles; 0 for new tokens.
-        entry_row, entry_pos, entry_readers: ``[num_entries + 1, kv_tile / unit]`` of each
-            part: batch row, first token, and ``first | last << 16`` among the tile's requests.
+        slot_end: ``[num_slots]`` token at which the request's part for new tokens begins.
+        run_row, run_start, run_end, run_readers: ``[num_runs]`` batch row, tokens, and
+            ``first | last << 16`` among the tile's requests.
+        part_row, part_pos, part_readers: ``[num_parts]`` batch row, first token, readers.
         merge_indptr: ``[num_reqs + 1]`` as in the plan.
     """
     sizes = np.array(tile_sizes, np.int32).reshape(-1, 2)
     order, indptr = _schedule(
         plan.work_indptr, plan.tile_req_indptr, plan.tile_cost, sizes, rows_per_request
     )
-    info, slot_end, steps, parts = _entries(
+    info, slot_end, runs, parts = _runs_and_parts(
         order,
         plan.tile_req_indptr,
         plan.tile_req_indices,
@@ -84,10 +96,13 @@ def walk_layout(
         "slot_row": plan.tile_req_indices,
         "slot_partial": plan.partial_indices,
         "slot_end": slot_end,
-        "entry_steps": steps,
-        "entry_row": parts[0],
-        "entry_pos": parts[1],
-        "entry_readers": parts[2],
+        "run_row": runs[0],
+        "run_start": runs[1],
+        "run_end": runs[2],
+        "run_readers": runs[3],
+        "part_row": parts[0],
+        "part_pos": parts[1],
+        "part_readers": parts[2],
         "merge_indptr": plan.merge_indptr,
     }
 
@@ -145,7 +160,7 @@ def _schedule(
 
 
 @compiled
-def _entries(
+def _runs_and_parts(
     order: IntArray,
     req_indptr: IntArray,
     rows: IntArray,
@@ -154,70 +169,51 @@ def _entries(
     planned: IntArray,
     grid: Grid,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """tile_info, slot_end, entry_steps, and ``[3, num_entries + 1, parts]`` row, pos and
-    readers."""
+    """tile_info, slot_end, ``[4, num_runs]`` and ``[3, num_parts]`` of ``walk_layout``."""
     run_row, run_start, run_end, run_first, run_last = runs
     kv_tile, unit = grid.kv_tile, grid.unit
-    parts = kv_tile // unit
-    # a run has at most one entry without a mask, one with, what is left, and its new tokens
-    most = 4 * len(run_row) + 1
-    steps = np.zeros(most, np.int32)
-    out = np.zeros((3, most, parts), np.int32)
+    per_tile = kv_tile // unit
+    long = np.empty((4, len(run_row)), np.int32)
+    parts = np.zeros((3, max_parts_of(grid, len(run_row), len(order))), np.int32)
     info = np.zeros((len(order), 8), np.int32)
     slot_end = np.full(len(rows), FAR, np.int32)
-    count = 0
+    num_long = num_parts = 0
     for place, t in enumerate(order):
-        slots, num_reqs = req_indptr[t], req_indptr[t + 1] - req_indptr[t]
-        info[place, 0], info[place, 1], info[place, 2] = slots, num_reqs, count
-        for masked in range(2):
-            info[place, 2 + masked] = count
-            used, mixed = parts, 0  # parts taken of the entry that short runs share
-            for r in range(run_indptr[t], run_indptr[t + 1]):
-                row, start, end = run_row[r], run_start[r], run_end[r]
-                if end == OPEN_END:
-                    end = max(start, -(-planned[row] // unit) * unit)
-                readers = run_first[r] | run_last[r] << 16
-                plain = 0
-                if run_first[r] == 0 and run_last[r] == num_reqs:
-                    seen = end
-                    if run_last[r] - run_first[r] == 1:
-                        seen = min(end, planned[row] - grid.own_queries)
-                    plain = max(0, seen - start) // kv_tile
-                if masked:
-                    start += plain * kv_tile
-                    whole = (end - start) // kv_tile
-                else:
-                    whole = plain
-                if whole:
-                    steps[count] = whole
-                    info[place, 6 + masked] += whole
-                    for i in range(parts):
-                        out[0, count, i], out[1, count, i] = row, start + i * unit
-                        out[2, count, i] = readers
-                    count += 1
-                if not masked:
-                    continue
-                for pos in range(start + whole * kv_tile, end, unit):
-                    if used == parts:
-                        used, mixed = 0, count
-                        steps[count] = 1
-                        info[place, 7] += 1
-                        count += 1
-                    out[0, mixed, used], out[1, mixed, used] = row, pos
-                    out[2, mixed, used] = readers
-                    used += 1
-        info[place, 4] = count
-        used = parts
+        slots = req_indptr[t]
+        info[place, 0], info[place, 1] = slots, req_indptr[t + 1] - slots
+        info[place, 2], info[place, 4] = num_long, num_parts
+        begun = num_parts
+        for r in range(run_indptr[t], run_indptr[t + 1]):
+            row, start, end = run_row[r], run_start[r], run_end[r]
+            if end == OPEN_END:
+                end = max(start, -(-planned[row] // unit) * unit)
+            readers = run_first[r] | run_last[r] << 16
+            seen = end  # by every query of the readers
+            if run_last[r] - run_first[r] == 1:
+                seen = min(end, planned[row] - grid.own_queries)
+            whole = (seen - start) // kv_tile
+            if whole >= grid.long:
+                long[0, num_long], long[1, num_long] = row, start
+                start += whole * kv_tile
+                long[2, num_long], long[3, num_long] = start, readers
+                num_long += 1
+            for pos in range(start, end, unit):
+                parts[0, num_parts], parts[1, num_parts] = row, pos
+                parts[2, num_parts] = readers
+                num_parts += 1
+        info[place, 3] = num_long
+        steps = -(-(num_parts - begun) // per_tile)
+        info[place, 5] = steps
+        num_parts = begun = begun + steps * per_tile  # nobody reads what fills the last one
         for r in range(run_indptr[t], run_indptr[t + 1]):
             if run_end[r] == OPEN_END:
                 row = run_row[r]
                 end = max(run_start[r], -(-planned[row] // unit) * unit)
                 slot_end[slots + run_first[r]] = end
-                if used == parts:
-                    used = 0
-                    count += 1
-                out[0, count - 1, used], out[1, count - 1, used] = row, end
-                out[2, count - 1, used] = run_first[r] | run_last[r] << 16
-                used += 1
-        info[place, 5] = count
-    return info, slot_end, steps[: count + 1], out[:, : count + 1].copy()
+                parts[0, num_parts], parts[1, num_parts] = row, end
+                parts[2, num_parts] = run_first[r] | run_last[r] << 16
+                num_parts += 1
+        steps = -(-(num_parts - begun) // per_tile)
+        info[place, 6] = steps
+        num_parts = begun + steps * per_tile
+    return info, slot_end, long[:, :num_long].copy(), parts[:, :num_parts].copy()

@@ -25,7 +25,7 @@ from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.cost_table import TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.dividers.windows import Runs, list_runs
-from vllm_prefixshare.records import OPEN_END, FloatArray, Forest, IntArray, WorkTiles
+from vllm_prefixshare.records import OPEN_END, FloatArray, IntArray, WorkTiles
 
 #: tokens that a kernel multiplies at once: long runs are cut at multiples of it
 KV_TILE = 128
@@ -66,121 +66,25 @@ class Cut(NamedTuple):
     cost: FloatArray
 
 
-class SmallTiles(NamedTuple):
-    """A second, smaller size of tile of the same kernel, with workers of its own.
-
-    rate: microseconds per token of one of them; overhead: of a tile beside its runs.
-    """
-
-    num_workers: int
-    max_tile_requests: int
-    rate: float
-    overhead: float
-
-
-def divide(
-    forest: Forest,
-    kv_lens: IntArray,
-    rates: TileRates,
-    rows_per_request: int,
-    block_size: int,
-    num_workers: int,
-    max_tile_requests: int,
-    max_tile_runs: int,
-    small: SmallTiles | None = None,
-) -> WorkTiles:
+def depth_first(problem: DivisionProblem) -> WorkTiles:
     """Work tiles, scheduled.
 
     Windows as large as a tile suit long shared prefixes; where little is shared, smaller ones
     need fewer cuts. So three sizes are tried, and the least estimated finish wins.
-
-    Args:
-        forest, kv_lens, rows_per_request, block_size: as in ``DivisionProblem``.
-        rates: of the cost model.
-        num_workers, max_tile_requests, max_tile_runs: as in ``PlannerConfig``.
-        small: where the kernel has it, what few requests read may become tiles of that size.
     """
-    merge = rates.merge * rows_per_request
-    limits = Limits(num_workers, block_size, max_tile_runs, rates.overhead, merge)
+    config, forest = problem.config, problem.forest
+    rates = problem.rates or TileRates.of(problem.cost)
+    merge = rates.merge * problem.rows_per_request
+    limits = Limits(
+        config.num_workers, problem.block_size, config.max_tile_runs, rates.overhead, merge
+    )
     nodes = forest.node_start, forest.node_end, forest.node_first, forest.node_last
-    finish, *tiles = _divide(
-        forest.request_rows, forest.private_start, *nodes, kv_lens,
-        min(max_tile_requests, forest.num_reqs), rows_per_request, limits, rates.memory,
-        rates.cached,
+    tiles = divide(
+        forest.request_rows, forest.private_start, *nodes, problem.kv_lens,
+        min(config.max_tile_requests, forest.num_reqs), problem.rows_per_request, limits,
+        rates.memory, rates.cached,
     )  # fmt: skip
-    if small is None:
-        return WorkTiles(*tiles)
-    apart = divide_by_size(
-        forest, kv_lens, rates, rows_per_request, limits, max_tile_requests, small
-    )
-    return WorkTiles(*(tiles if finish <= apart[0] else apart[1:]))
-
-
-def divide_by_size(
-    forest: Forest,
-    kv_lens: IntArray,
-    rates: TileRates,
-    rows_per_request: int,
-    limits: Limits,
-    max_tile_requests: int,
-    small: SmallTiles,
-) -> tuple[float, IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
-    """Finish and tiles where nodes with more readers than a small tile holds go into large
-    tiles, all the rest into small ones."""
-    node_starts = forest.node_start, forest.node_end
-    wide = forest.node_last - forest.node_first > small.max_tile_requests
-    below = np.zeros(forest.num_reqs + 1, np.int32)
-    np.add.at(below, forest.node_first[wide], 1)
-    np.add.at(below, forest.node_last[wide], -1)
-    inside = np.cumsum(below)[:-1] > 0
-    position = np.concatenate([[0], np.cumsum(inside)]).astype(np.int32)
-    narrow_limits = limits._replace(num_workers=small.num_workers, overhead=small.overhead)
-    rate = np.full(2, small.rate)
-    finish, *tiles = _divide(
-        forest.request_rows, forest.private_start,
-        *(x[~wide] for x in (*node_starts, forest.node_first, forest.node_last)), kv_lens,
-        min(small.max_tile_requests, forest.num_reqs), rows_per_request, narrow_limits, rate, rate,
-    )  # fmt: skip
-    if not wide.any():
-        tiles[-1] = tiles[-1] * limits.num_workers // small.num_workers
-        return finish, *tiles
-    rows = forest.request_rows[inside]
-    wide_finish, *large = _divide(
-        rows, np.full(len(rows), -1, np.int32), *(x[wide] for x in node_starts),
-        position[forest.node_first[wide]], position[forest.node_last[wide]], kv_lens,
-        min(max_tile_requests, len(rows)), rows_per_request, limits, rates.memory, rates.cached,
-    )  # fmt: skip
-    merge = MERGE_LAUNCH + 2 * limits.merge + 2 * PARTIAL_WRITE
-    return finish + wide_finish + merge, *_joined(large, tiles, limits.num_workers)
-
-
-def _joined(large: list[IntArray], small: list[IntArray], num_workers: int) -> tuple[IntArray, ...]:
-    """Both lists of tiles as one, by worker; the small ones are spread over the workers."""
-    row_indptr, rows, run_indptr, runs, cost, worker = large
-    worker = np.concatenate([worker, small[5] % num_workers]).astype(np.int32)
-    order = np.argsort(worker, kind="stable")
-    tiles = WorkTiles(
-        np.concatenate([row_indptr, row_indptr[-1] + small[0][1:]]),
-        np.concatenate([rows, small[1]]),
-        np.concatenate([run_indptr, run_indptr[-1] + small[2][1:]]),
-        np.concatenate([runs, small[3]]),
-        np.concatenate([cost, small[4]]),
-        worker,
-    )
-    row_indptr, slots = permuted(tiles.row_indptr, order)
-    run_indptr, kept = permuted(tiles.run_indptr, order)
-    return (
-        row_indptr, tiles.rows[slots], run_indptr, tiles.runs[kept], tiles.cost[order],
-        worker[order],
-    )  # fmt: skip
-
-
-def permuted(indptr: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
-    """Ranges taken in another order: their indptr, and where their entries come from."""
-    counts = np.diff(indptr)[order]
-    new = np.zeros_like(indptr)
-    np.cumsum(counts, out=new[1:])
-    return new, np.arange(new[-1]) + np.repeat(indptr[order] - new[:-1], counts)
+    return WorkTiles(*tiles)
 
 
 @compiled
@@ -335,7 +239,7 @@ def _cut_through_at_best(runs: Runs, limits: Limits) -> Cut:
 
 
 @compiled
-def _divide(
+def divide(
     request_rows: IntArray,
     private_start: IntArray,
     node_start: IntArray,
@@ -348,9 +252,8 @@ def _divide(
     limits: Limits,
     memory: FloatArray,
     cached: FloatArray,
-) -> tuple[float, IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
-    """Estimated finish and the arrays of ``WorkTiles``, for windows of ``largest`` requests, a
-    half, or a quarter."""
+) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
+    """The arrays of ``WorkTiles``, for windows of ``largest`` requests, a half, or a quarter."""
     best_score = np.inf
     workers = limits.num_workers
     tried = 0
@@ -375,8 +278,7 @@ def _divide(
             cut = _cut_through_at_best(runs, limits)
             if cut.finish * (1 + IN_STEP) < best_score:
                 best_score, best_runs, best = cut.finish * (1 + IN_STEP), runs, cut
-    rows, slots, indptr, out, cost, worker = _as_tiles(best_runs, best, request_rows)
-    return best_score, rows, slots, indptr, out, cost, worker
+    return _as_tiles(best_runs, best, request_rows)
 
 
 @compiled
@@ -411,31 +313,3 @@ def _as_tiles(
         size = row_indptr[t + 1] - row_indptr[t]
         rows[row_indptr[t] : row_indptr[t + 1]] = request_rows[low[t] : low[t] + size]
     return row_indptr, rows, run_indptr, out, cut.cost, tiles[:, 0].copy()
-
-
-def depth_first(problem: DivisionProblem) -> WorkTiles:
-    """DeFT-Flatten with costs for lengths, windows that follow the tree, and a schedule: see
-    the module of that name."""
-    config = problem.config
-    rates = problem.rates or TileRates.of(problem.cost)
-    small = None
-    if config.num_small_workers:
-        # costs are of the GPU's share that one worker of the large size has
-        share = config.num_small_workers / config.num_workers
-        small = SmallTiles(
-            config.num_small_workers,
-            config.small_tile_requests,
-            rates.small * share,
-            rates.overhead,
-        )
-    return divide(
-        problem.forest,
-        problem.kv_lens,
-        rates,
-        problem.rows_per_request,
-        problem.block_size,
-        config.num_workers,
-        config.max_tile_requests,
-        config.max_tile_runs,
-        small,
-    )
