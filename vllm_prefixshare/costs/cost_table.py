@@ -293,13 +293,17 @@ class TileRates:
         the same time; for tiles of 64 and of 128 query rows.
     merge: of one row of one partial result.
     small: rate of tokens read by a tile of 16 query rows only.
+    partial_write: of writing a tile's results as partial ones; merge_launch: of the launch that
+        merges them. Of an H200; on any GPU both are far below what a tile takes.
     """
 
     overhead: float
     memory: FloatArray
     cached: FloatArray
     merge: float
-    small: float = 0.0
+    small: float
+    partial_write: float = 1.0
+    merge_launch: float = 3.0
 
     @classmethod
     def of(cls, cost: CostModel) -> "TileRates":

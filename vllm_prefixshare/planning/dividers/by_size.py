@@ -33,13 +33,6 @@ def by_size(problem: DivisionProblem) -> WorkTiles:
     the workers of the large, for the kernel's layout to schedule."""
     config, forest = problem.config, problem.forest
     rates = problem.rates or TileRates.of(problem.cost)
-    limits = Limits(
-        config.num_workers,
-        problem.block_size,
-        config.max_tile_runs,
-        rates.overhead,
-        rates.merge * problem.rows_per_request,
-    )
     # rates are of that part of the GPU that one worker of the large size has
     share = config.num_small_workers / config.num_workers
     small = SmallTiles(
@@ -48,8 +41,8 @@ def by_size(problem: DivisionProblem) -> WorkTiles:
     tiles = _by_size(
         forest.request_rows, forest.private_start, forest.node_start, forest.node_end,
         forest.node_first, forest.node_last, problem.kv_lens,
-        min(config.max_tile_requests, forest.num_reqs), problem.rows_per_request, limits,
-        rates.memory, rates.cached, small, choose(problem),
+        min(config.max_tile_requests, forest.num_reqs), problem.rows_per_request,
+        Limits.of(problem, rates), rates.memory, rates.cached, small, choose(problem),
     )  # fmt: skip
     return WorkTiles(*tiles)
 
@@ -99,7 +92,7 @@ def _by_size(
         node_last[narrow], kv_lens, min(small.max_requests, n), rows_per_request,
         Limits(
             small.num_workers, limits.block_size, limits.max_tile_runs, limits.overhead,
-            limits.merge,
+            limits.merge, limits.partial_write, limits.merge_launch,
         ),
         rate, rate,
     )  # fmt: skip

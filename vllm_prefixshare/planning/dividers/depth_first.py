@@ -33,9 +33,6 @@ KV_TILE = 128
 SLACK, OVERHEAD_SLACK = 0.02, 0.2
 #: bisection ends at this precision
 PRECISION = 0.005
-#: microseconds on an H200 of writing a tile's results as partial ones, and of the launch that
-#: merges them
-PARTIAL_WRITE, MERGE_LAUNCH = 1.0, 3.0
 #: what windows that read in step are worth, as a part of the finish
 IN_STEP = 0.03
 #: differences in cost, as a part of the largest, that are not worth leaving their order for
@@ -43,14 +40,29 @@ ABOUT_EQUAL = 0.02
 
 
 class Limits(NamedTuple):
-    """What a cut respects. overhead: microseconds of a tile beside its runs; merge: of one
-    partial result of one request."""
+    """What a cut respects, and what it costs in microseconds. overhead: of a tile beside its
+    runs; merge: of one partial result of one request; partial_write, merge_launch: as in
+    ``TileRates``."""
 
     num_workers: int
     block_size: int
     max_tile_runs: int
     overhead: float
     merge: float
+    partial_write: float
+    merge_launch: float
+
+    @classmethod
+    def of(cls, problem: DivisionProblem, rates: TileRates) -> "Limits":
+        return cls(
+            problem.config.num_workers,
+            problem.block_size,
+            problem.config.max_tile_runs,
+            rates.overhead,
+            rates.merge * problem.rows_per_request,
+            rates.partial_write,
+            rates.merge_launch,
+        )
 
 
 class Cut(NamedTuple):
@@ -74,15 +86,11 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
     """
     config, forest = problem.config, problem.forest
     rates = problem.rates or TileRates.of(problem.cost)
-    merge = rates.merge * problem.rows_per_request
-    limits = Limits(
-        config.num_workers, problem.block_size, config.max_tile_runs, rates.overhead, merge
-    )
     nodes = forest.node_start, forest.node_end, forest.node_first, forest.node_last
     tiles = divide(
         forest.request_rows, forest.private_start, *nodes, problem.kv_lens,
-        min(config.max_tile_requests, forest.num_reqs), problem.rows_per_request, limits,
-        rates.memory, rates.cached,
+        min(config.max_tile_requests, forest.num_reqs), problem.rows_per_request,
+        Limits.of(problem, rates), rates.memory, rates.cached,
     )  # fmt: skip
     return WorkTiles(*tiles)
 
@@ -121,7 +129,7 @@ def _merging(runs: Runs, limits: Limits, tiles: IntArray) -> float:
         tiles_of[runs.first[run]] += 1  # in preorder the first run has the first reader
         tiles_of[runs.last[run : end + (done > 0)].max()] -= 1
     most = np.cumsum(tiles_of).max()
-    return MERGE_LAUNCH + most * limits.merge if most > 1 else 0.0
+    return limits.merge_launch + most * limits.merge if most > 1 else 0.0
 
 
 @compiled
@@ -153,7 +161,7 @@ def _cut_evenly(runs: Runs, limits: Limits, ends: IntArray, num_tiles: int) -> C
             cost[count] += limits.overhead
             count, piece = count + 1, piece + 1
         if count > begun + 1:
-            cost[begun:count] += PARTIAL_WRITE
+            cost[begun:count] += limits.partial_write
     tiles, cost = tiles[:count], cost[:count]
     finish = np.zeros(limits.num_workers)
     # stable, and by rounded cost: pieces that are about equal start in their own order
@@ -189,17 +197,17 @@ def _cut_through(
         if done == 0 and (run == 0 or runs.window_end[run - 1] == run):
             tiles_of_window = 0
         rest = runs.before[end] - at
-        fixed = limits.overhead + (PARTIAL_WRITE if tiles_of_window else 0.0)
+        fixed = limits.overhead + (limits.partial_write if tiles_of_window else 0.0)
         goal = np.inf
         if rest + fixed > target - load + slack:
             # a piece of the window, with enough before and after it
-            room = target - load - limits.overhead - PARTIAL_WRITE
+            room = target - load - limits.overhead - limits.partial_write
             part = min(max(room, least), rest - least)
             if load > 0.0 and (room < least or part < least):
                 worker, load = worker + 1, 0.0
                 continue
             if part >= least:
-                goal, fixed = at + part, limits.overhead + PARTIAL_WRITE
+                goal, fixed = at + part, limits.overhead + limits.partial_write
         tile = tiles[count]
         tile[0], tile[1], tile[2] = worker, run, done
         run, done, used = _tile_end(runs, limits, run, done, goal)
