@@ -1,4 +1,5 @@
-"""Planning time on one core: from scratch, after a join or a leave, and per step in between.
+"""Planning time on one core: from scratch, after a join or a leave, and per step in between,
+and the plan's layout for its kernel, for both kernels as an H200 runs them.
 
 Every plan is checked before its time counts; the exit status is 1 if one is wrong. Times are
 medians of ``--repeats`` calls, the best of five rounds.
@@ -15,20 +16,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
 
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.costs.lookup import processor
+from vllm_prefixshare.kernels.contract import Kernel
+from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS, WEIGH_SHARING
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 ATTENTION = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
-NUM_WORKERS, MAX_TILE_REQUESTS = 16, 32  # of an H200 with these heads
+H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+KERNELS = {"hopper": HopperKernel, "portable": PortableKernel}
 ROUNDS = 5
 
 
@@ -41,7 +51,8 @@ def documents(count: int, readers: int, blocks: int = 512) -> Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """A batch with the most microseconds for each kind of step, where there is a limit."""
+    """A batch with the most microseconds for each kind of step, the layout included, where
+    there is a limit."""
 
     name: str
     work: Workload
@@ -51,21 +62,35 @@ class Budget:
 
 def budgets() -> list[Budget]:
     five_levels = tree("1,4,16,64,1024_1024,512,512,256,128")
+    seven_levels = tree("1,2,4,8,16,32,1024_512,512,256,256,128,128,64")
     return [
         Budget("256 requests, 8 documents", documents(8, 32), scratch=500, change=200),
         Budget("1024 requests, five levels", five_levels, scratch=2000),
+        Budget("1024 requests, seven levels", seven_levels, scratch=2000),
     ]
 
 
-def planner(divider: str, share: str = "always") -> DecodePlanner:
+@cache
+def kernel_of(name: str) -> Kernel:
+    """A kernel with the workers that it has on an H200."""
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200):
+        return KERNELS[name](ATTENTION, 1, torch.device("cpu"))
+
+
+def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanner:
     config = PlannerConfig(
         divider=divider,
         share=share,
-        num_workers=NUM_WORKERS,
-        max_tile_requests=MAX_TILE_REQUESTS,
+        num_workers=kernel.num_workers,
+        max_tile_requests=kernel.max_tile_requests,
+        max_tile_runs=kernel.max_tile_runs,
+        num_small_workers=kernel.num_small_workers,
+        small_tile_requests=kernel.small_tile_requests,
         null_block_id=0,
     )
-    return DecodePlanner(config, analytic_cost(ATTENTION, "triton"), 16, ATTENTION.gqa_group_size)
+    executor = "triton" if kernel.name == "hopper" else kernel.name
+    cost = analytic_cost(ATTENTION, executor)
+    return DecodePlanner(config, cost, 16, ATTENTION.gqa_group_size)
 
 
 def microseconds(
@@ -85,13 +110,16 @@ def microseconds(
     return round(min(medians) * 1e6, 1)
 
 
-def measure(work: Workload, divider: str, repeats: int, share: str = "always") -> dict[str, float]:
-    """Microseconds from scratch, after a join or leave, and where the plan still holds.
+def measure(
+    kernel: Kernel, work: Workload, divider: str, repeats: int, share: str = "always"
+) -> dict[str, float]:
+    """Microseconds from scratch, after a join or leave, where the plan still holds, and of the
+    layout that follows a new plan.
 
     Raises:
         InvariantError: a plan is wrong.
     """
-    used = planner(divider, share)
+    used = planner(kernel, divider, share)
     fewer = work.block_table[:-1], work.seq_lens[:-1]
     whole = work.block_table, work.seq_lens
     for batch in (fewer, whole):
@@ -111,10 +139,17 @@ def measure(work: Workload, divider: str, repeats: int, share: str = "always") -
 
     def forget() -> None:
         nonlocal used
-        used = planner(divider, share)
+        used = planner(kernel, divider, share)
 
     scratch = microseconds(lambda: used.update(*whole), repeats, before=forget)
-    return {"scratch_us": scratch, "change_us": change, "steady_us": steady}
+    plan = used.update(*whole)
+    layout = microseconds(lambda: kernel.layout(plan), repeats)
+    return {
+        "scratch_us": scratch,
+        "change_us": change,
+        "steady_us": steady,
+        "layout_us": layout,
+    }
 
 
 def main() -> int:
@@ -124,39 +159,68 @@ def main() -> int:
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats must be 1 or more")
-    cases: list[tuple[str, Workload, str, str, Budget | None]] = [
-        (b.name, b.work, "depth_first", "always", b) for b in budgets()
+    cases: list[tuple[str, str, Workload, str, str, Budget | None]] = [
+        (name, b.name, b.work, kernel_of(name).divider, "always", b)
+        for name in KERNELS
+        for b in budgets()
     ]
-    cases.append(("256 requests, share=auto", documents(8, 32), "depth_first", "auto", None))
+    cases.append(
+        ("hopper", "256 requests, share=auto", documents(8, 32), "depth_first", "auto", None)
+    )
     cases += [
-        (f"growth, {n} requests", documents(8, n // 8), "depth_first", "always", None)
+        (
+            name,
+            f"growth, {n} requests",
+            documents(8, n // 8),
+            kernel_of(name).divider,
+            "always",
+            None,
+        )
+        for name in KERNELS
         for n in (16, 64, 256, 1024, 4096)
     ]
     cases += [
-        (f"divider {name}", documents(8, 32), name, "always", None)
+        ("hopper", f"divider {name}", documents(8, 32), name, "always", None)
         for name in DIVIDERS
-        if name != "depth_first"
+        if name not in WEIGH_SHARING
     ]
     rows, wrong = [], 0
-    print(f"{'case':<30} {'scratch':>10} {'join/leave':>10} {'steady':>8}  microseconds")
-    for name, work, divider, share, budget in cases:
+    print(
+        f"{'kernel':<9} {'case':<28} {'scratch':>10} {'join/leave':>10} {'steady':>8} "
+        f"{'layout':>8}  microseconds"
+    )
+    for kernel, name, work, divider, share, budget in cases:
         # plans of a few milliseconds need fewer calls
-        repeats = args.repeats if divider == "depth_first" else max(1, args.repeats // 5)
+        repeats = args.repeats if divider in WEIGH_SHARING else max(1, args.repeats // 5)
         try:
-            row = measure(work, divider, repeats, share)
+            row = measure(kernel_of(kernel), work, divider, repeats, share)
         except invariants.InvariantError as e:
             wrong += 1
-            print(f"{name:<30} WRONG: {e}")
-            rows.append({"case": name, "wrong": str(e)})
+            print(f"{kernel:<9} {name:<28} WRONG: {e}")
+            rows.append({"kernel": kernel, "case": name, "wrong": str(e)})
             continue
         limits = {"scratch_us": budget.scratch, "change_us": budget.change} if budget else {}
-        late = [k for k, limit in limits.items() if limit is not None and row[k] > limit]
+        late = [
+            k
+            for k, limit in limits.items()
+            if limit is not None and row[k] + row["layout_us"] > limit
+        ]
+        note = f"over budget: {', '.join(late)}" if late else ""
         print(
-            f"{name:<30} {row['scratch_us']:10.1f} {row['change_us']:10.1f} "
-            f"{row['steady_us']:8.1f}  {'over budget: ' + ', '.join(late) if late else ''}",
+            f"{kernel:<9} {name:<28} {row['scratch_us']:10.1f} {row['change_us']:10.1f} "
+            f"{row['steady_us']:8.1f} {row['layout_us']:8.1f}  {note}",
             flush=True,
         )
-        rows.append({"case": name, "divider": divider, "share": share, **row, "budget": limits})
+        rows.append(
+            {
+                "kernel": kernel,
+                "case": name,
+                "divider": divider,
+                "share": share,
+                **row,
+                "budget": limits,
+            }
+        )
     if args.out:
         result = {
             "command": shlex.join(["python", *sys.argv]),

@@ -236,8 +236,9 @@ class Roofline:
 ROOFLINES = {
     "torch": Roofline(300.0, 1e4, 1e4, 1.2e5, 9e4, 4.0),  # two server cores
     "native": Roofline(20.0, 2e4, 2e4, 2.5e5, 9e4, 4.0),  # the same
-    # one multiprocessor of an H200, all of them busy
+    # one multiprocessor of an H200, all of them busy: the Hopper kernel, the portable one
     "triton": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
+    "portable": Roofline(1.5, 3.15e4, 4.8e4, 3e6, 3e6, 2.5, one_head=True),
 }
 
 
@@ -280,7 +281,7 @@ class AnalyticCost:
 
 
 def analytic_cost(attention: AttentionConfig, executor: str) -> AnalyticCost:
-    """An ``AnalyticCost`` for an executor: "torch", "native" or "triton"."""
+    """An ``AnalyticCost`` for an executor: "torch", "native", "triton" or "portable"."""
     return AnalyticCost(attention, ROOFLINES[executor])
 
 

@@ -16,7 +16,7 @@ KERNELS = {
     "torch": "torch-1",
     "native": "native-1",
     "hopper": "hopper-1",
-    "portable": "portable-1",
+    "portable": "portable-2",
 }
 GPU_KERNELS = ("hopper", "portable")
 SHIPPED = Path(__file__).parent / "tables"
@@ -102,7 +102,7 @@ def cost_model(
             f"No cost table for {expected.device} and this model shape: using the analytic "
             "estimate. Measure one with 'vllm-prefixshare profile'."
         )
-    return analytic_cost(attention, "triton" if executor in GPU_KERNELS else executor)
+    return analytic_cost(attention, "triton" if executor == "hopper" else executor)
 
 
 def cache_folder() -> Path:

@@ -16,6 +16,7 @@ from vllm_prefixshare.kernels.contract import Capacity, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
+from vllm_prefixshare.planning.dividers.registry import WEIGH_SHARING
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
@@ -76,8 +77,8 @@ class GpuExecutor:
             options: other fields of ``PlannerConfig``.
         """
         divider = divider or self._kernel.divider
-        if share == "auto" and divider == "depth_first":
-            # what is read alone runs in the same kernel, and depth first weighs both at every
+        if share == "auto" and divider in WEIGH_SHARING:
+            # what is read alone runs in the same kernel, and these dividers weigh both at every
             # cut: asking before it as well takes a third of a plan's time and drops no tree
             share = "always"
         config = PlannerConfig(

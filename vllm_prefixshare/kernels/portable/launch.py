@@ -23,7 +23,7 @@ class QTile:
     """One launch of the kernel.
 
     rows: query rows of a tile; a power of two of at least 16.
-    kv_tile: tokens that one step of the inner loop multiplies.
+    kv_tile: tokens that one step of the inner loop multiplies; the same in all sizes.
     warps, stages: warps of a thread block; KV tiles in flight.
     blocks_per_sm: thread blocks that share a multiprocessor.
     registers: most that a thread may have; 0 leaves it to the compiler.
@@ -35,11 +35,14 @@ class QTile:
     stages: int
     blocks_per_sm: int
     registers: int = 0
+    run_tile: int = 0
 
     def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
         """Workers whose thread blocks fill the GPU."""
         per_worker = num_kv_heads * self.chunks(rows_per_request)
-        return max(1, multiprocessors * self.blocks_per_sm // per_worker)
+        workers = max(1, multiprocessors * self.blocks_per_sm // per_worker)
+        # an even number: two windows cut into as many pieces each read what they share in step
+        return workers - workers % 2 if workers > 2 else workers
 
     def chunks(self, rows_per_request: int) -> int:
         """Pieces that a request with more rows than the tile is walked in."""
@@ -146,6 +149,7 @@ def portable_partial_attention(
             TREE=tree_mask is not None,
             CHUNKS=chunks,
             Q_TILE_SIZE=tile.rows,
+            RUN_TILE_SIZE=tile.run_tile or tile.kv_tile,
             KV_TILE_SIZE=tile.kv_tile,
             STAGES=tile.stages,
             num_warps=tile.warps,
@@ -184,17 +188,22 @@ class PortableKernel:
         return walk_layout(plan, self.rows, sizes, self.grid)
 
     def capacity(self, num_reqs: int) -> Capacity:
-        # there is no bound for every divider: plans that want more are made anew without
-        max_tiles = 2 * num_reqs + 8 * self.num_workers
-        max_partials = max_tiles * min(4, self.max_tile_requests)
-        max_runs = 4 * max_tiles
+        # by_size makes two lists of tiles, in each a tile for every request at worst and at
+        # most two for each worker where windows are cut; cuts leave partial results on both
+        # sides, and so does every request that is in both lists
+        large, small = self.num_workers, self.num_small_workers
+        max_tiles = 2 * (num_reqs + large + small)
+        max_partials = 2 * (
+            num_reqs + large * self.max_tile_requests + small * self.small_tile_requests
+        )
+        max_runs = 4 * num_reqs + max_tiles  # n requests have at most n - 1 distinct nodes above
         max_parts = max_parts_of(self.grid, max_runs, max_tiles)
         sizes = {f"work_indptr_{tile.rows}": workers + 1 for tile, workers in self.tiles}
         sizes |= {
             "tile_info": max_tiles * 8,
-            "slot_row": num_reqs + max_partials,
-            "slot_partial": num_reqs + max_partials,
-            "slot_end": num_reqs + max_partials,
+            "slot_row": 2 * num_reqs + max_partials,
+            "slot_partial": 2 * num_reqs + max_partials,
+            "slot_end": 2 * num_reqs + max_partials,
             **dict.fromkeys(("run_row", "run_start", "run_end", "run_readers"), max_runs),
             **dict.fromkeys(("part_row", "part_pos", "part_readers"), max_parts),
             "merge_indptr": num_reqs + 1,

@@ -27,11 +27,12 @@ class Grid(NamedTuple):
     unit: int
     own_queries: int
     long: int = 4
+    run_tile: int = 64
 
     @classmethod
     def of(cls, kv_tile: int, block_size: int, query_len: int) -> "Grid":
         own = query_len if query_len > 1 else 0
-        return cls(kv_tile, math.gcd(kv_tile, block_size), own)
+        return cls(kv_tile, math.gcd(kv_tile, block_size), own, run_tile=kv_tile)
 
 
 @compiled
@@ -39,9 +40,8 @@ def max_parts_of(grid: Grid, num_runs: int, num_tiles: int) -> int:
     """Most parts that ``walk_layout`` writes: of each run less than ``long`` KV tiles, its
     queries and a part for new tokens; and each tile has two lists of whole KV tiles."""
     per_tile = grid.kv_tile // grid.unit
-    return (grid.long * per_tile + grid.own_queries // grid.unit + 3) * num_runs + (
-        2 * per_tile * num_tiles
-    )
+    per_run = grid.long * per_tile + (grid.run_tile + grid.own_queries) // grid.unit + 3
+    return per_run * num_runs + (2 * per_tile * num_tiles)
 
 
 def walk_layout(
@@ -191,10 +191,10 @@ def _runs_and_parts(
             seen = end  # by every query of the readers
             if run_last[r] - run_first[r] == 1:
                 seen = min(end, planned[row] - grid.own_queries)
-            whole = (seen - start) // kv_tile
-            if whole >= grid.long:
+            whole = (seen - start) // grid.run_tile
+            if whole * grid.run_tile >= grid.long * kv_tile:
                 long[0, num_long], long[1, num_long] = row, start
-                start += whole * kv_tile
+                start += whole * grid.run_tile
                 long[2, num_long], long[3, num_long] = start, readers
                 num_long += 1
             for pos in range(start, end, unit):

@@ -42,14 +42,27 @@ def by_size(problem: DivisionProblem) -> WorkTiles:
         forest.request_rows, forest.private_start, forest.node_start, forest.node_end,
         forest.node_first, forest.node_last, problem.kv_lens,
         min(config.max_tile_requests, forest.num_reqs), problem.rows_per_request,
-        Limits.of(problem, rates), rates.memory, rates.cached, small, choose(problem),
+        Limits.of(problem, rates), rates.memory, rates.cached, small, choose(problem, rates),
     )  # fmt: skip
     return WorkTiles(*tiles)
 
 
-def choose(problem: DivisionProblem) -> bool:
-    """Whether both sizes are worth their partial results."""
-    return problem.config.num_small_workers > 0
+def choose(problem: DivisionProblem, rates: TileRates) -> bool:
+    """Whether what few requests read should go into small tiles: where that is all there is,
+    or the time it takes the large ones beyond the small ones' exceeds that of merging."""
+    config, forest = problem.config, problem.forest
+    below = forest.node_last - forest.node_first
+    narrow = below <= config.small_tile_requests
+    if narrow.all():
+        return True
+    tokens = problem.kv_lens.sum() - forest.private_start.sum()
+    tokens += ((forest.node_end - forest.node_start)[narrow]).sum()
+    saved = tokens * max(0.0, float(rates.memory[1]) - rates.small)
+    merged = forest.num_reqs * problem.rows_per_request * rates.merge
+    if forest.num_reqs > config.num_workers * config.max_tile_requests // 2:
+        # large tiles need not be cut: they alone would leave no partial results
+        merged = 2 * merged + rates.merge_launch * config.num_workers
+    return bool(saved > merged)
 
 
 @compiled

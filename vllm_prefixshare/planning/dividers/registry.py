@@ -29,6 +29,9 @@ DIVIDERS: dict[str, Divider] = {
     )
 }
 
+#: Dividers that weigh reading together against reading alone at every cut.
+WEIGH_SHARING = ("depth_first", "by_size")
+
 
 def get_divider(name: str) -> Divider:
     """The strategy called ``name``.
