@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
@@ -266,9 +266,8 @@ class PrefixShareDecodeWrapper:
                 return out
             self._check_cache(k_cache, v_cache)
             mask = self._gpu.tree_mask if self._has_tree else None
-            return self._gpu.run(
-                q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale, None, mask
-            )
+            batch = cast(torch.Tensor, block_table), cast(torch.Tensor, seq_lens)  # run checks it
+            return self._gpu.run(q, k_cache, v_cache, *batch, out, self.sm_scale, None, mask)
         starts = self._query_start_loc
         table, lens, _ = self._check_batch(block_table, seq_lens, starts)
         if not self._planner.holds(table, lens, self._query_len):

@@ -49,7 +49,7 @@ class GpuExecutor:
     ) -> None:
         self.attention = attention
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
+        if self.device == torch.device("cuda") and torch.cuda.is_available():  # without an index
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.query_len = query_len
         self._mask_words = -(-query_len // 32)
