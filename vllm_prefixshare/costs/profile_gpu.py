@@ -36,7 +36,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class TileExecutor(Protocol):
-    """What is measured: ``executors.gpu.GpuExecutor``."""
+    """What is measured: ``kernels.gpu_executor.GpuExecutor``."""
 
     kernel: str
     device: torch.device
