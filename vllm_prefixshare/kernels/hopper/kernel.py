@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.hopper.producer import (
     FIRST_ROW,
     HALF_ROWS,
@@ -139,10 +140,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         at = token.to(gl.int64) * stride_q + head_q * HEAD_DIM
         inside = there[:, None] & (dim_q < HEAD_DIM)[None, :]
         q_regs = gl.load(q + at[:, None] + dim_q[None, :], mask=inside, other=0.0)
-        gl.thread_barrier()
+        barrier()
         q_tile.store(q_regs)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         query = row_s * 0
         token_s = row_s * 0
         if QUERY_LEN > 1:
@@ -183,9 +184,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             # a row that saw no token at all has weight zero in the merge
             seen = m > LOWEST
             acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
-            gl.thread_barrier()
+            barrier()
             q_tile.store(acc.to(dtype))
-            gl.thread_barrier()
+            barrier()
             at = token.to(gl.int64) * stride_out + head_q * HEAD_DIM
             direct = inside & (partial < 0)[:, None]
             gl.store(out + at[:, None] + dim_q[None, :], q_tile.load(Q), mask=direct)
@@ -228,7 +229,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     q_smem = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, D], KV)
     meta = gl.allocate_shared_memory(gl.int32, [STAGES, 32], PLAIN)
-    words = meta._reinterpret(gl.int32, [STAGES * 32, 1], PLAIN)
+    words = reinterpret(meta, gl.int32, [STAGES * 32, 1], PLAIN)
     # the first STAGES barriers say that a stage is filled, the others that it is free
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
