@@ -119,6 +119,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         num_runs = gl.load(tile_info + tile * 8 + 1)
         next_tile = gl.load(tile_info + tile * 8 + 4) - 1
         half = gl.load(tile_info + tile * 8 + 5)
+        leaves_partials = gl.load(tile_info + tile * 8 + 6)
         # this half holds the requests [begin, end) of the tile
         if R > HALF_ROWS:
             begin = 0
@@ -191,7 +192,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             direct = inside & (partial < 0)[:, None]
             gl.store(out + at[:, None] + dim_q[None, :], q_tile.load(Q), mask=direct)
             merged = there & (partial >= 0)
-            if gl.max(merged.to(gl.int32), 0) != 0:
+            # A branch on a reduction over `merged` would cost every iteration of the loop above:
+            # from Triton 3.8 on a reduction ends in a shuffle, ptxas then takes the warps for
+            # divergent, and builds the descriptors of wgmma in vector registers.
+            if leaves_partials != 0:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
                 lse_at = (partial * QUERY_LEN + row_q % R // G) * Q_HEADS + head_q
                 gl.store(partial_lse + lse_at, gl.convert_layout(lse, Q_ROW), mask=merged)
