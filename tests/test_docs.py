@@ -5,14 +5,16 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import vllm_prefixshare
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import DEFAULT_ENVIRONMENT
-from vllm_prefixshare import cli, envs
+from vllm_prefixshare import envs
 from vllm_prefixshare.integration.stats import BackendStats
 
 ROOT = Path(__file__).parents[1]
@@ -51,8 +53,9 @@ def test_the_engine_example_runs():
 def test_commands_succeed(line, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
     program, *arguments = shlex.split(line)
-    assert program == "vllm-prefixshare"
-    assert cli.main(arguments) == 0
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    main = EntryPoint(program, scripts[program], "console_scripts").load()
+    assert main(arguments) == 0
     assert capsys.readouterr().out
 
 
