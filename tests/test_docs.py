@@ -46,7 +46,7 @@ def test_the_engine_example_runs():
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) > 1.5
+    assert float(done.stdout.split()[-1]) > 1.2  # one may decode alone at first
 
 
 @pytest.mark.parametrize("line", [x for b in blocks("sh") for x in b.splitlines()])
