@@ -20,7 +20,7 @@ lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(PY) benchmarks/readme_tables.py --check
+	$(PY) benchmarks/tables.py --check
 
 venv: $(VENV)/.project
 

@@ -3,9 +3,9 @@
 Inherits CPU_ATTN: its cache, its prefill, its kernel for rows that share nothing. Decode
 rows that share KV blocks leave it and run in an executor of ours. One step:
 
-    build():   block table, lengths -> DecodePlanner -> CpuStep (shared rows)
+    build():   block table, lengths -> DecodePlanner -> Executor.prepare (shared rows)
                                                      -> CPU_ATTN metadata (the other rows)
-    forward(): CpuExecutor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
+    forward(): Executor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
 """
 
 import time
@@ -32,7 +32,8 @@ from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
-from vllm_prefixshare.kernels.cpu.executor import CpuExecutor, CpuStep, cache_views, cpu_executor
+from vllm_prefixshare.kernels.contract import Executor, HostBatch
+from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import IntArray
@@ -72,14 +73,13 @@ class PrefixShareCPUBackend(CPUAttentionBackend):
 class PrefixShareCPUMetadata(CPUAttentionMetadata):
     """CPU_ATTN's metadata of the whole batch, and how this step divides it.
 
-    step: shared decode rows made ready, or None where nothing is shared; then the rest is
-        not set either and CPU_ATTN runs the whole batch.
-    rest: CPU_ATTN's metadata of the rows not in ``step``; None if there are none.
+    executor: has the plan of the shared decode rows in force; None where nothing is shared:
+        then the rest is not set either and CPU_ATTN runs the whole batch.
+    rest: CPU_ATTN's metadata of the other rows; None if there are none.
     rest_tokens: int64, their query tokens.
     """
 
-    step: CpuStep | None = None
-    executor: CpuExecutor | None = None
+    executor: Executor | None = None
     rest: CPUAttentionMetadata | None = None
     rest_tokens: torch.Tensor | None = None
 
@@ -185,10 +185,9 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if not len(shared):
             return
         whole_batch = len(shared) == common.num_reqs and starts[-1] == common.num_actual_tokens
+        batch = HostBatch(table, seq_lens, starts[: num_decodes + 1])
+        self._executor.prepare(plan, batch if whole_batch else batch._replace(rows=shared))
         metadata.executor = self._executor
-        metadata.step = self._executor.prepare(
-            plan, table, seq_lens, starts[: num_decodes + 1], None if whole_batch else shared
-        )
         if not whole_batch:
             others = np.setdiff1d(np.flatnonzero(np.diff(starts)), shared)
             if len(others):
@@ -244,7 +243,7 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
         ``[num_tokens, num_heads, head_size]``, written in place."""
         metadata = attn_metadata
         unsupported = output_scale is not None or output_block_scale is not None
-        if metadata is None or metadata.step is None or not self.shares or unsupported:
+        if metadata is None or metadata.executor is None or not self.shares or unsupported:
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
@@ -258,10 +257,10 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
                 output_block_scale,
             )  # fmt: skip
             output[tokens] = part
-        assert metadata.executor is not None
         n = metadata.num_actual_tokens
         began = time.perf_counter()
-        metadata.executor.run(metadata.step, query[:n], kv_cache, output[:n], self.scale)
+        tables = metadata.block_table, metadata.seq_lens
+        metadata.executor.run(query[:n], *cache_views(kv_cache), *tables, output[:n], self.scale)
         STATS.layer_calls += 1
         STATS.layer_seconds += time.perf_counter() - began
         return output

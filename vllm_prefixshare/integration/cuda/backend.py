@@ -7,7 +7,7 @@ first in a batch and run in our kernels. One step:
                                            -> FLASH_ATTN metadata of the other rows
     forward(): GpuExecutor.run  and  FLASH_ATTN forward, each on its own tokens     [per layer]
 
-``build`` is in ``cuda_metadata``. A FULL CUDA graph holds what ``forward`` launched while it was
+``build`` is in ``metadata``. A FULL CUDA graph holds what ``forward`` launched while it was
 captured, and is replayed after each ``build``: the launches stay, the plan that they read changes.
 """
 

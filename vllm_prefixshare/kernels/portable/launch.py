@@ -154,6 +154,7 @@ def portable_partial_attention(
             STAGES=tile.stages,
             num_warps=tile.warps,
             **({"maxnreg": tile.registers} if tile.registers else {}),
+            enable_fp_fusion=True,  # off unless asked for from Triton 3.10 on
         )
 
 
@@ -166,7 +167,8 @@ class PortableKernel:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
         properties = torch.cuda.get_device_properties(device)
-        tiles = q_tiles(attention.head_dim, self.rows, properties.shared_memory_per_block_optin)
+        memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+        tiles = q_tiles(attention.head_dim, self.rows, memory)
         self.tiles = [
             (
                 tile,
