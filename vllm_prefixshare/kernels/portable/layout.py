@@ -128,7 +128,7 @@ def _schedule(
     by_cost = np.argsort(-cost, kind="mergesort")
     done = at = 0
     for size in range(len(sizes)):
-        workers = sizes[size, 1]
+        workers = int(sizes[size, 1])
         worker_of = np.full(num_tiles, -1, np.int32)
         if size == len(sizes) - 1 and len(work_indptr) - 1 == workers:
             for w in range(workers):
@@ -137,11 +137,10 @@ def _schedule(
         else:
             walk = by_cost
             load = np.zeros(workers)
-            for t in walk:
-                if size_of[t] == size:
-                    worker = np.argmin(load)
-                    worker_of[t] = worker
-                    load[worker] += cost[t]
+            for tile in walk:
+                if size_of[tile] == size:
+                    worker_of[tile] = np.argmin(load)
+                    load[worker_of[tile]] += cost[tile]
         count = np.zeros(workers + 1, np.int32)
         for t in range(num_tiles):
             if size_of[t] == size:
@@ -149,11 +148,10 @@ def _schedule(
         count[0] = done
         begin = np.cumsum(count).astype(np.int32)
         indptr[at : at + workers + 1] = begin
-        for t in walk:
-            if size_of[t] == size:
-                w = worker_of[t]
-                order[begin[w]] = t
-                begin[w] += 1
+        for tile in walk:
+            if size_of[tile] == size:
+                order[begin[worker_of[tile]]] = tile
+                begin[worker_of[tile]] += 1
                 done += 1
         at += workers + 1
     return order, indptr
