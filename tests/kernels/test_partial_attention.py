@@ -56,6 +56,18 @@ def test_the_plans_of_every_divider(divider, queries):
         assert np.diff(plan.tile_run_indptr).max() > 2
 
 
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+@pytest.mark.parametrize("divider", ["depth_first", "deft_flatten"])
+def test_long_runs_that_some_rows_read(divider, queries):
+    """Long enough for a loop of their own: those of a document, and of one request alone."""
+    batch = paged_batch(
+        requests=3, document_blocks=18, private_blocks=20, query_lens=queries, dtype=FP16
+    )
+    kernel = check(batch, divider, workers=1)
+    readers = kernel.arrays["run_readers"].cpu().numpy()
+    assert np.unique(readers).size > 2
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
 @pytest.mark.parametrize("block_size", [8, 16, 24, 128])
 def test_block_sizes_and_cache_strides(block_size, layout):

@@ -13,8 +13,9 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.cost_table import TileRates
-from vllm_prefixshare.planning.dividers.depth_first import Limits, divide
+from vllm_prefixshare.planning.dividers.depth_first import Limits, as_tiles, cut_evenly, divide
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
+from vllm_prefixshare.planning.dividers.windows import list_runs
 from vllm_prefixshare.records import FloatArray, IntArray, WorkTiles
 
 Arrays = tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]
@@ -100,15 +101,17 @@ def _by_size(
         position[p + 1] = position[p] + (depth > 0)
     narrow = ~wide
     rate = np.full(2, small.rate)
-    few = divide(
+    few_limits = Limits(
+        small.num_workers, limits.block_size, limits.max_tile_runs, limits.overhead, limits.merge,
+        limits.partial_write, limits.merge_launch,
+    )  # fmt: skip
+    runs = list_runs(
         request_rows, private_start, node_start[narrow], node_end[narrow], node_first[narrow],
         node_last[narrow], kv_lens, min(small.max_requests, n), rows_per_request,
-        Limits(
-            small.num_workers, limits.block_size, limits.max_tile_runs, limits.overhead,
-            limits.merge, limits.partial_write, limits.merge_launch,
-        ),
-        rate, rate,
+        limits.block_size, limits.overhead, rate, rate,
     )  # fmt: skip
+    cut = cut_evenly(runs, few_limits, np.unique(runs.window_end), small.num_workers)
+    few = as_tiles(runs, cut, request_rows)
     few[5][:] = few[5] * limits.num_workers // small.num_workers
     if position[n] == 0:
         return few
