@@ -26,7 +26,7 @@ class QTile:
     kv_tile: tokens that one step of the inner loop multiplies; the same in all sizes.
     warps, stages: warps of a thread block; KV tiles in flight.
     blocks_per_sm: thread blocks that share a multiprocessor.
-    registers: most that a thread may have; 0 leaves it to the compiler.
+    run_tile: the same in runs that have a loop of their own; ``kv_tile`` if 0.
     """
 
     rows: int
@@ -34,7 +34,6 @@ class QTile:
     warps: int
     stages: int
     blocks_per_sm: int
-    registers: int = 0
     run_tile: int = 0
 
     def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
@@ -56,11 +55,14 @@ def q_tiles(head_dim: int, rows_per_request: int, shared_memory: int) -> tuple[Q
         rows_per_request: query rows of one request on one KV head.
         shared_memory: bytes that a thread block may have.
     """
-    large = shared_memory >= 160 << 10  # data-centre GPUs; the others have 99 KiB
     if head_dim > 128:
         sizes = [QTile(16, 32, 4, 2, 2), QTile(64, 32, 8, 2, 1)]
-    else:
-        sizes = [QTile(16, 64, 2, 2, 4 if large else 2), QTile(128, 64, 8, 3 if large else 2, 1)]
+    elif shared_memory >= 160 << 10:  # data-centre GPUs
+        # two thread blocks of 64 rows: one multiplies while the other is at its softmax
+        stages = 3 if shared_memory >= 227 << 10 else 2
+        sizes = [QTile(16, 64, 2, 2, 4), QTile(64, 64, 4, stages, 2)]
+    else:  # the others have 99 KiB
+        sizes = [QTile(16, 64, 2, 2, 2), QTile(64, 64, 4, 2, 1)]
     return tuple(s for s in sizes if s.rows >= rows_per_request) or (sizes[-1],)
 
 
@@ -153,7 +155,6 @@ def portable_partial_attention(
             KV_TILE_SIZE=tile.kv_tile,
             STAGES=tile.stages,
             num_warps=tile.warps,
-            **({"maxnreg": tile.registers} if tile.registers else {}),
             enable_fp_fusion=True,  # off unless asked for from Triton 3.10 on
         )
 
@@ -183,7 +184,8 @@ class PortableKernel:
         self.max_tile_runs = 1 << 30
         self.num_small_workers = self.tiles[0][1]
         self.small_tile_requests = max(1, tiles[0].rows // self.rows)
-        self.grid = Grid.of(tiles[-1].kv_tile, attention.block_size, query_len)
+        grid = Grid.of(tiles[-1].kv_tile, attention.block_size, query_len)
+        self.grid = grid._replace(run_tile=max(t.run_tile or t.kv_tile for t in tiles))
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         sizes = [(tile.rows, n) for tile, n in self.tiles]

@@ -21,6 +21,7 @@ class Grid(NamedTuple):
         share; it divides kv_tile and blocks.
     own_queries: tokens at the end of each request that its queries see in part only.
     long: KV tiles of a run that are worth a loop of their own.
+    run_tile: what one step of that loop reads.
     """
 
     kv_tile: int
