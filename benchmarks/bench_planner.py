@@ -32,7 +32,7 @@ from vllm_prefixshare.kernels.contract import Kernel
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.registry import DIVIDERS, WEIGH_SHARING
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
@@ -84,8 +84,6 @@ def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanne
         num_workers=kernel.num_workers,
         max_tile_requests=kernel.max_tile_requests,
         max_tile_runs=kernel.max_tile_runs,
-        num_small_workers=kernel.num_small_workers,
-        small_tile_requests=kernel.small_tile_requests,
         null_block_id=0,
     )
     executor = "triton" if kernel.name == "hopper" else kernel.name
@@ -182,7 +180,7 @@ def main() -> int:
     cases += [
         ("hopper", f"divider {name}", documents(8, 32), name, "always", None)
         for name in DIVIDERS
-        if name not in WEIGH_SHARING
+        if name != "depth_first"
     ]
     rows, wrong = [], 0
     print(
@@ -191,7 +189,7 @@ def main() -> int:
     )
     for kernel, name, work, divider, share, budget in cases:
         # plans of a few milliseconds need fewer calls
-        repeats = args.repeats if divider in WEIGH_SHARING else max(1, args.repeats // 5)
+        repeats = args.repeats if divider == "depth_first" else max(1, args.repeats // 5)
         try:
             row = measure(kernel_of(kernel), work, divider, repeats, share)
         except invariants.InvariantError as e:

@@ -64,9 +64,7 @@ def test_captured_arrays_and_partial_results_do_not_grow():
 
 @pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (16, 1), (64, 8)], ids=str)
-@pytest.mark.parametrize(
-    "divider", ["depth_first", "by_size", "flashforge", "deft_flatten", "per_request"]
-)
+@pytest.mark.parametrize("divider", ["depth_first", "flashforge", "deft_flatten", "per_request"])
 def test_reserved_room_holds_every_plan_that_keeps_its_limits(monkeypatch, kernel, heads, divider):
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -83,8 +81,6 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(monkeypatch, kerne
             num_workers=k.num_workers,
             max_tile_requests=k.max_tile_requests,
             max_tile_runs=k.max_tile_runs,
-            num_small_workers=k.num_small_workers,
-            small_tile_requests=k.small_tile_requests,
             **limits,
         )
         plan = planner.update(work.block_table, work.seq_lens)

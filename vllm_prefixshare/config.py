@@ -54,8 +54,6 @@ class PlannerConfig:
     num_workers: thread blocks that walk the plan side by side (1 on a CPU).
     max_tile_requests: most requests in one work tile (a Q tile's rows / gqa_group_size).
     max_tile_runs: most runs of KV tokens in one work tile.
-    num_small_workers, small_tile_requests: the same of a second, smaller size of work tile that
-        the kernel has, if any.
     max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan; one
         that exceeds them is made anew with a tile for each request alone.
     grouping: merge short nodes into their children (FastTree, section 4.2).
@@ -71,8 +69,6 @@ class PlannerConfig:
     num_workers: int = 1
     max_tile_requests: int = 1 << 30
     max_tile_runs: int = 1 << 30
-    num_small_workers: int = 1
-    small_tile_requests: int = 1
     max_tiles: int = 1 << 30
     max_runs: int = 1 << 30
     max_partials: int = 1 << 30

@@ -9,7 +9,7 @@ from tests.batches import PagedBatch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.kernels.merge_states import merge_states
-from vllm_prefixshare.kernels.portable.launch import QTile, q_tiles
+from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
 from vllm_prefixshare.kernels.portable.launch import portable_partial_attention as partial_attention
 from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -31,7 +31,7 @@ def make_plan(
     attention = AttentionConfig(heads, kv_heads, head_dim, block_size, name)
     query_len = int(np.diff(batch.query_start_loc).max())
     rows = query_len * attention.gqa_group_size
-    limit = max(1, q_tiles(head_dim, rows, H100_SHARED_MEMORY)[-1].rows // rows)
+    limit = max(1, q_tile(head_dim, H100_SHARED_MEMORY).rows // rows)
     config = PlannerConfig(
         divider=divider,
         num_workers=workers,
@@ -47,22 +47,21 @@ def make_plan(
 class Portable:
     """A plan on the device; ``run`` may follow with other lengths.
 
-    tile_sizes: Q tiles to launch; those of an H100 if None.
+    tile: that of an H100 if None.
     """
 
     plan: DecodePlan
     batch: PagedBatch
     workers: int = 3
-    tile_sizes: tuple[QTile, ...] | None = None
+    tile: QTile | None = None
 
     def __post_init__(self) -> None:
         b = self.batch
         self.query_len = int(np.diff(b.query_start_loc).max())
         heads, self.head_dim = b.q.shape[1:]
-        rows = self.query_len * heads // b.k_cache.shape[2]
-        self.tiles = self.tile_sizes or q_tiles(self.head_dim, rows, H100_SHARED_MEMORY)
-        grid = Grid.of(self.tiles[-1].kv_tile, b.k_cache.shape[1], self.query_len)
-        layout = walk_layout(self.plan, rows, [(t.rows, self.workers) for t in self.tiles], grid)
+        self.tile = self.tile or q_tile(self.head_dim, H100_SHARED_MEMORY)
+        grid = Grid.of(self.tile.kv_tile, b.k_cache.shape[1], self.query_len)
+        layout = walk_layout(self.plan, grid)
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in layout.items()}
         shape = self.plan.num_partials * self.query_len, heads, self.head_dim
         self.partial_out = torch.full(shape, torch.nan, device=DEVICE)
@@ -78,7 +77,8 @@ class Portable:
         mask = None if tree_mask is None else torch.from_numpy(tree_mask).to(DEVICE)
         out = torch.full_like(q, torch.nan)
         partial_attention(
-            [(tile, self.workers) for tile in self.tiles],
+            self.tile,
+            self.workers,
             self.query_len,
             self.arrays,
             q,

@@ -27,7 +27,6 @@ def tile_in_plan(plan: DecodePlan, tile: int) -> tuple:
 
 
 MAX_SLOTS, MAX_RUNS = 40, 100
-GRID = Grid.of(64, 16, 1)
 
 
 def kind(run: tuple, num_reqs: int, rows: int) -> int:
@@ -116,32 +115,6 @@ def test_a_plan_for_larger_tiles_is_refused():
         linked_layout(plan, 4, 1, MAX_RUNS)
 
 
-@pytest.mark.parametrize("divider", DIVIDERS)
-def test_every_tile_goes_once_to_the_smallest_size_that_holds_it(divider):
-    plan = make_plan(paged_batch(requests=9), divider)
-    rows = 8
-    layout = walk_layout(plan, rows, [(16, 5), (32, 4), (64, 2)], GRID)
-    assert {array.dtype for array in layout.values()} == {np.dtype(np.int32)}
-    seen = []
-    for size, smaller, workers in ((16, 0, 5), (32, 16, 4), (64, 32, 2)):
-        indptr = layout[f"work_indptr_{size}"]
-        assert len(indptr) == workers + 1 and np.all(np.diff(indptr) >= 0)
-        for tile in range(indptr[0], indptr[-1]):
-            need = int(layout["tile_info"][tile, 1]) * rows
-            assert need > smaller and (need <= size or size == 64)
-            seen.append(tile)
-    assert seen == list(range(plan.num_tiles))
-    given = sorted(int(slot) for slot in layout["tile_info"][:, 0])
-    assert given == plan.tile_req_indptr[:-1].tolist()
-
-
-def test_the_largest_tiles_keep_the_workers_of_their_plan():
-    plan = make_plan(paged_batch(requests=9), "depth_first", workers=3)
-    layout = walk_layout(plan, 64, [(16, 5), (64, 3)], GRID)
-    np.testing.assert_array_equal(layout["work_indptr_64"], plan.work_indptr)
-    np.testing.assert_array_equal(layout["tile_info"][:, 0], plan.tile_req_indptr[:-1])
-
-
 def tokens_by_reader(plan: DecodePlan, tile: int) -> list[tuple[int, int, int]]:
     """(place among the tile's requests, batch row read from, position) of every token that is
     read under the planned lengths."""
@@ -194,13 +167,12 @@ def test_every_token_is_read_once_and_queries_in_parts_only(divider, kv_tile, qu
     batch = paged_batch(requests=7, document_blocks=19, private_blocks=17, query_lens=queries)
     plan = make_plan(batch, divider)
     grid = Grid.of(kv_tile, 16, queries)
-    layout = walk_layout(plan, 4, [(16, 5), (128, 3)], grid)
+    layout = walk_layout(plan, grid)
     lens = plan.planned_seq_lens
     longer = lens + grown * (np.arange(len(lens)) % 3 + 1).astype(np.int32)
-    tile_at = {int(first): t for t, first in enumerate(plan.tile_req_indptr[:-1])}
-    for place in range(plan.num_tiles):
-        tile = tile_at[int(layout["tile_info"][place, 0])]
-        of_runs, of_parts = tokens_in_layout(layout, place, longer, grid)
+    np.testing.assert_array_equal(layout["tile_info"][:, 0], plan.tile_req_indptr[:-1])
+    for tile in range(plan.num_tiles):
+        of_runs, of_parts = tokens_in_layout(layout, tile, longer, grid)
         expected = tokens_by_reader(replace(plan, planned_seq_lens=longer), tile)
         assert sorted(of_runs + of_parts) == expected
         for reader, _, pos in of_runs:
@@ -215,7 +187,7 @@ def test_short_runs_share_a_kv_tile():
     """Private parts of a block each, of four requests: one KV tile of 64 tokens."""
     batch = paged_batch(documents=1, requests=4, document_blocks=16, private_blocks=1)
     plan = make_plan(batch, "depth_first", workers=1)
-    layout = walk_layout(plan, 4, [(128, 1)], Grid.of(64, 16, 1))
+    layout = walk_layout(plan, Grid.of(64, 16, 1))
     assert plan.num_tiles == 1
     # the document is a run; two blocks that pairs share and four private ones fill two KV tiles
     assert layout["run_end"].tolist() == [256]
@@ -225,6 +197,6 @@ def test_short_runs_share_a_kv_tile():
 def test_an_empty_plan():
     batch = paged_batch()
     batch.block_table, batch.seq_lens = batch.block_table[:0], batch.seq_lens[:0]
-    layout = walk_layout(make_plan(batch), 4, [(16, 3), (128, 2)], GRID)
-    assert layout["work_indptr_16"].tolist() == [0] * 4
-    assert layout["work_indptr_128"].tolist() == [0] * 3
+    layout = walk_layout(make_plan(batch), Grid.of(64, 16, 1))
+    assert layout["work_indptr"].tolist() == [0] * 4
+    assert layout["tile_info"].size == layout["part_row"].size == 0

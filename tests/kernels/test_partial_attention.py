@@ -161,7 +161,7 @@ def test_token_trees_wider_than_a_word(tokens, group):
 def test_a_tile_larger_than_its_kernel_is_walked_in_pieces():
     batch = paged_batch(heads=(16, 1), query_lens=3, dtype=FP16)
     plan = make_plan(batch, max_requests=1)
-    kernel = Portable(plan, batch, tile_sizes=(QTile(16, 32, 4, 1, 1),))
+    kernel = Portable(plan, batch, tile=QTile(16, 32, 4, 1, 1))
     assert relative_error(kernel.run(), reference(batch)) < TOLERANCE[FP16]
 
 

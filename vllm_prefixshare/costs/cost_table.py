@@ -293,7 +293,6 @@ class TileRates:
     memory, cached: ``[2]`` rate of tokens read by this tile only, and by very many tiles at
         the same time; for tiles of 64 and of 128 query rows.
     merge: of one row of one partial result.
-    small: rate of tokens read by a tile of 16 query rows only.
     partial_write: of writing a tile's results as partial ones; merge_launch: of the launch that
         merges them. Of an H200; on any GPU both are far below what a tile takes.
     """
@@ -302,7 +301,6 @@ class TileRates:
     memory: FloatArray
     cached: FloatArray
     merge: float
-    small: float
     partial_write: float = 1.0
     merge_launch: float = 3.0
 
@@ -316,6 +314,4 @@ class TileRates:
         rate = np.maximum((us[..., 1] - us[..., 0]) / (long - short), 1e-9)
         overhead = us[..., 0] - rate * short
         merge = max(0.0, float(cost.merge(1)))
-        small = cost.tile(16, np.array([short, long]))
-        per_token = max(float(small[1] - small[0]) / (long - short), 1e-9)
-        return cls(max(1e-3, float(overhead.mean())), rate[0], rate[1], merge, per_token)
+        return cls(max(1e-3, float(overhead.mean())), rate[0], rate[1], merge)

@@ -122,8 +122,7 @@ class Kernel(Protocol):
     """Partial attention as one kernel does it.
 
     divider: the one that measures best with it.
-    num_workers, max_tile_requests, max_tile_runs, num_small_workers, small_tile_requests: what
-        its plans must keep to, as in ``PlannerConfig``.
+    num_workers, max_tile_requests, max_tile_runs: what its plans must keep to.
     """
 
     name: str
@@ -131,8 +130,6 @@ class Kernel(Protocol):
     num_workers: int
     max_tile_requests: int
     max_tile_runs: int
-    num_small_workers: int
-    small_tile_requests: int
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """The plan as int32 arrays for the device."""

@@ -16,7 +16,6 @@ from vllm_prefixshare.kernels.contract import Capacity, HostBatch, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
-from vllm_prefixshare.planning.dividers.registry import WEIGH_SHARING
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
@@ -82,8 +81,8 @@ class GpuExecutor:
             options: other fields of ``PlannerConfig``.
         """
         divider = divider or self._kernel.divider
-        if share == "auto" and divider in WEIGH_SHARING:
-            # what is read alone runs in the same kernel, and these dividers weigh both at every
+        if share == "auto" and divider == "depth_first":
+            # what is read alone runs in the same kernel, and depth first weighs both at every
             # cut: asking before it as well takes a third of a plan's time and drops no tree
             share = "always"
         config = PlannerConfig(
@@ -92,8 +91,6 @@ class GpuExecutor:
             num_workers=self.num_workers,
             max_tile_requests=self.max_tile_requests,
             max_tile_runs=self.max_tile_runs,
-            num_small_workers=self._kernel.num_small_workers,
-            small_tile_requests=self._kernel.small_tile_requests,
             **options,
         )
         room = self._capacity

@@ -12,7 +12,7 @@ from vllm_prefixshare.costs.cost_table import CostModel, TileRates
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.cached_plan import CachedPlan
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
-from vllm_prefixshare.planning.dividers.registry import WEIGH_SHARING, get_divider
+from vllm_prefixshare.planning.dividers.registry import get_divider
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
@@ -216,7 +216,7 @@ class DecodePlanner:
         """Microseconds of what is read together or alone in a batch that shares, and the
         depth-first position of a request that reads it."""
         lens = np.maximum(1, kv_lens[forest.request_rows] - forest.private_start)
-        if self.config.divider in WEIGH_SHARING:  # no tiles for single nodes: rates will do
+        if self.config.divider == "depth_first":  # no tiles for single nodes: rates will do
             nodes = (forest.node_end - forest.node_start) * self._rates.memory[1]
             private = lens * self._rates.memory[0]
             private[:: self.config.max_tile_requests] += self._rates.overhead

@@ -170,7 +170,6 @@ class HopperKernel:
     """``kernels.hopper.kernel``, for compute capability 9.0."""
 
     name, divider = "hopper", "depth_first"
-    num_small_workers, small_tile_requests = 1, 1  # one size of tile
 
     def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
         self.shape = hopper_shape(attention, query_len)

@@ -1,6 +1,6 @@
 """Partial attention in plain Triton, for every NVIDIA GPU from compute capability 8.0 on.
 
-The kernel is launched once for each size of Q tile. A thread block belongs to one worker and
+A thread block belongs to one worker and
 one KV head, walks the worker's work tiles, and in each of them first the long runs, one KV tile
 after the other, then one list of the KV tiles into which ``layout.walk_layout`` has packed the
 short ones and what was left of the long. Which rows read a run is one interval, thanks to
@@ -163,7 +163,6 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                       HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
                       TREE: tl.constexpr, CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
-                      RUN_TILE_SIZE: tl.constexpr,
                       KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest."""
     G: tl.constexpr = Q_HEADS // KV_HEADS
@@ -220,7 +219,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             m, total, acc = _attend_run(
                 (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
                 table_row, k_head, v_head, stride_block, stride_token, qk_scale, HEAD_DIM, D,
-                BLOCK_SIZE, RUN_TILE_SIZE, STAGES)
+                BLOCK_SIZE, KV_TILE_SIZE, STAGES)
         steps = packed + new * growth
         opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:

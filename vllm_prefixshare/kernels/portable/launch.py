@@ -1,8 +1,8 @@
-"""Launching the portable kernel: sizes of Q tile, limits of a plan, what Triton needs to know
+"""Launching the portable kernel: size of its Q tile, limits of a plan, what Triton needs to know
 beside the tensors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,12 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class QTile:
-    """One launch of the kernel.
+    """How the kernel is cut.
 
     rows: query rows of a tile; a power of two of at least 16.
-    kv_tile: tokens that one step of the inner loop multiplies; the same in all sizes.
+    kv_tile: tokens that one step of the inner loop multiplies.
     warps, stages: warps of a thread block; KV tiles in flight.
     blocks_per_sm: thread blocks that share a multiprocessor.
-    run_tile: the same in runs that have a loop of their own; ``kv_tile`` if 0.
     """
 
     rows: int
@@ -34,7 +33,6 @@ class QTile:
     warps: int
     stages: int
     blocks_per_sm: int
-    run_tile: int = 0
 
     def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
         """Workers whose thread blocks fill the GPU."""
@@ -48,26 +46,23 @@ class QTile:
         return -(-rows_per_request // self.rows)
 
 
-def q_tiles(head_dim: int, rows_per_request: int, shared_memory: int) -> tuple[QTile, ...]:
-    """Sizes of Q tile, ascending.
+def q_tile(head_dim: int, shared_memory: int) -> QTile:
+    """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
+    so that one multiplies while the other is at its softmax.
 
     Args:
-        rows_per_request: query rows of one request on one KV head.
         shared_memory: bytes that a thread block may have.
     """
     if head_dim > 128:
-        sizes = [QTile(16, 32, 4, 2, 2), QTile(64, 32, 8, 2, 1)]
-    elif shared_memory >= 160 << 10:  # data-centre GPUs
-        # two thread blocks of 64 rows: one multiplies while the other is at its softmax
-        stages = 3 if shared_memory >= 227 << 10 else 2
-        sizes = [QTile(16, 64, 2, 2, 4), QTile(64, 64, 4, stages, 2)]
-    else:  # the others have 99 KiB
-        sizes = [QTile(16, 64, 2, 2, 2), QTile(64, 64, 4, 2, 1)]
-    return tuple(s for s in sizes if s.rows >= rows_per_request) or (sizes[-1],)
+        return QTile(64, 32, 8, 2, 1)
+    if shared_memory >= 160 << 10:  # data-centre GPUs
+        return QTile(64, 64, 4, 3 if shared_memory >= 227 << 10 else 2, 2)
+    return QTile(64, 64, 4, 2, 1)  # the others have 99 KiB
 
 
 def portable_partial_attention(
-    tiles: Sequence[tuple[QTile, int]],
+    tile: QTile,
+    num_workers: int,
     query_len: int,
     plan: Mapping[str, torch.Tensor],
     q: torch.Tensor,
@@ -82,12 +77,12 @@ def portable_partial_attention(
     out: torch.Tensor,
     sm_scale: float,
 ) -> None:
-    """Launch every size of Q tile; the arguments have been checked by the executor.
+    """Launch; the arguments have been checked by the executor.
 
-    The launches depend on shapes only: they may be captured in a CUDA graph.
+    The launch depends on shapes only: it may be captured in a CUDA graph.
 
     Args:
-        tiles: sizes with their numbers of workers, as the plan was laid out for.
+        num_workers: that the plan was made for.
         query_len: most query tokens of a request.
         plan: int32 device arrays of ``portable.layout.walk_layout``.
         q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16 or float16.
@@ -107,107 +102,90 @@ def portable_partial_attention(
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     rows_per_request = query_len * num_qo_heads // num_kv_heads
-    for tile, num_workers in reversed(tiles):  # the largest tiles take longest
-        chunks = tile.chunks(rows_per_request)
-        partial_attention[(num_workers * chunks * num_kv_heads,)](
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            seq_lens if query_start_loc is None else query_start_loc,
-            seq_lens if tree_mask is None else tree_mask,
-            plan[f"work_indptr_{tile.rows}"],
-            plan["tile_info"],
-            plan["slot_row"],
-            plan["slot_partial"],
-            plan["slot_end"],
-            plan["run_row"],
-            plan["run_start"],
-            plan["run_end"],
-            plan["run_readers"],
-            plan["part_row"],
-            plan["part_pos"],
-            plan["part_readers"],
-            partial_out,
-            partial_lse,
-            out,
-            k_cache.stride(0),
-            k_cache.stride(1),
-            k_cache.stride(2),
-            block_table.stride(0),
-            q.stride(0),
-            out.stride(0),
-            0 if tree_mask is None else tree_mask.stride(0),
-            sm_scale * LOG2E,
-            Q_HEADS=num_qo_heads,
-            KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            D=triton.next_power_of_2(head_dim),
-            BLOCK_SIZE=block_size,
-            UNIT=math.gcd(block_size, tile.kv_tile),
-            QUERY_LEN=query_len,
-            RAGGED=query_len > 1 and query_start_loc is not None,
-            TREE=tree_mask is not None,
-            CHUNKS=chunks,
-            Q_TILE_SIZE=tile.rows,
-            RUN_TILE_SIZE=tile.run_tile or tile.kv_tile,
-            KV_TILE_SIZE=tile.kv_tile,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-            enable_fp_fusion=True,  # off unless asked for from Triton 3.10 on
-        )
+    chunks = tile.chunks(rows_per_request)
+    partial_attention[(num_workers * chunks * num_kv_heads,)](
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        seq_lens if query_start_loc is None else query_start_loc,
+        seq_lens if tree_mask is None else tree_mask,
+        plan["work_indptr"],
+        plan["tile_info"],
+        plan["slot_row"],
+        plan["slot_partial"],
+        plan["slot_end"],
+        plan["run_row"],
+        plan["run_start"],
+        plan["run_end"],
+        plan["run_readers"],
+        plan["part_row"],
+        plan["part_pos"],
+        plan["part_readers"],
+        partial_out,
+        partial_lse,
+        out,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        block_table.stride(0),
+        q.stride(0),
+        out.stride(0),
+        0 if tree_mask is None else tree_mask.stride(0),
+        sm_scale * LOG2E,
+        Q_HEADS=num_qo_heads,
+        KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        D=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        UNIT=math.gcd(block_size, tile.kv_tile),
+        QUERY_LEN=query_len,
+        RAGGED=query_len > 1 and query_start_loc is not None,
+        TREE=tree_mask is not None,
+        CHUNKS=chunks,
+        Q_TILE_SIZE=tile.rows,
+        KV_TILE_SIZE=tile.kv_tile,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        enable_fp_fusion=True,  # off unless asked for from Triton 3.10 on
+    )
 
 
 class PortableKernel:
     """``kernels.portable.kernel``, for every NVIDIA GPU from compute capability 8.0 on."""
 
-    name, divider = "portable", "by_size"
+    name, divider = "portable", "depth_first"
 
     def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
         properties = torch.cuda.get_device_properties(device)
         memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        tiles = q_tiles(attention.head_dim, self.rows, memory)
-        self.tiles = [
-            (
-                tile,
-                tile.num_workers(
-                    properties.multi_processor_count, attention.num_kv_heads, self.rows
-                ),
-            )
-            for tile in tiles
-        ]
-        self.num_workers = self.tiles[-1][1]
-        self.max_tile_requests = max(1, tiles[-1].rows // self.rows)
+        self.tile = q_tile(attention.head_dim, memory)
+        self.num_workers = self.tile.num_workers(
+            properties.multi_processor_count, attention.num_kv_heads, self.rows
+        )
+        self.max_tile_requests = max(1, self.tile.rows // self.rows)
         self.max_tile_runs = 1 << 30
-        self.num_small_workers = self.tiles[0][1]
-        self.small_tile_requests = max(1, tiles[0].rows // self.rows)
-        grid = Grid.of(tiles[-1].kv_tile, attention.block_size, query_len)
-        self.grid = grid._replace(run_tile=max(t.run_tile or t.kv_tile for t in tiles))
+        self.grid = Grid.of(self.tile.kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        sizes = [(tile.rows, n) for tile, n in self.tiles]
-        return walk_layout(plan, self.rows, sizes, self.grid)
+        return walk_layout(plan, self.grid)
 
     def capacity(self, num_reqs: int) -> Capacity:
-        # by_size makes two lists of tiles, in each a tile for every request at worst and at
-        # most two for each worker where windows are cut; cuts leave partial results on both
-        # sides, and so does every request that is in both lists
-        large, small = self.num_workers, self.num_small_workers
-        max_tiles = 2 * (num_reqs + large + small)
-        max_partials = 2 * (
-            num_reqs + large * self.max_tile_requests + small * self.small_tile_requests
-        )
-        max_runs = 4 * num_reqs + max_tiles  # n requests have at most n - 1 distinct nodes above
+        # depth first makes a tile for every request at worst, and at most two for each worker
+        # where windows are cut: only those leave partial results
+        max_tiles = num_reqs + 2 * self.num_workers
+        max_partials = 2 * self.num_workers * self.max_tile_requests
+        max_runs = 2 * num_reqs + max_tiles  # n requests have at most n - 1 distinct nodes above
         max_parts = max_parts_of(self.grid, max_runs, max_tiles)
-        sizes = {f"work_indptr_{tile.rows}": workers + 1 for tile, workers in self.tiles}
-        sizes |= {
+        sizes = {
+            "work_indptr": self.num_workers + 1,
             "tile_info": max_tiles * 8,
-            "slot_row": 2 * num_reqs + max_partials,
-            "slot_partial": 2 * num_reqs + max_partials,
-            "slot_end": 2 * num_reqs + max_partials,
+            "slot_row": num_reqs + max_partials,
+            "slot_partial": num_reqs + max_partials,
+            "slot_end": num_reqs + max_partials,
             **dict.fromkeys(("run_row", "run_start", "run_end", "run_readers"), max_runs),
             **dict.fromkeys(("part_row", "part_pos", "part_readers"), max_parts),
             "merge_indptr": num_reqs + 1,
@@ -216,7 +194,8 @@ class PortableKernel:
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         portable_partial_attention(
-            self.tiles,
+            self.tile,
+            self.num_workers,
             self.query_len,
             plan,
             t.q,

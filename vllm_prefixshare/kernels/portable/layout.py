@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, FloatArray, IntArray
+from vllm_prefixshare.records import OPEN_END, IntArray
 
 #: ``slot_end`` of a request whose tokens since the plan belong to another tile
 FAR = 1 << 30
@@ -21,19 +21,17 @@ class Grid(NamedTuple):
         share; it divides kv_tile and blocks.
     own_queries: tokens at the end of each request that its queries see in part only.
     long: KV tiles of a run that are worth a loop of their own.
-    run_tile: what one step of that loop reads.
     """
 
     kv_tile: int
     unit: int
     own_queries: int
     long: int = 4
-    run_tile: int = 64
 
     @classmethod
     def of(cls, kv_tile: int, block_size: int, query_len: int) -> "Grid":
         own = query_len if query_len > 1 else 0
-        return cls(kv_tile, math.gcd(kv_tile, block_size), own, run_tile=kv_tile)
+        return cls(kv_tile, math.gcd(kv_tile, block_size), own)
 
 
 @compiled
@@ -41,48 +39,30 @@ def max_parts_of(grid: Grid, num_runs: int, num_tiles: int) -> int:
     """Most parts that ``walk_layout`` writes: of each run less than ``long`` KV tiles, its
     queries and a part for new tokens; and each tile has two lists of whole KV tiles."""
     per_tile = grid.kv_tile // grid.unit
-    per_run = grid.long * per_tile + (grid.run_tile + grid.own_queries) // grid.unit + 3
+    per_run = grid.long * per_tile + (grid.kv_tile + grid.own_queries) // grid.unit + 3
     return per_run * num_runs + (2 * per_tile * num_tiles)
 
 
-def walk_layout(
-    plan: DecodePlan, rows_per_request: int, tile_sizes: list[tuple[int, int]], grid: Grid
-) -> dict[str, IntArray]:
-    """The arrays that the portable kernel walks, all int32. It is launched once per Q tile size.
-
-    Every tile goes to the smallest size that holds its query rows (the largest where none
-    does: such a kernel walks the rows in pieces). The largest size has the workers that the
-    plan was made for, and keeps their tiles; the tiles of a smaller size, which has workers of
-    its own, are spread over them, longest first.
+def walk_layout(plan: DecodePlan, grid: Grid) -> dict[str, IntArray]:
+    """The arrays that the portable kernel walks, all int32.
 
     What a tile reads is written down twice: whole KV tiles of long runs as runs, everything
     else as parts of one unit, which fill KV tiles that several runs share. The last such KV
     tiles are for the tokens that come after the plan: a part for each request, to be read
     again a unit further on as often as the longest request asks for.
 
-    Args:
-        rows_per_request: query rows of one request on one KV head.
-        tile_sizes: ``(rows, workers)`` of each size, ascending.
-
     Returns:
-        work_indptr_<rows>: ``[workers + 1]`` for every size, tiles of each worker.
+        work_indptr, merge_indptr: as in the plan.
         tile_info: ``[num_tiles, 8]``: first slot, requests, first run, end of the runs, first
-            part, KV tiles of planned parts, of parts for new tokens, 0. Sizes and workers
-            follow one another.
+            part, KV tiles of planned parts, of parts for new tokens, 0.
         slot_row, slot_partial: ``[num_slots]`` batch row and partial result (-1: the output
             itself) of each request of each tile.
         slot_end: ``[num_slots]`` token at which the request's part for new tokens begins.
         run_row, run_start, run_end, run_readers: ``[num_runs]`` batch row, tokens, and
             ``first | last << 16`` among the tile's requests.
         part_row, part_pos, part_readers: ``[num_parts]`` batch row, first token, readers.
-        merge_indptr: ``[num_reqs + 1]`` as in the plan.
     """
-    sizes = np.array(tile_sizes, np.int32).reshape(-1, 2)
-    order, indptr = _schedule(
-        plan.work_indptr, plan.tile_req_indptr, plan.tile_cost, sizes, rows_per_request
-    )
     info, slot_end, runs, parts = _runs_and_parts(
-        order,
         plan.tile_req_indptr,
         plan.tile_req_indices,
         plan.tile_run_indptr,
@@ -90,9 +70,8 @@ def walk_layout(
         plan.planned_seq_lens,
         grid,
     )
-    begin = np.concatenate([[0], np.cumsum(sizes[:, 1] + 1)])
     return {
-        **{f"work_indptr_{r}": indptr[begin[i] : begin[i + 1]] for i, (r, _) in enumerate(sizes)},
+        "work_indptr": plan.work_indptr,
         "tile_info": info,
         "slot_row": plan.tile_req_indices,
         "slot_partial": plan.partial_indices,
@@ -109,58 +88,7 @@ def walk_layout(
 
 
 @compiled
-def _schedule(
-    work_indptr: IntArray,
-    req_indptr: IntArray,
-    cost: FloatArray,
-    sizes: IntArray,
-    rows_per_request: int,
-) -> tuple[IntArray, IntArray]:
-    """Tiles in the order in which the launches walk them, and the ``work_indptr`` of each
-    size, one after the other."""
-    num_tiles = len(cost)
-    size_of = np.zeros(num_tiles, np.int32)
-    for t in range(num_tiles):
-        rows = (req_indptr[t + 1] - req_indptr[t]) * rows_per_request
-        while size_of[t] < len(sizes) - 1 and sizes[size_of[t], 0] < rows:
-            size_of[t] += 1
-    order = np.empty(num_tiles, np.int32)
-    indptr = np.empty(sizes[:, 1].sum() + len(sizes), np.int32)
-    by_cost = np.argsort(-cost, kind="mergesort")
-    done = at = 0
-    for size in range(len(sizes)):
-        workers = int(sizes[size, 1])
-        worker_of = np.full(num_tiles, -1, np.int32)
-        if size == len(sizes) - 1 and len(work_indptr) - 1 == workers:
-            for w in range(workers):
-                worker_of[work_indptr[w] : work_indptr[w + 1]] = w
-            walk = np.arange(num_tiles)
-        else:
-            walk = by_cost
-            load = np.zeros(workers)
-            for tile in walk:
-                if size_of[tile] == size:
-                    worker_of[tile] = np.argmin(load)
-                    load[worker_of[tile]] += cost[tile]
-        count = np.zeros(workers + 1, np.int32)
-        for t in range(num_tiles):
-            if size_of[t] == size:
-                count[worker_of[t] + 1] += 1
-        count[0] = done
-        begin = np.cumsum(count).astype(np.int32)
-        indptr[at : at + workers + 1] = begin
-        for tile in walk:
-            if size_of[tile] == size:
-                order[begin[worker_of[tile]]] = tile
-                begin[worker_of[tile]] += 1
-                done += 1
-        at += workers + 1
-    return order, indptr
-
-
-@compiled
 def _runs_and_parts(
-    order: IntArray,
     req_indptr: IntArray,
     rows: IntArray,
     run_indptr: IntArray,
@@ -170,17 +98,17 @@ def _runs_and_parts(
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """tile_info, slot_end, ``[4, num_runs]`` and ``[3, num_parts]`` of ``walk_layout``."""
     run_row, run_start, run_end, run_first, run_last = runs
-    kv_tile, unit = grid.kv_tile, grid.unit
+    kv_tile, unit, num_tiles = grid.kv_tile, grid.unit, len(req_indptr) - 1
     per_tile = kv_tile // unit
     long = np.empty((4, len(run_row)), np.int32)
-    parts = np.zeros((3, max_parts_of(grid, len(run_row), len(order))), np.int32)
-    info = np.zeros((len(order), 8), np.int32)
+    parts = np.zeros((3, max_parts_of(grid, len(run_row), num_tiles)), np.int32)
+    info = np.zeros((num_tiles, 8), np.int32)
     slot_end = np.full(len(rows), FAR, np.int32)
     num_long = num_parts = 0
-    for place, t in enumerate(order):
+    for t in range(num_tiles):
         slots = req_indptr[t]
-        info[place, 0], info[place, 1] = slots, req_indptr[t + 1] - slots
-        info[place, 2], info[place, 4] = num_long, num_parts
+        info[t, 0], info[t, 1] = slots, req_indptr[t + 1] - slots
+        info[t, 2], info[t, 4] = num_long, num_parts
         begun = num_parts
         for r in range(run_indptr[t], run_indptr[t + 1]):
             row, start, end = run_row[r], run_start[r], run_end[r]
@@ -190,19 +118,19 @@ def _runs_and_parts(
             seen = end  # by every query of the readers
             if run_last[r] - run_first[r] == 1:
                 seen = min(end, planned[row] - grid.own_queries)
-            whole = (seen - start) // grid.run_tile
-            if whole * grid.run_tile >= grid.long * kv_tile:
+            whole = (seen - start) // kv_tile
+            if whole >= grid.long:
                 long[0, num_long], long[1, num_long] = row, start
-                start += whole * grid.run_tile
+                start += whole * kv_tile
                 long[2, num_long], long[3, num_long] = start, readers
                 num_long += 1
             for pos in range(start, end, unit):
                 parts[0, num_parts], parts[1, num_parts] = row, pos
                 parts[2, num_parts] = readers
                 num_parts += 1
-        info[place, 3] = num_long
+        info[t, 3] = num_long
         steps = -(-(num_parts - begun) // per_tile)
-        info[place, 5] = steps
+        info[t, 5] = steps
         num_parts = begun = begun + steps * per_tile  # nobody reads what fills the last one
         for r in range(run_indptr[t], run_indptr[t + 1]):
             if run_end[r] == OPEN_END:
@@ -213,6 +141,6 @@ def _runs_and_parts(
                 parts[2, num_parts] = run_first[r] | run_last[r] << 16
                 num_parts += 1
         steps = -(-(num_parts - begun) // per_tile)
-        info[place, 6] = steps
+        info[t, 6] = steps
         num_parts = begun + steps * per_tile
     return info, slot_end, long[:, :num_long].copy(), parts[:, :num_parts].copy()

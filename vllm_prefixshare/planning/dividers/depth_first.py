@@ -5,7 +5,7 @@ neighbouring requests share the most, so the batch is cut into windows of as man
 a work tile holds. The runs of KV tokens below a window, root to leaves, follow each other in
 preorder: then the readers of any piece of the list are neighbours, too.
 
-There are two ways to cut, and the estimates choose. ``cut_evenly`` gives each window a whole
+There are two ways to cut, and the estimates choose. ``_cut_evenly`` gives each window a whole
 number of equal pieces: windows below the same node then read it in step, and what one fetches
 from memory the others find in cache. Where the numbers of windows and workers do not suit each
 other, ``_cut_through`` lays the windows end to end and cuts them into one part of equal time for
@@ -133,7 +133,7 @@ def _merging(runs: Runs, limits: Limits, tiles: IntArray) -> float:
 
 
 @compiled
-def cut_evenly(runs: Runs, limits: Limits, ends: IntArray, num_tiles: int) -> Cut:
+def _cut_evenly(runs: Runs, limits: Limits, ends: IntArray, num_tiles: int) -> Cut:
     """Cut each window (which ends before run ``ends[w]``) into equal pieces, about ``num_tiles``
     in all, or leave it whole where windows are as many; give the tiles to the workers, longest
     first (Graham's rule, as in ``scheduler``)."""
@@ -279,18 +279,18 @@ def divide(
             continue
         for num_tiles in (0, workers // 2, workers, 2 * workers):
             if num_tiles == 0 or num_tiles > len(ends):
-                cut = cut_evenly(runs, limits, ends, num_tiles)
+                cut = _cut_evenly(runs, limits, ends, num_tiles)
                 if cut.finish < best_score:
                     best_score, best_runs, best = cut.finish, runs, cut
         if least * (1 + IN_STEP) < best_score:
             cut = _cut_through_at_best(runs, limits)
             if cut.finish * (1 + IN_STEP) < best_score:
                 best_score, best_runs, best = cut.finish * (1 + IN_STEP), runs, cut
-    return as_tiles(best_runs, best, request_rows)
+    return _as_tiles(best_runs, best, request_rows)
 
 
 @compiled
-def as_tiles(
+def _as_tiles(
     runs: Runs, cut: Cut, request_rows: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
     """The arrays of ``WorkTiles``."""
@@ -312,7 +312,7 @@ def as_tiles(
             row[0] = request_rows[runs.first[run]]
             row[1], row[2] = runs.start[run] + done, runs.start[run] + end
             row[3], row[4] = runs.first[run] - low[t], runs.last[run] - low[t]
-            if runs.is_open[run] and end == runs.tokens[run]:
+            if row[4] - row[3] == 1 and end == runs.tokens[run]:
                 row[2] = OPEN_END
             run, done = run + 1, 0
         row_indptr[t + 1] = row_indptr[t] + high - low[t]

@@ -8,7 +8,6 @@ from vllm_prefixshare.planning.dividers.baselines import (
     fixed,
     per_request,
 )
-from vllm_prefixshare.planning.dividers.by_size import by_size
 from vllm_prefixshare.planning.dividers.depth_first import depth_first
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
 from vllm_prefixshare.planning.dividers.problem import Divider
@@ -25,12 +24,8 @@ DIVIDERS: dict[str, Divider] = {
         fixed,
         per_request,
         depth_first,
-        by_size,
     )
 }
-
-#: Dividers that weigh reading together against reading alone at every cut.
-WEIGH_SHARING = ("depth_first", "by_size")
 
 
 def get_divider(name: str) -> Divider:

@@ -20,9 +20,8 @@ class Runs(NamedTuple):
 
     window_end: first run of the next window.
     start, tokens: KV tokens, planned, in whole blocks.
-    first, last: depth-first positions of the readers, clipped to the window.
-    is_open: it ends with a request's private part. What a single request reads of the nodes
-        above has become one run with it.
+    first, last: depth-first positions of the readers, clipped to the window. What a single
+        request reads is its open run: above it, node and private part have become one.
     rate: microseconds per token.
     before: ``[num_runs + 1]`` microseconds of all runs before this one.
     """
@@ -32,7 +31,6 @@ class Runs(NamedTuple):
     tokens: IntArray
     first: IntArray
     last: IntArray
-    is_open: IntArray
     rate: FloatArray
     before: FloatArray
 
@@ -95,8 +93,7 @@ def list_runs(
     """The runs of windows of at most ``window`` requests, each in preorder.
 
     Args:
-        request_rows, private_start, node_*: as in ``Forest``; a private start of -1 leaves
-            that request's private part out.
+        request_rows, private_start, node_*: as in ``Forest``.
         kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
         rows_per_request: query rows of one request on one KV head.
         block_size: tokens in a KV block.
@@ -112,7 +109,7 @@ def list_runs(
     for v in range(num_nodes):
         most += 1 + number[node_last[v] - 1] - number[node_first[v]]
 
-    window_end, start, tokens, first, last, is_open = np.empty((6, most), np.int32)
+    window_end, start, tokens, first, last = np.empty((5, most), np.int32)
     rate = np.empty(most)
     above = np.empty(num_nodes + 1, np.int32)  # nodes on the path to the position at hand
     depth = 0
@@ -130,7 +127,7 @@ def list_runs(
             depth += 1
             v += 1
         half = origin + (ends[p] - origin + 1) // 2
-        for level in range(skip, depth + (private_start[p] >= 0)):
+        for level in range(skip, depth + 1):
             if level < depth:
                 node = above[level]
                 low, length, stop = node_start[node], node_end[node] - node_start[node], ends[p]
@@ -155,17 +152,15 @@ def list_runs(
             ):  # the same readers go on reading: one run
                 cost = rate[above_it] * tokens[above_it] + per_token * length
                 tokens[above_it] += length
-                is_open[above_it] = level == depth
                 rate[above_it] = cost / tokens[above_it]
                 continue
             start[count], tokens[count] = low, length
             first[count], last[count], rate[count] = p, stop, per_token
-            is_open[count] = level == depth
             count += 1
     window_end[begun:count] = count
     before = np.zeros(count + 1)
     before[1:] = np.cumsum(rate[:count] * tokens[:count])
     return Runs(
         window_end[:count], start[:count], tokens[:count], first[:count], last[:count],
-        is_open[:count], rate[:count], before,
+        rate[:count], before,
     )  # fmt: skip
