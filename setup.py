@@ -39,6 +39,9 @@ setup(
         "vllm.general_plugins": [
             "prefix_share = vllm_prefixshare.integration.register:register",
         ],
+        "vllm.platform_plugins": [  # called earlier; it declines to be a platform
+            "prefix_share = vllm_prefixshare.integration.register:no_platform",
+        ],
         "console_scripts": ["vllm-prefixshare = vllm_prefixshare.cli:main"],
     },
     classifiers=[

@@ -5,7 +5,8 @@ from typing import Any
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM
-from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.records import PrefixShareError
 
 

@@ -29,7 +29,8 @@ from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
 from vllm_prefixshare.kernels.cpu.executor import CpuExecutor, CpuStep, cache_views, cpu_executor

@@ -30,7 +30,7 @@ from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
 )
-from vllm_prefixshare.integration.hooks import BACKEND_NAME
+from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.support import fall_back, impl_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.workspace import PartialResults

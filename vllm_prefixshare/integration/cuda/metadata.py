@@ -20,7 +20,8 @@ from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
-from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, spec_refusal
