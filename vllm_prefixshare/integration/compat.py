@@ -6,7 +6,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from vllm_prefixshare.integration import BACKEND_NAME, signatures
+from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.records import PrefixShareError
 
@@ -45,6 +45,8 @@ def check_release(found: Version | None = None, on_cpu: bool = False) -> None:
         PrefixShareError: the release is too old, is not the one whose CPU backend is known, or a
             name in ``signatures`` has moved.
     """
+    from vllm_prefixshare.integration import signatures
+
     found = found or vllm_version()
     if found < OLDEST or (on_cpu and not CPU_OLDEST <= found < CPU_END):
         where, names = (" on a CPU", CPU_NAME) if on_cpu else ("", NAMES)

@@ -58,7 +58,9 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sink", "use_sparse",
         "use_mm_prefix", "attn_type", "has_sliding_window", "use_batch_invariant",
     ),
-    f"{_FLASH_ATTN}.FlashAttentionMetadata": ("block_table", "seq_lens", "query_start_loc"),
+    f"{_FLASH_ATTN}.FlashAttentionMetadata": (
+        "block_table", "seq_lens", "query_start_loc", "num_decode_tokens",
+    ),
     "vllm.v1.worker.block_table.BlockTable": ("__init__", "block_table"),
     _V2_TABLES: ("__init__", "max_num_reqs", "input_block_tables"),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("block_tables",),
