@@ -26,6 +26,7 @@ from vllm_prefixshare.costs.cost_table import AnalyticCost, CostModel, CostTable
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint, gpu, processor
 from vllm_prefixshare.costs.profile_cpu import median_seconds
 from vllm_prefixshare.costs.profile_gpu import measure_gpu
+from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
@@ -118,7 +119,7 @@ class CpuRunner:
 
     def __init__(self, attention: AttentionConfig) -> None:
         self.name, self.device, self.kernel = processor(), "cpu", "torch"
-        self._executor = TorchExecutor(attention.num_kv_heads, attention.gqa_group_size)
+        self._executor = TorchExecutor(attention)
 
     def planner_config(self, variant: Variant) -> PlannerConfig:
         divider = variant.divider or "flashforge"
@@ -127,11 +128,12 @@ class CpuRunner:
     def measure(self, plan: DecodePlan, layer: Layer, repeats: int) -> tuple[float, float]:
         """Relative error and milliseconds of ``plan``."""
         starts = np.arange(len(layer.seq_lens) + 1, dtype=np.int32)
-        step = self._executor.prepare(plan, layer.block_table, layer.seq_lens, starts)
+        tables = layer.block_table, layer.seq_lens
+        self._executor.prepare(plan, HostBatch(*tables, starts))
 
         def run() -> None:
             self._executor.run(
-                step, layer.q, layer.k_cache, layer.v_cache, layer.out, layer.sm_scale
+                layer.q, layer.k_cache, layer.v_cache, *tables, layer.out, layer.sm_scale
             )
 
         layer.out.fill_(torch.nan)
@@ -155,7 +157,7 @@ class GpuRunner:
         self._time_ms: Callable[[Callable[[], object], int], float] = lambda call, repeats: (
             timer.time(capture(call)[0].replay, repeats).median_ms
         )
-        self.name, self.device, self.kernel = gpu(), "cuda", self._executor.kernel
+        self.name, self.device, self.kernel = gpu(), "cuda", self._executor.name
 
     def planner_config(self, variant: Variant) -> PlannerConfig:
         return self._executor.planner_config(variant.divider, variant.share)

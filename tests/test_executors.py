@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu import torch as torch_executor
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
@@ -135,11 +137,11 @@ def test_a_subset_of_rows_writes_only_their_tokens():
     batch = paged_batch(documents=1, query_lens=2)
     wrapper = wrapper_for(batch)
     plan = wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
-    executor = torch_executor.TorchExecutor(2, 2)
-    rows = np.array([1, 3])
-    step = executor.prepare(plan, batch.block_table, batch.seq_lens, batch.query_start_loc, rows)
+    executor = torch_executor.TorchExecutor(AttentionConfig(4, 2, 64, 16, "float32"))
+    tables = batch.block_table, batch.seq_lens
+    executor.prepare(plan, HostBatch(*tables, batch.query_start_loc, rows=np.array([1, 3])))
     out = torch.full_like(batch.q, torch.nan)
-    executor.run(step, batch.q, batch.k_cache, batch.v_cache, out, 64**-0.5)
+    executor.run(batch.q, batch.k_cache, batch.v_cache, *tables, out, 64**-0.5)
     tokens = [2, 3, 6, 7]
     assert relative_error(out[tokens], reference(batch)[tokens]) < TOLERANCE[torch.float32]
     untouched = [t for t in range(len(out)) if t not in tokens]

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.kernels.cpu import native
-from vllm_prefixshare.kernels.cpu.executor import TorchOnPackedCache, cache_views, cpu_executor
+from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.kernels.cpu.native import NativeExecutor, NativeUnavailableError
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
-from vllm_prefixshare.planning.plan import build_plan
+from vllm_prefixshare.planning.plan import DecodePlan, build_plan
 from vllm_prefixshare.records import OPEN_END, WorkTiles
 
 from .batches import PagedBatch, paged_batch
@@ -54,16 +56,27 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out.double() - expected).norm() / expected.norm())
 
 
+def run_on_packed_cache(
+    executor: Executor,
+    plan: DecodePlan,
+    batch: PagedBatch,
+    out: torch.Tensor,
+    rows: np.ndarray | None = None,
+) -> torch.Tensor:
+    tables = batch.block_table, batch.seq_lens
+    executor.prepare(plan, HostBatch(*tables, batch.query_start_loc, rows=rows))
+    scale = batch.q.shape[-1] ** -0.5
+    return executor.run(batch.q, *cache_views(packed(batch)), *tables, out, scale)
+
+
 def run(batch: PagedBatch, rows: np.ndarray | None = None, **planning: object) -> torch.Tensor:
     _, heads, dim = batch.q.shape
     _, size, kv_heads, _ = batch.k_cache.shape
     plan = wrapper_for(batch, **planning).plan(
         batch.block_table, batch.seq_lens, batch.query_start_loc
     )
-    executor = NativeExecutor(kv_heads, heads // kv_heads, dim, size)
-    step = executor.prepare(plan, batch.block_table, batch.seq_lens, batch.query_start_loc, rows)
-    out = torch.full_like(batch.q, torch.nan)
-    return executor.run(step, batch.q, packed(batch), out, dim**-0.5)
+    executor = NativeExecutor(AttentionConfig(heads, kv_heads, dim, size))
+    return run_on_packed_cache(executor, plan, batch, torch.full_like(batch.q, torch.nan), rows)
 
 
 @needs_native
@@ -142,9 +155,8 @@ def test_a_request_that_sees_nothing_of_a_piece_is_not_spoilt():
     runs = np.array([[0, 0, cut, 0, 1], [0, cut, OPEN_END, 0, 1]], np.int32)
     tiles = WorkTiles(each, np.zeros(2, np.int32), each, runs, np.ones(2))
     plan = build_plan(tiles, 1, 32, batch.seq_lens)
-    executor = NativeExecutor(2, 2, 64, 32)
-    step = executor.prepare(plan, batch.block_table, batch.seq_lens, batch.query_start_loc)
-    out = executor.run(step, batch.q, packed(batch), torch.empty_like(batch.q), 64**-0.5)
+    executor = NativeExecutor(AttentionConfig(4, 2, 64, 32))
+    out = run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q))
     assert relative_error(out, reference(batch)) < TOLERANCE
 
 
@@ -177,7 +189,6 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_pa
 def test_the_torch_executor_runs_on_the_packed_cache():
     batch = paged_batch(block_size=32, dtype=torch.bfloat16)
     plan = wrapper_for(batch).plan(batch.block_table, batch.seq_lens)
-    executor = TorchOnPackedCache(AttentionConfig(4, 2, 64, 32, "bfloat16"))
-    step = executor.prepare(plan, batch.block_table, batch.seq_lens, batch.query_start_loc)
-    out = executor.run(step, batch.q, packed(batch), torch.empty_like(batch.q), 64**-0.5)
+    executor = TorchExecutor(AttentionConfig(4, 2, 64, 32))
+    out = run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q))
     assert relative_error(out, reference(batch)) < 2.5e-3

@@ -25,6 +25,7 @@ from vllm_prefixshare.costs.profile_gpu import (
     tile_counts,
 )
 from vllm_prefixshare.costs.profile_plans import repeated_tiles
+from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning import invariants
@@ -61,10 +62,10 @@ def test_a_timed_plan_computes_attention(repeats, shared):
     assert lens.tolist() == [32 * repeats] * 6
     q = torch.randn(6, 4, 64)
     k_cache, v_cache = torch.randn(2, 4 * repeats, 16, 2, 64)
-    executor = TorchExecutor(2, 2)
-    step = executor.prepare(plan, table, lens, np.arange(7, dtype=np.int32))
+    executor = TorchExecutor(AttentionConfig(4, 2, 64, 16, "float32"))
+    executor.prepare(plan, HostBatch(table, lens, np.arange(7, dtype=np.int32)))
     out = torch.full_like(q, torch.nan)
-    executor.run(step, q, k_cache, v_cache, out, 0.125)
+    executor.run(q, k_cache, v_cache, table, lens, out, 0.125)
     expected = reference_attention(
         q, k_cache, v_cache, torch.from_numpy(table), torch.from_numpy(lens)
     )
@@ -98,7 +99,7 @@ class ModelledGpu:
     blocks that all workers read, 0.02 us a row, and a merged row 0.03 us.
     """
 
-    kernel, num_workers, max_tile_requests = "hopper", 2, 32
+    name, num_workers, max_tile_requests = "hopper", 2, 32
     device = torch.device("cpu")
     noise = 0.0
 

@@ -101,6 +101,7 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(monkeypatch, kerne
 def test_the_planner_is_asked_once_whether_sharing_pays(monkeypatch, kernel, divider, share, asked):
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(gpu, "_choose", lambda shape, device, _, n: kernel(shape, n, device))
+    choose = lambda shape, device, _, n: kernel(shape, n, device)  # noqa: E731
+    monkeypatch.setattr(gpu, "choose_kernel", choose)
     executor = gpu.GpuExecutor(AttentionConfig(32, 8, 128, 16), CPU)
     assert executor.planner_config(divider, share).share == asked

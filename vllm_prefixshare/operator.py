@@ -2,23 +2,22 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import CostModel, analytic_cost
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor, TorchStep
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.cost_table import CostModel
+from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.kernels.executors import executor_for
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import IntArray, PrefixShareError
 from vllm_prefixshare.tree.block_ids import block_id_range
 from vllm_prefixshare.tree.token_tree import ancestor_masks
-
-if TYPE_CHECKING:
-    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,7 @@ class PrefixShareDecodeWrapper:
         share: "always" shares every common prefix; "auto" only where the cost model says
             that it pays; "never".
         sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
-        cost: cost model; if None, on a GPU the measured table that fits, else the analytic
-            estimate.
+        cost: cost model; if None, the measured table that fits, else the analytic estimate.
         kernel: "hopper", "portable" or "auto", on a GPU.
         max_query_len: most query tokens of a request in one step, on a GPU.
 
@@ -93,36 +91,26 @@ class PrefixShareDecodeWrapper:
         self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         if not (self.sm_scale > 0 and math.isfinite(self.sm_scale)):
             raise PrefixShareError(f"sm_scale must be positive and finite, got {sm_scale}.")
-        self.max_query_len = max_query_len
-        group = self.attention.gqa_group_size
-        self._gpu: GpuExecutor | None = None
-        if self.device.type == "cpu":
-            config = PlannerConfig(divider or "flashforge", share, num_workers)
-        elif self.device.type == "cuda":
-            # triton is only needed here
-            from vllm_prefixshare.costs.lookup import cost_model
-            from vllm_prefixshare.kernels import gpu_executor as gpu
-
-            self._gpu = gpu.GpuExecutor(
-                self.attention, device, kernel=kernel, query_len=max_query_len
-            )
-            self.device = self._gpu.device
-            config = self._gpu.planner_config(divider, share)
-            cost = cost or cost_model(self.attention, self._gpu.kernel)
-        else:
-            raise PrefixShareError(f"device {str(device)!r} has no executor: use cpu or cuda.")
-        cost = cost or analytic_cost(self.attention, "torch")
-        self._planner = DecodePlanner(config, cost, block_size, group)
-        if self._gpu is not None:
-            self._planner.warm_up()
-        self._executor = TorchExecutor(num_kv_heads, group)
-        self._query_len = 1
-        self._has_tree = False
-        self._greatest_block = -1
+        self._executor = executor_for(
+            self.attention,
+            self.device,
+            kernel=kernel,
+            query_len=max_query_len,
+            num_workers=num_workers,
+        )
+        self._planner = DecodePlanner(
+            self._executor.planner_config(divider, share),
+            cost or cost_model(self.attention, self._executor.name),
+            block_size,
+            self.attention.gqa_group_size,
+        )
+        self._planner.warm_up()
         self._plan: DecodePlan | None = None
-        self._seq_lens: IntArray = np.zeros(0, np.int32)
-        self._query_start_loc: IntArray = np.zeros(1, np.int32)
-        self._step: tuple[DecodePlan, IntArray, IntArray, TorchStep] | None = None
+        self._batch = HostBatch(
+            np.zeros((0, 0), np.int32), *(np.zeros(n, np.int32) for n in (0, 1))
+        )
+        self._given_table: ArrayLike = self._batch.block_table
+        self._greatest_block = -1
 
     @property
     def last_plan(self) -> DecodePlan:
@@ -157,40 +145,23 @@ class PrefixShareDecodeWrapper:
                 queries than ``max_query_len``, a plan too large for a captured CUDA graph.
         """
         table, lens, starts = self._check_batch(block_table, seq_lens, query_start_loc)
-        self._query_len = int(np.diff(starts).max(initial=1))
-        self._seq_lens, self._query_start_loc = lens, starts
-        self._has_tree = query_parents is not None and self.max_query_len > 1
-        if self._gpu is not None:
-            return self._plan_on_gpu(self._gpu, table, lens, starts, query_parents)
-        if query_parents is not None:
-            raise PrefixShareError("query_parents need a GPU: on a CPU queries form a chain.")
-        self._plan = self._planner.update(table, lens, self._query_len)
-        self._step = None
-        return self._plan
-
-    def _plan_on_gpu(
-        self,
-        gpu: "GpuExecutor",
-        table: IntArray,
-        lens: IntArray,
-        starts: IntArray,
-        query_parents: ArrayLike | None,
-    ) -> DecodePlan:
-        if self._query_len > self.max_query_len:
+        most = int(np.diff(starts).max(initial=1))
+        limit = self._executor.query_len
+        if limit is not None and most > limit:
             raise PrefixShareError(
-                f"a request has {self._query_len} queries: make the wrapper with "
-                f"max_query_len={self._query_len}."
+                f"a request has {most} queries: make the wrapper with max_query_len={most}."
             )
-        if self.max_query_len > 1:
-            mask = None
-            if query_parents is not None:
+        mask = None
+        if query_parents is not None:
+            if not self._executor.takes_token_trees:
+                raise PrefixShareError("query_parents need a GPU: on a CPU queries form a chain.")
+            if (limit or most) > 1:
                 parents = _host_integers(query_parents, "query_parents", 1)
                 mask = ancestor_masks(parents, starts)
-            gpu.set_queries(starts, mask)
-        plan = self._planner.update(table, lens, self.max_query_len)
-        if plan is not self._plan:
-            gpu.prepare(plan)
-            self._plan = plan
+        plan = self._planner.update(table, lens, limit or most)
+        batch = HostBatch(table, lens.copy(), starts, mask)
+        self._executor.prepare(plan, batch)
+        self._plan, self._batch, self._given_table = plan, batch, block_table
         return plan
 
     def _check_batch(
@@ -259,62 +230,31 @@ class PrefixShareDecodeWrapper:
         Raises:
             PrefixShareError: no plan yet, or a tensor of another shape, dtype or device.
         """
-        plan = self.last_plan
-        if self._gpu is not None:
-            out = torch.empty_like(q) if out is None else out
-            if not len(q):
-                return out
-            self._check_cache(k_cache, v_cache)
-            mask = self._gpu.tree_mask if self._has_tree else None
-            return self._gpu.run(
-                q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale, None, mask
-            )
-        starts = self._query_start_loc
-        table, lens, _ = self._check_batch(block_table, seq_lens, starts)
-        if not self._planner.holds(table, lens, self._query_len):
-            raise PrefixShareError("this batch is not the planned one: call plan() for it first.")
-        self._check_tensors(q, k_cache, v_cache, int(starts[-1]))
-        out = torch.empty_like(q) if out is None else out
-        if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-            raise PrefixShareError(
-                f"out must be like q, {q.dtype} {list(q.shape)}, got {out.dtype} {list(out.shape)}."
-            )
-        if not len(lens):
-            return out
-        self._seq_lens = lens
-        last = self._step  # the layers of one step share it
-        if last is None or last[0] is not plan or not _same(last[1:3], (table, lens)):
-            step = self._executor.prepare(plan, table, lens, starts)
-            last = self._step = plan, table.copy(), lens.copy(), step
-        return self._executor.run(last[3], q, k_cache, v_cache, out, self.sm_scale)
-
-    def _check_tensors(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        num_tokens: int,
-    ) -> None:
-        a = self.attention
+        if not self.last_plan.num_reqs:
+            return q if out is None else out
+        if self.device.type == "cpu":
+            self._follow(block_table, seq_lens)
         for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             if not isinstance(x, torch.Tensor):
                 raise PrefixShareError(f"{name} must be a torch tensor, got {type(x).__name__}.")
-        expected = (num_tokens, a.num_qo_heads, a.head_dim)
-        if tuple(q.shape) != expected:
-            raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            shape = (a.block_size, a.num_kv_heads, a.head_dim)
-            if cache.dim() != 4 or tuple(cache.shape[1:]) != shape:
-                raise PrefixShareError(
-                    f"{name} must be [num_blocks, {', '.join(map(str, shape))}], "
-                    f"got {list(cache.shape)}."
-                )
-        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            if x.dtype != self.dtype or x.device.type != "cpu":
-                raise PrefixShareError(
-                    f"{name} must be {a.dtype} on the cpu, got {x.dtype} on {x.device}."
-                )
         self._check_cache(k_cache, v_cache)
+        out = torch.empty_like(q) if out is None else out
+        return self._executor.run(q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale)
+
+    def _follow(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
+        """Check a host batch that is not the one last prepared, and prepare it: sequences may
+        have grown since ``plan``."""
+        table, lens, starts, *_ = self._batch
+        if np.array_equal(seq_lens, lens) and (
+            block_table is self._given_table or np.array_equal(block_table, table)
+        ):
+            return  # another layer of the same step
+        table, lens, _ = self._check_batch(block_table, seq_lens, starts)
+        if not self._planner.holds(table, lens, int(np.diff(starts).max(initial=1))):
+            raise PrefixShareError("this batch is not the planned one: call plan() for it first.")
+        self._batch = self._batch._replace(block_table=table, seq_lens=lens.copy())
+        self._given_table = block_table
+        self._executor.prepare(self.last_plan, self._batch)
 
     def _check_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         limit = min(len(k_cache), len(v_cache))
@@ -330,9 +270,7 @@ class PrefixShareDecodeWrapper:
         Raises:
             PrefixShareError: ``plan`` was not called yet, or a CUDA graph holds less room.
         """
-        plan = self.last_plan
-        if self._gpu is not None:
-            self._gpu.reserve(plan, room)
+        self._executor.reserve(self.last_plan, room)
 
     def stats(self) -> DecodeStats:
         """Figures of the plan in force; see ``DecodeStats``.
@@ -342,18 +280,14 @@ class PrefixShareDecodeWrapper:
         """
         plan, counters = self.last_plan, self._planner.counters
         return DecodeStats(
-            kv_tokens_read=plan.kv_tokens_read(self._seq_lens),
-            kv_tokens_per_request=int(self._seq_lens.sum()),
+            kv_tokens_read=plan.kv_tokens_read(self._batch.seq_lens),
+            kv_tokens_per_request=int(self._batch.seq_lens.sum()),
             work_tiles=plan.num_tiles,
             partials=plan.num_partials,
             updates=counters.updates,
             plans=counters.plans,
             plan_seconds=counters.plan_seconds,
         )
-
-
-def _same(a: tuple[IntArray, ...], b: tuple[IntArray, ...]) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:

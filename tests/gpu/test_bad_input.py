@@ -126,7 +126,7 @@ def test_refuses_a_plan_for_other_workers(kernel):
 def test_auto_picks_the_hopper_kernel_where_it_can_serve():
     layer = Layer(tree("1,4_240,24", 24))
     wrapper = layer.planned("auto")
-    assert wrapper._gpu.kernel == "portable", "blocks of 24 tokens"
+    assert wrapper._executor.name == "portable", "blocks of 24 tokens"
     layer.check(layer.run(wrapper))
     other = Layer(tree(SMALL)).wrapper("auto")
-    assert other._gpu.kernel == ("hopper" if HOPPER else "portable")
+    assert other._executor.name == ("hopper" if HOPPER else "portable")

@@ -12,7 +12,8 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.cost_table import CostTable, Grid
 from vllm_prefixshare.costs.lookup import fingerprint
 from vllm_prefixshare.costs.profile_plans import repeated_tiles
-from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 
 REQUESTS = (1, 4, 16, 64)
 TOKENS = (256, 1024, 4096, 16384)
@@ -45,7 +46,7 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
     num_blocks = tokens[-1] // size
     dtype = getattr(torch, attention.dtype)
     shape = (num_blocks + 1, attention.num_kv_heads, size, 2 * attention.head_dim)
-    kv_cache = torch.randn(shape).to(dtype)
+    caches = cache_views(torch.randn(shape).to(dtype))
     executor = cpu_executor(attention)
     # scattered, so that they are gathered and not read in place
     ids = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
@@ -55,11 +56,11 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
         lens = plan.planned_seq_lens
         table = np.broadcast_to(ids[: kv_len // size], (requests, kv_len // size))
         starts = np.arange(requests + 1, dtype=np.int32)
-        step = executor.prepare(plan, table, lens, starts)
+        executor.prepare(plan, HostBatch(table, lens, starts))
         q = torch.randn(requests, attention.num_qo_heads, attention.head_dim).to(dtype)
         out = torch.empty_like(q)
         scale = attention.head_dim**-0.5
-        return median_seconds(lambda: executor.run(step, q, kv_cache, out, scale))
+        return median_seconds(lambda: executor.run(q, *caches, table, lens, out, scale))
 
     tile = np.array([[tile_seconds(n, kv) for kv in tokens] for n in REQUESTS]) * 1e6
     longer = max(1, 2048 // size) * 2 * size  # two halves of whole blocks

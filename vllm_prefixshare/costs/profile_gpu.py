@@ -36,9 +36,9 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class TileExecutor(Protocol):
-    """What is measured: ``executors.gpu.GpuExecutor``."""
+    """What is measured: ``kernels.gpu_executor.GpuExecutor``."""
 
-    kernel: str
+    name: str
     device: torch.device
     num_workers: int
     max_tile_requests: int
@@ -98,7 +98,7 @@ class _Bench:
         self.make_executor = lambda: make_executor(self.attention)
         self.timer = timer
         executor = self.make_executor()
-        self.kernel, self.device = executor.kernel, executor.device
+        self.name, self.device = executor.name, executor.device
         self.num_workers = executor.num_workers
         group = self.attention.gqa_group_size
         self.requests = sorted({min(n // group, executor.max_tile_requests) for n in ROWS})
@@ -179,7 +179,7 @@ def measure_gpu(
     from_memory = bench.grid(shared=False)
     from_cache = np.minimum(bench.grid(shared=True), from_memory)
     return CostTable(
-        fingerprint=fingerprint(attention, bench.kernel, device_name),
+        fingerprint=fingerprint(attention, bench.name, device_name),
         tile_us=Grid(rows, tokens, from_memory),
         merge_us=max(bench.merge(), LEAST_US),
         tile_l2_us=Grid(rows, tokens, from_cache),

@@ -1,12 +1,93 @@
-"""What a kernel on a GPU is to the executor: limits of a plan, layout of a plan, launch."""
+"""What every executor offers, and what a kernel on a GPU is to its executor."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
+
+
+class HostBatch(NamedTuple):
+    """The batch of one step as the host knows it.
+
+    block_table: int32 ``[num_reqs, max_blocks]``.
+    seq_lens: int32 ``[num_reqs]``, the queries included.
+    query_start_loc: int32 ``[num_reqs + 1]`` query tokens of each request.
+    tree_mask: int32 ``[num_tokens, words]``, see ``tree.token_tree``; None for chains.
+    rows: batch rows to compute, each with all of its runs; None for all.
+    """
+
+    block_table: IntArray
+    seq_lens: IntArray
+    query_start_loc: IntArray
+    tree_mask: IntArray | None = None
+    rows: IntArray | None = None
+
+
+class Executor(Protocol):
+    """Runs plans on one device.
+
+    name: of the kernel; cost tables are kept apart by it.
+    device: where the tensors of a layer are.
+    query_len: most query tokens of a request; None if there is no bound.
+    takes_token_trees: whether the queries of a request may form a tree.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def query_len(self) -> int | None: ...
+
+    @property
+    def takes_token_trees(self) -> bool: ...
+
+    def planner_config(
+        self, divider: str | None = None, share: str = "always", **options: Any
+    ) -> PlannerConfig:
+        """How plans for this executor are made.
+
+        Args:
+            divider: name of a strategy; the fastest one measured here if None.
+            options: other fields of ``PlannerConfig``.
+        """
+        ...
+
+    def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
+        """Put ``plan`` in force for the layers that follow. Once per step."""
+        ...
+
+    def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
+        """Make room for plans ``room`` times as large, before a CUDA graph is captured."""
+        ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: Any,
+        seq_lens: Any,
+        out: torch.Tensor,
+        sm_scale: float,
+    ) -> torch.Tensor:
+        """Attention of one layer under the plan in force. Once per layer.
+
+        Args:
+            q, out: ``[num_tokens, num_qo_heads, head_dim]``.
+            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, any strides
+                that the executor can follow.
+            block_table, seq_lens: of the batch, int32 on the device. A CPU executor has looked
+                them up in ``prepare`` and does not read them again.
+            sm_scale: softmax scale.
+
+        Raises:
+            PrefixShareError: a tensor of another shape, dtype, device or layout.
+        """
+        ...
 
 
 class Tensors(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.kernels.contract import Capacity, Tensors
+from vllm_prefixshare.kernels.contract import Capacity, HostBatch, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
@@ -32,11 +32,14 @@ class GpuExecutor:
             are on the same stream; its own if None.
 
     Attributes:
+        name: of the kernel.
         num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
 
     Raises:
         PrefixShareError: the device or the shape has no kernel.
     """
+
+    takes_token_trees = True
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class GpuExecutor:
         self.query_len = query_len
         self._mask_words = -(-query_len // 32)
         self._kernel = choose_kernel(attention, self.device, kernel, query_len)
-        self.kernel = self._kernel.name
+        self.name = self._kernel.name
         self.num_workers = self._kernel.num_workers
         self.max_tile_requests = self._kernel.max_tile_requests
         self.max_tile_runs = self._kernel.max_tile_runs
@@ -63,6 +66,8 @@ class GpuExecutor:
             self.device, partials or PartialResults(self.device, shape, query_len)
         )
         self._capacity: Capacity | None = None
+        self._plan: DecodePlan | None = None
+        self._has_tree = False
         self._num_reqs = self._num_tokens = 0
         self._checked: set[tuple[object, ...]] = set()
 
@@ -98,8 +103,13 @@ class GpuExecutor:
             max_partials=room.max_partials,
         )
 
-    def prepare(self, plan: DecodePlan) -> None:
-        """Put ``plan`` in force for the launches that follow on this stream.
+    def prepare(self, plan: DecodePlan, batch: HostBatch | None = None) -> None:
+        """Put ``plan`` in force for the launches that follow on this stream; nothing is copied
+        for the one that is.
+
+        Args:
+            batch: its queries are kept on the device, where a request may have several; None
+                if the caller has them there and hands them to ``run``.
 
         Raises:
             PrefixShareError: the plan was made for another executor, or it exceeds a
@@ -110,8 +120,13 @@ class GpuExecutor:
                 f"the plan is for {plan.num_workers} workers, this executor has "
                 f"{self.num_workers}: plan with num_workers={self.num_workers}."
             )
+        if batch is not None and self.query_len > 1:
+            self.set_queries(batch.query_start_loc, batch.tree_mask)
+        if plan is self._plan:
+            return
         self.workspace.partials.reserve(max(1, plan.num_partials))
         self.workspace.plan.load(self._kernel.layout(plan))
+        self._plan = plan
         self._num_reqs = plan.num_reqs
         if self.query_len == 1:
             self._num_tokens = plan.num_reqs
@@ -128,6 +143,7 @@ class GpuExecutor:
         if tree_mask is not None:
             mask = np.zeros((len(tree_mask), self._mask_words), np.int32)
             mask[:, : tree_mask.shape[1]] = tree_mask
+        self._has_tree = tree_mask is not None
         self.workspace.queries.load({"query_start_loc": query_start_loc, "tree_mask": mask})
         self._num_tokens = int(query_start_loc[-1])
         self._checked.clear()
@@ -196,11 +212,14 @@ class GpuExecutor:
             out: like ``q``.
             query_start_loc: int32 ``[num_reqs + 1]``; what ``set_queries`` was given if None.
             tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
-                that it sees query token ``j`` of its request; causal if None.
+                that it sees query token ``j`` of its request. Those of the prepared batch if both
+                this and ``query_start_loc`` are None, causal if there are none.
 
         Raises:
             PrefixShareError: a tensor of another shape, dtype, device or layout.
         """
+        if query_start_loc is None and self._has_tree and tree_mask is None:
+            tree_mask = self.tree_mask
         tensors = (q, k_cache, v_cache, block_table, seq_lens, out, query_start_loc, tree_mask)
         signature = tuple(map(_signature, tensors))
         if signature not in self._checked:

@@ -3,9 +3,9 @@
 Subclasses CPU_ATTN for its KV cache, its prefill and its kernel for requests that share nothing.
 Decodes that share KV blocks run in the executor of this package. One step:
 
-    build():   block table, lengths -> DecodePlanner -> CpuStep (requests that share KV)
+    build():   block table, lengths -> DecodePlanner -> Executor.prepare (requests that share KV)
                                                      -> CPU_ATTN metadata (the others)
-    forward(): CpuExecutor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
+    forward(): Executor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
 """
 
 import time
@@ -33,7 +33,8 @@ from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
-from vllm_prefixshare.kernels.cpu.executor import CpuExecutor, CpuStep, cache_views, cpu_executor
+from vllm_prefixshare.kernels.contract import Executor, HostBatch
+from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import IntArray
@@ -74,14 +75,13 @@ class PrefixShareCPUBackend(CPUAttentionBackend):
 class PrefixShareCPUMetadata(CPUAttentionMetadata):
     """CPU_ATTN's metadata of the whole batch, and how this step divides it.
 
-    step: the decodes that share KV, prepared for the executor. None where none do: CPU_ATTN
-        then runs the whole batch, and the two fields below are None.
-    unshared_metadata: CPU_ATTN's metadata of the requests not in ``step``; None if there are none.
+    executor: holds the plan of the decodes that share KV. None where none do: CPU_ATTN then runs
+        the whole batch, and the two fields below are None.
+    unshared_metadata: CPU_ATTN's metadata of the other requests; None if there are none.
     unshared_tokens: int64, their query tokens.
     """
 
-    step: CpuStep | None = None
-    executor: CpuExecutor | None = None
+    executor: Executor | None = None
     unshared_metadata: CPUAttentionMetadata | None = None
     unshared_tokens: torch.Tensor | None = None
 
@@ -187,10 +187,9 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if not len(shared):
             return
         whole_batch = len(shared) == common.num_reqs and starts[-1] == common.num_actual_tokens
+        batch = HostBatch(table, seq_lens, starts[: num_decodes + 1])
+        self._executor.prepare(plan, batch if whole_batch else batch._replace(rows=shared))
         metadata.executor = self._executor
-        metadata.step = self._executor.prepare(
-            plan, table, seq_lens, starts[: num_decodes + 1], None if whole_batch else shared
-        )
         if not whole_batch:
             others = np.setdiff1d(np.flatnonzero(np.diff(starts)), shared)
             if len(others):
@@ -248,24 +247,25 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
         ``[num_tokens, num_heads, head_size]``, written in place."""
         metadata = attn_metadata
         unsupported = output_scale is not None or output_block_scale is not None
-        if metadata is None or metadata.step is None or not self.shares or unsupported:
+        if metadata is None or metadata.executor is None or not self.shares or unsupported:
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        if metadata.unshared_metadata is not None:
+        others = metadata.unshared_metadata
+        if others is not None:
             tokens = metadata.unshared_tokens
             assert tokens is not None
             part = output.new_empty((len(tokens), *output.shape[1:]))
             super().forward(
-                layer, query[tokens], key, value, kv_cache, metadata.unshared_metadata, part, output_scale,
+                layer, query[tokens], key, value, kv_cache, others, part, output_scale,
                 output_block_scale,
             )  # fmt: skip
             output[tokens] = part
-        assert metadata.executor is not None
         n = metadata.num_actual_tokens
         began = time.perf_counter()
-        metadata.executor.run(metadata.step, query[:n], kv_cache, output[:n], self.scale)
+        tables = metadata.block_table, metadata.seq_lens
+        metadata.executor.run(query[:n], *cache_views(kv_cache), *tables, output[:n], self.scale)
         STATS.layer_calls += 1
         STATS.layer_seconds += time.perf_counter() - began
         return output

@@ -90,7 +90,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         executor.reserve_for(scheduler.max_num_seqs)
         self._planner = DecodePlanner(
             planner_config(executor, self.vllm_config.parallel_config.pipeline_parallel_size),
-            cost_model(attention, executor.kernel, logger().info_once),
+            cost_model(attention, executor.name, logger().info_once),
             self.block_size,
             attention.gqa_group_size,
         )
@@ -103,7 +103,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         self.supports_draft_decode_metadata_update = False  # lengths would change unseen
         self._executor = executor
         _BUILDERS.add(self)
-        logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.kernel)
+        logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.name)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """No where this builder plans: vLLM's cascade attention would cost the FULL graphs."""

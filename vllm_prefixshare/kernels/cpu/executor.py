@@ -2,88 +2,27 @@
 work on CPU_ATTN's own KV cache."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.cpu.native import NativeExecutor, NativeStep, NativeUnavailableError
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor, TorchStep
-from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray
-
-CpuStep: TypeAlias = TorchStep | NativeStep
+from vllm_prefixshare.kernels.contract import Executor
+from vllm_prefixshare.kernels.cpu.native import NativeExecutor, NativeUnavailableError
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 
 
-class CpuExecutor(Protocol):
-    """``prepare`` once per step, ``run`` once per layer.
-
-    name: "native" or "torch"; cost tables are kept apart by it.
-    """
-
-    name: str
-
-    def prepare(
-        self,
-        plan: DecodePlan,
-        block_table: IntArray,
-        seq_lens: IntArray,
-        query_start_loc: IntArray,
-        rows: IntArray | None = None,
-    ) -> Any: ...
-
-    def run(
-        self,
-        step: Any,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
-        sm_scale: float,
-    ) -> torch.Tensor: ...
-
-
-class TorchOnPackedCache:
-    """``TorchExecutor`` on a cache that holds K and V packed."""
-
-    name = "torch"
-
-    def __init__(self, attention: AttentionConfig) -> None:
-        self._executor = TorchExecutor(attention.num_kv_heads, attention.gqa_group_size)
-        self.prepare = self._executor.prepare
-
-    def run(
-        self,
-        step: TorchStep,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        out: torch.Tensor,
-        sm_scale: float,
-    ) -> torch.Tensor:
-        """As ``NativeExecutor.run``, in any dtype."""
-        return self._executor.run(step, q, *cache_views(kv_cache), out, sm_scale)
-
-
-def cpu_executor(
-    attention: AttentionConfig, log: Callable[[str], None] | None = None
-) -> CpuExecutor:
+def cpu_executor(attention: AttentionConfig, log: Callable[[str], None] | None = None) -> Executor:
     """The fastest executor that this machine and shape allow.
 
     Args:
-        log: is told why the native one is not used.
+        log: called with a sentence if it is not the native one, and why.
     """
     try:
-        if attention.dtype != "bfloat16":
-            raise NativeUnavailableError(f"it computes in bfloat16, not {attention.dtype}")
-        return NativeExecutor(
-            attention.num_kv_heads,
-            attention.gqa_group_size,
-            attention.head_dim,
-            attention.block_size,
-        )
+        return NativeExecutor(attention)
     except NativeUnavailableError as e:
         if log is not None:
             log(f"Shared decode runs in torch operators; the native executor is out: {e}.")
-        return TorchOnPackedCache(attention)
+        return TorchExecutor(attention)
 
 
 def cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from vllm_prefixshare import envs
-from vllm_prefixshare.config import MAX_HEAD_DIM
+from vllm_prefixshare.config import MAX_HEAD_DIM, AttentionConfig
+from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.kernels.cpu.base import CpuExecutor
 from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
@@ -118,7 +120,7 @@ class _Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class NativeStep:
+class _Step:
     """A plan made ready for one step; holds the arrays that ``work`` points to."""
 
     work: _Work
@@ -127,12 +129,11 @@ class NativeStep:
     arrays: tuple[np.ndarray, ...]
 
 
-class NativeExecutor:
+class NativeExecutor(CpuExecutor):
     """Runs DecodePlans on CPU_ATTN's own KV cache, in bfloat16.
 
     Args:
-        num_kv_heads, gqa_group_size, head_dim, block_size: shape of the layer; the last two
-            must be multiples of 32.
+        attention: shape of the layer; head_dim and block_size must be multiples of 32.
 
     Raises:
         NativeUnavailableError: this machine cannot run or build it, or the shape does not fit.
@@ -140,27 +141,24 @@ class NativeExecutor:
 
     name = "native"
 
-    def __init__(
-        self, num_kv_heads: int, gqa_group_size: int, head_dim: int, block_size: int
-    ) -> None:
+    def __init__(self, attention: AttentionConfig, num_workers: int = 1) -> None:
+        super().__init__(attention, num_workers)
+        head_dim, block_size = attention.head_dim, attention.block_size
+        if attention.dtype != "bfloat16":
+            raise NativeUnavailableError(f"it computes in bfloat16, not {attention.dtype}")
         if head_dim % 32 or block_size % 32 or head_dim > MAX_HEAD_DIM:
             raise NativeUnavailableError(
                 f"head_dim (at most {MAX_HEAD_DIM}) and block_size must be multiples of 32"
             )
         self._library = load_library()
-        self._shape = num_kv_heads, gqa_group_size, head_dim, block_size
+        self._shape = attention.num_kv_heads, attention.gqa_group_size, head_dim, block_size
         self._static: tuple[DecodePlan, bytes, _Pieces] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._step: _Step | None = None
 
-    def prepare(
-        self,
-        plan: DecodePlan,
-        block_table: IntArray,
-        seq_lens: IntArray,
-        query_start_loc: IntArray,
-        rows: IntArray | None = None,
-    ) -> NativeStep:
-        """As ``TorchExecutor.prepare``; ``block_table`` must outlive the step."""
+    def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
+        super().prepare(plan, batch)
+        block_table, seq_lens, query_start_loc, _, rows = batch
         several = (plan.run_last - plan.run_first) > 1
         key = query_start_loc.tobytes()
         if self._static is None or self._static[0] is not plan or self._static[1] != key:
@@ -205,7 +203,7 @@ class NativeExecutor:
         for name, array in arrays.items():
             setattr(work, name, array.ctypes.data)
         scratch = self._library.prefix_share_scratch(ctypes.byref(work))
-        return NativeStep(work, scratch, len(token_of), tuple(arrays.values()))
+        self._step = _Step(work, scratch, len(token_of), tuple(arrays.values()))
 
     def _shared_pieces(self, plan: DecodePlan, several: np.ndarray, starts: IntArray) -> _Pieces:
         """Runs with several readers, cut so that all threads have work to the end."""
@@ -241,23 +239,23 @@ class NativeExecutor:
 
     def run(
         self,
-        step: NativeStep,
         q: torch.Tensor,
-        kv_cache: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: object,
+        seq_lens: object,
         out: torch.Tensor,
         sm_scale: float,
     ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Args:
-            q, out: bfloat16 ``[num_tokens, num_qo_heads, head_dim]``, innermost contiguous.
-            kv_cache: CPU_ATTN's ``[num_blocks, num_kv_heads, block_size, 2 * head_dim]``.
-            sm_scale: softmax scale.
-        """
-        heads, group, dim, _ = self._shape
-        assert q.dtype == kv_cache.dtype == out.dtype == torch.bfloat16
-        assert q.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
-        assert kv_cache.stride(2) == kv_cache.shape[3]
+        """As ``contract.Executor.run``, on the views that ``cache_views`` makes of CPU_ATTN's
+        KV cache."""
+        self._check(q, k_cache, v_cache, out)
+        step = self._step
+        assert step is not None, "prepare comes first"
+        heads, group, dim, size = self._shape
+        assert q.stride(2) == out.stride(2) == k_cache.stride(1) == v_cache.stride(3) == 1
+        assert k_cache.stride(3) == size and v_cache.stride(1) == dim
+        assert v_cache.data_ptr() - k_cache.data_ptr() == 2 * dim * size
         work, threads = step.work, torch.get_num_threads()
         partial = step.num_partials * heads * group
         work.partial_out = self._buffer("partial_out", partial * dim * 4)
@@ -265,9 +263,9 @@ class NativeExecutor:
         scratch = self._buffer("scratch", step.scratch_bytes * threads + 64)
         work.q_token, work.q_head = q.stride(0), q.stride(1)
         work.out_token, work.out_head = out.stride(0), out.stride(1)
-        work.cache_block, work.cache_head = kv_cache.stride(0), kv_cache.stride(1)
+        work.cache_block, work.cache_head = k_cache.stride(0), k_cache.stride(2)
         work.sm_scale = sm_scale
-        work.q, work.cache, work.out = q.data_ptr(), kv_cache.data_ptr(), out.data_ptr()
+        work.q, work.cache, work.out = q.data_ptr(), k_cache.data_ptr(), out.data_ptr()
         self._library.prefix_share_decode(
             ctypes.byref(work), ctypes.c_void_p(-(-scratch // 64) * 64), threads
         )

@@ -10,6 +10,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.kernels.cpu.base import CpuExecutor
 from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
@@ -45,7 +48,7 @@ class _PrivatePiece:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchStep:
+class _Step:
     """A plan made ready for the lengths of one step; serves every layer of it.
 
     tokens: query tokens that are computed, or None for all of them.
@@ -60,37 +63,24 @@ class TorchStep:
     num_slots: int
 
 
-class TorchExecutor:
-    """Runs DecodePlans with torch on the CPU.
+class TorchExecutor(CpuExecutor):
+    """Runs DecodePlans with torch on the CPU, in any dtype."""
 
-    Args:
-        num_kv_heads: KV heads, for sizing the pieces of work.
-        gqa_group_size: query heads per KV head.
-    """
+    name = "torch"
 
-    def __init__(self, num_kv_heads: int, gqa_group_size: int) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.gqa_group_size = gqa_group_size
+    def __init__(self, attention: AttentionConfig, num_workers: int = 1) -> None:
+        super().__init__(attention, num_workers)
+        self.num_kv_heads = attention.num_kv_heads
+        self.gqa_group_size = attention.gqa_group_size
         self._buffers = _Buffers()
         self._static: tuple[DecodePlan, bytes, list[_SharedPiece]] | None = None
+        self._step = _Step((), (), None, torch.zeros(0, 1, dtype=torch.int64), 0)
 
-    def prepare(
-        self,
-        plan: DecodePlan,
-        block_table: IntArray,
-        seq_lens: IntArray,
-        query_start_loc: IntArray,
-        rows: IntArray | None = None,
-    ) -> TorchStep:
-        """Look up block ids and lengths, once per step.
-
-        Args:
-            plan: valid for this batch.
-            block_table: ``[num_reqs, max_blocks]``.
-            seq_lens: ``[num_reqs]`` current lengths.
-            query_start_loc: ``[num_reqs + 1]`` token range of each row; ragged is fine.
-            rows: compute these batch rows only (each with all of its runs).
-        """
+    def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
+        super().prepare(plan, batch)
+        block_table, seq_lens, query_start_loc, _, rows = batch
+        if not len(seq_lens):
+            return
         several = (plan.run_last - plan.run_first) > 1
         key = query_start_loc.tobytes()
         if self._static is None or self._static[0] is not plan or self._static[1] != key:
@@ -116,7 +106,7 @@ class TorchExecutor:
         wanted = tokens_of(rows, query_start_loc) if rows is not None else None
         total = int(query_start_loc[-1])
         merge = merge_slots(tokens, total, len(tokens), _padding(private, slot, len(tokens)))
-        return TorchStep(
+        self._step = _Step(
             shared=tuple(shared),
             private=tuple(private),
             tokens=None if wanted is None else torch.from_numpy(wanted),
@@ -204,22 +194,18 @@ class TorchExecutor:
 
     def run(
         self,
-        step: TorchStep,
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
+        block_table: object,
+        seq_lens: object,
         out: torch.Tensor,
         sm_scale: float,
     ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Args:
-            q: ``[num_tokens, num_qo_heads, head_dim]``.
-            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, any
-                strides; a K cache whose tokens are innermost is read without a transpose.
-            out: like ``q``; only the tokens of the step are written.
-            sm_scale: softmax scale.
-        """
+        """As ``contract.Executor.run``; only the tokens of the prepared rows are written. A K
+        cache whose tokens are innermost is read without a transpose."""
+        self._check(q, k_cache, v_cache, out)
+        step = self._step
         heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
         partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, dim))
         partial_lse = self._buffers.take("partial_lse", (step.num_slots + 1, heads * group))

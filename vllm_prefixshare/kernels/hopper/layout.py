@@ -27,8 +27,9 @@ def linked_layout(
 
     Returns:
         tile_info: ``[num_tiles, 8]``: num_reqs, num_runs, wide_runs, low_runs, 1 + next tile (0:
-            none), requests of the low half, 0, 0. The runs of a tile are sorted: first the wide
-            ones, which both halves read, then those of the low half, then those of the high.
+            none), requests of the low half, 1 if any request leaves a partial result, 0. The runs
+            of a tile are sorted: first the wide ones, which both halves read, then those of the
+            low half, then those of the high.
         slot_row, slot_partial: ``[num_tiles, max_slots]`` batch row and partial result (-1: the
             output itself) of each request of each tile.
         run_row, run_kv_start, run_kv_end: ``[num_tiles, max_runs]`` as in the plan.
@@ -117,6 +118,8 @@ def link_tiles(
             begin, end = req_indptr[tile], req_indptr[tile + 1]
             for k in range(2):
                 slots[k, place, : end - begin] = reqs[k][begin:end]
+            for req in range(begin, end):
+                info[place, 6] |= reqs[1][req] >= 0
             half = (end - begin + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
             wide = low = 0

@@ -141,6 +141,7 @@ def portable_partial_attention(
             KV_TILE_SIZE=tile.kv_tile,
             STAGES=tile.stages,
             num_warps=tile.warps,
+            enable_fp_fusion=True,  # off unless asked for from Triton 3.10 on
         )
 
 

@@ -1,0 +1,73 @@
+"""What both executors for CPUs have in common: how plans are made, and what a layer must be."""
+
+from typing import Any
+
+import torch
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import PrefixShareError
+
+
+class CpuExecutor:
+    """The part of ``contract.Executor`` that does not depend on how a tile is computed.
+
+    Args:
+        attention: shape of the layer.
+        num_workers: work lists that a plan is divided into; the executors walk all of them.
+    """
+
+    name: str
+    query_len = None
+    takes_token_trees = False
+
+    def __init__(self, attention: AttentionConfig, num_workers: int = 1) -> None:
+        self.attention = attention
+        self.num_workers = num_workers
+        self._num_tokens = 0
+        self._checked: set[tuple[object, ...]] = set()
+
+    def planner_config(
+        self, divider: str | None = None, share: str = "always", **options: Any
+    ) -> PlannerConfig:
+        """As ``contract.Executor.planner_config``."""
+        return PlannerConfig(divider or "flashforge", share, self.num_workers, **options)
+
+    def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
+        """As ``contract.Executor.prepare``: looks up block ids and lengths."""
+        if int(batch.query_start_loc[-1]) != self._num_tokens:
+            self._num_tokens = int(batch.query_start_loc[-1])
+            self._checked.clear()
+
+    def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
+        """As ``contract.Executor.reserve``; here memory grows when it is needed."""
+
+    def _check(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Refuse tensors of another shape, dtype or device; each kind is looked at once."""
+        signature = tuple((x.shape, x.dtype, x.device) for x in (q, k_cache, v_cache, out))
+        if signature in self._checked:
+            return
+        a = self.attention
+        expected = (self._num_tokens, a.num_qo_heads, a.head_dim)
+        if tuple(q.shape) != expected:
+            raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
+        block = (a.block_size, a.num_kv_heads, a.head_dim)
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if cache.dim() != 4 or tuple(cache.shape[1:]) != block:
+                raise PrefixShareError(
+                    f"{name} must be [num_blocks, {', '.join(map(str, block))}], "
+                    f"got {list(cache.shape)}."
+                )
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            if str(x.dtype) != f"torch.{a.dtype}" or x.device.type != "cpu":
+                raise PrefixShareError(
+                    f"{name} must be {a.dtype} on the cpu, got {x.dtype} on {x.device}."
+                )
+        if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+            raise PrefixShareError(
+                f"out must be like q, {q.dtype} {list(q.shape)}, got {out.dtype} {list(out.shape)}."
+            )
+        self._checked.add(signature)

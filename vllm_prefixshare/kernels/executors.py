@@ -1,0 +1,37 @@
+"""The executor for a device."""
+
+from typing import Literal
+
+import torch
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.contract import Executor
+from vllm_prefixshare.records import PrefixShareError
+
+
+def executor_for(
+    attention: AttentionConfig,
+    device: torch.device,
+    *,
+    kernel: Literal["auto", "hopper", "portable"] = "auto",
+    query_len: int = 1,
+    num_workers: int = 1,
+) -> Executor:
+    """The executor that runs plans on ``device``.
+
+    Args:
+        kernel, query_len: on a GPU, see ``GpuExecutor``.
+        num_workers: on a CPU, see ``CpuExecutor``.
+
+    Raises:
+        PrefixShareError: the device has no executor, or none for this shape.
+    """
+    if device.type == "cpu":
+        from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+
+        return TorchExecutor(attention, num_workers)
+    if device.type == "cuda":  # needs triton
+        from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+
+        return GpuExecutor(attention, device, kernel=kernel, query_len=query_len)
+    raise PrefixShareError(f"device {str(device)!r} has no executor: use cpu or cuda.")
