@@ -42,7 +42,7 @@ setup(
         "vllm.platform_plugins": [  # called earlier; it declines to be a platform
             "prefix_share = vllm_prefixshare.integration.register:no_platform",
         ],
-        "console_scripts": ["vllm-prefixshare = vllm_prefixshare.cli:main"],
+        "console_scripts": ["vllm-prefixshare = vllm_prefixshare.cli.main:main"],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

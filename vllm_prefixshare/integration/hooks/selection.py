@@ -152,8 +152,11 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
         CostTable.load(table, expected)
 
 
-def check_platform() -> None:
+def check_platform() -> bool:
     """Refuse a vLLM or a platform that is not supported.
+
+    Returns:
+        whether it is the CPU platform.
 
     Raises:
         PrefixShareError: the release is not known, one of its hook targets moved, or the platform
@@ -161,14 +164,16 @@ def check_platform() -> None:
     """
     from vllm.platforms import current_platform
 
-    compat.check_release(on_cpu=current_platform.is_cpu())
-    if current_platform.is_cpu():
-        return
+    on_cpu: bool = current_platform.is_cpu()
+    compat.check_release(on_cpu=on_cpu)
+    if on_cpu:
+        return True
     if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
         raise PrefixShareError(
             f"{BACKEND_NAME} serves CPUs and NVIDIA GPUs of compute capability 8.0 or more: "
             "choose another attention backend here."
         )
+    return False
 
 
 def _attention_of(config: Any) -> AttentionConfig:
