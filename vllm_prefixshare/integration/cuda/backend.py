@@ -131,7 +131,7 @@ def _config_refusal(config: Any) -> str | None:
     parallel = config.parallel_config
     checks = (
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "micro-batches"),
         (config.model_config.is_diffusion, "diffusion decoding"),
         (is_draft_model(), "a draft model"),
