@@ -16,11 +16,12 @@ from tests.support.dummy_model import write_llama_8b
 ON_CUDA_BUILD = "PREFIXSHARE_EXPECT_VLLM" in os.environ
 
 
-def outcomes(model: Path, **environment: str) -> dict[str, dict[str, str]]:
-    clean = {k: v for k, v in os.environ.items() if k != "VLLM_ATTENTION_BACKEND"}
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    model = write_llama_8b(tmp_path_factory.mktemp("model"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.ways", str(model)],
-        env={**clean, **environment},
+        env={k: v for k, v in os.environ.items() if k != "VLLM_ATTENTION_BACKEND"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -29,38 +30,25 @@ def outcomes(model: Path, **environment: str) -> dict[str, dict[str, str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_llama_8b(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def here(model):
-    return outcomes(model)
-
-
-@pytest.fixture(scope="module")
-def on_an_old_release(model):
-    return outcomes(model, PRETEND_VLLM="0.25.1")
-
-
 def test_the_entry_points_are_installed():
     for group in ("vllm.general_plugins", "vllm.platform_plugins"):
         assert "prefix_share" in entry_points(group=group).names, f"reinstall: no {group}"
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_chosen(here, way):
+def test_it_is_chosen(outcomes, way):
     if ON_CUDA_BUILD:
-        assert here[way]["error"] == "PrefixShareError"
-        assert here[way]["sentence"].startswith("PREFIX_SHARE serves CPUs and NVIDIA GPUs")
+        assert outcomes["here"][way]["error"] == "PrefixShareError"
+        assert outcomes["here"][way]["sentence"].startswith(
+            "PREFIX_SHARE serves CPUs and NVIDIA GPUs"
+        )
     else:
-        assert here[way] == {"backend": "PREFIX_SHARE"}
+        assert outcomes["here"][way] == {"backend": "PREFIX_SHARE"}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_release_that_is_too_old_is_refused(on_an_old_release, way):
-    assert on_an_old_release[way]["error"] == "PrefixShareError"
-    sentence = on_an_old_release[way]["sentence"]
+def test_a_release_that_is_too_old_is_refused(outcomes, way):
+    assert outcomes["too_old"][way]["error"] == "PrefixShareError"
+    sentence = outcomes["too_old"][way]["sentence"]
     assert sentence.startswith("vLLM 0.25.1 is not supported by PREFIX_SHARE")
     assert sentence.endswith("or choose another attention backend.")

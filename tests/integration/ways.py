@@ -1,5 +1,6 @@
 """Chooses the backend in every way that vLLM offers, in a process where no plugin was loaded yet,
-and prints what came of each as JSON: ``python -m tests.integration.ways MODEL``."""
+and again as if this were an old release. Prints what came of each as JSON:
+``python -m tests.integration.ways MODEL``."""
 
 import json
 import os
@@ -75,12 +76,14 @@ def outcome(way: Callable[[str], Any], model: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    pretended = os.environ.get("PRETEND_VLLM")
-    if pretended:
-        from packaging.version import Version
+    here = {name: outcome(way, sys.argv[1]) for name, way in WAYS.items()}
 
-        from vllm_prefixshare.integration import compat
+    from packaging.version import Version
 
-        compat.vllm_version = lambda: Version(pretended)
-    outcomes = {name: outcome(way, sys.argv[1]) for name, way in WAYS.items()}
-    print("\n" + json.dumps(outcomes))
+    from vllm_prefixshare.integration import compat
+
+    del os.environ["VLLM_ATTENTION_BACKEND"]
+    compat.vllm_version = lambda: Version("0.25.1")
+    compat.check_release.cache_clear()
+    too_old = {name: outcome(way, sys.argv[1]) for name, way in WAYS.items()}
+    print("\n" + json.dumps({"here": here, "too_old": too_old}))
