@@ -236,3 +236,11 @@ from vllm.v1.worker.block_table import BlockTable
 assert hasattr(BlockTable.__init__, "__wrapped__")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_under_the_vllm_command_a_refusal_is_one_line_and_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
+    with pytest.raises(SystemExit) as ended:
+        selection.refuse(PrefixShareError("vLLM 0.9.0 is not supported."))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "vllm: error: vLLM 0.9.0 is not supported.\n"
