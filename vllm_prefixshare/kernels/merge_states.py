@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_prefixshare.kernels.launching import launch
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -46,17 +48,19 @@ def merge_states(
         return
     # a small batch needs every warp it can get; a large one fewer and wider programs
     heads_each, unroll, warps = (2, 8, 1) if num_tokens * num_heads <= 2048 else (32, 4, 8)
-    _merge_states[(num_reqs, query_len, triton.cdiv(num_heads, heads_each))](
+    launch(
+        _merge_states, (num_reqs, query_len, triton.cdiv(num_heads, heads_each)),
         merge_indptr, partial_out, partial_lse, out,
         query_start_loc if ragged else merge_indptr,
         out.stride(0),
         QUERY_LEN=query_len, RAGGED=ragged, HEADS=num_heads, HEAD_DIM=head_dim,
         D=triton.next_power_of_2(head_dim), HEADS_EACH=heads_each, UNROLL=unroll,
-        num_warps=warps, enable_fp_fusion=True,  # off unless asked for from Triton 3.10 on
+        num_warps=warps,
     )
 
 
-@triton.jit
+# not specialised: one binary serves every batch
+@triton.jit(do_not_specialize=["merge_indptr", "query_start_loc", "stride_out"])
 def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, stride_out,
                   QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr,
                   HEAD_DIM: tl.constexpr, D: tl.constexpr, HEADS_EACH: tl.constexpr,
@@ -94,5 +98,6 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
                 total = total * alpha + weight
                 acc = acc * alpha[:, None] + value * weight[:, None]
         merged = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
-        at = token.to(tl.int64) * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
+        start_out = tl.multiple_of(token.to(tl.int64) * stride_out, 8)  # 16-byte stores
+        at = start_out + head[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out + at, merged.to(out.dtype.element_ty), mask=inside)

@@ -98,7 +98,9 @@ def _attend(state, q, start, end, table_row, k_head, v_head, stride_block, strid
     return m, total, acc
 
 
-@triton.jit
+# not specialised: one binary serves every batch and block table
+@triton.jit(do_not_specialize=[
+    "block_table", "seq_lens", "query_start_loc", "tree_mask", "stride_table", "stride_mask"])
 def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
                        work_indptr, tile_info, slot_row, slot_partial, run_row, run_kv_start,
                        run_kv_end, run_readers, partial_out, partial_lse, out, stride_block,
