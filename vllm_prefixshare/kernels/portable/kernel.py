@@ -42,9 +42,13 @@ def _visible(pos, end, reads, query, first_query, token, tree_mask, stride_mask,
     if QUERY_LEN > 1:
         key = pos[None, :] - first_query[:, None]  # among the request's own queries
         if TREE:
-            at = tree_mask + (token * stride_mask)[:, None] + (key >> 5)
-            words = tl.load(at, mask=ok & (key >= 0), other=-1)
-            ok &= ((words >> (key & 31)) & 1) != 0
+            # a word of each row at a time: gathering the words of all rows and tokens at once
+            # takes a layout of its own, which from Triton 3.7 on spills registers
+            seen = key < 0
+            for word in range((QUERY_LEN + 31) // 32):
+                bits = tl.load(tree_mask + token * stride_mask + word)
+                seen |= (key >> 5 == word) & (((bits[:, None] >> (key & 31)) & 1) != 0)
+            ok &= seen
         else:
             ok &= key <= query[:, None]
     return ok
