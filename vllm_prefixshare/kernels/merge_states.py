@@ -80,16 +80,17 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
         dim = tl.arange(0, D)
         is_head = head < HEADS
         inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+        end = tl.where(is_head, last, first)  # heads past the last one have no partial results
         m = tl.full([HEADS_EACH], float("-inf"), tl.float32)
         total = tl.zeros([HEADS_EACH], tl.float32)
         acc = tl.zeros([HEADS_EACH, D], tl.float32)
         for start in range(first, last, UNROLL):
             for i in tl.static_range(UNROLL):  # so many loads in flight
-                here = start + i < last
+                here = start + i < end
                 row = ((start + i) * QUERY_LEN + query).to(tl.int64) * HEADS + head
-                lse = tl.load(partial_lse + row, mask=is_head & here, other=float("-inf"))
+                lse = tl.load(partial_lse + row, mask=here, other=float("-inf"))
                 at = row[:, None] * HEAD_DIM + dim[None, :]
-                value = tl.load(partial_out + at, mask=inside & here, other=0.0)
+                value = tl.load(partial_out + at, mask=inside & here[:, None], other=0.0)
                 m_new = tl.maximum(m, lse * LOG2E)
                 base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
                 alpha = tl.exp2(m - base)
