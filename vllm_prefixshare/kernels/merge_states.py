@@ -37,7 +37,8 @@ def merge_states(
             ``p * query_len + t`` belongs to query token ``t`` of the request of ``p``.
         partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm;
             ``-inf`` where the query saw none of the tokens.
-        out: ``[num_tokens, num_qo_heads, head_dim]``, heads and head_dim contiguous.
+        out: ``[num_tokens, num_qo_heads, head_dim]``, heads and head_dim contiguous, tokens a
+            multiple of 8 elements apart where head_dim is one.
         query_start_loc: int32 ``[num_reqs + 1 or more]`` query tokens of each request, at most
             ``query_len``; ``query_len`` each if None. Not read if ``query_len`` is 1.
     """
