@@ -22,7 +22,9 @@ from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.portable import launch as portable_launch
+from vllm_prefixshare.kernels.registry import Choice
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu runs the backend in a real engine"
@@ -42,14 +44,12 @@ SPEC = {
 def _interpreter(monkeypatch):
     """Lets the executor take the CPU for a GPU with four multiprocessors."""
     register.register()
-    properties = SimpleNamespace(
-        multi_processor_count=4, shared_memory_per_block_optin=H100_SHARED_MEMORY
-    )
-    portable = portable_launch.PortableKernel
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(
-        gpu, "choose_kernel", lambda shape, device, _, n: portable(shape, n, device)
-    )
+    h100 = Gpu((9, 0), 4, H100_SHARED_MEMORY)
+
+    def choose(attention, device, kernel, query_len):
+        return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
+
+    monkeypatch.setattr(gpu, "choose_kernel", choose)
     monkeypatch.setattr(
         cuda_metadata, "cost_model", lambda attention, kernel, log: analytic(attention)
     )

@@ -103,6 +103,8 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         self.supports_draft_decode_metadata_update = False  # lengths would change unseen
         self._executor = executor
         _BUILDERS.add(self)
+        if executor.passed_over:
+            logger().warning_once("%s", executor.passed_over)
         logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.name)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
