@@ -1,10 +1,12 @@
-"""Fill the cache with compiled kernels without touching a GPU.
+"""Fill the caches with compiled code without touching a GPU.
 
-An engine that starts on a fresh machine compiles for ten to twenty seconds. This program can do
-so in a process of its own, while the engine loads its weights:
+An engine that starts on a fresh machine would compile for half a minute: kernels with Triton, and
+planning with Numba. This program compiles one or the other in a process of its own, while the
+engine imports its modules and loads its weights (``integration.precompiling`` starts both):
 
-    python -m vllm_prefixshare.kernels.precompile --capability 9.0 \\
+    python -m vllm_prefixshare.kernels.precompile kernels --capability 9.0 \\
         --num-qo-heads 32 --num-kv-heads 8 --head-dim 128
+    python -m vllm_prefixshare.kernels.precompile planning --capability 9.0 ...
 """
 
 import argparse
@@ -13,9 +15,16 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 
-from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Gpu
-from vllm_prefixshare.kernels.registry import KERNELS, first_that_compiles
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.kernels.contract import Gpu, Kernel
+from vllm_prefixshare.kernels.registry import (
+    KERNELS,
+    candidates,
+    first_that_compiles,
+    make_kernel,
+)
+from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
 
 #: KiB of shared memory that a thread block may have (CUDA's programming guide, "Technical
@@ -55,8 +64,23 @@ def stand_in(capability: tuple[int, int]) -> Gpu:
     return Gpu(capability, 132, SHARED_MEMORY[capability] << 10)  # any number of multiprocessors
 
 
+def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
+    """Compile what makes a plan and its layout, for the divider that ``kernel`` has by default."""
+    config = PlannerConfig(
+        divider=kernel.divider,
+        share="always",
+        num_workers=kernel.num_workers,
+        max_tile_requests=kernel.max_tile_requests,
+        max_tile_runs=kernel.max_tile_runs,
+    )
+    cost = analytic_cost(attention, "triton")
+    planner = DecodePlanner(config, cost, attention.block_size, attention.gqa_group_size)
+    planner.warm_up(then=kernel.layout)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
+    parser.add_argument("what", choices=("kernels", "planning"))
     parser.add_argument("--capability", required=True, help="of the GPU, as in 9.0")
     parser.add_argument("--num-qo-heads", type=int, required=True)
     parser.add_argument("--num-kv-heads", type=int, required=True)
@@ -72,6 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
         attention = AttentionConfig(
             args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
         )
+        if args.what == "planning":
+            name = candidates(attention, gpu, args.kernel, args.query_len)[0]
+            warm_up_planning(make_kernel(name, attention, args.query_len, gpu), attention)
+            print(f"compiled planning for kernel '{name}'")
+            return 0
         choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
     except (PrefixShareError, ValueError) as e:
         print(e, file=sys.stderr)

@@ -1,5 +1,6 @@
 """Hooks that let the backend be chosen, and refuse at start-up what would fail later."""
 
+import contextlib
 import difflib
 import functools
 import os
@@ -10,7 +11,13 @@ from typing import Any, NoReturn
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig
-from vllm_prefixshare.integration import BACKEND_NAME, CPU_BACKEND, CUDA_BACKEND, compat
+from vllm_prefixshare.integration import (
+    BACKEND_NAME,
+    CPU_BACKEND,
+    CUDA_BACKEND,
+    compat,
+    precompiling,
+)
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
 from vllm_prefixshare.integration.support import fall_back, selector_refusal
 from vllm_prefixshare.records import PrefixShareError
@@ -121,6 +128,9 @@ def _check_engine_config(config: Any) -> None:
     # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
     on_cpu = current_platform.is_cpu()
     check_settings(functools.partial(_attention_of, config) if on_cpu else None)
+    if not on_cpu:
+        with contextlib.suppress(PrefixShareError):  # a shape that no layer has: nothing to compile
+            precompiling.start(_attention_of(config), config)
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
 
@@ -183,7 +193,7 @@ def _attention_of(config: Any) -> AttentionConfig:
         model.get_num_attention_heads(parallel),
         model.get_num_kv_heads(parallel),
         model.get_head_size(),
-        config.cache_config.block_size,
+        config.cache_config.block_size or 16,  # as far as it is known yet
         str(model.dtype).removeprefix("torch."),
     )
 
