@@ -15,6 +15,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.cost_table import CostTable
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "document_qa.py"
 
@@ -78,13 +79,14 @@ MACHINE = doctor.Machine(AttentionConfig(8, 2, 64, 16), from_model=True, on_cpu=
 def test_doctor_names_a_wrong_variable(monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "maybe")
     with pytest.raises(PrefixShareError, match="'maybe' is not valid: set it to one of auto"):
-        doctor.settings(MACHINE)
+        doctor.environment(MACHINE)
 
 
 def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkeypatch):
     assert main(["profile", "--out", str(tmp_path / "t.json"), "--num-qo-heads", "4",
                  "--num-kv-heads", "2", "--head-dim", "64", "--block-size", "32"]) == 0  # fmt: skip
     monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", str(tmp_path / "t.json"))
+    settings.cache_clear()
     with pytest.raises(PrefixShareError, match="gqa_group_size 2 instead of 4"):
         doctor.cost_table(MACHINE)
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from tests.batches import PagedBatch
 from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.integration import host_tables, register
+from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
@@ -25,6 +25,7 @@ from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.portable import launch as portable_launch
 from vllm_prefixshare.kernels.registry import Choice
+from vllm_prefixshare.settings import settings
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu runs the backend in a real engine"
@@ -50,9 +51,7 @@ def _interpreter(monkeypatch):
         return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
 
     monkeypatch.setattr(gpu, "choose_kernel", choose)
-    monkeypatch.setattr(
-        cuda_metadata, "cost_model", lambda attention, kernel, log: analytic(attention)
-    )
+    monkeypatch.setattr(planner, "cost_model", lambda attention, kernel, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "this_device", lambda: CPU)
     STATS.reset()
@@ -296,6 +295,7 @@ def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
     # depth first puts private parts of several requests into one tile
     monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", divider)
     monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
+    settings.cache_clear()
     written = []
     monkeypatch.setattr(
         cuda.FlashAttentionImpl, "do_kv_cache_update", lambda *args: written.append(args)
@@ -408,6 +408,7 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
     metadata = group.builder.build(0, group.common(batch))
     assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
     with pytest.raises(PrefixShareError, match=reason):
         Group(monkeypatch, **changes)
 
@@ -418,6 +419,7 @@ def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
     metadata = group.builder.build(0, group.common(batch))
     assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
     with pytest.raises(PrefixShareError, match="a KV cache of SlidingWindowSpec"):
         Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
 

@@ -18,6 +18,7 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import DTYPES
 from vllm_prefixshare.integration import CPU_BACKEND, compat, register, signatures, support
 from vllm_prefixshare.integration.hooks import registry, selection
+from vllm_prefixshare.settings import settings
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +129,7 @@ def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
     other = CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
     assert other.endswith("CPUAttentionBackend")
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
     with pytest.raises(PrefixShareError, match="head_dim 48"):
         CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
 

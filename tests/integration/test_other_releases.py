@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_prefixshare import envs
+from vllm_prefixshare.settings import settings
 
 #: version -> SHA-256 of its wheel for x86-64: the newest patch release of each
 RELEASES = {
@@ -31,7 +31,7 @@ TESTS = ("test_cuda_backend.py", "test_host_tables.py", "test_hook_targets.py", 
 
 def python_files(version: str) -> Path:
     """A folder with the Python files of this release, downloaded once."""
-    folder = envs.get("VLLM_PREFIXSHARE_CACHE") / "vllm-releases" / version
+    folder = settings().cache / "vllm-releases" / version
     if folder.is_dir():
         return folder
     with tempfile.TemporaryDirectory() as scratch:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_prefixshare import envs
+from vllm_prefixshare.settings import settings
 
 #: version -> SHA-256 of its wheels for CPython 3.11 and 3.12 on x86-64
 RELEASES = {
@@ -35,7 +35,7 @@ RELEASES = {
 def folder(version: str) -> Path:
     """Where this release lies unpacked, downloaded once; first on PYTHONPATH it wins over the
     one that is installed. Skips the test without a network, except under CI."""
-    found = envs.get("VLLM_PREFIXSHARE_CACHE") / "triton" / version
+    found = settings().cache / "triton" / version
     if found.is_dir():
         return found
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
 from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import VARIABLES, settings
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -104,12 +104,12 @@ def plugin(machine: Machine) -> str:
     return "registered"
 
 
-def settings(machine: Machine) -> str:
+def environment(machine: Machine) -> str:
     """Variables, the divider and the form of a cost table."""
     from vllm_prefixshare.integration.hooks.selection import check_settings
 
     check_settings()
-    changed = [f"{name}={os.environ[name]}" for name in envs.VARIABLES if name in os.environ]
+    changed = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return ", ".join(changed) or "all at their defaults"
 
 
@@ -145,7 +145,7 @@ def kernel(machine: Machine) -> str:
         return " ".join([name, *reasons])
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
-    return GpuExecutor(machine.attention, "cuda", kernel=envs.get("VLLM_PREFIXSHARE_KERNEL")).name
+    return GpuExecutor(machine.attention, "cuda", kernel=settings().kernel).name
 
 
 def cost_table(machine: Machine) -> str:
@@ -153,7 +153,7 @@ def cost_table(machine: Machine) -> str:
     from vllm_prefixshare.costs.cost_table import CostTable
     from vllm_prefixshare.costs.lookup import fingerprint
 
-    path = envs.get("VLLM_PREFIXSHARE_COST_TABLE")
+    path = settings().cost_table
     if path is None:
         return "none named"
     if not machine.from_model:
@@ -166,7 +166,7 @@ def cost_table(machine: Machine) -> str:
 CHECKS: dict[str, Callable[[Machine], str]] = {
     "package": package,
     "plugin": plugin,
-    "settings": settings,
+    "settings": environment,
     "vLLM": release,
     "platform": platform,
     "kernel": kernel,
@@ -202,7 +202,7 @@ def _falls_back(layer: LayerKind, on_cpu: bool) -> str | None:
 
 def strict(served: list[dict[str, Any]]) -> str:
     """Whether the strict setting would refuse the model."""
-    if not envs.get("VLLM_PREFIXSHARE_STRICT"):
+    if not settings().strict:
         return "off: layers may fall back"
     refused = [layer["falls_back"] for layer in served if layer["falls_back"]]
     if refused:

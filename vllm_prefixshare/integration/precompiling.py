@@ -9,9 +9,9 @@ import sys
 import threading
 from typing import Any
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
+from vllm_prefixshare.settings import settings
 
 
 def start(attention: AttentionConfig, config: Any) -> None:
@@ -33,7 +33,7 @@ def start(attention: AttentionConfig, config: Any) -> None:
         "block-size": attention.block_size,
         "dtype": attention.dtype,
         "query-len": decode_query_len(config),
-        "kernel": envs.get("VLLM_PREFIXSHARE_KERNEL"),
+        "kernel": settings().kernel,
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     for what in ("kernels", "planning"):

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM
 from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 
 def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
@@ -81,6 +81,6 @@ def fall_back(reason: str) -> None:
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
     """
-    if envs.get("VLLM_PREFIXSHARE_STRICT"):
+    if settings().strict:
         raise PrefixShareError(f"{BACKEND_NAME} does not serve a layer ({reason}) and STRICT=1.")
     logger().warning_once("Layers with %s keep vLLM's own attention backend.", reason)

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 import triton
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Gpu, Kernel, Tensors
 from vllm_prefixshare.kernels.launching import only_compile
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 #: query tokens on both sides of where merge states takes wider programs
 FEW_TOKENS, MANY_TOKENS = 1, 4096
@@ -46,7 +46,7 @@ def compile_launches(
         with triton.knobs.cache.scope(), only_compile() as binaries:
             # Not where vLLM points Triton, half-way through its start, to a folder for each
             # model: what is compiled before that, or beside it, would be compiled again.
-            triton.knobs.cache.dir = str(envs.get("VLLM_PREFIXSHARE_CACHE") / "compiled")
+            triton.knobs.cache.dir = str(settings().cache / "compiled")
             arguments = _arguments(attention, query_len, tree, layout)
             words = torch.empty(16, dtype=torch.int32, device="meta")
             kernel.launch(dict.fromkeys(kernel.capacity(1).sizes, words), arguments, 1.0)

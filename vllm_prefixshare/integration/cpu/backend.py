@@ -25,28 +25,25 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_prefixshare import envs
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import IntArray
-
-NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
+from vllm_prefixshare.settings import settings
 
 
 def kernel_isa(isa: str) -> str:
     """The instruction set that CPU_ATTN runs with, ``isa`` unless that is AMX: its kernels store K
     in tiles that our executors cannot read, where the vector kernels store it transposed per
     block."""
-    if isa != "amx" or envs.get("VLLM_PREFIXSHARE_SHARE") == "never":
+    if isa != "amx" or settings().share == "never":
         return isa
     logger().warning_once(
         "PREFIX_SHARE runs CPU_ATTN's vector kernels instead of AMX: prefill and requests that "
@@ -95,21 +92,8 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         attention = AttentionConfig(
             self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, dtype
         )
-        group = attention.gqa_group_size
         self._executor = cpu_executor(attention, logger().info_once)
-        divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
-        self._planner = DecodePlanner(
-            PlannerConfig(
-                divider="flashforge" if divider == "auto" else divider,
-                share=envs.get("VLLM_PREFIXSHARE_SHARE"),
-                check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
-                null_block_id=NULL_BLOCK_ID,
-                kept_plans=self.vllm_config.parallel_config.pipeline_parallel_size,
-            ),
-            cost_model(attention, self._executor.name, logger().info_once),
-            self.block_size,
-            group,
-        )
+        self._planner = planner_for(self._executor, attention, self.vllm_config)
         self._planner.warm_up()
         self._plan: DecodePlan | None = None
         self._max_query_len = decode_query_len(self.vllm_config)

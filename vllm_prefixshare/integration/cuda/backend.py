@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
 )
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
@@ -33,6 +32,7 @@ from vllm_prefixshare.integration.cuda.metadata import (
 from vllm_prefixshare.integration.support import fall_back, impl_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.workspace import PartialResults
+from vllm_prefixshare.settings import settings
 
 
 class PrefixShareCUDABackend(FlashAttentionBackend):
@@ -165,7 +165,7 @@ def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialRe
     if partials is None:
         partials = PartialResults(device, (impl.num_heads, impl.head_size), query_len)
         _PARTIALS[key] = partials
-    kernel = envs.get("VLLM_PREFIXSHARE_KERNEL")
+    kernel = settings().kernel
     executor = GpuExecutor(attention, device, kernel=kernel, query_len=query_len, partials=partials)
     partials.reserve(executor.capacity(config.scheduler_config.max_num_seqs).max_partials)
     return partials

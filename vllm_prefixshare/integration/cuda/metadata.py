@@ -15,21 +15,18 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_prefixshare import envs
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, spec_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
-
-NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
+from vllm_prefixshare.settings import settings
 
 
 @dataclass
@@ -88,12 +85,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         )
         scheduler = self.vllm_config.scheduler_config
         executor.reserve_for(scheduler.max_num_seqs)
-        self._planner = DecodePlanner(
-            planner_config(executor, self.vllm_config.parallel_config.pipeline_parallel_size),
-            cost_model(attention, executor.name, logger().info_once),
-            self.block_size,
-            attention.gqa_group_size,
-        )
+        self._planner = planner_for(executor, attention, self.vllm_config)
         self._planner.warm_up(then=executor.prepare)
         drafts = self._query_len - 1
         # The host counts drafts as accepted before the GPU has verified them, so lengths may be
@@ -259,24 +251,8 @@ def after_wake_up() -> None:
 def kernel_for(spec: Any) -> Any:
     """The kernel that the environment names; ``portable`` in place of ``auto`` where padding
     puts blocks apart by a part of a token, which TMA cannot follow."""
-    kernel = envs.get("VLLM_PREFIXSHARE_KERNEL")
+    kernel = settings().kernel
     token_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     if kernel == "auto" and spec.page_size_bytes % token_bytes:
         return "portable"
     return kernel
-
-
-def planner_config(executor: GpuExecutor, batches: int) -> PlannerConfig:
-    """The planner's settings for this executor, from the environment.
-
-    Args:
-        batches: how many take turns, as they do in the stages of a pipeline.
-    """
-    divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
-    return executor.planner_config(
-        None if divider == "auto" else divider,
-        envs.get("VLLM_PREFIXSHARE_SHARE"),
-        null_block_id=NULL_BLOCK_ID,
-        kept_plans=batches,
-        check_plans=envs.get("VLLM_PREFIXSHARE_CHECK_PLANS"),
-    )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.integration import (
     BACKEND_NAME,
@@ -21,6 +20,7 @@ from vllm_prefixshare.integration import (
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
 from vllm_prefixshare.integration.support import fall_back, selector_refusal
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import VARIABLES, settings
 
 EXTENSION_PATH = "vllm_prefixshare.integration.stats.PrefixShareWorkerExtension"
 ENV_VAR = "VLLM_ATTENTION_BACKEND"
@@ -62,7 +62,7 @@ def is_ours(backend: Any) -> bool:
 
 def hook_environment(module: ModuleType) -> None:
     ours = is_ours(os.environ.get(ENV_VAR, ""))
-    for name in (*envs.VARIABLES, *((ENV_VAR,) if ours else ())):
+    for name in (*VARIABLES, *((ENV_VAR,) if ours else ())):
         module.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
 
 
@@ -148,10 +148,9 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
     from vllm_prefixshare.costs.cost_table import CostTable
     from vllm_prefixshare.planning.dividers.registry import get_divider
 
-    envs.check_environment()
-    if (divider := envs.get("VLLM_PREFIXSHARE_DIVIDER")) != "auto":
+    if (divider := settings().divider) is not None:
         get_divider(divider)
-    if (table := envs.get("VLLM_PREFIXSHARE_COST_TABLE")) is not None:
+    if (table := settings().cost_table) is not None:
         expected = None
         if cpu_attention is not None:
             from vllm_prefixshare.costs.lookup import fingerprint
