@@ -19,16 +19,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
-
-import torch
 
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.costs.lookup import processor
-from vllm_prefixshare.kernels.contract import Kernel
+from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning import invariants
@@ -37,7 +33,7 @@ from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 ATTENTION = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16)
-H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+H200 = Gpu((9, 0), 132, 227 << 10)
 KERNELS = {"hopper": HopperKernel, "portable": PortableKernel}
 ROUNDS = 5
 
@@ -73,8 +69,7 @@ def budgets() -> list[Budget]:
 @cache
 def kernel_of(name: str) -> Kernel:
     """A kernel with the workers that it has on an H200."""
-    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: H200):
-        return KERNELS[name](ATTENTION, 1, torch.device("cpu"))
+    return KERNELS[name](ATTENTION, 1, H200)
 
 
 def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanner:

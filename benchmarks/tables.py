@@ -224,6 +224,38 @@ def ablation_table() -> str:
     return "\n".join(lines)
 
 
+def resources_table() -> str:
+    """One line a variant and GPU: registers, spilled bytes and shared memory of each Triton."""
+    rows = json.loads((PUBLISHED / "kernel_resources.json").read_text())
+    tritons = sorted({row["triton"] for row in rows})
+    lines: dict[str, dict[str, list[str]]] = {}
+    for row in sorted(rows, key=resources_order):
+        what = "token tree" if row["tree"] else f"{row['queries']}"
+        heads = ":".join(map(str, row["heads"]))
+        name = (
+            f"| {row['kernel']} | {row['capability']} | {heads} | {row['head_dim']} | {what} "
+            f"| {row['dtype']} | {row['warps']} "
+        )
+        entry = f"{row['registers']} / {row['spilled']} / {row['shared'] / 1024:.0f}"
+        lines.setdefault(name, {}).setdefault(row["triton"], []).append(entry)
+    title = "| kernel | GPU | heads | head_dim | queries | dtype | warps "
+    return "\n".join(
+        [
+            f"{title}| {' | '.join(tritons)} |",
+            "|" + "---|" * (7 + len(tritons)),
+            *(
+                f"{name}| {' | '.join(', '.join(found.get(t, ['-'])) for t in tritons)} |"
+                for name, found in lines.items()
+            ),
+        ]
+    )
+
+
+def resources_order(row: dict) -> tuple:
+    variant = row["heads"], row["head_dim"], row["queries"], row["tree"], row["dtype"]
+    return row["kernel"], float(row["capability"]), *variant, row["warps"]
+
+
 def kernel_entry(found: dict[str, object]) -> str:
     if found["status"] != "ok":
         return "-" if found["status"] == "unavailable" else str(found["status"])
@@ -245,6 +277,7 @@ TABLES = {
         "kernel_workloads",
         lambda: kernel_table("kernel_workloads"),
     ),
+    "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
 }
 

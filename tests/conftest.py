@@ -5,8 +5,12 @@ taken back from the environment, which the engines that some tests start inherit
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from vllm_prefixshare.settings import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -16,3 +20,11 @@ if not torch.cuda.is_available():
     import vllm_prefixshare.kernels.portable.kernel  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_test() -> Iterator[None]:
+    """A process reads its settings once; here each test may have an environment of its own."""
+    settings.cache_clear()
+    yield
+    settings.cache_clear()

@@ -18,16 +18,16 @@ JIT = {
     "kernels.hopper.producer",
     "kernels.portable.kernel",
 }
-RUNS = BASE | {"envs", "compiled", "tree", "costs", "planning", "kernels"} | JIT
+RUNS = BASE | {"settings", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
     "records": (set(), {"numpy"}),
     "compiled": (set(), {"numba"}),
-    "envs": ({"records"}, set()),
+    "settings": ({"records"}, set()),
     "config": ({"records"}, set()),
     "workloads": ({"records"}, {"numpy"}),
     "tree": ({"records", "compiled"}, {"numpy"}),
     "costs": (BASE, {"numpy"}),
-    "costs.lookup": (BASE | {"envs", "costs"}, {"torch"}),
+    "costs.lookup": (BASE | {"settings", "costs"}, {"torch"}),
     "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
     "kernels.hopper.gluon_names": (set(), {"triton"}),

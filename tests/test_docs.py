@@ -14,8 +14,8 @@ import tomllib
 import vllm_prefixshare
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import DEFAULT_ENVIRONMENT
-from vllm_prefixshare import envs
 from vllm_prefixshare.integration.stats import BackendStats
+from vllm_prefixshare.settings import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -72,7 +72,7 @@ def test_the_operator_has_the_members_named():
 
 def test_settings_are_those_of_the_code():
     table = re.findall(r"^\| `(VLLM_PREFIXSHARE_\w+)` \| (?:`(.*?)`)? *\|", PAGE, re.MULTILINE)
-    assert dict(table) == {name: default for name, (_, default, _) in envs.VARIABLES.items()}
+    assert dict(table) == {name: default for name, (_, default, _) in VARIABLES.items()}
 
 
 def test_every_counter_is_explained():

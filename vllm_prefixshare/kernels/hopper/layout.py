@@ -3,9 +3,22 @@
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def kv_tile(head_dim: int) -> int:
+    """Tokens that one step of the kernel's inner loop multiplies."""
+    return 64 if head_dim > 128 else 128
+
+
+def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
+    size = attention.block_size
+    return capability[0] == 9 and size in BLOCK_SIZES and size <= kv_tile(attention.head_dim)
 
 
 def linked_layout(

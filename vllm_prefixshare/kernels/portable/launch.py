@@ -9,7 +9,8 @@ import torch
 import triton
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Capacity, Tensors
+from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -103,7 +104,9 @@ def portable_partial_attention(
     block_size, num_kv_heads = k_cache.shape[1:3]
     rows_per_request = query_len * num_qo_heads // num_kv_heads
     chunks = tile.chunks(rows_per_request)
-    partial_attention[(num_workers * chunks * num_kv_heads,)](
+    launch(
+        partial_attention,
+        (num_workers * chunks * num_kv_heads,),
         q,
         k_cache,
         v_cache,
@@ -148,7 +151,6 @@ def portable_partial_attention(
         KV_TILE_SIZE=tile.kv_tile,
         STAGES=tile.stages,
         num_warps=tile.warps,
-        enable_fp_fusion=True,  # off unless asked for from Triton 3.10 on
     )
 
 
@@ -157,14 +159,12 @@ class PortableKernel:
 
     name, divider = "portable", "depth_first"
 
-    def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
+    def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
-        properties = torch.cuda.get_device_properties(device)
-        memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        self.tile = q_tile(attention.head_dim, memory)
+        self.tile = q_tile(attention.head_dim, gpu.shared_memory)
         self.num_workers = self.tile.num_workers(
-            properties.multi_processor_count, attention.num_kv_heads, self.rows
+            gpu.multi_processor_count, attention.num_kv_heads, self.rows
         )
         self.max_tile_requests = max(1, self.tile.rows // self.rows)
         self.max_tile_runs = 1 << 30

@@ -1,15 +1,16 @@
 """Environment variables and configuration: what is refused, and in which words."""
 
+import os
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
-from vllm_prefixshare import envs
 from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import PREFIX, VARIABLES, read, settings
 
 from .strategies import COSTS
 
@@ -18,29 +19,33 @@ GOOD = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in list(envs.os.environ):
-        if name.startswith(envs.PREFIX):
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
             monkeypatch.delenv(name)
 
 
-def test_nothing_set_is_a_valid_environment():
-    envs.check_environment()
+def value_of(name: str, environment: dict[str, str]) -> object:
+    return getattr(read(environment), name.removeprefix(PREFIX).lower())
 
 
 def test_every_variable_has_the_prefix_a_valid_default_and_a_meaning():
-    for name, (parse, default, meaning) in envs.VARIABLES.items():
-        assert name.startswith(envs.PREFIX)
-        assert envs.get(name) == parse(default)
-        assert len(meaning) > 10
+    for name, variable in VARIABLES.items():
+        assert name.startswith(PREFIX)
+        assert value_of(name, {}) == variable.parse(variable.default)
+        assert len(variable.meaning) > 10
 
 
 def test_defaults():
-    assert envs.get("VLLM_PREFIXSHARE_DIVIDER") == "auto"
-    assert envs.get("VLLM_PREFIXSHARE_SHARE") == PlannerConfig().share
-    assert envs.get("VLLM_PREFIXSHARE_COST_TABLE") is None
-    assert envs.get("VLLM_PREFIXSHARE_CACHE") == Path.home() / ".cache/vllm_prefixshare"
-    assert envs.get("VLLM_PREFIXSHARE_STRICT") is False
-    assert envs.get("VLLM_PREFIXSHARE_CHECK_PLANS") is False
+    found = read({})
+    assert found.divider is None
+    assert found.kernel == "auto"
+    assert found.share == PlannerConfig().share
+    assert found.cost_table is None
+    assert found.cache == Path.home() / ".cache/vllm_prefixshare"
+    assert found.strict is False
+    assert found.check_plans is False
+    with pytest.raises(FrozenInstanceError):
+        found.strict = True
 
 
 @pytest.mark.parametrize(
@@ -52,15 +57,14 @@ def test_defaults():
         ("VLLM_PREFIXSHARE_STRICT", "0", False),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "1", True),
         ("VLLM_PREFIXSHARE_DIVIDER", "deft_flatten", "deft_flatten"),
+        ("VLLM_PREFIXSHARE_DIVIDER", "AUTO", None),
         ("VLLM_PREFIXSHARE_COST_TABLE", "/some/table.json", Path("/some/table.json")),
         ("VLLM_PREFIXSHARE_COST_TABLE", "", None),
         ("VLLM_PREFIXSHARE_CACHE", "~/here", Path.home() / "here"),
     ],
 )
-def test_values_are_parsed(monkeypatch, name, text, value):
-    monkeypatch.setenv(name, text)
-    assert envs.get(name) == value
-    envs.check_environment()
+def test_values_are_parsed(name, text, value):
+    assert value_of(name, {name: text}) == value
 
 
 @pytest.mark.parametrize(
@@ -73,41 +77,34 @@ def test_values_are_parsed(monkeypatch, name, text, value):
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "true", "0 or 1"),
     ],
 )
-def test_a_bad_value_is_refused_with_what_would_be_good(monkeypatch, name, text, allowed):
-    monkeypatch.setenv(name, text)
-    for call in (lambda: envs.get(name), envs.check_environment):
-        with pytest.raises(PrefixShareError) as error:
-            call()
-        assert f"{name}={text!r}" in str(error.value)
-        assert allowed in str(error.value)
-
-
-def test_a_path_of_an_unknown_user_is_refused_by_the_name_of_the_variable(monkeypatch):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", "~no-such-user-here/table.json")
-    for call in (lambda: envs.get("VLLM_PREFIXSHARE_COST_TABLE"), envs.check_environment):
-        with pytest.raises(PrefixShareError, match="VLLM_PREFIXSHARE_COST_TABLE"):
-            call()
-
-
-def test_an_unknown_variable_is_refused_and_the_known_ones_are_named(monkeypatch):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDR", "fixed")
+def test_a_bad_value_is_refused_with_what_would_be_good(name, text, allowed):
     with pytest.raises(PrefixShareError) as error:
-        envs.check_environment()
+        read({name: text})
+    assert f"{name}={text!r}" in str(error.value)
+    assert allowed in str(error.value)
+
+
+def test_a_path_of_an_unknown_user_is_refused_by_the_name_of_the_variable():
+    with pytest.raises(PrefixShareError, match="VLLM_PREFIXSHARE_COST_TABLE"):
+        read({"VLLM_PREFIXSHARE_COST_TABLE": "~no-such-user-here/table.json"})
+
+
+def test_an_unknown_variable_is_refused_and_the_known_ones_are_named():
+    with pytest.raises(PrefixShareError) as error:
+        read({"VLLM_PREFIXSHARE_DIVIDR": "fixed"})
     assert str(error.value).startswith("VLLM_PREFIXSHARE_DIVIDR is not a known variable")
-    assert all(name in str(error.value) for name in envs.VARIABLES)
+    assert all(name in str(error.value) for name in VARIABLES)
 
 
-def test_variables_of_others_are_left_alone(monkeypatch):
-    monkeypatch.setenv("VLLM_PREFIX", "1")
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
-    envs.check_environment()
+def test_variables_of_others_are_left_alone():
+    assert read({"VLLM_PREFIX": "1", "VLLM_ATTENTION_BACKEND": "PREFIX_SHARE"}) == read({})
 
 
-def test_the_environment_is_read_at_each_call(monkeypatch):
+def test_the_environment_is_read_once(monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "never")
-    assert envs.get("VLLM_PREFIXSHARE_SHARE") == "never"
+    assert settings().share == "never"
     monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    assert envs.get("VLLM_PREFIXSHARE_SHARE") == "always"
+    assert settings().share == "never"
 
 
 def test_a_refusal_is_a_value_error():

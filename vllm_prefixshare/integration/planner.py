@@ -1,0 +1,31 @@
+"""The planner of one KV-cache group, as the settings of the process want it."""
+
+from typing import Any
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.kernels.contract import Executor
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.settings import settings
+
+NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
+
+
+def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any) -> DecodePlanner:
+    """A planner for ``executor``.
+
+    Raises:
+        PrefixShareError: a cost table that was named does not fit.
+    """
+    chosen = settings()
+    config = executor.planner_config(
+        chosen.divider,
+        chosen.share,
+        null_block_id=NULL_BLOCK_ID,
+        # the stages of a pipeline hold as many batches, which take turns
+        kept_plans=vllm_config.parallel_config.pipeline_parallel_size,
+        check_plans=chosen.check_plans,
+    )
+    cost = cost_model(attention, executor.name, logger().info_once)
+    return DecodePlanner(config, cost, attention.block_size, attention.gqa_group_size)

@@ -1,0 +1,127 @@
+"""The settings of a process: its ``VLLM_PREFIXSHARE_*`` variables, read and checked once."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from vllm_prefixshare.records import PrefixShareError
+
+PREFIX = "VLLM_PREFIXSHARE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment says; ``VARIABLES`` has the meaning of each field.
+
+    divider: None for the one that measures best with the kernel.
+    """
+
+    kernel: Literal["auto", "hopper", "portable"]
+    divider: str | None
+    share: Literal["auto", "always", "never"]
+    cost_table: Path | None
+    cache: Path
+    strict: bool
+    check_plans: bool
+
+
+class Variable(NamedTuple):
+    """parse: from text to the value of the field; raises ValueError with what it should be."""
+
+    parse: Callable[[str], Any]
+    default: str
+    meaning: str
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value.lower() not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return value.lower()
+
+    return parse
+
+
+def _divider(value: str) -> str | None:
+    return None if value.lower() == "auto" else value.lower()
+
+
+def _flag(value: str) -> bool:
+    if value not in ("0", "1"):
+        raise ValueError("0 or 1")
+    return value == "1"
+
+
+def _optional_path(value: str) -> Path | None:
+    return Path(value).expanduser() if value else None
+
+
+def _folder(value: str) -> Path:
+    if not value:
+        raise ValueError("a folder, or unset it")
+    return Path(value).expanduser()
+
+
+VARIABLES: dict[str, Variable] = {
+    "VLLM_PREFIXSHARE_DIVIDER": Variable(
+        _divider,
+        "auto",
+        "how KV segments are divided into work tiles; auto: what measures best here",
+    ),
+    "VLLM_PREFIXSHARE_KERNEL": Variable(
+        _choice("auto", "hopper", "portable"),
+        "auto",
+        "kernel on a GPU; auto: hopper where it can serve, else portable",
+    ),
+    "VLLM_PREFIXSHARE_SHARE": Variable(
+        _choice("auto", "always", "never"),
+        "auto",
+        "auto: share where the cost table says it pays; always; never",
+    ),
+    "VLLM_PREFIXSHARE_COST_TABLE": Variable(_optional_path, "", "cost table to use, a JSON file"),
+    "VLLM_PREFIXSHARE_CACHE": Variable(
+        _folder,
+        "~/.cache/vllm_prefixshare",
+        "folder for the embedded model, compiled code and measured cost tables",
+    ),
+    "VLLM_PREFIXSHARE_STRICT": Variable(
+        _flag, "0", "1: refuse instead of falling back to the parent"
+    ),
+    "VLLM_PREFIXSHARE_CHECK_PLANS": Variable(
+        _flag, "0", "1: verify every new plan (slow, for debugging)"
+    ),
+}
+
+
+def read(environment: Mapping[str, str]) -> Settings:
+    """The settings in ``environment``.
+
+    Raises:
+        PrefixShareError: an unknown variable of ours, or a value that cannot be parsed.
+    """
+    for name in environment:
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            raise PrefixShareError(
+                f"{name} is not a known variable: unset it, or use one of {', '.join(VARIABLES)}."
+            )
+    values: dict[str, Any] = {}
+    for name, variable in VARIABLES.items():
+        text = environment.get(name, variable.default)
+        try:
+            values[name.removeprefix(PREFIX).lower()] = variable.parse(text)
+        except (ValueError, RuntimeError) as e:
+            raise PrefixShareError(f"{name}={text!r} is not valid: set it to {e}.") from None
+    return Settings(**values)
+
+
+@cache
+def settings() -> Settings:
+    """The settings of this process. Later changes of the environment have no effect.
+
+    Raises:
+        PrefixShareError: see ``read``.
+    """
+    return read(os.environ)
