@@ -16,7 +16,7 @@ JIT = {"kernels.hopper.kernel", "kernels.hopper.producer", "kernels.portable.ker
 RUNS = BASE | {"envs", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
     "records": (set(), {"numpy"}),
-    "compiled": (set(), {"numba"}),
+    "compiled": ({"records"}, {"numba"}),
     "envs": ({"records"}, set()),
     "config": ({"records"}, set()),
     "workloads": ({"records"}, {"numpy"}),

@@ -107,6 +107,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             cost_model(attention, self._executor.name, logger().info_once),
             self.block_size,
             group,
+            on_failure=logger().warning,
         )
         self._planner.warm_up()
         self._plan: DecodePlan | None = None

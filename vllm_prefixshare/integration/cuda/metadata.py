@@ -93,6 +93,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             cost_model(attention, executor.name, logger().info_once),
             self.block_size,
             attention.gqa_group_size,
+            on_failure=logger().warning,
         )
         self._planner.warm_up(then=executor.prepare)
         drafts = self._query_len - 1
