@@ -1,0 +1,65 @@
+"""The ways on which vLLM decodes with this package by default: kernel, divider and limits, as
+the integration puts them together. A GPU is not needed to plan for one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.kernels import gpu_executor
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
+
+KERNELS = {"hopper": HopperKernel, "portable": PortableKernel}
+PATHS = (*KERNELS, "cpu")
+CPU = torch.device("cpu")
+H200 = "NVIDIA H200 x132"
+
+
+@contextmanager
+def as_on_an_h200() -> Iterator[None]:
+    """Kernels are told that the machine has one."""
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+
+    def choose(
+        attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
+    ) -> object:
+        return KERNELS[kernel](attention, query_len, device)
+
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
+        mock.patch.object(gpu_executor, "choose_kernel", choose),
+    ):
+        yield
+
+
+@cache
+def executor(path: str, attention: AttentionConfig, query_len: int, num_reqs: int) -> GpuExecutor:
+    """The GPU executor with its workspace, in host memory, as it is once graphs were captured."""
+    with as_on_an_h200():
+        found = GpuExecutor(attention, CPU, kernel=path, query_len=query_len)
+    found.reserve_for(num_reqs)
+    found.workspace.plan.captured = True
+    found.workspace.partials.captured = True
+    return found
+
+
+def planner_config(
+    path: str, attention: AttentionConfig, query_len: int, num_reqs: int, **options: object
+) -> PlannerConfig:
+    """As ``integration`` makes it where no variable is set."""
+    options["null_block_id"] = 0
+    if path == "cpu":
+        return PlannerConfig(divider="flashforge", share="auto", **options)
+    return executor(path, attention, query_len, num_reqs).planner_config(None, "auto", **options)
+
+
+def default_cost(path: str, attention: AttentionConfig) -> object:
+    """What ``costs.lookup`` finds: a shipped table on an H200, an estimate on a CPU."""
+    return cost_model(attention, "torch" if path == "cpu" else path, device_name=H200)
