@@ -96,7 +96,9 @@ class V1Rows:
         """The rows of this step's batch; all others leave."""
         stay = [r in batch and r not in self.left for r in self.rows]
         self.left.clear()
-        rows: list[Request | None] = [r if s else None for r, s in zip(self.rows, stay, strict=True)]
+        rows: list[Request | None] = [
+            r if s else None for r, s in zip(self.rows, stay, strict=True)
+        ]
         empty = [i for i, stays in enumerate(stay) if not stays]
         for request in batch:
             if request in rows:

@@ -23,9 +23,11 @@ H200 = "NVIDIA H200 x132"
 
 
 @contextmanager
-def as_on_an_h200() -> Iterator[None]:
-    """Kernels are told that the machine has one."""
-    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+def as_on_a_gpu(multiprocessors: int) -> Iterator[None]:
+    """Kernels are told that the machine has one, of an H200's kind."""
+    gpu = SimpleNamespace(
+        multi_processor_count=multiprocessors, shared_memory_per_block_optin=227 << 10
+    )
 
     def choose(
         attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
@@ -34,15 +36,22 @@ def as_on_an_h200() -> Iterator[None]:
 
     with (
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(gpu_executor, "choose_kernel", choose),
     ):
         yield
 
 
 @cache
-def executor(path: str, attention: AttentionConfig, query_len: int, num_reqs: int) -> GpuExecutor:
+def executor(
+    path: str,
+    attention: AttentionConfig,
+    query_len: int,
+    num_reqs: int,
+    multiprocessors: int = 132,
+) -> GpuExecutor:
     """The GPU executor with its workspace, in host memory, as it is once graphs were captured."""
-    with as_on_an_h200():
+    with as_on_a_gpu(multiprocessors):
         found = GpuExecutor(attention, CPU, kernel=path, query_len=query_len)
     found.reserve_for(num_reqs)
     found.workspace.plan.captured = True
@@ -51,13 +60,19 @@ def executor(path: str, attention: AttentionConfig, query_len: int, num_reqs: in
 
 
 def planner_config(
-    path: str, attention: AttentionConfig, query_len: int, num_reqs: int, **options: object
+    path: str,
+    attention: AttentionConfig,
+    query_len: int,
+    num_reqs: int,
+    multiprocessors: int = 132,
+    **options: object,
 ) -> PlannerConfig:
     """As ``integration`` makes it where no variable is set."""
     options["null_block_id"] = 0
     if path == "cpu":
         return PlannerConfig(divider="flashforge", share="auto", **options)
-    return executor(path, attention, query_len, num_reqs).planner_config(None, "auto", **options)
+    found = executor(path, attention, query_len, num_reqs, multiprocessors)
+    return found.planner_config(None, "auto", **options)
 
 
 def default_cost(path: str, attention: AttentionConfig) -> object:
