@@ -110,7 +110,7 @@ def test_a_table_of_another_machine_is_refused_and_says_what_differs(tmp_path):
     table = flashforge_table()
     foreign = replace(table, fingerprint=replace(table.fingerprint, device="toaster", head_dim=64))
     foreign.save(tmp_path / "t.json")
-    with pytest.raises(PrefixShareError, match="device 'toaster' instead of .*, head_dim 64"):
+    with pytest.raises(PrefixShareError, match=r"device 'toaster' instead of .*, head_dim 64"):
         CostTable.load(tmp_path / "t.json", table.fingerprint)
 
 
@@ -240,8 +240,9 @@ def test_a_planted_pipe_or_folder_is_refused_at_once(lock, plant):
 def test_a_lock_of_another_user_is_refused(lock, monkeypatch):
     with one_process_at_a_time():
         pass
-    monkeypatch.setattr(compiled.os, "getuid", lambda: os.stat(lock).st_uid + 1)
-    lock.rename(lock.with_name(f"vllm_prefixshare-{compiled.os.getuid()}.lock"))
+    other = os.getuid() + 1
+    lock.rename(lock.with_name(f"vllm_prefixshare-{other}.lock"))
+    monkeypatch.setattr(compiled.os, "getuid", lambda: other)
     with pytest.raises(PrefixShareError, match="not a file of this user"), one_process_at_a_time():
         pytest.fail("the lock was taken")
 
