@@ -22,10 +22,10 @@ from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DivisionProblem
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import WorkTiles
+from vllm_prefixshare.records import Forest, WorkTiles
 
 from . import paths, scale
-from .engine import Engine, Step, V1Rows, V2Slots
+from .engine import Engine, V1Rows, V2Slots
 from .oracle import assert_reads_what_was_written, assert_tree, shared_nodes
 
 SEEDS = st.integers(0, 2**16)
@@ -99,21 +99,17 @@ class PlannerMachine(RuleBasedStateMachine):
             on_failure=self.messages.append,
         )
         self.executor = None if self.path == "cpu" else paths.executor(*options)
-        self.step: Step | None = None
+        self.forest: Forest | None = None
         self.fails = self.failed = False
         divide = self.planner._divide
 
-        def checked(problem: DivisionProblem) -> WorkTiles:
+        def noted(problem: DivisionProblem) -> WorkTiles:
             if self.fails:
                 raise InjectedError("planted")
-            engine, step = self.engine, self.step
-            nodes = shared_nodes(step, engine.query_len, engine.slack, engine.block_size)
-            may_drop = self.planner.config.share == "auto"
-            assert_tree(problem.forest, nodes, engine.block_size, may_drop)
-            self.tried["nodes of trees"] += len(nodes)
+            self.forest = problem.forest
             return divide(problem)
 
-        self.planner._divide = checked
+        self.planner._divide = noted
         self.tried["sequences"] += 1
         for copy in range(6):  # something to begin with: three and three alike
             engine = self.engine
@@ -220,22 +216,28 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def decode_once(self, random: Random, reorder: bool = False) -> None:
         engine, planner = self.engine, self.planner
-        step = self.step = engine.schedule(random, reorder)
+        step = engine.schedule(random, reorder)
         table, rows = engine.runner.arguments()
         before, failures = planner.counters.plans, planner.counters.failures
+        self.forest = None
         plan = planner.update(table, step.host_lens, engine.query_len, slack=engine.slack, **rows)
         total = assert_reads_what_was_written(plan, step, engine.memory, engine.block_size)
-        if planner.counters.plans > before:
-            invariants.check(plan, step.block_table, step.true_lens)
-        if self.executor is not None:
-            self.executor.prepare(plan)  # raises where the workspace has no room
         if self.failed and engine.turns == 1 and len(step.queries):
             assert planner.counters.plans == before + 1, "it goes on without sharing"
         self.failed = planner.counters.failures > failures
         if self.failed:
+            assert self.fails, "planning failed by itself"
             assert total == step.true_lens.sum(), "a step without a plan shares nothing"
             self.fails = False
             self.tried["failures"] += 1
+        if self.forest is not None:
+            nodes = shared_nodes(step, engine.query_len, engine.slack, engine.block_size)
+            assert_tree(self.forest, nodes, engine.block_size, planner.config.share == "auto")
+            self.tried["nodes of trees"] += len(nodes)
+        if planner.counters.plans > before:
+            invariants.check(plan, step.block_table, step.true_lens)
+            if self.executor is not None:
+                self.executor.prepare(plan)  # raises where the workspace has no room
         self.tried["steps"] += 1
         self.tried["plans"] += planner.counters.plans - before
         self.tried["rows"] += len(step.queries)
@@ -248,15 +250,17 @@ class PlannerMachine(RuleBasedStateMachine):
 def test_every_event_leaves_a_plan_that_is_right(path):
     tried: Counter[str] = Counter()
     machine = type(f"{path.title()}Machine", (PlannerMachine,), {"path": path, "tried": tried})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            derandomize=True,
-            deadline=None,
-            max_examples=-(-scale.SEQUENCES // len(paths.PATHS)),
-            stateful_step_count=40,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    scale.report(f"{path}: {dict(tried)}")
-    assert tried["failures"] and tried["tokens saved"] > 0.05 * tried["tokens"], dict(tried)
+    try:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                derandomize=True,
+                deadline=None,
+                max_examples=-(-scale.SEQUENCES // len(paths.PATHS)),
+                stateful_step_count=40,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        scale.report(f"planner, {path}: {dict(tried)}")
+    assert tried["failures"] and tried["tokens saved"] > 0.05 * tried["tokens"]
