@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, quick
+from tests.test_native import needs_native
 from vllm_prefixshare import compiled
 from vllm_prefixshare.compiled import one_process_at_a_time
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs import lookup
 from vllm_prefixshare.costs.cost_table import AnalyticCost, CostTable
+from vllm_prefixshare.kernels.cpu import native
 from vllm_prefixshare.planning import planner as planner_module
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
@@ -203,6 +205,26 @@ sys.exit(2)
     subprocess.run([sys.executable, "-B", "-c", code, str(path)], check=True, timeout=300)
     assert path.read_text() == before
     assert os.listdir(cache) == ["t.json"]
+
+
+@needs_native
+@pytest.mark.parametrize("fault", ["anybody may write", "another user"])
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
+    native._find_library.cache_clear()
+    native.load_library()
+    path = cache if what == "folder" else next(cache.glob("*.so"))
+    if fault == "anybody may write":
+        path.chmod(0o777)
+    elif os.getuid() == 0:  # root's own files are anybody's to trust: give this one away
+        os.chown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(native.os, "getuid", lambda: path.stat().st_uid + 1)
+    native._find_library.cache_clear()
+    with pytest.raises(native.NativeUnavailableError, match="belongs to another user, or anybody"):
+        native.load_library()
+    monkeypatch.undo()
+    native._find_library.cache_clear()
 
 
 # -- the lock in the shared folder of temporary files

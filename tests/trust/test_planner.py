@@ -20,9 +20,8 @@ from tests.planning.strategies import LinearCost
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.registry import DivisionProblem
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import Forest, WorkTiles
+from vllm_prefixshare.records import Forest
 
 from . import paths, scale
 from .engine import Engine, V1Rows, V2Slots
@@ -103,7 +102,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.fails = self.failed = False
         divide = self.planner._divide
 
-        def noted(problem: DivisionProblem) -> WorkTiles:
+        def noted(problem):
             if self.fails:
                 raise InjectedError("planted")
             self.forest = problem.forest
