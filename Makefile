@@ -8,7 +8,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
 
-.PHONY: demo test trust lint venv model clean
+.PHONY: demo test trust releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
@@ -20,11 +20,20 @@ test: lint model
 trust: venv
 	TRUST_SEQUENCES=20000 TRUST_FORESTS=500 $(PY) -m pytest tests/trust $(PYTEST_ARGS)
 
+# The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
+releases: venv
+	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/integration/test_other_releases.py $(PYTEST_ARGS)
+
+# Every variant of every kernel under every Triton, without a GPU: hours on few cores.
+kernels: venv
+	PREFIXSHARE_ALL_KERNELS=1 $(PY) -m pytest tests/kernels/test_compile.py $(PYTEST_ARGS)
+	$(PY) benchmarks/tables.py
+
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(PY) benchmarks/readme_tables.py --check
+	$(PY) benchmarks/tables.py --check
 
 venv: $(VENV)/.project
 

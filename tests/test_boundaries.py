@@ -12,7 +12,12 @@ PACKAGE = Path(vllm_prefixshare.__file__).parent
 #: floor -> (floors that it may import, libraries beyond the standard one). A floor is a module or
 #: a folder of the package; the longest name that fits counts.
 BASE = {"records", "config"}
-JIT = {"kernels.hopper.kernel", "kernels.hopper.producer", "kernels.portable.kernel"}
+JIT = {
+    "kernels.hopper.gluon_names",
+    "kernels.hopper.kernel",
+    "kernels.hopper.producer",
+    "kernels.portable.kernel",
+}
 RUNS = BASE | {"envs", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
     "records": (set(), {"numpy"}),
@@ -25,8 +30,12 @@ FLOORS = {
     "costs.lookup": (BASE | {"envs", "costs"}, {"torch"}),
     "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
-    "kernels.hopper.kernel": ({"kernels.hopper.producer"}, {"triton"}),
-    "kernels.hopper.producer": (set(), {"triton"}),
+    "kernels.hopper.gluon_names": (set(), {"triton"}),
+    "kernels.hopper.kernel": (
+        {"kernels.hopper.gluon_names", "kernels.hopper.producer"},
+        {"triton"},
+    ),
+    "kernels.hopper.producer": ({"kernels.hopper.gluon_names"}, {"triton"}),
     "kernels.portable.kernel": (set(), {"triton"}),
     "costs.profile_cpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_gpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),

@@ -1,15 +1,20 @@
 """The commands a user types: what they print, and one sentence with status 2 for a mistake."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from vllm_prefixshare.cli import attention_of, main, parser
+from vllm_prefixshare.cli import doctor
+from vllm_prefixshare.cli.main import main, parser
+from vllm_prefixshare.cli.model import attention_of, layer_kinds, read_config
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.cost_table import CostTable
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.records import PrefixShareError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "document_qa.py"
 
@@ -19,18 +24,113 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
 
 
-def test_doctor_finds_everything_in_place(capsys):
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "plugin             registered" in out
-    assert out.endswith("PREFIX_SHARE can be chosen\n")
+def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from vllm_prefixshare.cli.main import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, "doctor", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
-def test_doctor_names_a_wrong_variable(capsys, monkeypatch):
+def write_model(folder: Path, **config: object) -> Path:
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4, **config}))
+    return folder
+
+
+def test_doctor_finds_everything_in_place(tmp_path):
+    model = write_model(tmp_path, layer_types=["full_attention", "sliding_attention"] * 2)
+    done = run_doctor("--model", str(model))
+    assert done.returncode == 0, done.stdout
+    assert "ok      plugin      registered" in done.stdout
+    assert "2 full attention, head_dim 64: served" in done.stdout
+    assert "2 sliding attention, head_dim 64: keep vLLM's own backend (a sliding" in done.stdout
+    assert done.stdout.endswith("PREFIX_SHARE can be chosen\n")
+
+
+def test_doctor_says_as_json_all_that_is_wrong(tmp_path):
+    table = tmp_path / "table.json"
+    table.write_text("{}")
+    done = run_doctor(
+        "--json",
+        "--model", str(write_model(tmp_path, kv_lora_rank=512)),
+        VLLM_PREFIXSHARE_DIVIDER="best",
+        VLLM_PREFIXSHARE_COST_TABLE=str(table),
+        VLLM_PREFIXSHARE_STRICT="1",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    report = json.loads(done.stdout)
+    assert not report["ok"]
+    failed = {c["check"]: c["says"] for c in report["checks"] if not c["ok"]}
+    assert failed.keys() == {"settings", "strict"}
+    assert "divider 'best' is unknown" in failed["settings"]
+    assert "a layer would fall back (multi-head latent attention)" in failed["strict"]
+    (layer,) = report["layers"]
+    assert layer["falls_back"] == "multi-head latent attention"
+
+
+MACHINE = doctor.Machine(AttentionConfig(8, 2, 64, 16), from_model=True, on_cpu=True)
+
+
+def test_doctor_names_a_wrong_variable(monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "maybe")
-    assert main(["doctor"]) == 2
-    error = capsys.readouterr().err
-    assert "VLLM_PREFIXSHARE_SHARE='maybe' is not valid: set it to one of auto" in error
+    with pytest.raises(PrefixShareError, match="'maybe' is not valid: set it to one of auto"):
+        doctor.settings(MACHINE)
+
+
+def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkeypatch):
+    assert main(["profile", "--out", str(tmp_path / "t.json"), "--num-qo-heads", "4",
+                 "--num-kv-heads", "2", "--head-dim", "64", "--block-size", "32"]) == 0  # fmt: skip
+    monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", str(tmp_path / "t.json"))
+    with pytest.raises(PrefixShareError, match="gqa_group_size 2 instead of 4"):
+        doctor.cost_table(MACHINE)
+
+
+def test_doctor_names_a_plugin_that_is_left_out(monkeypatch):
+    assert doctor.plugin(MACHINE) == "registered"
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(PrefixShareError, match="add prefix_share"):
+        doctor.plugin(MACHINE)
+
+
+def test_doctor_needs_a_model_that_can_be_read(capsys):
+    assert main(["doctor", "--model", "/nowhere"]) == 2
+    assert "/nowhere/config.json does not describe a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, [("full attention", 4, None)]),
+        ({"sliding_window": 4096}, [("sliding attention", 4, "a sliding window")]),
+        (
+            {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 3},
+            [("full attention", 4, None)],
+        ),
+        (
+            {"sliding_window": 512, "sliding_window_pattern": 4},
+            [("sliding attention", 3, "a sliding window"), ("full attention", 1, None)],
+        ),
+        ({"full_attention_interval": 4}, [("full attention", 1, None)]),
+        ({"model_type": "gpt_oss"}, [("full attention", 4, "attention sinks")]),
+        ({"kv_lora_rank": 512}, [("full attention", 4, "multi-head latent attention")]),
+        ({"attn_logit_softcapping": 50.0}, [("full attention", 4, "a logits soft cap")]),
+        ({"model_type": "bloom"}, [("full attention", 4, "ALiBi slopes")]),
+        ({"head_dim": 48}, [("full attention", 4, "head_dim 48")]),
+        (
+            {"head_dim": 256, "global_head_dim": 512, "sliding_window": 1024},
+            [("sliding attention", 4, "a sliding window")],
+        ),
+        ({"text_config": {"head_dim": 320}}, [("full attention", 4, "head_dim 320")]),
+    ],
+)
+def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
+    kinds = layer_kinds(read_config(write_model(tmp_path, **config)))
+    found = [(k["kind"], k["count"], k["falls_back"]) for k in doctor._layers(kinds, MACHINE)]
+    assert found == expected
 
 
 def test_inspect_shows_every_divider(capsys):

@@ -1,7 +1,5 @@
 """The GPU executor's workspace: what is copied, what stays, and that there is always room."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,16 @@ import torch
 from tests.planning.strategies import make_planner
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialResults
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.workloads.trees import tree
 
 CPU = torch.device("cpu")
+H100 = Gpu((9, 0), 132, 227 << 10)
 
 
 def loaded(arrays: DeviceArrays) -> dict[str, list[int]]:
@@ -65,11 +66,9 @@ def test_captured_arrays_and_partial_results_do_not_grow():
 @pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (16, 1), (64, 8)], ids=str)
 @pytest.mark.parametrize("divider", ["depth_first", "flashforge", "deft_flatten", "per_request"])
-def test_reserved_room_holds_every_plan_that_keeps_its_limits(monkeypatch, kernel, heads, divider):
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+def test_reserved_room_holds_every_plan_that_keeps_its_limits(kernel, heads, divider):
     attention = AttentionConfig(*heads, 128, 16)
-    k = kernel(attention, 1, CPU)
+    k = kernel(attention, 1, H100)
     capacity = k.capacity(64)
     limits = {name: getattr(capacity, name) for name in ("max_tiles", "max_runs", "max_partials")}
     for spec in ("1,64_2048,64", "1,4,16,64_256,128,64,32", "64_512", "1,2_4096,64"):
@@ -99,9 +98,7 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(monkeypatch, kerne
     ],
 )
 def test_the_planner_is_asked_once_whether_sharing_pays(monkeypatch, kernel, divider, share, asked):
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    choose = lambda shape, device, _, n: kernel(shape, n, device)  # noqa: E731
-    monkeypatch.setattr(gpu, "choose_kernel", choose)
+    choice = Choice(kernel(AttentionConfig(32, 8, 128, 16), 1, H100), None)
+    monkeypatch.setattr(gpu, "choose_kernel", lambda *_: choice)
     executor = gpu.GpuExecutor(AttentionConfig(32, 8, 128, 16), CPU)
     assert executor.planner_config(divider, share).share == asked

@@ -9,8 +9,8 @@ import pytest
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, STOCK, Batch, EngineProcess
 
-#: The start of a real text, as long as max_model_len and the time of a test allow.
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "design.md").read_text()[:6500]
+#: The start of a text, as long as max_model_len and the time of a test allow.
+DOCUMENT = (Path(__file__).parents[2] / "examples" / "document.md").read_text()[:6500]
 
 #: float32, so that a token that differs is a fault and not a rounding of bfloat16 logits.
 #: Few blocks and a small token budget, so that prefill is chunked, batches are mixed and

@@ -114,6 +114,22 @@ def test_speculative_rows_share_too(model, stock):
     assert ours.stats["decode_steps"] < 40, "some drafts must have been accepted"
 
 
+@pytest.mark.parametrize(
+    "attention_config",
+    [
+        {"backend": "prefix_share"},  # vLLM validates dictionaries before it loads general plugins
+        {"backend_per_kind": {"full_attention": "PREFIX_SHARE"}},
+    ],
+)
+def test_the_backend_is_chosen_by_a_dictionary(model, attention_config):
+    settings = {**SETTINGS, "pause": False, "attention_config": attention_config}
+    environment = {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_STRICT": "1"}
+    with EngineProcess(PREFIX_SHARE, model, environment, **settings) as engine:
+        engine.generate([ask(QUESTIONS[0])], 1)
+        batch = engine.generate([ask(q) for q in QUESTIONS[:3]], 8, ignore_eos=True)
+    assert_shared(batch)
+
+
 def test_a_wrong_setting_is_refused_before_work_starts(model):
     with pytest.raises(PrefixShareError, match="divider 'best' is unknown"):
         EngineProcess(PREFIX_SHARE, model, {"VLLM_PREFIXSHARE_DIVIDER": "best"})

@@ -22,7 +22,9 @@ from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.portable import launch as portable_launch
+from vllm_prefixshare.kernels.registry import Choice
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu runs the backend in a real engine"
@@ -42,14 +44,12 @@ SPEC = {
 def _interpreter(monkeypatch):
     """Lets the executor take the CPU for a GPU with four multiprocessors."""
     register.register()
-    properties = SimpleNamespace(
-        multi_processor_count=4, shared_memory_per_block_optin=H100_SHARED_MEMORY
-    )
-    portable = portable_launch.PortableKernel
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(
-        gpu, "choose_kernel", lambda shape, device, _, n: portable(shape, n, device)
-    )
+    h100 = Gpu((9, 0), 4, H100_SHARED_MEMORY)
+
+    def choose(attention, device, kernel, query_len):
+        return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
+
+    monkeypatch.setattr(gpu, "choose_kernel", choose)
     monkeypatch.setattr(
         cuda_metadata, "cost_model", lambda attention, kernel, log: analytic(attention)
     )
@@ -232,8 +232,8 @@ def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
     group.start(batch)
     for _ in range(3):
         metadata = group.builder.build(0, group.common(batch, padding=2))
-        assert metadata.rest is None
-        assert metadata.decode_tokens == 6
+        assert metadata.prefill_metadata is None
+        assert metadata.num_decode_tokens == 6
         out = group.forward(batch, metadata, 6)
         assert relative_error(out[:4], reference(batch)) < 2e-3
         assert out[4:].isnan().all()
@@ -276,7 +276,7 @@ def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
     batch = shared_batch([70, 90])
     host_tables.note_batch(group.tables, None)
     metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
-    assert metadata.decode_tokens == 2
+    assert metadata.num_decode_tokens == 2
     assert group.forward(batch, metadata, 2).isnan().all()
     assert STATS.decode_steps == 0
 
@@ -359,14 +359,14 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
     group.start(batch)
     common = group.common(batch)
     metadata = group.builder.build(0, common)
-    assert metadata.decode_tokens == 2
-    rest = metadata.rest
-    assert rest.num_actual_tokens == 94
-    assert rest.query_start_loc.tolist() == [0, 30, 94]
-    assert rest.seq_lens.tolist() == [100, 64]
-    assert rest.max_query_len == 64
-    assert torch.equal(rest.block_table, common.block_table_tensor[2:])
-    assert len(rest.slot_mapping) == 94
+    assert metadata.num_decode_tokens == 2
+    prefill = metadata.prefill_metadata
+    assert prefill.num_actual_tokens == 94
+    assert prefill.query_start_loc.tolist() == [0, 30, 94]
+    assert prefill.seq_lens.tolist() == [100, 64]
+    assert prefill.max_query_len == 64
+    assert torch.equal(prefill.block_table, common.block_table_tensor[2:])
+    assert len(prefill.slot_mapping) == 94
 
 
 def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):
@@ -375,7 +375,7 @@ def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):
     batch = shared_batch([70, 90, 61], counts=[4, 4, 2])
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))
-    assert metadata.rest is None
+    assert metadata.prefill_metadata is None
     out = group.forward(batch, metadata, 10)
     assert relative_error(out, reference(batch)) < 2e-3
 

@@ -1,10 +1,13 @@
 """The changes made to vLLM: each in force, each once, and the backend survives pickling."""
 
 import importlib
+import importlib.util
+import logging
 import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import DTYPES
-from vllm_prefixshare.integration import compat, hooks, register, support
+from vllm_prefixshare.integration import CPU_BACKEND, compat, register, signatures, support
+from vllm_prefixshare.integration.hooks import registry, selection
 
 
 @pytest.fixture(autouse=True)
@@ -21,23 +25,17 @@ def _installed():
     register.register()
 
 
-def resolve(target: str) -> object:
-    """The object with this dotted name."""
-    parts = target.split(".")
-    for split in range(len(parts), 0, -1):
-        try:
-            value: object = importlib.import_module(".".join(parts[:split]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[split:]:
-            value = getattr(value, name)
-        return value
-    raise AssertionError(f"{target} cannot be imported")
-
-
-@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda h: h.target.rpartition(".")[2])
+@pytest.mark.parametrize("hook", registry.HOOKS, ids=lambda h: h.name)
 def test_every_hook_names_a_real_target_and_why(hook):
-    assert resolve(hook.target) is not None
+    if hook.module == "vllm.platforms.cuda":  # imports CUDA's libraries: its source is parsed
+        owner, method = hook.name.split(".")
+        source = Path(importlib.util.find_spec(hook.module).origin).read_text()
+        assert f"class {owner}(" in source
+        assert f"def {method}(" in source
+    else:
+        value = importlib.import_module(hook.module)
+        for name in hook.name.split("."):
+            value = getattr(value, name)
     assert hook.why
     assert hook.until
 
@@ -47,7 +45,7 @@ def test_hooks_are_installed_once():
     from vllm.platforms.cpu import CpuPlatform
 
     before = EngineArgs.create_engine_config, CpuPlatform.get_attn_backend_cls
-    hooks.install_hooks()
+    registry.install_hooks()
     assert (EngineArgs.create_engine_config, CpuPlatform.get_attn_backend_cls) == before
     for function in before:
         assert hasattr(function, "__wrapped__")
@@ -55,7 +53,7 @@ def test_hooks_are_installed_once():
 
 
 def test_the_backend_member_unpickles_where_no_plugin_was_loaded():
-    data = pickle.dumps(hooks.backend_member())
+    data = pickle.dumps(selection.backend_member())
     code = (
         "import pickle, sys; member = pickle.loads(bytes.fromhex(sys.argv[1]));"
         "print(member.name, member.get_class().get_name())"
@@ -74,14 +72,14 @@ def engine_args(**given: object) -> SimpleNamespace:
 def test_the_environment_variable_chooses_the_backend(monkeypatch):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "prefix_share")
     args = engine_args()
-    hooks._select_from_environment(args)
-    assert args.attention_backend is hooks.backend_member()
+    selection.choose_from_environment(args)
+    assert args.attention_backend is selection.backend_member()
 
 
 def test_an_argument_wins_over_the_environment_variable(monkeypatch):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
     args = engine_args(attention_backend="CPU_ATTN")
-    hooks._select_from_environment(args)
+    selection.choose_from_environment(args)
     assert args.attention_backend == "CPU_ATTN"
 
 
@@ -89,14 +87,14 @@ def test_an_argument_wins_over_the_environment_variable(monkeypatch):
 def test_other_backends_are_left_to_vllm(monkeypatch, name):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
     args = engine_args()
-    hooks._select_from_environment(args)
+    selection.choose_from_environment(args)
     assert args.attention_backend is None
 
 
 def test_a_misspelt_name_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIXSHARE")
     with pytest.raises(PrefixShareError, match="'PREFIXSHARE' is not an attention backend"):
-        hooks._select_from_environment(engine_args())
+        selection.choose_from_environment(engine_args())
 
 
 def layer(**changes: object) -> AttentionSelectorConfig:
@@ -125,13 +123,13 @@ def test_layers_that_cannot_be_served_are_named(changes, reason):
 def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
 
-    ours = CpuPlatform.get_attn_backend_cls(hooks.backend_member(), layer(), 9)
-    assert ours == hooks.CPU_BACKEND
-    other = CpuPlatform.get_attn_backend_cls(hooks.backend_member(), layer(head_size=48), 9)
+    ours = CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(), 9)
+    assert ours == CPU_BACKEND
+    other = CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
     assert other.endswith("CPUAttentionBackend")
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     with pytest.raises(PrefixShareError, match="head_dim 48"):
-        CpuPlatform.get_attn_backend_cls(hooks.backend_member(), layer(head_size=48), 9)
+        CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
 
 
 def test_other_backends_do_not_pass_through_ours():
@@ -140,35 +138,109 @@ def test_other_backends_do_not_pass_through_ours():
     assert CpuPlatform.get_attn_backend_cls(None, layer(), 9).endswith("CPUAttentionBackend")
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.31.0", "0.34.0", "1.0.0"])
-def test_unsupported_vllm_versions_are_refused(version):
+@pytest.fixture
+def _judge_anew():
+    compat.check_release.cache_clear()
+    yield
+    compat.check_release.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.25.1"])
+def test_releases_that_are_too_old_are_refused(version, _judge_anew):
     with pytest.raises(PrefixShareError, match=f"vLLM {version} is not supported.*install"):
-        compat.check_vllm_version(Version(version))
+        compat.check_release(Version(version))
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
-def test_other_cpu_backends_are_refused(version):
-    compat.check_vllm_version(Version(version))
+@pytest.mark.parametrize("version", ["0.26.0", "0.31.0", "0.33.0", "0.34.0"])
+def test_other_cpu_backends_are_refused(version, _judge_anew):
+    compat.check_release(Version(version))
     with pytest.raises(PrefixShareError, match=r"not supported .*on a CPU: install version 0\.32"):
-        compat.check_vllm_version(Version(version), on_cpu=True)
+        compat.check_release(Version(version), on_cpu=True)
 
 
-def test_an_unsupported_version_is_an_error_only_for_who_chose_the_backend(monkeypatch):
-    monkeypatch.setattr(compat, "vllm_version", lambda: Version("0.9.0"))
-    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
-    register.register()
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
-    with pytest.raises(PrefixShareError, match=r"vLLM 0\.9\.0 is not supported"):
+@pytest.mark.parametrize(("version", "warnings"), [("0.33.0", 0), ("0.34.0", 1), ("1.0.0", 1)])
+def test_a_newer_release_with_known_signatures_is_warned_of_once(
+    version, warnings, monkeypatch, _judge_anew
+):
+    said = []
+    log = SimpleNamespace(warning=lambda *args: said.append(args))
+    monkeypatch.setattr(compat, "logger", lambda: log)
+    for _ in range(2):
+        compat.check_release(Version(version))
+    assert len(said) == warnings
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "symbol"),
+    [
+        (
+            "v1/worker/gpu/block_table.py",
+            "def append_block_ids(",
+            "def extend_block_ids(",
+            "vllm.v1.worker.gpu.block_table.BlockTables.append_block_ids (not found)",
+        ),
+        (
+            "v1/worker/gpu_worker.py",
+            "def wake_up(self, tags:",
+            "def wake_up(self, names:",
+            "vllm.v1.worker.gpu_worker.Worker.wake_up (its parameters are self, names)",
+        ),
+        (
+            "v1/attention/backend.py",
+            "    seq_lens_cpu_upper_bound:",
+            "    seq_lens_cpu_bound:",
+            "CommonAttentionMetadata.seq_lens_cpu_upper_bound (not found)",
+        ),
+    ],
+)
+def test_a_hook_target_that_moved_is_named(
+    file, old, new, symbol, tmp_path, monkeypatch, _judge_anew
+):
+    installed = signatures.package_folder()
+    names = {n.rsplit(".", 2)[0] for n in signatures.PARAMETERS}
+    names |= {n.rsplit(".", 1)[0] for n in signatures.MEMBERS}
+    for name in names:
+        copy = tmp_path / Path(*name.split(".")[1:]).with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((installed / copy.relative_to(tmp_path)).read_text())
+    assert signatures.moved(tmp_path) is None
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new))
+    monkeypatch.setattr(signatures, "package_folder", lambda: tmp_path)
+    with pytest.raises(PrefixShareError) as refused:
+        compat.check_release(Version("0.34.0"))
+    assert symbol in str(refused.value)
+
+
+def test_a_vllm_without_a_hook_target_says_nothing_to_those_who_did_not_choose(monkeypatch, caplog):
+    module = ModuleType(registry.HOOKS[0].module)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with caplog.at_level(logging.DEBUG):
         register.register()
+    assert not caplog.records
 
 
-def test_a_vllm_that_cannot_be_hooked_is_an_error_only_for_who_chose_the_backend(monkeypatch):
-    def missing() -> None:
-        raise ImportError("cannot import name 'BlockTables'")
+def test_registering_imports_nothing_of_vllm_and_hooks_wait_for_their_modules():
+    code = """
+import sys
+from vllm_prefixshare.integration.register import register
+register()
+heavy = {"torch", "numba", "triton", "vllm"} & sys.modules.keys()
+assert not heavy, heavy
+from vllm.engine.arg_utils import EngineArgs
+assert hasattr(EngineArgs.create_engine_config, "__wrapped__")
+assert "vllm.v1.worker.gpu_worker" not in sys.modules
+assert "vllm_prefixshare.operator" not in sys.modules
+from vllm.v1.worker.block_table import BlockTable
+assert hasattr(BlockTable.__init__, "__wrapped__")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
-    monkeypatch.setattr(hooks, "HOOKS", (hooks.Hook("vllm.some.thing", "why", "when", missing),))
-    monkeypatch.delenv("VLLM_ATTENTION_BACKEND", raising=False)
-    register.register()
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
-    with pytest.raises(PrefixShareError, match=r"cannot hook vllm\.some\.thing: cannot import"):
-        register.register()
+
+def test_under_the_vllm_command_a_refusal_is_one_line_and_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
+    with pytest.raises(SystemExit) as ended:
+        selection.refuse(PrefixShareError("vLLM 0.9.0 is not supported."))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "vllm: error: vLLM 0.9.0 is not supported.\n"

@@ -136,6 +136,7 @@ def emulate(
             assert np.isnan(out[query_start_loc[request] + query, qo_head]).all(), "written twice"
             out[query_start_loc[request] + query, qo_head] = result
         else:
+            assert plan["tile_info"][tile, 6], "the kernel would skip the tile's partial results"
             assert np.isnan(partial_lse[partial * query_len + query, qo_head]), "written twice"
             partial_out[partial * query_len + query, qo_head] = result
             partial_lse[partial * query_len + query, qo_head] = lse

@@ -111,7 +111,8 @@ class EngineProcess:
     """``vllm.LLM`` behind a pipe. Use as a context manager.
 
     Args:
-        backend: name of an attention backend, or ``STOCK`` for vLLM's choice.
+        backend: name of an attention backend, or ``STOCK`` for vLLM's choice. It is passed as
+            ``attention_backend``, or in ``attention_config`` where ``engine_args`` have one.
         model: checkpoint folder.
         environment: variables for this engine alone.
         pause: stop its processes between calls: even an idle engine polls, and on few cores
@@ -141,7 +142,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         args = {"model": str(model), "seed": 0, "disable_log_stats": False, **engine_args}
-        if backend != STOCK:
+        if backend != STOCK and "attention_config" not in args:
             args["attention_backend"] = backend
         self._process = context.Process(target=_serve, args=(theirs, dict(environment or {}), args))
         self._process.start()

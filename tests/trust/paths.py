@@ -4,7 +4,6 @@ the integration puts them together. A GPU is not needed to plan for one."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -12,30 +11,26 @@ import torch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.kernels import gpu_executor
+from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.kernels.registry import Choice, make_kernel
 
-KERNELS = {"hopper": HopperKernel, "portable": PortableKernel}
-PATHS = (*KERNELS, "cpu")
+PATHS = ("hopper", "portable", "cpu")
 CPU = torch.device("cpu")
 H200 = "NVIDIA H200 x132"
 
 
 @contextmanager
 def as_on_a_gpu(multiprocessors: int) -> Iterator[None]:
-    """Kernels are told that the machine has one, of an H200's kind."""
-    gpu = SimpleNamespace(
-        multi_processor_count=multiprocessors, shared_memory_per_block_optin=227 << 10
-    )
+    """The executor is told that the machine has one of an H200's kind."""
+    gpu = Gpu((9, 0), multiprocessors, 227 << 10)
 
     def choose(
         attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
-    ) -> object:
-        return KERNELS[kernel](attention, query_len, device)
+    ) -> Choice:
+        return Choice(make_kernel(kernel, attention, query_len, gpu), None)
 
     with (
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(gpu_executor, "choose_kernel", choose),
     ):

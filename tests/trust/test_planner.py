@@ -116,7 +116,7 @@ class PlannerMachine(RuleBasedStateMachine):
             engine.admit()
 
     def teardown(self):
-        if hasattr(self, "messages"):
+        if hasattr(self, "planner"):
             assert len(self.messages) == min(1, self.planner.counters.failures)
 
     @rule(

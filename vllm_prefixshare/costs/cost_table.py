@@ -1,8 +1,8 @@
 """What a work tile costs: a measured table, or a roofline estimate when there is none.
 
 FlashForge, section 5.2: the time of partial attention follows neither bytes nor FLOPs, so
-it is profiled over (query rows, KV length) and interpolated. ``profiling.measure`` fills
-the table; this module only reads, stores and interpolates it.
+it is profiled over (query rows, KV length) and interpolated. ``profile_cpu`` and
+``profile_gpu`` fill the table; this module only reads, stores and interpolates it.
 """
 
 import contextlib

@@ -1,6 +1,11 @@
 """The plugin: the only place that imports vllm.
 
-``register`` is the entry point, ``hooks`` lists every change made to vLLM, ``compat`` knows
-the versions, ``support`` what is not served. ``cuda`` is the attention backend on NVIDIA GPUs,
-``host_tables`` its block tables; ``cpu`` is that of the CPU platform.
+``register`` holds the entry points. ``hooks`` lists every change made to vLLM at run time,
+``signatures`` what they rely on in its source, ``compat`` which releases are known and what differs
+between them, ``support`` which layers are served. ``cuda`` is the attention backend on NVIDIA GPUs,
+``host_tables`` its block tables on the host; ``cpu`` is the backend of the CPU platform.
 """
+
+BACKEND_NAME = "PREFIX_SHARE"
+CPU_BACKEND = "vllm_prefixshare.integration.cpu.backend.PrefixShareCPUBackend"
+CUDA_BACKEND = "vllm_prefixshare.integration.cuda.backend.PrefixShareCUDABackend"

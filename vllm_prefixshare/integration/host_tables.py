@@ -1,8 +1,8 @@
-"""Block tables as the host knows them: vLLM hands its metadata builders those of the device.
+"""Copies of vLLM's block tables on the host. vLLM gives its metadata builders those of the device.
 
-A builder finds the host's copy by the address of the device tensor. The V1 model runner keeps
-one, in the order of the batch. The V2 runner keeps none, so the block ids that it sends to the
-device are noted on the way, by slot, and so are the slots of the batch in preparation.
+A builder finds the copy by the address of the device tensor. The V1 model runner has a copy of its
+own, in the order of the batch. The V2 runner has none: the hooks note, by request slot, the block
+ids that it sends to the device, and the slots of the batch that it prepares.
 """
 
 import itertools
@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from vllm_prefixshare.integration import compat
 from vllm_prefixshare.records import IntArray
 
 #: Address of a device block table -> its copy here, as long as vLLM keeps the table.
 _COPIES: dict[int, "weakref.ref[HostTable]"] = {}
 
-#: Whether this process has a layer that needs the V2 runner's ids noted. That runner makes its
-#: block tables after the layers.
+#: Whether a layer of this process needs the V2 runner's block ids. That runner creates its block
+#: tables after the layers.
 _wanted = False
 
 
@@ -45,13 +46,13 @@ class HostTable(Protocol):
 
     def rows(self, num_reqs: int) -> tuple[IntArray | None, IntArray | None]:
         """``table_rows`` and ``row_ids`` of the first requests of the batch, as
-        ``DecodePlanner.update`` takes them. None: rows of the table are those of the batch,
-        and to be compared."""
+        ``DecodePlanner.update`` takes them. None: the rows of the table are in the order of the
+        batch, and the planner compares them to find what changed."""
         ...
 
 
 class RowTable:
-    """The V1 runner's own copy; row by row that of the batch."""
+    """The V1 runner's own copy, in the order of the batch."""
 
     def __init__(self, block_table: IntArray) -> None:
         self.block_table = block_table
@@ -64,7 +65,7 @@ class RowTable:
 
 
 class Slots:
-    """Which request slots of the V2 runner make up the batch, and who has had them.
+    """The request slots of the V2 runner, and those that make up the batch.
 
     batch: ``[num_reqs]`` slot of each row; None in a dummy batch.
     ids: ``[max_num_reqs]`` int64, a new number whenever a request takes the slot.
@@ -83,7 +84,7 @@ class SlotTable:
     """Block ids of one KV-cache group of the V2 runner, by slot.
 
     Args:
-        blocks_per_id: kernel blocks in each block that the KV-cache manager hands out.
+        blocks_per_id: kernel blocks in each block of the KV-cache manager.
     """
 
     def __init__(self, slots: Slots, shape: tuple[int, int], blocks_per_id: int) -> None:
@@ -129,8 +130,7 @@ def keep_v2_tables(tables: Any) -> None:
     slots = tables.prefixshare_slots = Slots(tables.max_num_reqs)
     if not _wanted:
         return
-    # releases before 0.32 split the manager's blocks here; later ones when building metadata
-    parts = getattr(tables, "blocks_per_kv_block", [1] * len(tables.input_block_tables))
+    parts = compat.kernel_blocks_per_id(tables)
     for device_table, blocks_per_id in zip(tables.input_block_tables, parts, strict=True):
         copy = SlotTable(slots, tuple(device_table.shape), blocks_per_id)
         copies.append(copy)
@@ -148,5 +148,6 @@ def note_block_ids(
 
 
 def note_batch(tables: Any, slots: IntArray | None) -> None:
-    """The V2 runner prepares a batch with a request slot for each row, or a dummy batch."""
+    """Called when the V2 runner prepares a batch, with the slot of each row; None for a dummy
+    batch."""
     tables.prefixshare_slots.batch = slots

@@ -1,25 +1,20 @@
-"""Entry point of the plugin group ``vllm.general_plugins``."""
-
-import os
-
-from vllm_prefixshare.records import PrefixShareError
+"""The entry points that vLLM calls. Both install the hooks, which wait for the modules of vLLM that
+they change: neither imports any, so who did not choose the backend pays nothing.
+"""
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly more than once.
+    """Entry point of ``vllm.general_plugins``: called in each process, possibly more than once."""
+    from vllm_prefixshare.integration.hooks.registry import install_hooks
 
-    A vLLM version that is not supported, or a part of it that cannot be imported here, is an
-    error only for those who chose the backend.
+    install_hooks()
 
-    Raises:
-        PrefixShareError: the backend is chosen, but cannot be had.
+
+def no_platform() -> None:
+    """Entry point of ``vllm.platform_plugins``; its None tells vLLM that this is no platform.
+
+    vLLM calls it when it looks for its platform, before it validates ``attention_config``
+    and before a spawned process unpickles its configuration: both need the name PREFIX_SHARE,
+    and general plugins are loaded after them.
     """
-    from vllm_prefixshare.integration import compat, hooks
-
-    try:
-        compat.check_vllm_version()
-        hooks.install_hooks()
-    except PrefixShareError as e:
-        if os.environ.get(hooks.ENV_VAR, "").upper() == hooks.BACKEND_NAME:
-            hooks.refuse(e)
-        hooks.logger().warning("%s", e)
+    register()

@@ -1,19 +1,19 @@
-"""What the backend did, counted in the worker and read over vLLM's own RPC."""
+"""Counters of the backend in each worker, read with vLLM's ``collective_rpc``."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
 class BackendStats:
-    """Counters of one worker process, over all its KV-cache groups; times in seconds.
+    """Counters of one worker process, summed over its KV-cache groups; times in seconds.
 
-    decode_steps: engine steps with at least one decode row, once per KV-cache group.
-    shared_steps: those in which rows shared KV.
-    layer_calls, layer_seconds: attention layers that ran shared rows, and their time; on a CPU.
-    kv_tokens_read, kv_tokens_stock: KV tokens per layer that decode rows read here, and would
-        read each on its own.
-    plans, plan_seconds: plans made, and put on the device.
-    build_seconds: all that was added to building metadata, on a CPU.
+    decode_steps: engine steps with at least one decode, counted once per KV-cache group.
+    shared_steps: decode steps in which requests shared KV.
+    layer_calls, layer_seconds: attention layers that ran shared decodes, and their time (CPU only).
+    kv_tokens_read: KV tokens per layer that decodes read.
+    kv_tokens_stock: KV tokens per layer that they would read one by one.
+    plans, plan_seconds: plans made and copied to the device, and their time.
+    build_seconds: time that planning adds to building metadata (CPU only).
     """
 
     decode_steps: int = 0
@@ -31,7 +31,7 @@ class BackendStats:
         self.plan_seconds += seconds
 
     def note_step(self, tokens: int, saved: int) -> None:
-        """A step whose decode rows have ``tokens`` of KV, of which ``saved`` are not read."""
+        """Count a step whose decodes have ``tokens`` of KV and read all but ``saved`` of them."""
         self.decode_steps += 1
         self.shared_steps += saved > 0
         self.kv_tokens_stock += tokens

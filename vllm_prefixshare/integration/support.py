@@ -5,7 +5,8 @@ from typing import Any
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM
-from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.records import PrefixShareError
 
 
@@ -43,8 +44,8 @@ def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
 
 
 def spec_refusal(spec: Any) -> str | None:
-    """Why layers with this ``KVCacheSpec`` cannot be served, or None: tables of other kinds keep
-    the ids of blocks that were freed, or leave some out."""
+    """Why layers with this ``KVCacheSpec`` cannot be served, or None. Block tables of other kinds
+    than full attention keep ids of freed blocks, or leave some out."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if type(spec) is not FullAttentionSpec:
@@ -57,8 +58,8 @@ def spec_refusal(spec: Any) -> str | None:
 
 
 def impl_refusal(impl: Any, full_context: object) -> str | None:
-    """Why a layer with this implementation cannot be served, or None: what the selector's
-    configuration does not say.
+    """Why a layer with this implementation cannot be served, or None; for what is not in the
+    selector's configuration.
 
     Args:
         full_context: value of ``sliding_window`` that stands for none.

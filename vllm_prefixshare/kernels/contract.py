@@ -118,6 +118,28 @@ class Capacity(NamedTuple):
     sizes: dict[str, int]
 
 
+class Gpu(NamedTuple):
+    """What a kernel is made for.
+
+    capability: compute capability, as in ``(9, 0)``.
+    multi_processor_count: its multiprocessors.
+    shared_memory: bytes of it that a thread block may have.
+    """
+
+    capability: tuple[int, int]
+    multi_processor_count: int
+    shared_memory: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Gpu":
+        found = torch.cuda.get_device_properties(device)
+        return cls(
+            (found.major, found.minor),
+            found.multi_processor_count,
+            found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        )
+
+
 class Kernel(Protocol):
     """Partial attention as one kernel does it.
 

@@ -26,17 +26,19 @@ class GpuExecutor:
     Args:
         attention: shape of the layer; bfloat16 or float16.
         device: a CUDA device of compute capability 8.0 or more.
-        kernel: "hopper", "portable", or "auto": the first that can serve.
+        kernel: "hopper", "portable", or "auto": the first that can serve and be compiled.
         query_len: most query tokens of a request in one step.
         partials: shared with other executors of the same heads and query_len, whose launches
             are on the same stream; its own if None.
 
     Attributes:
         name: of the kernel.
+        passed_over: why a kernel that "auto" prefers does not serve; None if it does.
         num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
 
     Raises:
-        PrefixShareError: the device or the shape has no kernel.
+        PrefixShareError: the device or the shape has no kernel, or the kernel that was named
+            cannot be compiled.
     """
 
     takes_token_trees = True
@@ -52,11 +54,11 @@ class GpuExecutor:
     ) -> None:
         self.attention = attention
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None and torch.cuda.is_available():
+        if self.device == torch.device("cuda") and torch.cuda.is_available():  # without an index
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.query_len = query_len
         self._mask_words = -(-query_len // 32)
-        self._kernel = choose_kernel(attention, self.device, kernel, query_len)
+        self._kernel, self.passed_over = choose_kernel(attention, self.device, kernel, query_len)
         self.name = self._kernel.name
         self.num_workers = self._kernel.num_workers
         self.max_tile_requests = self._kernel.max_tile_requests
@@ -282,10 +284,10 @@ class GpuExecutor:
             if t.dim() != dims or tuple(t.shape[dims - len(tail) :]) != tail:
                 shape = ", ".join(["..."] * (dims - len(tail)) + [str(x) for x in tail])
                 raise PrefixShareError(f"{name} must be [{shape}], got {list(t.shape)}.")
-            if t.stride(-1) != 1 or (dims == 3 and t.stride(1) != a.head_dim):
+            if t.stride(-1) != 1 or (dims == 3 and (t.stride(1) != a.head_dim or t.stride(0) % 8)):
                 raise PrefixShareError(
                     f"{name} has strides {list(t.stride())}: its last dimensions must be "
-                    "contiguous."
+                    "contiguous, and tokens a multiple of 8 elements apart."
                 )
         if k_cache.stride() != v_cache.stride() or any(s % 8 for s in k_cache.stride()[:3]):
             raise PrefixShareError(

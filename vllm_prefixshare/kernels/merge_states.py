@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_prefixshare.kernels.launching import launch
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -35,7 +37,8 @@ def merge_states(
             ``p * query_len + t`` belongs to query token ``t`` of the request of ``p``.
         partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm;
             ``-inf`` where the query saw none of the tokens.
-        out: ``[num_tokens, num_qo_heads, head_dim]``, heads and head_dim contiguous.
+        out: ``[num_tokens, num_qo_heads, head_dim]``, heads and head_dim contiguous, tokens a
+            multiple of 8 elements apart where head_dim is one.
         query_start_loc: int32 ``[num_reqs + 1 or more]`` query tokens of each request, at most
             ``query_len``; ``query_len`` each if None. Not read if ``query_len`` is 1.
     """
@@ -46,7 +49,8 @@ def merge_states(
         return
     # a small batch needs every warp it can get; a large one fewer and wider programs
     heads_each, unroll, warps = (2, 8, 1) if num_tokens * num_heads <= 2048 else (32, 4, 8)
-    _merge_states[(num_reqs, query_len, triton.cdiv(num_heads, heads_each))](
+    launch(
+        _merge_states, (num_reqs, query_len, triton.cdiv(num_heads, heads_each)),
         merge_indptr, partial_out, partial_lse, out,
         query_start_loc if ragged else merge_indptr,
         out.stride(0),
@@ -56,7 +60,8 @@ def merge_states(
     )
 
 
-@triton.jit
+# not specialised: one binary serves every batch
+@triton.jit(do_not_specialize=["merge_indptr", "query_start_loc", "stride_out"])
 def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, stride_out,
                   QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr,
                   HEAD_DIM: tl.constexpr, D: tl.constexpr, HEADS_EACH: tl.constexpr,
@@ -76,16 +81,17 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
         dim = tl.arange(0, D)
         is_head = head < HEADS
         inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+        end = tl.where(is_head, last, first)  # heads past the last one have no partial results
         m = tl.full([HEADS_EACH], float("-inf"), tl.float32)
         total = tl.zeros([HEADS_EACH], tl.float32)
         acc = tl.zeros([HEADS_EACH, D], tl.float32)
         for start in range(first, last, UNROLL):
             for i in tl.static_range(UNROLL):  # so many loads in flight
-                here = start + i < last
+                here = start + i < end
                 row = ((start + i) * QUERY_LEN + query).to(tl.int64) * HEADS + head
-                lse = tl.load(partial_lse + row, mask=is_head & here, other=float("-inf"))
+                lse = tl.load(partial_lse + row, mask=here, other=float("-inf"))
                 at = row[:, None] * HEAD_DIM + dim[None, :]
-                value = tl.load(partial_out + at, mask=inside & here, other=0.0)
+                value = tl.load(partial_out + at, mask=inside & here[:, None], other=0.0)
                 m_new = tl.maximum(m, lse * LOG2E)
                 base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
                 alpha = tl.exp2(m - base)
@@ -94,5 +100,6 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
                 total = total * alpha + weight
                 acc = acc * alpha[:, None] + value * weight[:, None]
         merged = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
-        at = token.to(tl.int64) * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
+        start_out = tl.multiple_of(token.to(tl.int64) * stride_out, 8)  # 16-byte stores
+        at = start_out + head[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out + at, merged.to(out.dtype.element_ty), mask=inside)

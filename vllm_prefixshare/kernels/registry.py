@@ -1,42 +1,111 @@
 """Which kernel serves a layer on a GPU."""
 
+from functools import cache
+from importlib import import_module
+from typing import NamedTuple
+
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Kernel
-from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.kernels.compile import CompileError, compile_launches
+from vllm_prefixshare.kernels.contract import Gpu, Kernel
+from vllm_prefixshare.kernels.hopper.layout import BLOCK_SIZES, hopper_serves
 from vllm_prefixshare.records import PrefixShareError
 
 KERNELS = ("auto", "hopper", "portable")
 
 
+class Choice(NamedTuple):
+    """passed_over: why a kernel that comes first under "auto" does not serve, if so."""
+
+    kernel: Kernel
+    passed_over: str | None
+
+
+#: where each kernel lives, in the order in which "auto" takes them. Imported one at a time: with
+#: a Triton whose Gluon does not suit the Hopper kernel, the portable one serves.
+_ROOMS = {"hopper": "HopperKernel", "portable": "PortableKernel"}
+
+
+@cache
 def choose_kernel(
     attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
-) -> Kernel:
-    if kernel not in KERNELS:
-        raise PrefixShareError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}.")
+) -> Choice:
+    """The first kernel that can serve and that Triton can compile here; its launches are
+    compiled then. Who asks again gets the same answer.
+
+    Raises:
+        PrefixShareError: there is none, or the one that was named is not it.
+    """
+    _check_name(kernel)
     if device.type != "cuda" or not torch.cuda.is_available():
         raise PrefixShareError(f"device {str(device)!r} is not an NVIDIA GPU that can be used.")
+    with torch.cuda.device(device):
+        return first_that_compiles(attention, Gpu.of(device), kernel, query_len)
+
+
+def first_that_compiles(
+    attention: AttentionConfig, gpu: Gpu, kernel: str, query_len: int
+) -> Choice:
+    """As ``choose_kernel``, for a GPU that need not be there (``precompile.stand_in``)."""
+    failures: list[str] = []
+    for name in candidates(attention, gpu, kernel, query_len):
+        try:
+            chosen = make_kernel(name, attention, query_len, gpu)
+            compile_launches(chosen, attention, query_len, gpu)
+            return Choice(chosen, failures[0] if failures else None)
+        except CompileError as e:
+            failures.append(str(e))
+    remedy = "" if kernel in ("auto", "portable") else " Use kernel='auto' for another kernel."
+    raise PrefixShareError(failures[0] + remedy)
+
+
+def make_kernel(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu) -> Kernel:
+    """
+    Raises:
+        CompileError: this Triton lacks what the kernel imports.
+    """
+    try:
+        room = import_module(f"vllm_prefixshare.kernels.{name}.launch")
+    except (ImportError, AttributeError) as e:
+        raise CompileError(f"kernel '{name}' cannot be imported with this Triton: {e}.") from e
+    kernel: Kernel = getattr(room, _ROOMS[name])(attention, query_len, gpu)
+    return kernel
+
+
+def candidates(
+    attention: AttentionConfig, gpu: Gpu, kernel: str = "auto", query_len: int = 1
+) -> list[str]:
+    """Kernels that serve this shape on this GPU, best first; only the one that is named.
+
+    Raises:
+        PrefixShareError: there is none.
+    """
+    _check_name(kernel)
     if attention.dtype not in ("bfloat16", "float16"):
         raise PrefixShareError(
             f"dtype must be bfloat16 or float16 on a GPU, got {attention.dtype}."
         )
     if query_len < 1:
         raise PrefixShareError(f"max_query_len must be at least 1, got {query_len}.")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
+    major, minor = gpu.capability
+    if major < 8:
         raise PrefixShareError(
-            f"{torch.cuda.get_device_name(device)} has compute capability "
-            f"{capability[0]}.{capability[1]}: 8.0 is the least."
+            f"This GPU has compute capability {major}.{minor}, 8.0 is the least: choose another "
+            "attention backend."
         )
-    hopper = HopperKernel.serves(attention, capability)
+    hopper = hopper_serves(attention, gpu.capability)
     if kernel == "hopper" and not hopper:
         raise PrefixShareError(
-            "kernel 'hopper' needs compute capability 9.0 and blocks of 16, 32, 64 or 128 "
-            f"tokens (64 at most above head_dim 128), got {capability[0]}.{capability[1]} and "
-            f"{attention.block_size}: use kernel='auto'."
+            "kernel 'hopper' needs compute capability 9.0 and blocks of "
+            f"{', '.join(map(str, BLOCK_SIZES))} tokens (64 at most above head_dim 128), got "
+            f"{major}.{minor} and {attention.block_size}: use kernel='auto'."
         )
-    if kernel != "portable" and hopper:
-        return HopperKernel(attention, query_len, device)
-    return PortableKernel(attention, query_len, device)
+    if kernel != "auto":
+        return [kernel]
+    return ["hopper", "portable"] if hopper else ["portable"]
+
+
+def _check_name(kernel: str) -> None:
+    if kernel not in KERNELS:
+        raise PrefixShareError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}.")

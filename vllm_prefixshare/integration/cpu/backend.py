@@ -1,10 +1,10 @@
 """PREFIX_SHARE on vLLM's CPU platform.
 
-Inherits CPU_ATTN: its cache, its prefill, its kernel for rows that share nothing. Decode
-rows that share KV blocks leave it and run in an executor of ours. One step:
+Subclasses CPU_ATTN for its KV cache, its prefill and its kernel for requests that share nothing.
+Decodes that share KV blocks run in the executor of this package. One step:
 
-    build():   block table, lengths -> DecodePlanner -> Executor.prepare (shared rows)
-                                                     -> CPU_ATTN metadata (the other rows)
+    build():   block table, lengths -> DecodePlanner -> Executor.prepare (requests that share KV)
+                                                     -> CPU_ATTN metadata (the others)
     forward(): Executor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
 """
 
@@ -28,8 +28,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
@@ -42,8 +43,9 @@ NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
 
 
 def kernel_isa(isa: str) -> str:
-    """The kernels of CPU_ATTN to run with. AMX stores K in tiles of its own; the vector
-    kernels keep it transposed per block, which our executors multiply as it lies."""
+    """The instruction set that CPU_ATTN runs with, ``isa`` unless that is AMX: its kernels store K
+    in tiles that our executors cannot read, where the vector kernels store it transposed per
+    block."""
     if isa != "amx" or envs.get("VLLM_PREFIXSHARE_SHARE") == "never":
         return isa
     logger().warning_once(
@@ -54,7 +56,7 @@ def kernel_isa(isa: str) -> str:
 
 
 class PrefixShareCPUBackend(CPUAttentionBackend):
-    """CPU_ATTN with shared decode rows taken out."""
+    """CPU_ATTN, except for decodes that share KV."""
 
     @staticmethod
     def get_name() -> str:
@@ -73,15 +75,15 @@ class PrefixShareCPUBackend(CPUAttentionBackend):
 class PrefixShareCPUMetadata(CPUAttentionMetadata):
     """CPU_ATTN's metadata of the whole batch, and how this step divides it.
 
-    executor: has the plan of the shared decode rows in force; None where nothing is shared:
-        then the rest is not set either and CPU_ATTN runs the whole batch.
-    rest: CPU_ATTN's metadata of the other rows; None if there are none.
-    rest_tokens: int64, their query tokens.
+    executor: holds the plan of the decodes that share KV. None where none do: CPU_ATTN then runs
+        the whole batch, and the two fields below are None.
+    unshared_metadata: CPU_ATTN's metadata of the other requests; None if there are none.
+    unshared_tokens: int64, their query tokens.
     """
 
     executor: Executor | None = None
-    rest: CPUAttentionMetadata | None = None
-    rest_tokens: torch.Tensor | None = None
+    unshared_metadata: CPUAttentionMetadata | None = None
+    unshared_tokens: torch.Tensor | None = None
 
 
 class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -128,7 +130,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return any(getattr(layer.impl, "shares", False) for layer in layers.values())
 
     def _check_layout(self) -> bool:
-        """Write one block through vLLM and see whether it lies as ``cache_views`` says."""
+        """Whether a block that vLLM writes has the layout that ``cache_views`` reads."""
         shape = (1, self.num_kv_heads, self.block_size, 2 * self.head_dim)
         cache = torch.zeros(shape, dtype=self.dtype)
         tokens = (self.block_size, self.num_kv_heads, self.head_dim)
@@ -173,7 +175,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         starts: IntArray,
         num_decodes: int,
     ) -> None:
-        """Plan the decode rows, which come first; where some share KV, divide the batch."""
+        """Plan the decodes, which come first; where some share KV, divide the batch."""
         seq_lens = common.seq_lens[:num_decodes].numpy()
         table = common.block_table_tensor[:num_decodes].numpy()
         plan = self._planner.update(table, seq_lens, self._max_query_len)
@@ -192,9 +194,11 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if not whole_batch:
             others = np.setdiff1d(np.flatnonzero(np.diff(starts)), shared)
             if len(others):
-                metadata.rest, metadata.rest_tokens = self._rest(common, starts, others)
+                metadata.unshared_metadata, metadata.unshared_tokens = self._unshared(
+                    common, starts, others
+                )
 
-    def _rest(
+    def _unshared(
         self, common: CommonAttentionMetadata, starts: IntArray, rows: IntArray
     ) -> tuple[CPUAttentionMetadata, torch.Tensor]:
         """CPU_ATTN's metadata for ``rows`` alone, and their query tokens."""
@@ -219,7 +223,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class PrefixShareCPUImpl(CPUAttentionBackendImpl):
-    """One layer: shared rows in our executor, the others in CPU_ATTN."""
+    """One layer: requests that share KV in the executor of this package, the others in CPU_ATTN."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -249,12 +253,13 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        if metadata.rest is not None:
-            tokens = metadata.rest_tokens
+        others = metadata.unshared_metadata
+        if others is not None:
+            tokens = metadata.unshared_tokens
             assert tokens is not None
             part = output.new_empty((len(tokens), *output.shape[1:]))
             super().forward(
-                layer, query[tokens], key, value, kv_cache, metadata.rest, part, output_scale,
+                layer, query[tokens], key, value, kv_cache, others, part, output_scale,
                 output_block_scale,
             )  # fmt: skip
             output[tokens] = part

@@ -1,13 +1,13 @@
 """PREFIX_SHARE on NVIDIA GPUs.
 
-Inherits FLASH_ATTN: its cache and its prefill. Decode rows, speculative ones included, come
-first in a batch and run in our kernels. One step:
+Subclasses FLASH_ATTN for its KV cache and its prefill. Decodes, with their draft tokens, come
+first in a batch and run in the kernels of this package. One step:
 
     build():   host's block table, lengths -> DecodePlanner -> GpuExecutor.prepare  [if changed]
-                                           -> FLASH_ATTN metadata of the other rows
+                                           -> FLASH_ATTN metadata of the prefills
     forward(): GpuExecutor.run  and  FLASH_ATTN forward, each on its own tokens     [per layer]
 
-``build`` is in ``cuda_metadata``. A FULL CUDA graph holds what ``forward`` launched while it was
+``build`` is in ``metadata``. A FULL CUDA graph holds what ``forward`` launched while it was
 captured, and is replayed after each ``build``: the launches stay, the plan that they read changes.
 """
 
@@ -24,20 +24,19 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration import BACKEND_NAME, host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
 from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
 )
-from vllm_prefixshare.integration.hooks import BACKEND_NAME
 from vllm_prefixshare.integration.support import fall_back, impl_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.workspace import PartialResults
 
 
 class PrefixShareCUDABackend(FlashAttentionBackend):
-    """FLASH_ATTN with decode rows taken out."""
+    """FLASH_ATTN, except for decodes."""
 
     @staticmethod
     def get_name() -> str:
@@ -53,7 +52,7 @@ class PrefixShareCUDABackend(FlashAttentionBackend):
 
 
 class PrefixShareCUDAImpl(FlashAttentionImpl):
-    """One layer: decode rows in our kernels, the others in FLASH_ATTN."""
+    """One layer: decodes in the kernels of this package, prefills in FLASH_ATTN."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,7 +63,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             fall_back(reason)
             return
         host_tables.want()
-        # here, because vLLM measures what is left for the KV cache once the layers exist
+        # allocated here, since vLLM measures the memory left for the KV cache after the layers
         self.partials = _reserve_partials(self, config, this_device())
 
     def forward(
@@ -92,10 +91,10 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        n = metadata.decode_tokens
-        if metadata.rest is not None:
+        n = metadata.num_decode_tokens
+        if metadata.prefill_metadata is not None:
             k, v = (None if x is None else x[n:] for x in (key, value))
-            super().forward(layer, query[n:], k, v, kv_cache, metadata.rest, output[n:])
+            super().forward(layer, query[n:], k, v, kv_cache, metadata.prefill_metadata, output[n:])
         if n:
             assert metadata.executor is not None
             k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
@@ -119,20 +118,20 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """As ``FlashAttentionImpl.do_kv_cache_update``, with every value made finite: rows of
-        several requests share a work tile, where a weight of zero does not silence a NaN. A
-        request whose activations overflowed still shows it in its scores."""
+        """As ``FlashAttentionImpl.do_kv_cache_update``, with every value made finite: requests
+        share a work tile, where a NaN in one reaches the others, since zero times NaN is NaN. A
+        request whose activations overflowed still has NaN in its scores."""
         if self.shares:
             value = torch.nan_to_num(value)
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
 
 def _config_refusal(config: Any) -> str | None:
-    """Why a configuration cannot be served, or None: what no layer knows."""
+    """Why a configuration cannot be served, or None; for settings that no layer knows."""
     parallel = config.parallel_config
     checks = (
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "micro-batches"),
         (config.model_config.is_diffusion, "diffusion decoding"),
         (is_draft_model(), "a draft model"),
@@ -140,8 +139,8 @@ def _config_refusal(config: Any) -> str | None:
     return next((reason for found, reason in checks if found), None)
 
 
-#: Partial results by shape, kept by their layers: all layers and KV-cache groups of a worker run
-#: one after the other.
+#: Partial results by shape. Layers of one shape share them, since the layers and KV-cache groups of
+#: a worker run one after the other; they are freed with the last layer that holds them.
 _PARTIALS: weakref.WeakValueDictionary[tuple[object, ...], PartialResults] = (
     weakref.WeakValueDictionary()
 )

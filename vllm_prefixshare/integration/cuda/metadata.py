@@ -1,4 +1,4 @@
-"""The metadata of a step on a GPU: which rows decode in our kernels, and under which plan."""
+"""The attention metadata of a step on a GPU: how the batch is divided, and the plan in force."""
 
 import time
 import weakref
@@ -18,10 +18,10 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_prefixshare import envs
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model
-from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration import BACKEND_NAME, host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
-from vllm_prefixshare.integration.hooks import BACKEND_NAME, logger
 from vllm_prefixshare.integration.host_tables import HostTable
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import fall_back, spec_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -36,14 +36,14 @@ NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
 class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     """FLASH_ATTN's metadata of the whole batch, and how this step divides it.
 
-    executor: holds the plan of the decode rows; None where no layer is served.
-    decode_tokens: query tokens of the decode rows, which come first.
-    rest: FLASH_ATTN's metadata of the other rows; None if there are none.
+    executor: holds the plan of the decodes; None where no layer is served.
+    num_decode_tokens: query tokens of the decodes, which come first in the batch. FLASH_ATTN has
+        this field, and uses it under decode context parallelism alone, which is not served.
+    prefill_metadata: FLASH_ATTN's metadata of the prefills; None if there are none.
     """
 
     executor: GpuExecutor | None = None
-    decode_tokens: int = 0
-    rest: FlashAttentionMetadata | None = None
+    prefill_metadata: FlashAttentionMetadata | None = None
 
 
 class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -62,7 +62,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         self._all_layers = len(served) == len(layer_names)
         reason = spec_refusal(kv_cache_spec)
         if reason is None and type(self) is not PrefixShareMetadataBuilder:
-            # what it builds from is not the runner's metadata, but made from it
+            # a subclass of vLLM's changes the runner's metadata before it builds
             reason = f"metadata of {type(self).__name__}"
         if served and reason is not None:
             fall_back(reason)
@@ -97,27 +97,29 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         )
         self._planner.warm_up(then=executor.prepare)
         drafts = self._query_len - 1
-        # lengths known here take drafts for accepted that the GPU has yet to judge, and those of
-        # the next step may be shorter: by so much a plan is not to depend on them
+        # The host counts drafts as accepted before the GPU has verified them, so lengths may be
+        # shorter in a later step. A plan must hold for lengths up to this much shorter.
         self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
         self._plan: DecodePlan | None = None
         self.supports_draft_decode_metadata_update = False  # lengths would change unseen
         self._executor = executor
         _BUILDERS.add(self)
+        if executor.passed_over:
+            logger().warning_once("%s", executor.passed_over)
         logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.name)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """vLLM's own sharing of a prefix, opted in to: it would cost the FULL graphs."""
+        """No where this builder plans: vLLM's cascade attention would cost the FULL graphs."""
         return self._executor is None and super().use_cascade_attention(*args, **kwargs)
 
     def forget_plan(self) -> None:
-        """The next step makes a new plan: what is on the device is lost."""
+        """Make a new plan in the next step: the one on the device is lost."""
         self._plan = None
         self._planner.forget()
 
     def clean_cache(self) -> None:
-        """Make every slot finite: the memory that comes back may hold anything, and a weight of
-        zero does not silence a NaN. What was restored stays as it is."""
+        """Make every slot of the KV cache finite: the memory may hold anything after wake-up, and
+        zero times NaN is NaN. Finite values are kept."""
         context = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             cache = context[name].kv_cache
@@ -144,8 +146,9 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         return self._divide(self._executor, table, common_attn_metadata, dummy=True)
 
     def _host_table(self, common: CommonAttentionMetadata) -> HostTable | None:
-        """The host's copy of the block table. A group whose table is made from the runner's for
-        each step keeps FLASH_ATTN: that shows in its first batch, before any graph is captured.
+        """The host's copy of the block table. A KV-cache group whose table is derived from the
+        runner's in each step has none, and keeps FLASH_ATTN; this is known from its first batch
+        on, before any graph is captured.
 
         Raises:
             PrefixShareError: a graph was captured already.
@@ -174,18 +177,18 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
         starts = common.query_start_loc_cpu.numpy()
         num_reqs = 0 if dummy else table.num_reqs(starts)
-        decode_rows, decode_tokens = num_reqs, common.num_actual_tokens
+        num_decodes, num_decode_tokens = num_reqs, common.num_actual_tokens
         if common.max_query_len > self._query_len:  # some are in prefill
-            decode_rows = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
-            decode_tokens = int(starts[decode_rows])
-        self._load_plan(executor, table, common, decode_rows)
+            num_decodes = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
+            num_decode_tokens = int(starts[num_decodes])
+        self._load_plan(executor, table, common, num_decodes)
         # the whole batch in FLASH_ATTN: only for layers that are not served
         stock = super().build(0, common, fast_build=self._all_layers)
         metadata = PrefixShareCUDAMetadata(
-            **vars(stock), executor=executor, decode_tokens=decode_tokens
+            **{**vars(stock), "num_decode_tokens": num_decode_tokens}, executor=executor
         )
-        if decode_tokens < common.num_actual_tokens:
-            metadata.rest = self._build_rest(common, decode_rows, decode_tokens)
+        if num_decode_tokens < common.num_actual_tokens:
+            metadata.prefill_metadata = self._build_prefill(common, num_decodes, num_decode_tokens)
         return metadata
 
     def _load_plan(
@@ -193,17 +196,19 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         executor: GpuExecutor,
         table: HostTable,
         common: CommonAttentionMetadata,
-        rows: int,
+        num_decodes: int,
     ) -> None:
-        """Put the plan of the first ``rows`` rows in force."""
+        """Put the plan of the first ``num_decodes`` requests in force."""
         made = self._planner.counters.plans
-        if rows:
+        if num_decodes:
             bound = common.seq_lens_cpu_upper_bound
-            # of unknown lengths nothing is shared, and all is read to its end
-            seq_lens = np.ones(rows, np.int32) if bound is None else bound.numpy()[:rows]
-            table_rows, row_ids = table.rows(rows)
+            # where lengths are unknown nothing is shared, and each request is read to its end
+            seq_lens = (
+                np.ones(num_decodes, np.int32) if bound is None else bound.numpy()[:num_decodes]
+            )
+            table_rows, row_ids = table.rows(num_decodes)
             plan = self._planner.update(
-                table.block_table if table_rows is not None else table.block_table[:rows],
+                table.block_table if table_rows is not None else table.block_table[:num_decodes],
                 seq_lens,
                 self._query_len,
                 table_rows=table_rows,
@@ -219,34 +224,34 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             self._plan = plan
             planned = plan.planned_seq_lens
             self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
-            if rows and self._planner.counters.plans > made:
+            if num_decodes and self._planner.counters.plans > made:
                 STATS.note_plan(self._planner.last_plan_seconds + time.perf_counter() - began)
-        if rows:
+        if num_decodes:
             STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
 
-    def _build_rest(
-        self, common: CommonAttentionMetadata, rows: int, tokens: int
+    def _build_prefill(
+        self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
     ) -> FlashAttentionMetadata:
-        """FLASH_ATTN's metadata of the rows from ``rows`` on, whose tokens start at ``tokens``."""
+        """FLASH_ATTN's metadata of the requests after the first ``num_decodes``."""
         part = common.replace(
-            query_start_loc=common.query_start_loc[rows:] - tokens,
-            query_start_loc_cpu=common.query_start_loc_cpu[rows:] - tokens,
-            seq_lens=common.seq_lens[rows:],
-            num_reqs=common.num_reqs - rows,
-            num_actual_tokens=common.num_actual_tokens - tokens,
-            block_table_tensor=common.block_table_tensor[rows:],
-            slot_mapping=common.slot_mapping[tokens:],
+            query_start_loc=common.query_start_loc[num_decodes:] - num_decode_tokens,
+            query_start_loc_cpu=common.query_start_loc_cpu[num_decodes:] - num_decode_tokens,
+            seq_lens=common.seq_lens[num_decodes:],
+            num_reqs=common.num_reqs - num_decodes,
+            num_actual_tokens=common.num_actual_tokens - num_decode_tokens,
+            block_table_tensor=common.block_table_tensor[num_decodes:],
+            slot_mapping=common.slot_mapping[num_decode_tokens:],
         )
-        # the buffer of its schedule is taken where the whole batch has one
+        # the builder has one buffer for a schedule, which the whole batch may use already
         return super().build(0, part, fast_build=not self._all_layers)
 
 
-#: Those that have a plan on the device.
+#: Builders that have a plan on the device.
 _BUILDERS: "weakref.WeakSet[PrefixShareMetadataBuilder]" = weakref.WeakSet()
 
 
 def after_wake_up() -> None:
-    """What vLLM's sleep took away: plans, and a KV cache of numbers."""
+    """Plan again and clean the KV cache: sleep freed the memory of both."""
     for builder in _BUILDERS:
         builder.forget_plan()
         builder.clean_cache()
@@ -263,8 +268,11 @@ def kernel_for(spec: Any) -> Any:
 
 
 def planner_config(executor: GpuExecutor, batches: int) -> PlannerConfig:
-    """How the environment wants plans for this executor to be made. batches: that take turns,
-    as they do in the stages of a pipeline."""
+    """The planner's settings for this executor, from the environment.
+
+    Args:
+        batches: how many take turns, as they do in the stages of a pipeline.
+    """
     divider = envs.get("VLLM_PREFIXSHARE_DIVIDER")
     return executor.planner_config(
         None if divider == "auto" else divider,

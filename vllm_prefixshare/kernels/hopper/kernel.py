@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.hopper.producer import (
     FIRST_ROW,
     HALF_ROWS,
@@ -118,6 +119,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         num_runs = gl.load(tile_info + tile * 8 + 1)
         next_tile = gl.load(tile_info + tile * 8 + 4) - 1
         half = gl.load(tile_info + tile * 8 + 5)
+        leaves_partials = gl.load(tile_info + tile * 8 + 6)
         # this half holds the requests [begin, end) of the tile
         if R > HALF_ROWS:
             begin = 0
@@ -136,13 +138,14 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             token = gl.load(query_start + request, mask=there, other=0) + (row_q % R) // G
             there = there & (token < gl.load(query_start + request + 1, mask=there, other=0))
         head_q = head * G + row_q % R % G
-        at = token.to(gl.int64) * stride_q + head_q * HEAD_DIM
+        # 16-byte loads and stores: the caller has checked it
+        at = gl.multiple_of(token.to(gl.int64) * stride_q + head_q * HEAD_DIM, 8)
         inside = there[:, None] & (dim_q < HEAD_DIM)[None, :]
         q_regs = gl.load(q + at[:, None] + dim_q[None, :], mask=inside, other=0.0)
-        gl.thread_barrier()
+        barrier()
         q_tile.store(q_regs)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         query = row_s * 0
         token_s = row_s * 0
         if QUERY_LEN > 1:
@@ -183,14 +186,17 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             # a row that saw no token at all has weight zero in the merge
             seen = m > LOWEST
             acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
-            gl.thread_barrier()
+            barrier()
             q_tile.store(acc.to(dtype))
-            gl.thread_barrier()
-            at = token.to(gl.int64) * stride_out + head_q * HEAD_DIM
+            barrier()
+            at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
             direct = inside & (partial < 0)[:, None]
             gl.store(out + at[:, None] + dim_q[None, :], q_tile.load(Q), mask=direct)
             merged = there & (partial >= 0)
-            if gl.max(merged.to(gl.int32), 0) != 0:
+            # A branch on a reduction over `merged` would cost every iteration of the loop above:
+            # from Triton 3.8 on a reduction ends in a shuffle, ptxas then takes the warps for
+            # divergent, and builds the descriptors of wgmma in vector registers.
+            if leaves_partials != 0:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
                 lse_at = (partial * QUERY_LEN + row_q % R // G) * Q_HEADS + head_q
                 gl.store(partial_lse + lse_at, gl.convert_layout(lse, Q_ROW), mask=merged)
@@ -201,7 +207,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         tile = next_tile
 
 
-@gluon.jit(do_not_specialize=["num_lengths"])  # any size of batch is served by one binary
+# not specialised: one binary serves every batch, block table and KV cache
+@gluon.jit(do_not_specialize=[
+    "table", "seq_lens", "num_lengths", "query_start", "tree_mask", "tree_words", "stride_table",
+    "stride_q", "stride_out", "block_rows", "head_rows", "head_cols"])
 def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
                       partial_out, partial_lse, out, tree_mask, tree_words,
@@ -228,7 +237,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     q_smem = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, D], KV)
     meta = gl.allocate_shared_memory(gl.int32, [STAGES, 32], PLAIN)
-    words = meta._reinterpret(gl.int32, [STAGES * 32, 1], PLAIN)
+    words = reinterpret(meta, gl.int32, [STAGES * 32, 1], PLAIN)
     # the first STAGES barriers say that a stage is filled, the others that it is free
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):

@@ -9,14 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Capacity, Tensors
+from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
-from vllm_prefixshare.kernels.hopper.layout import linked_layout
+from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
+from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 LOG2E = 1.4426950408889634
-HOPPER_BLOCK_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class HopperShape:
 
     @property
     def kv_tile(self) -> int:
-        return 64 if self.padded_dim > 128 else 128
+        return kv_tile(self.head_dim)
 
     @property
     def stages(self) -> int:
@@ -121,7 +121,9 @@ def hopper_partial_attention(
 ) -> None:
     """Launch; every argument was checked by the executor."""
     small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
-    partial_attention[(num_workers * shape.chunks * shape.num_kv_heads,)](
+    launch(
+        partial_attention,
+        (num_workers * shape.chunks * shape.num_kv_heads,),
         k_view.descriptor,
         v_view.descriptor,
         q,
@@ -170,17 +172,12 @@ class HopperKernel:
 
     name, divider = "hopper", "depth_first"
 
-    def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
+    def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.shape = hopper_shape(attention, query_len)
         self.max_tile_requests = self.shape.max_tile_requests
         self.max_tile_runs = self.shape.max_tile_runs
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_workers = max(1, multiprocessors // (attention.num_kv_heads * self.shape.chunks))
-
-    @staticmethod
-    def serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
-        size, kv_tile = attention.block_size, hopper_shape(attention, 1).kv_tile
-        return capability[0] == 9 and size in HOPPER_BLOCK_SIZES and size <= kv_tile
+        per_worker = attention.num_kv_heads * self.shape.chunks
+        self.num_workers = max(1, gpu.multi_processor_count // per_worker)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         return linked_layout(plan, self.shape.rows, self.max_tile_requests, self.max_tile_runs)

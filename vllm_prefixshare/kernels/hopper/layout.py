@@ -3,9 +3,22 @@
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def kv_tile(head_dim: int) -> int:
+    """Tokens that one step of the kernel's inner loop multiplies."""
+    return 64 if head_dim > 128 else 128
+
+
+def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
+    size = attention.block_size
+    return capability[0] == 9 and size in BLOCK_SIZES and size <= kv_tile(attention.head_dim)
 
 
 def linked_layout(
@@ -27,8 +40,9 @@ def linked_layout(
 
     Returns:
         tile_info: ``[num_tiles, 8]``: num_reqs, num_runs, wide_runs, low_runs, 1 + next tile (0:
-            none), requests of the low half, 0, 0. The runs of a tile are sorted: first the wide
-            ones, which both halves read, then those of the low half, then those of the high.
+            none), requests of the low half, 1 if any request leaves a partial result, 0. The runs
+            of a tile are sorted: first the wide ones, which both halves read, then those of the
+            low half, then those of the high.
         slot_row, slot_partial: ``[num_tiles, max_slots]`` batch row and partial result (-1: the
             output itself) of each request of each tile.
         run_row, run_kv_start, run_kv_end: ``[num_tiles, max_runs]`` as in the plan.
@@ -117,6 +131,8 @@ def link_tiles(
             begin, end = req_indptr[tile], req_indptr[tile + 1]
             for k in range(2):
                 slots[k, place, : end - begin] = reqs[k][begin:end]
+            for req in range(begin, end):
+                info[place, 6] |= reqs[1][req] >= 0
             half = (end - begin + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
             wide = low = 0

@@ -9,7 +9,9 @@ finds its run by binary search, in registers, and its block through the block ta
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from vllm_prefixshare.kernels.hopper.gluon_names import async_load
 
 HALF_ROWS = gl.constexpr(64)  # query rows of one consumer warpgroup: wgmma's M
 TILE_ROWS = gl.constexpr(128)
@@ -189,7 +191,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
                 mbarrier.expect(bars.index(stage), KV_TILE * D * 2)
                 for j in gl.static_range(NB):
                     block = gl.sum(gl.where(lane == k * NB + j, ids, 0), 0)
-                    tma.async_copy_global_to_shared(
+                    async_load(
                         cache,
                         [block * block_rows + head * head_rows, head * head_cols],
                         bars.index(stage),

@@ -42,9 +42,13 @@ def _visible(pos, end, reads, query, first_query, token, tree_mask, stride_mask,
     if QUERY_LEN > 1:
         key = pos[None, :] - first_query[:, None]  # among the request's own queries
         if TREE:
-            at = tree_mask + (token * stride_mask)[:, None] + (key >> 5)
-            words = tl.load(at, mask=ok & (key >= 0), other=-1)
-            ok &= ((words >> (key & 31)) & 1) != 0
+            # a word of each row at a time: gathering the words of all rows and tokens at once
+            # takes a layout of its own, which from Triton 3.7 on spills registers
+            seen = key < 0
+            for word in range((QUERY_LEN + 31) // 32):
+                bits = tl.load(tree_mask + token * stride_mask + word)
+                seen |= (key >> 5 == word) & (((bits[:, None] >> (key & 31)) & 1) != 0)
+            ok &= seen
         else:
             ok &= key <= query[:, None]
     return ok
@@ -98,7 +102,9 @@ def _attend(state, q, start, end, table_row, k_head, v_head, stride_block, strid
     return m, total, acc
 
 
-@triton.jit
+# not specialised: one binary serves every batch and block table
+@triton.jit(do_not_specialize=[
+    "block_table", "seq_lens", "query_start_loc", "tree_mask", "stride_table", "stride_mask"])
 def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
                        work_indptr, tile_info, slot_row, slot_partial, run_row, run_kv_start,
                        run_kv_end, run_readers, partial_out, partial_lse, out, stride_block,

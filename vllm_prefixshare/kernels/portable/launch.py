@@ -8,7 +8,8 @@ import torch
 import triton
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Capacity, Tensors
+from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.kernels.portable.layout import layout_by_size
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -101,7 +102,9 @@ def portable_partial_attention(
     rows_per_request = query_len * num_qo_heads // num_kv_heads
     for tile, num_workers in reversed(tiles):  # the largest tiles take longest
         chunks = tile.chunks(rows_per_request)
-        partial_attention[(num_workers * chunks * num_kv_heads,)](
+        launch(
+            partial_attention,
+            (num_workers * chunks * num_kv_heads,),
             q,
             k_cache,
             v_cache,
@@ -149,17 +152,14 @@ class PortableKernel:
 
     name, divider = "portable", "flashforge"
 
-    def __init__(self, attention: AttentionConfig, query_len: int, device: torch.device) -> None:
+    def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
-        properties = torch.cuda.get_device_properties(device)
-        tiles = q_tiles(attention.head_dim, self.rows, properties.shared_memory_per_block_optin)
+        tiles = q_tiles(attention.head_dim, self.rows, gpu.shared_memory)
         self.tiles = [
             (
                 tile,
-                tile.num_workers(
-                    properties.multi_processor_count, attention.num_kv_heads, self.rows
-                ),
+                tile.num_workers(gpu.multi_processor_count, attention.num_kv_heads, self.rows),
             )
             for tile in tiles
         ]

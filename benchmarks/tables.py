@@ -1,6 +1,6 @@
-"""Write the tables of README.md and docs from the benchmarks' JSON; ``--check`` only compares.
+"""Write the tables and charts of the docs from the benchmarks' JSON; ``--check`` only compares.
 
-python benchmarks/readme_tables.py
+python benchmarks/tables.py
 """
 
 import argparse
@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from charts import THEMES, engine_chart
 from engine_report import steady_us
 from kernel_report import OURS, best_peer
 
@@ -163,7 +164,19 @@ def headline() -> str:
     return (
         f"On one {result['gpu']}, {row['workload']} take {row['PREFIX_SHARE']['ms']:.1f} ms per "
         f"output token instead of {row['stock']['ms']:.1f} ({result['model']}, vLLM "
-        f"{result['versions']['vllm']}; [more](#how-fast))."
+        f"{result['versions']['vllm']})."
+    )
+
+
+def chart_configuration() -> str:
+    """What stands under the engine's chart."""
+    result = published("engine")
+    how = "run on a GPU each, at once," if result.get("apart") else "take turns on one GPU"
+    return (
+        f"{result['gpu']}; {result['model']}; {versions(result)}. `{result['command']}`. Both "
+        f"engines {how} with the same settings; median of {result['repeats']} "
+        "runs while all requests decode. * mean over one whole call, prefill included. "
+        "[All figures](docs/performance.md)."
     )
 
 
@@ -211,6 +224,38 @@ def ablation_table() -> str:
     return "\n".join(lines)
 
 
+def resources_table() -> str:
+    """One line a variant and GPU: registers, spilled bytes and shared memory of each Triton."""
+    rows = json.loads((PUBLISHED / "kernel_resources.json").read_text())
+    tritons = sorted({row["triton"] for row in rows})
+    lines: dict[str, dict[str, list[str]]] = {}
+    for row in sorted(rows, key=resources_order):
+        what = "token tree" if row["tree"] else f"{row['queries']}"
+        heads = ":".join(map(str, row["heads"]))
+        name = (
+            f"| {row['kernel']} | {row['capability']} | {heads} | {row['head_dim']} | {what} "
+            f"| {row['dtype']} | {row['warps']} "
+        )
+        entry = f"{row['registers']} / {row['spilled']} / {row['shared'] / 1024:.0f}"
+        lines.setdefault(name, {}).setdefault(row["triton"], []).append(entry)
+    title = "| kernel | GPU | heads | head_dim | queries | dtype | warps "
+    return "\n".join(
+        [
+            f"{title}| {' | '.join(tritons)} |",
+            "|" + "---|" * (7 + len(tritons)),
+            *(
+                f"{name}| {' | '.join(', '.join(found.get(t, ['-'])) for t in tritons)} |"
+                for name, found in lines.items()
+            ),
+        ]
+    )
+
+
+def resources_order(row: dict) -> tuple:
+    variant = row["heads"], row["head_dim"], row["queries"], row["tree"], row["dtype"]
+    return row["kernel"], float(row["capability"]), *variant, row["warps"]
+
+
 def kernel_entry(found: dict[str, object]) -> str:
     if found["status"] != "ok":
         return "-" if found["status"] == "unavailable" else str(found["status"])
@@ -219,42 +264,66 @@ def kernel_entry(found: dict[str, object]) -> str:
 
 #: table -> (file, results, what writes it)
 TABLES = {
-    "cpu": ("README.md", "cpu", cpu_table),
-    "kernel": ("README.md", "kernel", kernel_summary),
+    "headline": ("README.md", "engine", headline),
+    "chart": ("README.md", "engine", chart_configuration),
+    "engine": ("docs/performance.md", "engine", lambda: engine_table("engine")),
+    "engine grpo": ("docs/performance.md", "engine_grpo", lambda: engine_table("engine_grpo")),
+    "kernel": ("docs/performance.md", "kernel", kernel_summary),
+    "cpu": ("docs/performance.md", "cpu", cpu_table),
+    "fidelity": ("docs/fidelity.md", "fidelity", fidelity_table),
     "kernel all": ("docs/kernel-results.md", "kernel", lambda: kernel_table("kernel")),
     "kernel workloads": (
         "docs/kernel-results.md",
         "kernel_workloads",
         lambda: kernel_table("kernel_workloads"),
     ),
+    "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
-    "headline": ("README.md", "engine", headline),
-    "engine": ("README.md", "engine", lambda: engine_table("engine")),
-    "engine grpo": ("README.md", "engine_grpo", lambda: engine_table("engine_grpo")),
-    "fidelity": ("README.md", "fidelity", fidelity_table),
 }
+
+
+def fresh_files() -> dict[Path, str]:
+    """Every generated file as it should be.
+
+    Raises:
+        ValueError: a document has no place for its table.
+    """
+    files: dict[Path, str] = {}
+    for name, (file, results, write) in TABLES.items():
+        if not (PUBLISHED / f"{results}.json").exists():
+            continue
+        path = ROOT / file
+        block = f"<!-- table {name} -->\n{write()}\n<!-- end -->"
+        files[path], found = re.subn(
+            rf"<!-- table {name} -->.*?<!-- end -->",
+            lambda _, b=block: b,
+            files.get(path) or path.read_text(),
+            flags=re.DOTALL,
+        )
+        if not found:
+            raise ValueError(f"{file} has no place for the table {name}: add <!-- table {name} -->")
+    rows = published("engine")["rows"]
+    for theme in THEMES:
+        files[ROOT / "docs" / "images" / f"engine-{theme}.svg"] = engine_chart(rows, theme)
+    return files
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if a file is not up to date")
     args = parser.parse_args()
-    stale = False
-    for name, (file, results, write) in TABLES.items():
-        if not (PUBLISHED / f"{results}.json").exists():
-            continue
-        text = (ROOT / file).read_text()
-        block = f"<!-- table {name} -->\n{write()}\n<!-- end -->"
-        new, found = re.subn(
-            rf"<!-- table {name} -->.*?<!-- end -->", lambda _, b=block: b, text, flags=re.DOTALL
-        )
-        if not found:
-            print(f"{file} has no place for the table {name}", file=sys.stderr)
-            return 1
-        stale |= new != text
-        if not args.check:
-            (ROOT / file).write_text(new)
-    return int(args.check and stale)
+    try:
+        files = fresh_files()
+    except ValueError as e:
+        print(e, file=sys.stderr)
+        return 1
+    stale = [p for p, text in files.items() if not p.exists() or p.read_text() != text]
+    for path in stale:
+        if args.check:
+            print(f"{path} is not up to date: run benchmarks/tables.py", file=sys.stderr)
+        else:
+            path.write_text(files[path])
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""Every way of choosing the backend works, or is refused in our words. The CUDA builds find no
+platform on this machine, which is refused after the choice was understood."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.integration.ways import WAYS
+from tests.support.dummy_model import write_llama_8b
+
+ON_CUDA_BUILD = "PREFIXSHARE_EXPECT_VLLM" in os.environ
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    model = write_llama_8b(tmp_path_factory.mktemp("model"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.ways", str(model)],
+        env={k: v for k, v in os.environ.items() if k != "VLLM_ATTENTION_BACKEND"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_entry_points_are_installed():
+    for group in ("vllm.general_plugins", "vllm.platform_plugins"):
+        assert "prefix_share" in entry_points(group=group).names, f"reinstall: no {group}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_chosen(outcomes, way):
+    if ON_CUDA_BUILD:
+        assert outcomes["here"][way]["error"] == "PrefixShareError"
+        assert outcomes["here"][way]["sentence"].startswith(
+            "PREFIX_SHARE serves CPUs and NVIDIA GPUs"
+        )
+    else:
+        assert outcomes["here"][way] == {"backend": "PREFIX_SHARE"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_release_that_is_too_old_is_refused(outcomes, way):
+    assert outcomes["too_old"][way]["error"] == "PrefixShareError"
+    sentence = outcomes["too_old"][way]["sentence"]
+    assert sentence.startswith("vLLM 0.25.1 is not supported by PREFIX_SHARE")
+    assert sentence.endswith("or choose another attention backend.")

@@ -1,0 +1,120 @@
+"""Compile the variants of the kernels that a backend can choose, with the Triton that is first
+on the path and its own assembler; no GPU is touched. Prints one JSON object a binary.
+
+    python -m tests.kernels.compile_matrix --capability 9.0 --variants main
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import triton
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.compile import compile_launches
+from vllm_prefixshare.kernels.precompile import stand_in
+from vllm_prefixshare.kernels.registry import candidates, make_kernel
+
+CAPABILITIES = ("8.0", "8.9", "9.0", "10.0", "12.0")
+HEADS = ((16, 1), (64, 8), (32, 8), (32, 32))
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+@dataclass(frozen=True)
+class Variant:
+    heads: tuple[int, int]
+    head_dim: int
+    queries: int = 1
+    tree: bool = False
+    dtype: str = "bfloat16"
+
+
+def variants(which: str) -> Iterator[Variant]:
+    """``few``: the commonest; ``main``: each property beside the commonest; ``all``."""
+    yield Variant((32, 8), 128)
+    yield Variant((32, 8), 128, 4, True)
+    if which == "few":
+        return
+    if which == "main":
+        yield from (Variant(heads, 128) for heads in HEADS if heads != (32, 8))
+        yield from (Variant((32, 8), dim) for dim in HEAD_DIMS if dim != 128)
+        yield Variant((32, 8), 128, 4)
+        yield Variant((16, 1), 128, 4)
+        yield Variant((32, 8), 256, 4, True)
+        yield Variant((32, 8), 128, dtype="float16")
+        return
+    for heads in HEADS:
+        for dim in HEAD_DIMS:
+            for queries, tree in ((1, False), (4, False), (4, True)):
+                if heads != (32, 8) or dim != 128 or (queries == 4 and not tree):
+                    yield Variant(heads, dim, queries, tree)
+    yield from (Variant((32, 8), dim, dtype="float16") for dim in HEAD_DIMS)
+
+
+def compile_variant(variant: Variant, capability: str, kernel: str | None) -> Iterator[dict]:
+    """Registers, bytes spilled by a thread and shared memory of each binary.
+
+    Raises:
+        CompileError: it does not compile, or does not fit the shared memory of such a GPU.
+    """
+    major, minor = map(int, capability.split("."))
+    gpu = stand_in((major, minor))
+    attention = AttentionConfig(*variant.heads, variant.head_dim, 16, variant.dtype)
+    for name in candidates(attention, gpu):
+        if kernel not in (None, name):
+            continue
+        made = make_kernel(name, attention, variant.queries, gpu)
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            binaries = compile_launches(made, attention, variant.queries, gpu, tree=variant.tree)
+            other = compile_launches(
+                made, attention, variant.queries, gpu, tree=variant.tree, layout="HND"
+            )
+        assert [a.hash for a in binaries] == [b.hash for b in other], "NHD and HND are one binary"
+        spills = re.findall(r"(\d+) bytes spill stores", log.getvalue())
+        registers = re.findall(r"Used (\d+) registers", log.getvalue())
+        # merge states depends on less: most of its binaries are in memory already
+        fresh = [b for b in binaries if b.hash not in SEEN]
+        SEEN.update(b.hash for b in fresh)
+        assert len(fresh) == len(spills) == len(registers), log.getvalue()
+        for binary, spilled, used in zip(fresh, spills, registers, strict=True):
+            yield {
+                "triton": triton.__version__,
+                "capability": capability,
+                "kernel": "merge_states" if "merge" in binary.name else name,
+                **asdict(variant),
+                "warps": binary.metadata.num_warps,
+                "registers": int(used),
+                "spilled": int(spilled),
+                "shared": binary.metadata.shared,
+            }
+
+
+#: binaries that this process has compiled
+SEEN: set[str] = set()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", nargs="+", default=CAPABILITIES)
+    parser.add_argument("--variants", default="all", choices=("few", "main", "all"))
+    parser.add_argument("--kernel", choices=("hopper", "portable"))
+    args = parser.parse_args()
+    expected = os.environ.get("PREFIXSHARE_EXPECT_TRITON", triton.__version__)
+    assert triton.__version__ == expected, f"found Triton {triton.__version__}"
+    triton.knobs.compilation.always_compile = True  # the assembler's log tells what it used
+    triton.knobs.nvidia.dump_ptxas_log = True
+    for variant in variants(args.variants):
+        for capability in args.capability:
+            for row in compile_variant(variant, capability, args.kernel):
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""What is compiled ahead in a process of its own is what an engine would compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LAYER = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
+
+
+def precompile(what: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_planning_is_compiled_once(tmp_path: Path):
+    done = precompile("planning", "--capability", "9.0", *LAYER, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    compiled = {path.name for path in tmp_path.rglob("*.nbc")}
+    assert {name.split(".")[0] for name in compiled} >= {"depth_first", "layout", "prefix_tree"}
+    # other heads, as another engine on this machine may have
+    other = ["--num-qo-heads", "16", "--num-kv-heads", "16", "--head-dim", "64"]
+    done = precompile("planning", "--capability", "9.0", *other, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.rglob("*.nbc")} == compiled
+
+
+def test_wrong_arguments_are_refused():
+    done = precompile("planning", "--capability", "7.5", *LAYER)
+    assert done.returncode == 2
+    assert "capability must be one of 8.0, 8.6" in done.stderr

@@ -1,0 +1,71 @@
+"""Other releases of Triton than the one that is installed, each with its own assembler."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_prefixshare import envs
+
+#: version -> SHA-256 of its wheels for CPython 3.11 and 3.12 on x86-64
+RELEASES = {
+    "3.6.0": (
+        "e8e323d608e3a9bfcc2d9efcc90ceefb764a82b99dea12a86d643c72539ad5d3",
+        "74caf5e34b66d9f3a429af689c1c7128daba1d8208df60e81106b115c00d6fca",
+    ),
+    "3.7.1": (
+        "6744957e9fd610a29680ec2346057d0c86948ed3812468670719f391e94b44a5",
+        "7e40869937a68206ec70d7f25bb7ec6433cb083f9135e1f36dbd318dc449a728",
+    ),
+    "3.8.0": (
+        "68988ac85d5e7086baeda0ddc175af9667db7529b3c5e11a5c0601b8bef2200a",
+        "e91ffa46d095b252248297292dd22bcbacd53a125a0c2eefbbbf74925a320bc3",
+    ),
+    "3.9.0": (
+        "1622118a038b0c6e16fa4a0305da62c8b3c15904ee1cc4d4e65846a25969e41e",
+        "5e52ab4e2f1d64f0ac494c9aa723697b793f81a91c4cae4c36608ca0bc4267bf",
+    ),
+}
+
+
+def folder(version: str) -> Path:
+    """Where this release lies unpacked, downloaded once; first on PYTHONPATH it wins over the
+    one that is installed. Skips the test without a network, except under CI."""
+    found = envs.get("VLLM_PREFIXSHARE_CACHE") / "triton" / version
+    if found.is_dir():
+        return found
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch, "wanted.txt")
+        hashes = " ".join(f"--hash=sha256:{h}" for h in RELEASES[version])
+        wanted.write_text(f"triton=={version} {hashes}\n")
+        download = [
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
+            "--only-binary=:all:", f"--dest={scratch}", f"--requirement={wanted}",
+        ]  # fmt: skip
+        done = subprocess.run(download, capture_output=True, text=True)
+        if done.returncode and not os.environ.get("CI"):
+            pytest.skip(f"triton {version} cannot be downloaded: {done.stderr.strip()[-200:]}")
+        assert done.returncode == 0, done.stderr
+        found.parent.mkdir(parents=True, exist_ok=True)
+        unpacked = Path(tempfile.mkdtemp(dir=found.parent))
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            wheel.extractall(unpacked)
+        for tool in unpacked.glob("triton/backends/nvidia/bin/*"):
+            tool.chmod(0o755)
+        unpacked.rename(found)
+    return found
+
+
+def run(version: str, *command: str, timeout: float = 3600) -> subprocess.CompletedProcess[str]:
+    """This Python with that release of Triton, from the root of the repository."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(folder(version)), str(root)])
+    env = {**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_TRITON": version}
+    return subprocess.run(
+        [sys.executable, *command], env=env, cwd=root, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+"""Check what an engine would check, and say which layers of a model would be served."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
+from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.records import PrefixShareError
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", type=Path, help="checkpoint folder: what would be served")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+@dataclass
+class Machine:
+    """What the checks find out for those that follow.
+
+    attention: the shape to choose a kernel for. from_model: whether it is the model's.
+    on_cpu: whether vLLM runs on its CPU platform; None until it is known.
+    """
+
+    attention: AttentionConfig
+    from_model: bool
+    on_cpu: bool | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a check: whether an engine could start, and one sentence."""
+
+    check: str
+    ok: bool
+    says: str
+
+
+def run(args: argparse.Namespace) -> int:
+    config = None if args.model is None else read_config(args.model)
+    # vLLM's own log would be mixed into the report
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    machine = Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
+    if config is not None:
+        layers = layer_kinds(config)
+        if any(layer.attention and not layer.use_mla for layer in layers):
+            machine = _machine_for(args.model, config)
+    results = [_try(name, check, machine) for name, check in CHECKS.items()]
+    served = [] if config is None else _layers(layers, machine)
+    if served:
+        results.append(_try("strict", lambda _: strict(served), machine))
+    ok = all(result.ok for result in results)
+    if args.json:
+        report = {"ok": ok, "checks": [asdict(r) for r in results], "layers": served}
+        print(json.dumps(report, indent=1))
+    else:
+        _print(results, served, ok)
+    return 0 if ok else 1
+
+
+def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
+    """The shape of the model's layers, or the default where no kernel serves it: that is said
+    with the layers."""
+    try:
+        return Machine(attention_shape(model, config, 16, "bfloat16"), from_model=True)
+    except PrefixShareError as e:
+        if "does not describe" in str(e):
+            raise
+        return Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
+
+
+def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result:
+    try:
+        return Result(name, True, check(machine))
+    except PrefixShareError as e:
+        return Result(name, False, str(e))
+    except ImportError as e:
+        return Result(name, False, f"{e}: install what is missing, or reinstall vLLM.")
+
+
+def package(machine: Machine) -> str:
+    from vllm_prefixshare import __version__
+
+    return f"vllm_prefixshare {__version__}"
+
+
+def plugin(machine: Machine) -> str:
+    """Both entry points, as vLLM will look for them."""
+    from importlib.metadata import entry_points
+
+    for group in ("vllm.general_plugins", "vllm.platform_plugins"):
+        if not any(p.value.startswith("vllm_prefixshare.") for p in entry_points(group=group)):
+            raise PrefixShareError(
+                f"vLLM does not find the plugin in {group}: reinstall it with 'pip install .'."
+            )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "prefix_share" not in allowed.split(","):
+        raise PrefixShareError("VLLM_PLUGINS leaves out the plugin: add prefix_share to it.")
+    return "registered"
+
+
+def settings(machine: Machine) -> str:
+    """Variables, the divider and the form of a cost table."""
+    from vllm_prefixshare.integration.hooks.selection import check_settings
+
+    check_settings()
+    changed = [f"{name}={os.environ[name]}" for name in envs.VARIABLES if name in os.environ]
+    return ", ".join(changed) or "all at their defaults"
+
+
+def release(machine: Machine) -> str:
+    """The vLLM release and the names that are hooked."""
+    from vllm_prefixshare.integration import compat
+
+    compat.check_release()
+    return f"vLLM {compat.vllm_version()}, with every name that is hooked"
+
+
+def platform(machine: Machine) -> str:
+    from vllm_prefixshare.integration.hooks.selection import check_platform
+
+    machine.on_cpu = check_platform()
+    if machine.on_cpu:
+        return "CPU"
+    from vllm_prefixshare.costs.lookup import gpu
+
+    return gpu()
+
+
+def kernel(machine: Machine) -> str:
+    """The kernel that serves the shape: it is compiled, as in an engine."""
+    if machine.on_cpu is None:
+        raise PrefixShareError("not known without a platform: see above.")
+    if machine.on_cpu:
+        from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+
+        machine.attention = replace(machine.attention, block_size=128)  # as vLLM has it there
+        reasons: list[str] = []
+        name = cpu_executor(machine.attention, reasons.append).name
+        return " ".join([name, *reasons])
+    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+
+    return GpuExecutor(machine.attention, "cuda", kernel=envs.get("VLLM_PREFIXSHARE_KERNEL")).name
+
+
+def cost_table(machine: Machine) -> str:
+    """Whether the table that is named was measured on this machine, for this shape."""
+    from vllm_prefixshare.costs.cost_table import CostTable
+    from vllm_prefixshare.costs.lookup import fingerprint
+
+    path = envs.get("VLLM_PREFIXSHARE_COST_TABLE")
+    if path is None:
+        return "none named"
+    if not machine.from_model:
+        return f"{path}, not compared with a model: give --model"
+    name = kernel(machine).split()[0]
+    CostTable.load(path, fingerprint(machine.attention, name))
+    return str(path)
+
+
+CHECKS: dict[str, Callable[[Machine], str]] = {
+    "package": package,
+    "plugin": plugin,
+    "settings": settings,
+    "vLLM": release,
+    "platform": platform,
+    "kernel": kernel,
+    "cost table": cost_table,
+}
+
+
+def _layers(layers: list[LayerKind], machine: Machine) -> list[dict[str, Any]]:
+    """What would become of each kind of layer; ``falls_back`` is the reason or None."""
+    return [
+        {
+            "kind": layer.name,
+            "count": layer.count,
+            "head_dim": layer.head_size,
+            "falls_back": _falls_back(layer, machine.on_cpu is True),
+        }
+        for layer in layers
+        if layer.attention
+    ]
+
+
+def _falls_back(layer: LayerKind, on_cpu: bool) -> str | None:
+    from vllm_prefixshare.integration.support import selector_refusal
+
+    if layer.chunked:
+        return "chunked local attention"
+    if layer.alibi:
+        return "ALiBi slopes"
+    if layer.logits_soft_cap:
+        return "a logits soft cap"
+    return selector_refusal(layer, DTYPES if on_cpu else ("bfloat16", "float16"))
+
+
+def strict(served: list[dict[str, Any]]) -> str:
+    """Whether the strict setting would refuse the model."""
+    if not envs.get("VLLM_PREFIXSHARE_STRICT"):
+        return "off: layers may fall back"
+    refused = [layer["falls_back"] for layer in served if layer["falls_back"]]
+    if refused:
+        raise PrefixShareError(
+            f"a layer would fall back ({refused[0]}): unset VLLM_PREFIXSHARE_STRICT."
+        )
+    return "no layer falls back"
+
+
+def _print(results: list[Result], served: list[dict[str, Any]], ok: bool) -> None:
+    for result in results:
+        print(f"{'ok' if result.ok else 'failed':<7} {result.check:<11} {result.says}")
+    for layer in served:
+        reason = layer["falls_back"]
+        fate = "served" if reason is None else f"keep vLLM's own backend ({reason})"
+        print(f"{layer['count']:>7} {layer['kind']}, head_dim {layer['head_dim']}: {fate}")
+    print("PREFIX_SHARE can be chosen" if ok else "PREFIX_SHARE cannot run here")

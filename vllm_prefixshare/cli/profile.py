@@ -1,0 +1,80 @@
+"""Measure the cost table of this machine for one attention shape."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from vllm_prefixshare.cli.model import add_shape_arguments, attention_of
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.records import PrefixShareError
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.costs.cost_table import CostTable, Grid
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_shape_arguments(command, block_size=128)
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    command.add_argument(
+        "--kernel", choices=("auto", "hopper", "portable"), default="auto", help="of a GPU"
+    )
+    command.add_argument(
+        "--out", type=Path, help="a .json file or a folder; default: the cache folder"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    attention = attention_of(args)
+    from vllm_prefixshare.costs.lookup import cache_folder, has_gpu
+
+    on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
+    table = _profile_gpu(attention, args.kernel) if on_gpu else _profile_cpu(attention)
+    path = args.out or cache_folder()
+    if path.suffix != ".json":
+        path /= table.fingerprint.file_name()
+    table.save(path)
+    print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
+    _print_grid(table.tile_us)
+    if table.tile_l2_us is not None:
+        print("the same where other tiles read these tokens at the same time (from L2)")
+        _print_grid(table.tile_l2_us)
+    if table.unshared_us is not None:
+        print(" alone" + "".join(f"{us:10.1f}" for us in table.unshared_us.microseconds[0]))
+    print(f"merging a row of a partial result: {table.merge_us:.4f}")
+    print(f"written to {path}")
+    return 0
+
+
+def _profile_cpu(attention: AttentionConfig) -> "CostTable":
+    from vllm_prefixshare.integration import compat
+
+    compat.check_release(on_cpu=True)
+    from vllm_prefixshare.costs.profile_cpu import measure_cpu
+    from vllm_prefixshare.integration.cpu.timing import cpu_attn_timer
+
+    return measure_cpu(attention, cpu_attn_timer(attention))
+
+
+def _profile_gpu(
+    attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
+) -> "CostTable":
+    from vllm_prefixshare.costs.lookup import has_gpu
+    from vllm_prefixshare.costs.profile_gpu import measure_gpu
+
+    if not has_gpu():
+        raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
+    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
+    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+
+    timer = GpuTimer()
+    return measure_gpu(
+        attention,
+        lambda shape: GpuExecutor(shape, "cuda", kernel=kernel),
+        lambda call: timer.time(capture(call)[0].replay, repeats=15).median_ms * 1e3,
+    )
+
+
+def _print_grid(grid: "Grid") -> None:
+    print(" " * 6 + "".join(f"{n:10.0f}" for n in grid.kv_len))
+    for rows, line in zip(grid.rows, grid.microseconds, strict=True):
+        print(f"{rows:6.0f}" + "".join(f"{us:10.1f}" for us in line))

@@ -1,0 +1,24 @@
+"""Hooks that follow the life of a worker."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
+
+#: Loaded only in workers whose configuration chose the backend.
+_METADATA = "vllm_prefixshare.integration.cuda.metadata"
+
+
+def hook_wake_up(module: ModuleType) -> None:
+    def wrapper(original: Function) -> Function:
+        def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+            result = original(self, tags)
+            metadata = sys.modules.get(_METADATA)
+            if metadata is not None and (tags is None or "kv_cache" in tags):
+                metadata.after_wake_up()
+            return result
+
+        return wake_up
+
+    wrap(module.Worker, "wake_up", wrapper)

@@ -1,0 +1,97 @@
+"""The list of hooks, each with why it exists and until when, and how they are installed."""
+
+import sys
+from types import ModuleType
+
+from vllm_prefixshare.integration.hooks import block_tables, lifecycle, selection
+from vllm_prefixshare.integration.hooks.imports import watch_imports
+from vllm_prefixshare.integration.hooks.wrapping import Hook
+
+HOOKS = (
+    Hook(
+        "vllm.v1.attention.backends.registry",
+        "AttentionBackendEnum",
+        "a backend needs an enum member, and a dynamic one does not survive pickling",
+        "dynamic members pickle by name",
+        selection.hook_backend_enum,
+    ),
+    Hook(
+        "vllm.envs",
+        "environment_variables",
+        "vLLM warns of VLLM_* variables that it does not know",
+        "plugins can declare their variables",
+        selection.hook_environment,
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        f"vLLM no longer reads {selection.ENV_VAR}; wrong settings must be refused before work "
+        "starts",
+        "vLLM reads it again and lets a backend check the whole configuration",
+        selection.hook_engine_config,
+    ),
+    Hook(
+        "vllm.platforms.cuda",
+        "CudaPlatformBase.get_attn_backend_cls",
+        "a layer that is not served keeps vLLM's own backend",
+        "a backend can decline a layer",
+        selection.hook_cuda_platform,
+    ),
+    Hook(
+        "vllm.platforms.cpu",
+        "CpuPlatform.get_attn_backend_cls",
+        "the CPU platform ignores which backend was selected",
+        "it honours the selection, and a backend can decline a layer",
+        selection.hook_cpu_platform,
+    ),
+    Hook(
+        "vllm.v1.worker.block_table",
+        "BlockTable.__init__",
+        "metadata builders need the block ids on the host, and are given those of the device "
+        "(V1 model runner)",
+        "CommonAttentionMetadata carries the host's block table",
+        block_tables.hook_v1_table,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.block_table",
+        "BlockTables",
+        "the V2 model runner sends block ids to the device and keeps none (__init__, "
+        "append_block_ids, get_dummy_block_tables)",
+        "CommonAttentionMetadata carries the host's block table",
+        block_tables.hook_v2_tables,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.prepare_attn",
+        "metadata builders need the request slots of the batch (V2 model runner)",
+        "CommonAttentionMetadata has req_idx in every supported release: from 0.30 on",
+        block_tables.hook_v2_batch,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.wake_up",
+        "sleep frees the memory that holds plans and the KV cache",
+        "metadata builders are told of it, and the KV cache is zeroed",
+        lifecycle.hook_wake_up,
+    ),
+)
+
+
+def install_hooks() -> None:
+    """Install ``HOOKS`` for the modules that are loaded, and the others when they are imported.
+    May be called again: a hook in force is left alone."""
+    for name in {hook.module for hook in HOOKS}:
+        if name in sys.modules:
+            _install(sys.modules[name])
+    watch_imports({hook.module for hook in HOOKS}, _install)
+
+
+def _install(module: ModuleType) -> None:
+    for hook in HOOKS:
+        if hook.module == module.__name__:
+            try:
+                hook.install(module)
+            except AttributeError:
+                # A vLLM without this name. It matters to those alone who chose the backend:
+                # `compat.check_release` refuses with the name before their engine starts.
+                continue

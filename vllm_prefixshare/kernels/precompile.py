@@ -1,0 +1,115 @@
+"""Fill the caches with compiled code without touching a GPU.
+
+An engine that starts on a fresh machine would compile for half a minute: kernels with Triton, and
+planning with Numba. This program compiles one or the other in a process of its own, while the
+engine imports its modules and loads its weights (``integration.precompiling`` starts both):
+
+    python -m vllm_prefixshare.kernels.precompile kernels --capability 9.0 \\
+        --num-qo-heads 32 --num-kv-heads 8 --head-dim 128
+    python -m vllm_prefixshare.kernels.precompile planning --capability 9.0 ...
+"""
+
+import argparse
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.kernels.contract import Gpu, Kernel
+from vllm_prefixshare.kernels.registry import (
+    KERNELS,
+    candidates,
+    first_that_compiles,
+    make_kernel,
+)
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.records import PrefixShareError
+
+#: KiB of shared memory that a thread block may have (CUDA's programming guide, "Technical
+#: specifications per compute capability")
+SHARED_MEMORY = {
+    (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227,
+    (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99,
+}  # fmt: skip
+
+
+class StandInDriver:
+    """Names a GPU to Triton's compiler; none is asked, and none need be there."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.arch = 10 * capability[0] + capability[1]
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # what is compiled for one GPU is not taken for another's
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def stand_in(capability: tuple[int, int]) -> Gpu:
+    """A GPU to compile for in the rest of this process, which can launch nothing any more.
+
+    Raises:
+        PrefixShareError: a compute capability that is not known.
+    """
+    if capability not in SHARED_MEMORY:
+        known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_MEMORY)
+        raise PrefixShareError(f"capability must be one of {known}, got {capability}.")
+    triton.runtime.driver.set_active(StandInDriver(capability))
+    return Gpu(capability, 132, SHARED_MEMORY[capability] << 10)  # any number of multiprocessors
+
+
+def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
+    """Compile what makes a plan and its layout, for the divider that ``kernel`` has by default."""
+    config = PlannerConfig(
+        divider=kernel.divider,
+        share="always",
+        num_workers=kernel.num_workers,
+        max_tile_requests=kernel.max_tile_requests,
+        max_tile_runs=kernel.max_tile_runs,
+    )
+    cost = analytic_cost(attention, "triton")
+    planner = DecodePlanner(config, cost, attention.block_size, attention.gqa_group_size)
+    planner.warm_up(then=kernel.layout)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
+    parser.add_argument("what", choices=("kernels", "planning"))
+    parser.add_argument("--capability", required=True, help="of the GPU, as in 9.0")
+    parser.add_argument("--num-qo-heads", type=int, required=True)
+    parser.add_argument("--num-kv-heads", type=int, required=True)
+    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--query-len", type=int, default=1, help="1 + speculative tokens")
+    parser.add_argument("--kernel", default="auto", choices=KERNELS)
+    args = parser.parse_args(arguments)
+    try:
+        major, _, minor = args.capability.partition(".")
+        gpu = stand_in((int(major), int(minor or 0)))
+        attention = AttentionConfig(
+            args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
+        )
+        if args.what == "planning":
+            name = candidates(attention, gpu, args.kernel, args.query_len)[0]
+            warm_up_planning(make_kernel(name, attention, args.query_len, gpu), attention)
+            print(f"compiled planning for kernel '{name}'")
+            return 0
+        choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
+    except (PrefixShareError, ValueError) as e:
+        print(e, file=sys.stderr)
+        return 2
+    if choice.passed_over:
+        print(choice.passed_over, file=sys.stderr)
+    print(f"compiled kernel '{choice.kernel.name}' for compute capability {args.capability}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
