@@ -2,9 +2,11 @@
 
 import os
 
-#: random event sequences over all paths; random forests for each kernel
+#: random event sequences over all paths; random forests for each kernel; how often the largest
+#: batch is planned again
 SEQUENCES = int(os.environ.get("TRUST_SEQUENCES", "300"))
 FORESTS = int(os.environ.get("TRUST_FORESTS", "24"))
+PLANS_AGAIN = 1 if FORESTS < 100 else 5
 
 #: what was really tried, shown at the end: figures for ``docs/fidelity.md``
 REPORT: list[str] = []

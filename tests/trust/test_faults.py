@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.batches import paged_batch
 from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, quick
+from tests.test_executors import reference, relative_error, run, wrapper_for
 from tests.test_native import needs_native
 from vllm_prefixshare import compiled
 from vllm_prefixshare.compiled import one_process_at_a_time
@@ -317,6 +319,35 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
     assert planner.update(batch.block_table, batch.seq_lens) is plan
     assert planner.counters.failures == 2
     assert len(told) == 1 and "IndexError: planted" in told[0]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
+    """Six steps of a batch that changes each time, through the operator."""
+    batch = paged_batch(requests=6)
+    wrapper = wrapper_for(batch, num_workers=3)
+    real, steps = planner_module.build_plan, []
+
+    def fails_once(*args):
+        steps.append(args)
+        if len(steps) == at + 1:
+            raise MemoryError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(planner_module, "build_plan", fails_once)
+    factors = []
+    for step in range(6):
+        rows = np.roll(np.arange(len(batch.seq_lens)), step)[step % 2 :]
+        part = replace(
+            batch,
+            block_table=batch.block_table[rows],
+            seq_lens=batch.seq_lens[rows],
+            query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
+            q=batch.q[rows],
+        )
+        assert relative_error(run(part, wrapper), reference(part)) < 2e-6
+        factors.append(wrapper.stats().share_factor)
+    assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
 
 
 def test_a_failure_is_logged_where_nobody_asked_to_be_told(caplog):

@@ -74,7 +74,7 @@ def test_4096_requests_of_128k_tokens_in_bounded_memory(path, kind):
     assert copy <= (1.25 * NUM_REQS) * (1.25 * BLOCKS) * 4
     assert beside < 64 * MIB
     after = resident("VmRSS")
-    for _ in range(3):
+    for _ in range(scale.PLANS_AGAIN):
         planner.forget()
         planner.update(table, lens)
     assert resident("VmRSS") - after < 16 * MIB

@@ -154,13 +154,16 @@ class PlannerMachine(RuleBasedStateMachine):
         self.decode_once(random)
 
     @precondition(lambda self: self.engine.running)
-    @rule(seed=SEEDS)
-    def finish_and_hand_over(self, seed):
-        """One leaves and one with the same prompt comes in the same step."""
+    @rule(seed=SEEDS, alike=st.booleans())
+    def finish_and_hand_over(self, seed, alike):
+        """One leaves, and one as long or a little longer comes in the same step: to the same
+        blocks if its text is ``alike``, or to others, maybe in the same row or slot."""
         random = Random(seed)
-        leaver = random.choice(self.engine.running)
+        last = [r for r in self.engine.runner.order() if r in self.engine.running][-1:]
+        leaver = random.choice(last + last + self.engine.running)
         self.engine.finish(leaver)
-        self.engine.arrive(leaver.tokens[: random.randint(1, len(leaver.tokens))])
+        text = leaver.tokens if alike else [3000 + i for i in range(len(leaver.tokens))]
+        self.engine.arrive(text + [4000] * random.randint(0, 6))
         self.engine.admit()
         self.decode_once(random)
 
