@@ -21,7 +21,7 @@ JIT = {
 RUNS = BASE | {"settings", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
     "records": (set(), {"numpy"}),
-    "compiled": (set(), {"numba"}),
+    "compiled": ({"records"}, {"numba"}),
     "settings": ({"records"}, set()),
     "config": ({"records"}, set()),
     "workloads": ({"records"}, {"numpy"}),

@@ -3,12 +3,15 @@
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from numba import njit
+
+from vllm_prefixshare.records import PrefixShareError
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -32,8 +35,24 @@ def one_process_at_a_time() -> Iterator[None]:
 
     Two processes that add to Numba's cache at the same time can give their functions the same
     file name, and the next process then calls the wrong code.
+
+    Raises:
+        PrefixShareError: what lies at the lock's place is not a file of this user. The folder
+            of temporary files is open to everybody, so nothing there is followed or changed.
     """
     path = Path(tempfile.gettempdir()) / f"vllm_prefixshare-{os.getuid()}.lock"
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    remedy = "remove it, or set TMPDIR to a folder of your own"
+    try:
+        # without O_NONBLOCK, opening a pipe that somebody put there would wait for a writer
+        flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        lock = os.open(path, flags, 0o600)
+    except OSError as e:
+        raise PrefixShareError(f"the lock {path} cannot be opened ({e}): {remedy}.") from None
+    try:
+        status = os.fstat(lock)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise PrefixShareError(f"the lock {path} is not a file of this user: {remedy}.")
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)

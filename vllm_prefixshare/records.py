@@ -40,6 +40,13 @@ class Forest:
     node_first: IntArray
     node_last: IntArray
 
+    @classmethod
+    def alone(cls, num_reqs: int) -> "Forest":
+        """Requests in the order of the batch, of which none shares anything."""
+        no_nodes = [np.zeros(0, np.int32) for _ in range(5)]
+        rows = np.arange(num_reqs, dtype=np.int32)
+        return cls(rows, np.zeros(num_reqs, np.int32), *no_nodes)
+
     @property
     def num_reqs(self) -> int:
         return len(self.request_rows)

@@ -5,6 +5,7 @@ it is profiled over (query rows, KV length) and interpolated. ``profile_cpu`` an
 ``profile_gpu`` fill the table; this module only reads, stores and interpolates it.
 """
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import FloatArray, PrefixShareError
 
 FORMAT = 2
+#: microseconds that nothing costs which is priced here; a greater price is a damaged one
+MOST_US = 1e9
 
 
 class CostModel(Protocol):
@@ -94,11 +97,15 @@ class Grid:
                 axis.ndim != 1
                 or len(axis) < 2
                 or not np.all(np.diff(axis) > 0)
-                or not np.isfinite(axis[-1])
+                or not 1 <= axis[0] < axis[-1] < np.inf
             ):
-                raise PrefixShareError(f"cost table: {name} must ascend and have 2 entries.")
-        if not np.all(np.isfinite(self.microseconds)) or np.any(self.microseconds <= 0):
-            raise PrefixShareError("cost table: microseconds must be positive and finite.")
+                raise PrefixShareError(
+                    f"cost table: {name} must ascend from 1 or more and have 2 entries."
+                )
+        if not np.all((self.microseconds > 0) & (self.microseconds < MOST_US)):
+            raise PrefixShareError(
+                f"cost table: microseconds must be positive and finite, below {MOST_US:.0e}."
+            )
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Grid":
@@ -144,8 +151,10 @@ class CostTable:
     tile_l2_us: Grid | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.merge_us < np.inf:
-            raise PrefixShareError("cost table: merge_us must be 0 or more, and finite.")
+        if not 0 <= self.merge_us < MOST_US:
+            raise PrefixShareError(
+                f"cost table: merge_us must be 0 or more and less than {MOST_US:.0e}."
+            )
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
         first = self.tile_us(rows, kv_len)
@@ -180,7 +189,12 @@ class CostTable:
             temporary.write_text(json.dumps(data, indent=1))
             temporary.replace(path)
         except OSError as e:
-            raise PrefixShareError(f"the cost table cannot be written to {path} ({e}).") from None
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise PrefixShareError(
+                f"the cost table cannot be written to {path} ({e}): make room there, or name "
+                "another folder with VLLM_PREFIXSHARE_CACHE."
+            ) from None
 
     @classmethod
     def load(cls, path: Path, expected: Fingerprint | None = None) -> "CostTable":
@@ -202,7 +216,7 @@ class CostTable:
                 unshared_us=Grid.from_json(data["unshared"]) if data["unshared"] else None,
                 tile_l2_us=Grid.from_json(data["tile_l2"]) if data["tile_l2"] else None,
             )
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as e:
             raise PrefixShareError(f"{path} is not a usable cost table ({e}): {remedy}.") from None
         if expected is not None and table.fingerprint != expected:
             have, want = asdict(table.fingerprint), asdict(expected)

@@ -28,4 +28,10 @@ def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any
         check_plans=chosen.check_plans,
     )
     cost = cost_model(attention, executor.name, logger().info_once)
-    return DecodePlanner(config, cost, attention.block_size, attention.gqa_group_size)
+    return DecodePlanner(
+        config,
+        cost,
+        attention.block_size,
+        attention.gqa_group_size,
+        on_failure=logger().warning,
+    )

@@ -1,5 +1,6 @@
 """One plan after the other: a new one only where the batch asks for it."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ class PlannerCounters:
     """How often the planner was asked, how often it had to plan, and for how long.
 
     oversized: plans that shared nothing because the one that did exceeded the limits.
+    failures: plans that shared nothing because making one that does raised an exception.
     """
 
     updates: int = 0
     plans: int = 0
     oversized: int = 0
+    failures: int = 0
     plan_seconds: float = 0.0
     update_seconds: float = 0.0
 
@@ -41,6 +44,7 @@ class DecodePlanner:
         cost: measured or analytic cost model.
         block_size: tokens in a KV block.
         gqa_group_size: query heads per KV head.
+        on_failure: told once when a plan cannot be made; a warning is logged if None.
 
     Attributes:
         last_plan_seconds: what the last plan took to make.
@@ -50,12 +54,18 @@ class DecodePlanner:
     """
 
     def __init__(
-        self, config: PlannerConfig, cost: CostModel, block_size: int, gqa_group_size: int
+        self,
+        config: PlannerConfig,
+        cost: CostModel,
+        block_size: int,
+        gqa_group_size: int,
+        on_failure: Callable[[str], object] | None = None,
     ) -> None:
         self.config = config
         self.cost = cost
         self.block_size = block_size
         self.gqa_group_size = gqa_group_size
+        self._on_failure = on_failure or logging.getLogger(__name__).warning
         self.counters = PlannerCounters()
         self.last_plan_seconds = 0.0
         self._divide = get_divider(config.divider)
@@ -93,7 +103,8 @@ class DecodePlanner:
         """The plan for this batch: one that was kept, while it still holds.
 
         A step in which sequences only grew costs one comparison of the block table; int32
-        arrays in C order are read as they are, others are copied first.
+        arrays in C order are read as they are, others are copied first. Where planning itself
+        fails, this step's plan shares nothing, and the next update tries again.
 
         Args:
             block_table: ``[num_reqs, max_blocks]`` physical block ids.
@@ -127,8 +138,16 @@ class DecodePlanner:
         if plan is None:
             least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
             table = np.ascontiguousarray(block_table, np.int32)
-            plan, forest = self._make_plan(table, table_rows, least, query_len)
-            known.remember(plan, self._longest(plan, forest), query_len, table, row_ids)
+            try:
+                plan, longest = self._make_plan(table, table_rows, least, query_len)
+                known.remember(plan, longest, query_len, table, row_ids)
+            except PrefixShareError:
+                raise
+            except Exception as e:
+                plan = self._plan_without_sharing(least, query_len, e)
+                known.forget()  # so that the next update tries again
+            if self.config.check_plans:
+                invariants.check(plan, table if table_rows is None else table[table_rows], least)
             self.counters.plans += 1
             self.last_plan_seconds = time.perf_counter() - began
             self.counters.plan_seconds += self.last_plan_seconds
@@ -164,7 +183,8 @@ class DecodePlanner:
 
     def _make_plan(
         self, table: IntArray, table_rows: IntArray | None, seq_lens: IntArray, query_len: int
-    ) -> tuple[DecodePlan, Forest]:
+    ) -> tuple[DecodePlan, FloatArray]:
+        """A plan, and the tokens of each request up to which it stays balanced."""
         kv_lens = seq_lens.astype(np.int32)
         # a block that this step's queries may still write to is nobody else's
         filled = np.maximum(kv_lens - query_len, 0) // self.block_size
@@ -184,9 +204,30 @@ class DecodePlanner:
             self.counters.oversized += 1
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
-        if self.config.check_plans:
-            invariants.check(plan, table if table_rows is None else table[table_rows], kv_lens)
-        return plan, forest
+        return plan, self._longest(plan, forest)
+
+    def _plan_without_sharing(
+        self, seq_lens: IntArray, query_len: int, reason: Exception
+    ) -> DecodePlan:
+        """One tile for each request: right for every batch, whatever went wrong before."""
+        self.counters.failures += 1
+        if self.counters.failures == 1:
+            self._on_failure(
+                f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
+                "nothing: please report it. Later failures are counted, not logged."
+            )
+        kv_lens = seq_lens.astype(np.int32)
+        problem = DivisionProblem(
+            Forest.alone(len(kv_lens)),
+            kv_lens,
+            self.cost,
+            self.gqa_group_size * query_len,
+            self.block_size,
+            self.config,
+            self._rates,
+        )
+        tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
+        return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
 
     def _longest(self, plan: DecodePlan, forest: Forest) -> FloatArray:
         """Tokens of each request up to which the plan stays balanced."""

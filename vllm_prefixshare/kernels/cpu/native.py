@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ def _find_library() -> ctypes.CDLL | str:
     try:
         if not library.is_file():
             _compile(compiler, library)
+        for path in (library, library.parent):  # who can write to them decides what runs here
+            status = path.stat()
+            if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+                return f"{path} belongs to another user, or anybody may write to it"
         loaded = ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as e:
         detail = e.stderr.strip()[-300:] if isinstance(e, subprocess.CalledProcessError) else e

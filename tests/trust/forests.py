@@ -1,0 +1,148 @@
+"""Random forests of requests with adversarial keys and values, for the kernels."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+#: what keys and queries are like
+VALUES = ("plain", "large", "equal", "one key beats all", "overflow", "tiny")
+
+
+@dataclass(frozen=True)
+class ForestCase:
+    """A batch when it is planned, and by how many tokens each request is longer, or shorter
+    where ``slack`` allows it, when the kernel runs.
+
+    prefixes: blocks of each request that others may hold too, by number.
+    tails: tokens after them.
+    grown: tokens by which each request has grown since the plan.
+    """
+
+    heads: tuple[int, int]
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    query_lens: list[int]
+    prefixes: list[list[int]]
+    tails: list[int]
+    grown: list[int]
+    slack: int
+    values: str
+    cost: str
+    seed: int
+
+    @property
+    def query_len(self) -> int:
+        return max(self.query_lens)
+
+    @property
+    def planned_lens(self) -> np.ndarray:
+        lens = [
+            len(p) * self.block_size + t for p, t in zip(self.prefixes, self.tails, strict=True)
+        ]
+        return np.array(lens, np.int32)
+
+    @property
+    def true_lens(self) -> np.ndarray:
+        return self.planned_lens - self.slack + np.array(self.grown, np.int32)
+
+    @property
+    def query_start_loc(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
+
+    def block_table(self) -> np.ndarray:
+        """Every prefix block is one of the first ids, all others belong to one request."""
+        fresh = 1 + max((b for p in self.prefixes for b in p), default=0)
+        longest = np.maximum(self.planned_lens, self.true_lens)
+        blocks = -(-longest // self.block_size)
+        table = np.zeros((len(blocks), int(blocks.max()) + 1), np.int32)
+        for row, (prefix, count) in enumerate(zip(self.prefixes, blocks.tolist(), strict=True)):
+            own = range(fresh, fresh + count - len(prefix))
+            table[row, :count] = [*prefix, *own]
+            fresh += len(own)
+        return table
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """q, k_cache, v_cache, and the row whose results overflow (-1: none). Blocks that no
+        request holds are full of NaN and infinities."""
+        generator = torch.Generator().manual_seed(self.seed)
+        table = self.block_table()
+        num_blocks = int(table.max()) + 3
+        shape = num_blocks, self.block_size, self.heads[1], self.head_dim
+        k, v = (torch.randn(shape, generator=generator) for _ in range(2))
+        q = torch.randn(
+            (int(self.query_start_loc[-1]), self.heads[0], self.head_dim), generator=generator
+        )
+        spoiled = -1
+        if self.values == "large":
+            q *= 300
+        elif self.values == "tiny":
+            q, k, v = q * 1e-6, k * 1e-6, v * 1e-3
+        elif self.values == "equal":
+            k[:] = 1.0
+        elif self.values == "one key beats all":
+            k[int(table[-1, 0]), 0] = 60.0
+            q = q.abs()
+        elif self.values == "overflow":
+            # finite, as the backend keeps what it writes, but too large for the products
+            spoiled = self.seed % len(table)
+            own = int(table[spoiled, (int(self.true_lens[spoiled]) - 1) // self.block_size])
+            k[own] = v[own] = torch.finfo(self.dtype).max
+        held = np.unique(table)
+        nobody = torch.ones(num_blocks, dtype=torch.bool)
+        nobody[torch.from_numpy(held[held > 0]).long()] = False
+        for cache, value in ((k, torch.nan), (v, torch.inf)):
+            cache[nobody] = value
+        k[0] = v[0] = 0.0  # the null block is vLLM's, which zeroes it
+        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), spoiled
+
+
+@st.composite
+def forest_cases(
+    draw: st.DrawFn,
+    heads: list[tuple[int, int]],
+    head_dims: list[int],
+    block_sizes: list[int],
+    kv_tile: int,
+    most_reqs: int,
+    longest_tail: int,
+) -> ForestCase:
+    """Lengths lie at the borders of blocks, KV tiles and pieces of the walk, or anywhere."""
+    block = draw(st.sampled_from(block_sizes))
+    borders = sorted(
+        {
+            n + d
+            for n in (0, block, 2 * block, kv_tile, 2 * kv_tile, 4 * kv_tile)
+            for d in (-1, 0, 1)
+            if 1 <= n + d <= longest_tail
+        }
+    )
+    lengths = st.sampled_from(borders) | st.integers(1, longest_tail)
+    num_reqs = draw(st.integers(1, most_reqs))
+    stretch = draw(st.sampled_from([1, 2, 3, max(1, kv_tile // block)]))
+    words = st.lists(st.integers(0, 2), unique=True, min_size=1, max_size=3)
+    prefixes = [
+        [1 + word * stretch + i for word in draw(words) for i in range(stretch)]
+        for _ in range(num_reqs)
+    ]
+    query_len = draw(st.sampled_from([1, 1, 1, 2, 5]))
+    slack = draw(st.sampled_from([0, query_len - 1, 2 * (query_len - 1)]))
+    # a request has its queries, whatever becomes of its drafts
+    tails = [draw(lengths) + query_len + slack for _ in range(num_reqs)]
+    some_queries = st.integers(1, query_len)
+    return ForestCase(
+        heads=draw(st.sampled_from(heads)),
+        head_dim=draw(st.sampled_from(head_dims)),
+        block_size=block,
+        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        query_lens=[query_len, *(draw(some_queries) for _ in range(num_reqs - 1))],
+        prefixes=prefixes,
+        tails=tails,
+        grown=[draw(st.sampled_from([0, 0, 1, block, kv_tile, 35])) for _ in range(num_reqs)],
+        slack=slack,
+        values=draw(st.sampled_from(VALUES)),
+        cost=draw(st.sampled_from(["estimate", "bytes", "launch"])),
+        seed=draw(st.integers(0, 1000)),
+    )

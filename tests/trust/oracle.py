@@ -1,0 +1,101 @@
+"""What a plan must do, found out without the code that makes plans."""
+
+import numpy as np
+
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import OPEN_END, Forest
+
+from .engine import Step
+
+Node = tuple[frozenset[int], int, int]  # batch rows, first and last block
+
+
+def shared_nodes(step: Step, query_len: int, slack: int, block_size: int) -> set[Node]:
+    """The prefix tree by definition: maximal runs of filled blocks that the same two or more
+    rows hold. A block counts as filled if no query of this step can write to it."""
+    held = []
+    for ids, length in zip(step.block_table.tolist(), step.host_lens.tolist(), strict=True):
+        least = max(length - slack, 1)
+        held.append(ids[: max(0, least - query_len) // block_size])
+
+    def below(rows: list[int], depth: int) -> set[Node]:
+        found: set[Node] = set()
+        children: dict[int, list[int]] = {}
+        for row in rows:
+            if len(held[row]) > depth:
+                children.setdefault(held[row][depth], []).append(row)
+        for child in children.values():
+            if len(child) < 2:
+                continue
+            end = depth + 1
+            while len({tuple(held[row][: end + 1]) for row in child}) == 1 and all(
+                len(held[row]) > end for row in child
+            ):
+                end += 1
+            found.add((frozenset(child), depth, end))
+            found |= below(child, end)
+        return found
+
+    return below(list(range(len(held))), 0)
+
+
+def assert_tree(forest: Forest, expected: set[Node], block_size: int, may_drop: bool) -> None:
+    """The forest that a divider was given is the expected one; whole trees may be missing if
+    sharing them does not pay."""
+    found = set()
+    for v in range(forest.num_nodes):
+        rows = forest.request_rows[forest.node_first[v] : forest.node_last[v]].tolist()
+        span = int(forest.node_start[v]), int(forest.node_end[v])
+        assert span[0] % block_size == span[1] % block_size == 0
+        found.add((frozenset(rows), span[0] // block_size, span[1] // block_size))
+    assert len(found) == forest.num_nodes
+    if may_drop:
+        roots = [rows for rows, start, _ in found if start == 0]
+        expected = {node for node in expected if any(node[0] <= root for root in roots)}
+    assert found == expected, f"the tree has {found}, the block table {expected}"
+    depth = dict.fromkeys(range(forest.num_reqs), 0)
+    for rows, _, end in expected:
+        for row in rows:
+            depth[row] = max(depth[row], end)
+    assert sorted(forest.request_rows.tolist()) == list(depth)
+    for row, start in zip(forest.request_rows.tolist(), forest.private_start.tolist(), strict=True):
+        assert start == depth[row] * block_size
+
+
+def assert_reads_what_was_written(
+    plan: DecodePlan, step: Step, memory: np.ndarray, block_size: int
+) -> int:
+    """Each request reads each of its tokens once, and finds there what it has written, or what
+    another has with the same text. Blocks that this step writes to are nobody else's. Returns
+    the tokens read."""
+    assert plan.num_reqs == len(step.true_lens)
+    reads = [np.zeros(n, np.int64) for n in step.true_lens.tolist()]
+    total = 0
+    for tile in range(plan.num_tiles):
+        rows = plan.tile_req_indices[plan.tile_req_indptr[tile] : plan.tile_req_indptr[tile + 1]]
+        for run in range(plan.tile_run_indptr[tile], plan.tile_run_indptr[tile + 1]):
+            row, start, end = (
+                int(x[run]) for x in (plan.run_row, plan.run_kv_start, plan.run_kv_end)
+            )
+            if end == OPEN_END:
+                end = int(step.true_lens[row])
+            readers = rows[plan.run_first[run] : plan.run_last[run]].tolist()
+            assert readers, "a run that nobody reads"
+            total += max(0, end - start)
+            ids = step.block_table[row, start // block_size : -(-end // block_size)]
+            content = memory[ids].ravel()[start % block_size :]
+            for reader in readers:
+                context = int(step.true_lens[reader] - step.queries[reader])
+                assert end <= step.true_lens[reader], "a run passes the end of a request"
+                if len(readers) > 1 or reader != row:
+                    assert end <= context // block_size * block_size, "a shared block is written"
+                known = min(end, context)
+                if known > start:
+                    wrong = content[: known - start] != step.chains[reader][start:known]
+                    assert not wrong.any(), (
+                        f"row {reader} reads another's token at {start + int(wrong.argmax())}"
+                    )
+                reads[reader][start:end] += 1
+    for row, counts in enumerate(reads):
+        assert (counts == 1).all(), f"row {row} reads its tokens {counts.tolist()} times"
+    return total

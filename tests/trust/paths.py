@@ -1,0 +1,75 @@
+"""The ways on which vLLM decodes with this package by default: kernel, divider and limits, as
+the integration puts them together. A GPU is not needed to plan for one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from unittest import mock
+
+import torch
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.kernels import gpu_executor
+from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.registry import Choice, make_kernel
+
+PATHS = ("hopper", "portable", "cpu")
+CPU = torch.device("cpu")
+H200 = "NVIDIA H200 x132"
+
+
+@contextmanager
+def as_on_a_gpu(multiprocessors: int) -> Iterator[None]:
+    """The executor is told that the machine has one of an H200's kind."""
+    gpu = Gpu((9, 0), multiprocessors, 227 << 10)
+
+    def choose(
+        attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
+    ) -> Choice:
+        return Choice(make_kernel(kernel, attention, query_len, gpu), None)
+
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(gpu_executor, "choose_kernel", choose),
+    ):
+        yield
+
+
+@cache
+def executor(
+    path: str,
+    attention: AttentionConfig,
+    query_len: int,
+    num_reqs: int,
+    multiprocessors: int = 132,
+) -> GpuExecutor:
+    """The GPU executor with its workspace, in host memory, as it is once graphs were captured."""
+    with as_on_a_gpu(multiprocessors):
+        found = GpuExecutor(attention, CPU, kernel=path, query_len=query_len)
+    found.reserve_for(num_reqs)
+    found.workspace.plan.captured = True
+    found.workspace.partials.captured = True
+    return found
+
+
+def planner_config(
+    path: str,
+    attention: AttentionConfig,
+    query_len: int,
+    num_reqs: int,
+    multiprocessors: int = 132,
+    **options: object,
+) -> PlannerConfig:
+    """As ``integration`` makes it where no variable is set."""
+    options["null_block_id"] = 0
+    if path == "cpu":
+        return PlannerConfig(divider="flashforge", share="auto", **options)
+    found = executor(path, attention, query_len, num_reqs, multiprocessors)
+    return found.planner_config(None, "auto", **options)
+
+
+def default_cost(path: str, attention: AttentionConfig) -> object:
+    """What ``costs.lookup`` finds: a shipped table on an H200, an estimate on a CPU."""
+    return cost_model(attention, "torch" if path == "cpu" else path, device_name=H200)

@@ -1,0 +1,370 @@
+"""What lies on the disk may be anything: it is refused in one sentence, or done without."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.batches import paged_batch
+from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, quick
+from tests.test_executors import reference, relative_error, run, wrapper_for
+from tests.test_native import needs_native
+from vllm_prefixshare import compiled
+from vllm_prefixshare.compiled import one_process_at_a_time
+from vllm_prefixshare.config import PlannerConfig
+from vllm_prefixshare.costs import lookup
+from vllm_prefixshare.costs.cost_table import AnalyticCost, CostTable
+from vllm_prefixshare.kernels.cpu import native
+from vllm_prefixshare.planning import planner as planner_module
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.records import PrefixShareError
+
+# -- cost tables
+
+
+@pytest.fixture(scope="module")
+def good_table(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("table") / "table.json"
+    flashforge_table().save(path)
+    return path.read_text()
+
+
+def load(path: Path, content: bytes | str) -> CostTable:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return CostTable.load(path, flashforge_table().fingerprint)
+
+
+def assert_refused_or_usable(path: Path, content: bytes | str) -> None:
+    """A sentence that names the file and the remedy, or a table whose prices are numbers."""
+    try:
+        table = load(path, content)
+    except PrefixShareError as e:
+        assert str(path) in str(e) and "measure one" in str(e)
+        return
+    rows, kv_len = np.array([1, 7, 128, 4096]), np.array([1, 100, 16384, 1 << 20])
+    for price in (table.tile(rows, kv_len), table.unshared(rows, kv_len), table.merge(rows)):
+        assert np.isfinite(price).all() and (price >= 0).all()
+
+
+def test_a_table_cut_off_anywhere_is_refused(good_table, tmp_path):
+    for end in range(0, len(good_table) - 1, 7):
+        with pytest.raises(PrefixShareError, match="not a usable cost table"):
+            load(tmp_path / "t.json", good_table[:end])
+
+
+@quick(300)
+@given(st.data())
+def test_a_table_with_bytes_changed_is_refused_or_usable(good_table, tmp_path_factory, data):
+    content = bytearray(good_table.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    assert_refused_or_usable(tmp_path_factory.mktemp("t") / "t.json", bytes(content))
+
+
+ODD = st.sampled_from(
+    [None, True, -1, 0, 1e308, -1e308, 10**400, float("nan"), float("inf"), float("-inf"), "", "7"]
+) | st.sampled_from([[], {}, [[]], [1], {"rows": [1, 2]}, [[1, 2], [3]], [[[1]]]])
+
+
+@quick(400)
+@given(st.data(), ODD)
+def test_a_table_with_a_value_replaced_is_refused_or_usable(
+    good_table, tmp_path_factory, data, odd
+):
+    tree = node = json.loads(good_table)
+    while True:
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else
+                                        range(len(node))))  # fmt: skip
+        if not isinstance(node[key], dict | list) or not node[key] or data.draw(st.booleans()):
+            break
+        node = node[key]
+    node[key] = odd
+    assert_refused_or_usable(tmp_path_factory.mktemp("t") / "t.json", json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0" * 100, b"\xff\xfe", b"[" * 100_000, b"{}", b"[]", b"null", b'"table"', b"1" * 5000],
+)
+def test_what_is_not_a_table_is_refused(tmp_path, content):
+    with pytest.raises(PrefixShareError, match="not a usable cost table"):
+        load(tmp_path / "t.json", content)
+
+
+def test_a_table_of_a_future_format_is_refused(good_table, tmp_path):
+    data = json.loads(good_table)
+    data["format"] += 1
+    with pytest.raises(PrefixShareError, match=r"format \d+, expected \d+"):
+        load(tmp_path / "t.json", json.dumps(data))
+    data["format"] -= 1
+    data["fingerprint"]["colour"] = "green"
+    with pytest.raises(PrefixShareError, match="not a usable cost table"):
+        load(tmp_path / "t.json", json.dumps(data))
+
+
+def test_a_table_of_another_machine_is_refused_and_says_what_differs(tmp_path):
+    table = flashforge_table()
+    foreign = replace(table, fingerprint=replace(table.fingerprint, device="toaster", head_dim=64))
+    foreign.save(tmp_path / "t.json")
+    with pytest.raises(PrefixShareError, match=r"device 'toaster' instead of .*, head_dim 64"):
+        CostTable.load(tmp_path / "t.json", table.fingerprint)
+
+
+@pytest.mark.parametrize("prices", [1e-300, 1e300])
+def test_absurd_prices_do_not_hang_the_planner(good_table, tmp_path, prices):
+    """In a process of its own, because compiled loops cannot be interrupted."""
+    data = json.loads(good_table)
+    us = np.array(data["tile"]["microseconds"])
+    rng = np.random.default_rng(0)
+    data["tile"]["microseconds"] = np.where(rng.random(us.shape) < 0.5, us, prices).tolist()
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    code = """
+import sys
+from pathlib import Path
+from tests.planning.strategies import document_qa, make_planner
+from vllm_prefixshare.costs.cost_table import CostTable
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.records import PrefixShareError
+try:
+    table = CostTable.load(Path(sys.argv[1]))
+except PrefixShareError:
+    sys.exit()
+batch = document_qa(3, 9, document_blocks=40, tail=30)
+for divider in ("depth_first", "flashforge"):
+    planner = make_planner(16, table, divider=divider, num_workers=16, max_tile_requests=8,
+                           max_tile_runs=16, share="auto")
+    plan = planner.update(batch.block_table, batch.seq_lens)
+    invariants.check(plan, batch.block_table, batch.seq_lens)
+    assert not planner.counters.failures
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.json")], check=True, timeout=300)
+
+
+# -- the cache folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(folder))
+    monkeypatch.delenv("VLLM_PREFIXSHARE_COST_TABLE", raising=False)
+    return folder
+
+
+@pytest.mark.parametrize("state", ["missing", "a file", "a broken link", "a folder as the table"])
+def test_without_a_readable_cache_the_estimate_is_used(cache, state):
+    if state == "a file":
+        cache.write_text("in the way")
+    elif state == "a broken link":
+        cache.symlink_to(cache / "nowhere")
+    elif state == "a folder as the table":
+        (lookup.cache_folder() / lookup.fingerprint(LLAMA, "torch").file_name()).mkdir(parents=True)
+    lines: list[str] = []
+    assert isinstance(lookup.cost_model(LLAMA, "torch", lines.append), AnalyticCost)
+    assert len(lines) == 1 and "Measure one" in lines[0]
+
+
+def test_a_damaged_table_in_the_cache_is_refused_with_its_name(cache):
+    path = lookup.cache_folder() / lookup.fingerprint(LLAMA, "torch").file_name()
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    with pytest.raises(PrefixShareError, match=path.name):
+        lookup.cost_model(LLAMA, "torch")
+
+
+def test_a_table_is_not_written_where_that_is_impossible(cache):
+    cache.write_text("in the way")
+    with pytest.raises(PrefixShareError, match="cannot be written"):
+        flashforge_table().save(cache / "tables" / "t.json")
+    assert cache.read_text() == "in the way"
+
+
+def test_a_full_disk_leaves_the_old_table_and_nothing_half_written(cache):
+    path = cache / "t.json"
+    flashforge_table().save(path)
+    before = path.read_text()
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from tests.planning.strategies import flashforge_table
+from vllm_prefixshare.records import PrefixShareError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    flashforge_table().save(Path(sys.argv[1]))
+except PrefixShareError as e:
+    sys.exit(0 if "cannot be written" in str(e) else 1)
+sys.exit(2)
+"""
+    subprocess.run([sys.executable, "-B", "-c", code, str(path)], check=True, timeout=300)
+    assert path.read_text() == before
+    assert os.listdir(cache) == ["t.json"]
+
+
+@needs_native
+@pytest.mark.parametrize("fault", ["anybody may write", "another user"])
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
+    native._find_library.cache_clear()
+    native.load_library()
+    path = cache if what == "folder" else next(cache.glob("*.so"))
+    if fault == "anybody may write":
+        path.chmod(0o777)
+    elif os.getuid() == 0:  # root's own files are anybody's to trust: give this one away
+        os.chown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(native.os, "getuid", lambda: path.stat().st_uid + 1)
+    native._find_library.cache_clear()
+    with pytest.raises(native.NativeUnavailableError, match="belongs to another user, or anybody"):
+        native.load_library()
+    monkeypatch.undo()
+    native._find_library.cache_clear()
+
+
+# -- the lock in the shared folder of temporary files
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / f"vllm_prefixshare-{os.getuid()}.lock"
+
+
+def test_a_planted_link_is_refused_and_its_target_stays(lock, tmp_path):
+    target = tmp_path / "somebody's file"
+    target.write_text("precious")
+    lock.symlink_to(target)
+    with pytest.raises(PrefixShareError, match=r"set TMPDIR"), one_process_at_a_time():
+        pytest.fail("the lock was taken")
+    assert target.read_text() == "precious"
+
+
+def test_a_planted_link_does_not_make_files(lock, tmp_path):
+    lock.symlink_to(tmp_path / "new")
+    with pytest.raises(PrefixShareError, match=r"set TMPDIR"), one_process_at_a_time():
+        pytest.fail("the lock was taken")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir])
+def test_a_planted_pipe_or_folder_is_refused_at_once(lock, plant):
+    plant(lock)
+    with pytest.raises(PrefixShareError, match=r"set TMPDIR"), one_process_at_a_time():
+        pytest.fail("the lock was taken")
+
+
+def test_a_lock_of_another_user_is_refused(lock, monkeypatch):
+    with one_process_at_a_time():
+        pass
+    other = os.getuid() + 1
+    lock.rename(lock.with_name(f"vllm_prefixshare-{other}.lock"))
+    monkeypatch.setattr(compiled.os, "getuid", lambda: other)
+    with pytest.raises(PrefixShareError, match="not a file of this user"), one_process_at_a_time():
+        pytest.fail("the lock was taken")
+
+
+def test_the_lock_keeps_others_out_and_is_left_for_the_next(lock):
+    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = [sys.executable, "-c", code, str(lock)]
+    with one_process_at_a_time():
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+        inside = subprocess.run(other, capture_output=True, text=True)
+        assert "BlockingIOError" in inside.stderr
+    subprocess.run(other, check=True)
+    with pytest.raises(ZeroDivisionError), one_process_at_a_time():
+        raise ZeroDivisionError
+    subprocess.run(other, check=True)
+
+
+# -- the planner itself
+
+
+@pytest.mark.parametrize("place", ["forest_from_blocks", "build_plan", "the divider", "remember"])
+@pytest.mark.parametrize("divider", ["depth_first", "flashforge"])
+def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypatch):
+    batch = document_qa(2, 4, document_blocks=8, tail=3)
+    told: list[str] = []
+    config = PlannerConfig(divider=divider, share="always", num_workers=4)
+    planner = DecodePlanner(config, COSTS["h200"], 16, 4, on_failure=told.append)
+    owner, name = {
+        "the divider": (planner, "_divide"),
+        "remember": (planner_module.CachedPlan, "remember"),
+    }.get(place, (planner_module, place))
+    real, calls = getattr(owner, name), []
+
+    def fails_twice(*args, **kwargs):
+        calls.append(args)
+        if len(calls) in (1, 3 if place == "build_plan" else 2):  # each failure builds one, too
+            raise IndexError("planted")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fails_twice)
+    everything = batch.seq_lens.sum()
+    for failures in (1, 2):
+        plan = planner.update(batch.block_table, batch.seq_lens)
+        assert plan.kv_tokens_read(batch.seq_lens) == everything
+        assert plan.num_tiles == len(batch.seq_lens)
+        assert planner.counters.failures == failures
+        assert not planner.holds(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens)
+    assert plan.kv_tokens_read(batch.seq_lens) < everything
+    assert planner.update(batch.block_table, batch.seq_lens) is plan
+    assert planner.counters.failures == 2
+    assert len(told) == 1 and "IndexError: planted" in told[0]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
+    """Six steps of a batch that changes each time, through the operator."""
+    batch = paged_batch(requests=6)
+    wrapper = wrapper_for(batch, num_workers=3)
+    real, steps = planner_module.build_plan, []
+
+    def fails_once(*args):
+        steps.append(args)
+        if len(steps) == at + 1:
+            raise MemoryError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(planner_module, "build_plan", fails_once)
+    factors = []
+    for step in range(6):
+        rows = np.roll(np.arange(len(batch.seq_lens)), step)[step % 2 :]
+        part = replace(
+            batch,
+            block_table=batch.block_table[rows],
+            seq_lens=batch.seq_lens[rows],
+            query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
+            q=batch.q[rows],
+        )
+        assert relative_error(run(part, wrapper), reference(part)) < 2e-6
+        factors.append(wrapper.stats().share_factor)
+    assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
+
+
+def test_a_failure_is_logged_where_nobody_asked_to_be_told(caplog):
+    planner = DecodePlanner(PlannerConfig(), COSTS["h200"], 16, 4)
+    planner._divide = None
+    planner.update(np.ones((1, 1), np.int32), np.ones(1, np.int32))
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "please report it" in caplog.text
+
+
+def test_a_users_mistake_is_not_a_failure_of_the_planner():
+    planner = DecodePlanner(PlannerConfig(), COSTS["h200"], 16, 4)
+
+    def refuses(problem):
+        raise PrefixShareError("name the remedy.")
+
+    planner._divide = refuses
+    with pytest.raises(PrefixShareError, match="remedy"):
+        planner.update(np.ones((1, 1), np.int32), np.ones(1, np.int32))
+    assert planner.counters.failures == 0

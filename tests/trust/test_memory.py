@@ -1,0 +1,80 @@
+"""The largest batch that anybody runs: planning it takes memory that is known beforehand."""
+
+import gc
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.planning.planner import DecodePlanner
+
+from . import paths, scale
+
+NUM_REQS, BLOCK_SIZE, BLOCKS = 4096, 16, 8192  # of 128k tokens each
+MIB = 1 << 20
+
+
+def table_of(kind: str) -> np.ndarray:
+    """``[4096, 8192]`` block ids.
+
+    one prefix: all share 96k tokens. a deep tree: each block is shared by half of those that
+    share the one 16 blocks before, down to pairs. a comb: request ``i`` leaves the others after
+    ``2 * i`` blocks, so there are as many nodes as requests, each within the one before.
+    nothing: no block is shared.
+    """
+    table = np.arange(1, 1 + NUM_REQS * BLOCKS, dtype=np.int32).reshape(NUM_REQS, BLOCKS)
+    rows = np.arange(NUM_REQS)
+    if kind == "one prefix":
+        table[:, :6144] = table[0, :6144]
+    elif kind == "a deep tree":
+        for level in range(12):
+            group = rows >> (12 - level) << (12 - level)
+            span = slice(16 * level, 16 * level + 16)
+            table[:, span] = table[group, span]
+    elif kind == "a comb":
+        for i in range(1, NUM_REQS):
+            table[i:, 2 * i - 2 : 2 * i] = table[0, 2 * i - 2 : 2 * i]
+    return table
+
+
+def resident(name: str) -> int:
+    """Bytes of ``VmRSS`` or ``VmHWM``, its highest value since it was last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self")
+@pytest.mark.parametrize("kind", ["one prefix", "a deep tree", "a comb", "nothing"])
+@pytest.mark.parametrize("path", paths.PATHS)
+def test_4096_requests_of_128k_tokens_in_bounded_memory(path, kind):
+    """Beside the copy of the block table that later ones are compared with, which has room for
+    a quarter more requests and blocks, planning takes less than 64 MiB at any time: nothing
+    else grows with the tokens. Nor does planning again and again take more."""
+    attention = AttentionConfig(32, 8, 128, BLOCK_SIZE)
+    table, lens = table_of(kind), np.full(NUM_REQS, BLOCKS * BLOCK_SIZE, np.int32)
+    config = paths.planner_config(path, attention, 1, NUM_REQS)
+    cost = paths.default_cost(path, attention)
+    planner = DecodePlanner(config, cost, BLOCK_SIZE, attention.gqa_group_size)
+    planner.warm_up()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest value starts anew
+    before = resident("VmRSS")
+    plan = planner.update(table, lens)
+    copy = planner._known[0]._block_ids.nbytes
+    beside = resident("VmHWM") - before - NUM_REQS * BLOCKS * 4
+    scale.report(
+        f"{path}, 4096 requests x 128k tokens, {kind}: {plan.num_tiles} tiles, {plan.num_runs} "
+        f"runs, {planner.last_plan_seconds:.2f} s, at most {beside / MIB:.0f} MiB beside a table "
+        f"copy of {copy / MIB:.0f} MiB"
+    )
+    assert planner.counters.failures == 0
+    assert (plan.kv_tokens_read(lens) == lens.sum(dtype=np.int64)) == (kind == "nothing")
+    assert copy <= (1.25 * NUM_REQS) * (1.25 * BLOCKS) * 4
+    assert beside < 64 * MIB
+    after = resident("VmRSS")
+    for _ in range(scale.PLANS_AGAIN):
+        planner.forget()
+        planner.update(table, lens)
+    assert resident("VmRSS") - after < 16 * MIB

@@ -1,0 +1,273 @@
+"""Random lives of an engine. After every event the plan reads each token of each request once,
+from memory that holds that token, and shares what the prefix tree by definition has in common.
+"""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.planning.strategies import LinearCost
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.records import Forest
+
+from . import paths, scale
+from .engine import Engine, V1Rows, V2Slots
+from .oracle import assert_reads_what_was_written, assert_tree, shared_nodes
+
+SEEDS = st.integers(0, 2**16)
+MAX_LEN = 480
+SLICE = 250  # sequences
+#: (query heads, KV heads): 32, 8, 4 and 128 requests in a tile of the Hopper kernel
+HEADS = [(32, 8), (32, 2), (64, 2), (8, 8)]
+
+
+class InjectedError(RuntimeError):
+    """A bug of the planner, planted."""
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """One engine, one planner. Subclasses name the path."""
+
+    path: str
+    tried: Counter[str]
+
+    @initialize(
+        heads=st.sampled_from(HEADS),
+        multiprocessors=st.sampled_from([132, 16, 8]),  # of small parts of a GPU, too
+        block_size=st.sampled_from([16, 32]),
+        runner=st.sampled_from(["v1", "v1 of older releases", "v2", "v2 with divided blocks"]),
+        spare_blocks=st.sampled_from([0, 4, 12, 40, 80]),
+        drafts=st.sampled_from([0, 0, 1, 3]),
+        steps_in_flight=st.integers(1, 2),
+        turns=st.sampled_from([1, 1, 2, 3]),
+        cost=st.sampled_from(["default", "default", "estimate", "bytes", "launch"]),
+        stretch=st.sampled_from([32, 40, 64]),
+    )
+    def start(
+        self,
+        heads,
+        multiprocessors,
+        block_size,
+        runner,
+        spare_blocks,
+        drafts,
+        steps_in_flight,
+        turns,
+        cost,
+        stretch,
+    ):
+        attention = AttentionConfig(*heads, 128, block_size)
+        width = MAX_LEN // block_size
+        rows = {
+            "v1": lambda: V1Rows(Engine.MAX_REQS, width, clears=True),
+            "v1 of older releases": lambda: V1Rows(Engine.MAX_REQS, width, clears=False),
+            "v2": lambda: V2Slots(Engine.MAX_REQS, width, 1),
+            "v2 with divided blocks": lambda: V2Slots(Engine.MAX_REQS, width, 2),
+        }[runner]()
+        # a CPU has no drafts in flight: its lengths are the true ones
+        slack = 0 if self.path == "cpu" else drafts * steps_in_flight
+        query_len, self.stretch = drafts + 1, stretch
+        # one request of the greatest length must fit, or it would wait for ever
+        blocks = 2 + width // rows.blocks_per_id + spare_blocks
+        self.engine = Engine(rows, block_size, blocks, MAX_LEN, query_len, slack, turns)
+        costs = {
+            "default": paths.default_cost(self.path, attention),
+            "estimate": analytic_cost(attention, "triton"),
+            "bytes": LinearCost(launch=0.001),
+            "launch": LinearCost(launch=100.0, per_row_token=0.01, unshared_launch=100.0),
+        }
+        self.messages: list[str] = []
+        options = self.path, attention, query_len, Engine.MAX_REQS, multiprocessors
+        self.planner = DecodePlanner(
+            paths.planner_config(*options, kept_plans=turns),
+            costs[cost],
+            block_size,
+            attention.gqa_group_size,
+            on_failure=self.messages.append,
+        )
+        self.executor = None if self.path == "cpu" else paths.executor(*options)
+        self.forest: Forest | None = None
+        self.fails = self.failed = False
+        divide = self.planner._divide
+
+        def noted(problem):
+            if self.fails:
+                raise InjectedError("planted")
+            self.forest = problem.forest
+            return divide(problem)
+
+        self.planner._divide = noted
+        self.tried["sequences"] += 1
+        for copy in range(6):  # something to begin with: three and three alike
+            engine = self.engine
+            engine.arrive([100 * (1 + copy % 2) + i for i in range(stretch)] + [copy] * 9)
+            engine.admit()
+
+    def teardown(self):
+        if hasattr(self, "planner"):
+            assert len(self.messages) == min(1, self.planner.counters.failures)
+
+    @rule(
+        words=st.lists(st.integers(1, 2), min_size=1, max_size=4),
+        tail=st.sampled_from([1, 2, 3, 5, 9, 16, 17, 18, 40]),
+        seed=SEEDS,
+        copies=st.integers(1, 4),
+    )
+    def arrive(self, words, tail, seed, copies):
+        """Requests with a few common texts in front, some of them the same to the last token."""
+        random = Random(seed)
+        for copy in range(copies):
+            text = [100 * word + i for word in words for i in range(self.stretch)]
+            own = random.choice((0, copy + 1))
+            self.engine.arrive(text + [1000 + own * 100 + i for i in range(tail)])
+            self.engine.admit()
+        self.decode_once(random)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(seed=SEEDS, tail=st.integers(1, 40))
+    def go_on_from_another(self, seed, tail):
+        """A request whose prompt is what another has said so far, and more."""
+        random = Random(seed)
+        other = random.choice(self.engine.running)
+        prefix = other.tokens[: random.randint(1, len(other.tokens))]
+        self.engine.arrive(prefix + [2000 + i for i in range(tail)])
+        self.engine.admit()
+        self.decode_once(random)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(seed=SEEDS)
+    def finish(self, seed):
+        random = Random(seed)
+        self.engine.finish(random.choice(self.engine.running))
+        self.decode_once(random)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(seed=SEEDS, alike=st.booleans())
+    def finish_and_hand_over(self, seed, alike):
+        """One leaves, and one as long or a little longer comes in the same step: to the same
+        blocks if its text is ``alike``, or to others, maybe in the same row or slot."""
+        random = Random(seed)
+        last = [r for r in self.engine.runner.order() if r in self.engine.running][-1:]
+        leaver = random.choice(last + last + self.engine.running)
+        self.engine.finish(leaver)
+        text = leaver.tokens if alike else [3000 + i for i in range(len(leaver.tokens))]
+        self.engine.arrive(text + [4000] * random.randint(0, 6))
+        self.engine.admit()
+        self.decode_once(random)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(seed=SEEDS, several=st.booleans())
+    def preempt(self, seed, several):
+        random = Random(seed)
+        for request in random.sample(
+            self.engine.running, 1 + several * len(self.engine.running) // 3
+        ):
+            self.engine.preempt(request)
+        self.decode_once(random)
+
+    @precondition(lambda self: self.engine.waiting)
+    @rule(seed=SEEDS)
+    def resume(self, seed):
+        for _ in range(len(self.engine.waiting)):
+            self.engine.admit()
+        self.decode_once(Random(seed))
+
+    @rule(seed=SEEDS, preempt_all=st.booleans())
+    def reset_the_cache(self, seed, preempt_all):
+        """As after new weights: nobody finds a block again, its id goes to others."""
+        if preempt_all:
+            for request in list(self.engine.running):
+                self.engine.preempt(request)
+        self.engine.pool.reset_cache()
+        for _ in range(len(self.engine.waiting)):
+            self.engine.admit()
+        self.decode_once(Random(seed))
+
+    @rule(seed=SEEDS)
+    def reorder(self, seed):
+        self.decode_once(Random(seed), reorder=True)
+
+    @rule(seed=SEEDS, steps=st.integers(1, 10))
+    def decode(self, seed, steps):
+        random = Random(seed)
+        for _ in range(steps):
+            self.decode_once(random)
+
+    @rule(seed=SEEDS)
+    def planning_fails(self, seed):
+        """At the next plan, whenever that is asked for."""
+        self.fails = True
+        self.decode_once(Random(seed))
+
+    @rule()
+    def forget(self):
+        """As after a sleep."""
+        self.planner.forget()
+
+    def decode_once(self, random: Random, reorder: bool = False) -> None:
+        engine, planner = self.engine, self.planner
+        step = engine.schedule(random, reorder)
+        table, rows = engine.runner.arguments()
+        before, failures = planner.counters.plans, planner.counters.failures
+        self.forest = None
+        plan = planner.update(table, step.host_lens, engine.query_len, slack=engine.slack, **rows)
+        total = assert_reads_what_was_written(plan, step, engine.memory, engine.block_size)
+        if self.failed and engine.turns == 1 and len(step.queries):
+            assert planner.counters.plans == before + 1, "it goes on without sharing"
+        self.failed = planner.counters.failures > failures
+        if self.failed:
+            assert self.fails, "planning failed by itself"
+            assert total == step.true_lens.sum(), "a step without a plan shares nothing"
+            self.fails = False
+            self.tried["failures"] += 1
+        if self.forest is not None:
+            nodes = shared_nodes(step, engine.query_len, engine.slack, engine.block_size)
+            assert_tree(self.forest, nodes, engine.block_size, planner.config.share == "auto")
+            self.tried["nodes of trees"] += len(nodes)
+        if planner.counters.plans > before:
+            invariants.check(plan, step.block_table, step.true_lens)
+            if self.executor is not None:
+                self.executor.prepare(plan)  # raises where the workspace has no room
+        self.tried["steps"] += 1
+        self.tried["plans"] += planner.counters.plans - before
+        self.tried["rows"] += len(step.queries)
+        self.tried["tokens"] += int(step.true_lens.sum())
+        self.tried["tokens saved"] += int(step.true_lens.sum()) - total
+        engine.accept(step, random)
+
+
+@pytest.mark.parametrize("path", paths.PATHS)
+def test_every_event_leaves_a_plan_that_is_right(path):
+    tried: Counter[str] = Counter()
+    machine = type(f"{path.title()}Machine", (PlannerMachine,), {"path": path, "tried": tried})
+    left, part = -(-scale.SEQUENCES // len(paths.PATHS)), 0
+    try:
+        while left > 0:  # in parts, because Hypothesis remembers all that it has tried
+            run_state_machine_as_test(
+                seed(part)(machine),
+                settings=settings(
+                    deadline=None,
+                    database=None,
+                    max_examples=min(left, SLICE),
+                    stateful_step_count=40,
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
+            left, part = left - SLICE, part + 1
+            scale.progress(f"planner, {path}: {dict(tried)}")
+    finally:
+        scale.report(f"planner, {path}: {dict(tried)}")
+    assert tried["failures"] and tried["tokens saved"] > 0.05 * tried["tokens"]
