@@ -38,7 +38,7 @@ def hooked_functions(module: ModuleType) -> list[str]:
         f"{owner.__name__}.{name}"
         for owner in owners
         for name, value in vars(owner).items()
-        if hasattr(getattr(value, "__func__", value), "_vllm_prefixshare_hook")
+        if "_vllm_prefixshare_hook" in getattr(getattr(value, "__func__", value), "__dict__", ())
     ]
 
 

