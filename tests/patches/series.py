@@ -64,6 +64,13 @@ def patched_copy(version: str, installed: Path, target: Path) -> list[Path]:
     Returns:
         the files that the series changed.
     """
+    files = patched_files(version, installed, target)
+    link_rest(installed, target)
+    return files
+
+
+def patched_files(version: str, installed: Path, target: Path) -> list[Path]:
+    """Write the files that the series changes, patched, into the empty folder ``target``."""
     touched = sorted({name for patch in series(version) for name in patch.files})
     for name in touched:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -72,10 +79,25 @@ def patched_copy(version: str, installed: Path, target: Path) -> list[Path]:
     _git(target, "add", "--all")
     _git(target, "commit", "--quiet", "--message", f"vLLM {version}")
     _git(target, "am", "--quiet", *(str(patch.path) for patch in series(version)))
-    _link_rest(installed / "vllm", target / "vllm")
+    return [target / name for name in touched]
+
+
+def link_rest(installed: Path, target: Path) -> None:
+    """Link what ``target`` lacks of the package ``vllm`` and its metadata."""
+    _link_missing(installed / "vllm", target / "vllm")
     for metadata in installed.glob("vllm-*.dist-info"):
         (target / metadata.name).symlink_to(metadata)
-    return [target / name for name in touched]
+
+
+def _link_missing(source: Path, target: Path) -> None:
+    for entry in source.iterdir():
+        there = target / entry.name
+        if entry.name == "__pycache__":
+            continue  # compiled patched files must not land in the installed package
+        if not there.exists():
+            there.symlink_to(entry)
+        elif entry.is_dir():
+            _link_missing(entry, there)
 
 
 def _git(folder: Path, *arguments: str) -> None:
@@ -95,13 +117,3 @@ def _git(folder: Path, *arguments: str) -> None:
         text=True,
     )
     assert done.returncode == 0, f"git {arguments[0]}: {done.stdout}{done.stderr}"
-
-
-def _link_rest(source: Path, target: Path) -> None:
-    """Link what ``target`` lacks; folders that it has are gone through."""
-    for entry in source.iterdir():
-        there = target / entry.name
-        if not there.exists():
-            there.symlink_to(entry)
-        elif entry.is_dir():
-            _link_rest(entry, there)

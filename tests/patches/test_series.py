@@ -48,7 +48,7 @@ def run_on(folder: Path, version: str, *arguments: str) -> str:
 
 def compile_all(files: list[Path]) -> None:
     for file in files:
-        py_compile.compile(str(file), cfile=os.devnull, doraise=True)
+        py_compile.compile(str(file), doraise=True)
 
 
 @pytest.mark.parametrize("version", PATCHED)
