@@ -85,7 +85,7 @@ def test_the_check_is_registered_once():
     from vllm.engine.arg_utils import engine_config_checks
 
     register.register()
-    assert engine_config_checks.count(selection.check_engine_config) == 1
+    assert engine_config_checks.count(selection.check_where_chosen) == 1
 
 
 def test_plugins_are_loaded_before_dictionaries_are_validated(monkeypatch):

@@ -69,8 +69,8 @@ def hook_environment(module: ModuleType) -> None:
 def hook_engine_config(module: ModuleType) -> None:
     checks = getattr(module, "engine_config_checks", None)
     if checks is not None:  # a patched vLLM, which reads the variable and calls the check
-        if check_engine_config not in checks:
-            checks.append(check_engine_config)
+        if check_where_chosen not in checks:
+            checks.append(check_where_chosen)
         return
 
     def wrapper(original: Function) -> Function:
@@ -91,8 +91,8 @@ def hook_engine_config(module: ModuleType) -> None:
     wrap(module.EngineArgs, "create_engine_config", wrapper)
 
 
-def check_engine_config(config: Any) -> None:
-    """Check a finished ``VllmConfig`` that names PREFIX_SHARE, in a patched vLLM."""
+def check_where_chosen(config: Any) -> None:
+    """Check a finished ``VllmConfig`` where it names PREFIX_SHARE, in a patched vLLM."""
     if not _chosen_in(config.attention_config):
         return
     try:
