@@ -105,14 +105,19 @@ def layer(**changes: object) -> AttentionSelectorConfig:
     return AttentionSelectorConfig(**{**given, **changes})
 
 
-def test_a_layer_that_is_not_served_is_declined(monkeypatch):
+def test_a_layer_that_is_not_served_is_declined():
     ours = AttentionBackendEnum["PREFIX_SHARE"]
     assert Platform.backend_for_layer(ours, layer()) is ours
     assert Platform.backend_for_layer(ours, layer(has_sink=True)) is None
     assert Platform.backend_for_layer(None, layer(has_sink=True)) is None
     flash = AttentionBackendEnum.FLASH_ATTN
     assert Platform.backend_for_layer(flash, layer(has_sink=True)) is flash
+
+
+def test_a_layer_is_not_declined_but_refused_where_strict(monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    ours = AttentionBackendEnum["PREFIX_SHARE"]
+    assert Platform.backend_for_layer(ours, layer()) is ours
     with pytest.raises(PrefixShareError, match="attention sinks"):
         Platform.backend_for_layer(ours, layer(has_sink=True))
 
