@@ -22,7 +22,7 @@ trust: venv
 
 # The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
 releases: venv
-	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/integration/test_other_releases.py $(PYTEST_ARGS)
+	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/integration/test_other_releases.py tests/patches $(PYTEST_ARGS)
 
 # Every variant of every kernel under every Triton, without a GPU: hours on few cores.
 kernels: venv

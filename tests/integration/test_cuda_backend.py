@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 64, 16
 MAX_REQS = 8
 CPU = torch.device("cpu")
+PATCHED = hasattr(CommonAttentionMetadata, "block_table_cpu")
 SPEC = {
     "block_size": BLOCK,
     "num_kv_heads": KV_HEADS,
@@ -154,7 +155,7 @@ class Group:
         starts = np.pad(batch.query_start_loc, (0, padding), mode="edge")
         lens = torch.from_numpy(np.pad(batch.seq_lens, (0, padding)))
         num_tokens = int(starts[-1]) + padding
-        return CommonAttentionMetadata(
+        common = CommonAttentionMetadata(
             query_start_loc=torch.from_numpy(starts),
             query_start_loc_cpu=torch.from_numpy(starts),
             seq_lens=lens,
@@ -166,6 +167,20 @@ class Group:
             block_table_tensor=table[: n + padding],
             slot_mapping=torch.full((num_tokens,), -1),
         )
+        if PATCHED:
+            self.pass_host_table(common)
+        return common
+
+    def pass_host_table(self, common: CommonAttentionMetadata) -> None:
+        """As the V2 runner of a vLLM with our patches."""
+        slots = self.tables.prefixshare_slots
+        batch = slots.batch
+        common.req_idx = np.arange(common.num_reqs) if batch is None else batch
+        common.req_serials = None if batch is None else slots.ids[batch]
+        copies = self.tables.prefixshare_copies  # none where no layer is served
+        common.block_table_cpu = copies[0].block_table if copies else None
+        if copies and batch is None:
+            common.block_table_cpu = np.empty((0, 0), np.int32)
 
     def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
         """Output of all rows; what was not written is NaN."""
@@ -439,6 +454,8 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
     group = Group(monkeypatch)
     common = group.common(batch)
     common.block_table_tensor = common.block_table_tensor.clone()
+    if PATCHED:
+        common.block_table_cpu = None
     metadata = group.builder.build_for_cudagraph_capture(common)
     assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
     # and so it stays: graphs hold the other kernel now

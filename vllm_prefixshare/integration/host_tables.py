@@ -3,6 +3,8 @@
 A builder finds the copy by the address of the device tensor. The V1 model runner has a copy of its
 own, in the order of the batch. The V2 runner has none: the hooks note, by request slot, the block
 ids that it sends to the device, and the slots of the batch that it prepares.
+
+A vLLM with ``patches/`` passes the copy in the metadata, and the hooks note nothing.
 """
 
 import itertools
@@ -108,6 +110,38 @@ class SlotTable:
         assert self._slots.batch is not None
         rows = self._slots.batch[:num_reqs]
         return rows, self._slots.ids[rows]
+
+
+class PassedTable:
+    """The V2 runner's own copy, which a vLLM with ``patches/`` passes in the metadata.
+
+    Args:
+        block_table: int32 ``[max_num_reqs, max_blocks]``; no rows in a dummy batch.
+        req_idx: ``[num_reqs]`` row of each request.
+        req_serials: ``[num_reqs]`` number of each request, as ``Slots.ids``.
+    """
+
+    def __init__(self, block_table: IntArray, req_idx: IntArray, req_serials: IntArray) -> None:
+        self.block_table = block_table
+        self._req_idx = req_idx
+        self._req_serials = req_serials
+
+    def num_reqs(self, query_start_loc: IntArray) -> int:
+        return len(self._req_idx) if len(self.block_table) else 0
+
+    def rows(self, num_reqs: int) -> tuple[IntArray, IntArray]:
+        return self._req_idx[:num_reqs], self._req_serials[:num_reqs]
+
+
+def table_of(common: Any) -> HostTable | None:
+    """The host's copy of the block table in a ``CommonAttentionMetadata``, or None."""
+    if not hasattr(common, "block_table_cpu"):
+        return find(common.block_table_tensor)
+    if common.block_table_cpu is None:
+        return None
+    if common.req_idx is None:
+        return RowTable(common.block_table_cpu)
+    return PassedTable(common.block_table_cpu, common.req_idx, common.req_serials)
 
 
 def find(device_table: Any) -> HostTable | None:

@@ -49,6 +49,22 @@ class BackendStats:
 STATS = BackendStats()
 
 
+#: Values of the counters when they were last taken.
+_TAKEN: dict[str, float] = {}
+
+
+def take_stats() -> dict[str, float]:
+    """What this process counted since the last call, for the loggers of a patched vLLM."""
+    taken = {}
+    for name, value in STATS.as_dict().items():
+        before = _TAKEN.get(name, 0)
+        since = value - before if value >= before else value  # a reset came between
+        if since:
+            taken[f"prefix_share_{name}"] = since
+        _TAKEN[name] = value
+    return taken
+
+
 class PrefixShareWorkerExtension:
     """Mixed into vLLM's worker: ``llm.collective_rpc("prefix_share_stats")``."""
 

@@ -9,6 +9,9 @@ from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
+#: dtypes that the GPU kernels take.
+CUDA_DTYPES = ("bfloat16", "float16")
+
 
 def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
     """Why a layer with this ``AttentionSelectorConfig`` cannot be served, or None.
@@ -41,6 +44,18 @@ def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
     if not MIN_HEAD_DIM <= layer.head_size <= MAX_HEAD_DIM or layer.head_size % 8:
         found.append(f"head_dim {layer.head_size}")
     return found[0] if found else None
+
+
+def declines(layer: Any, dtypes: Iterable[str]) -> str | None:
+    """As ``selector_refusal``, and said once.
+
+    Raises:
+        PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
+    """
+    reason = selector_refusal(layer, dtypes)
+    if reason is not None:
+        fall_back(reason)
+    return reason
 
 
 def spec_refusal(spec: Any) -> str | None:

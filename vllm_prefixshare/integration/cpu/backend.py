@@ -25,13 +25,18 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
-from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import fall_back, impl_refusal, spec_refusal
+from vllm_prefixshare.integration.stats import STATS, take_stats
+from vllm_prefixshare.integration.support import (
+    declines,
+    fall_back,
+    impl_refusal,
+    spec_refusal,
+)
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -66,6 +71,20 @@ class PrefixShareCPUBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type["PrefixShareCPUMetadataBuilder"]:
         return PrefixShareCPUMetadataBuilder
+
+    # asked by a vLLM with the patches of patches/
+
+    @classmethod
+    def decline_layer(cls, attn_selector_config: Any) -> str | None:
+        return declines(attn_selector_config, DTYPES)
+
+    @classmethod
+    def supports_cpu(cls) -> bool:
+        return True
+
+    @classmethod
+    def take_stats(cls) -> dict[str, float]:
+        return take_stats()
 
 
 @dataclass

@@ -29,7 +29,13 @@ from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
 )
-from vllm_prefixshare.integration.support import fall_back, impl_refusal
+from vllm_prefixshare.integration.stats import take_stats
+from vllm_prefixshare.integration.support import (
+    CUDA_DTYPES,
+    declines,
+    fall_back,
+    impl_refusal,
+)
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.workspace import PartialResults
 from vllm_prefixshare.settings import settings
@@ -49,6 +55,16 @@ class PrefixShareCUDABackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type["PrefixShareMetadataBuilder"]:
         return PrefixShareMetadataBuilder
+
+    # asked by a vLLM with the patches of patches/
+
+    @classmethod
+    def decline_layer(cls, attn_selector_config: Any) -> str | None:
+        return declines(attn_selector_config, CUDA_DTYPES)
+
+    @classmethod
+    def take_stats(cls) -> dict[str, float]:
+        return take_stats()
 
 
 class PrefixShareCUDAImpl(FlashAttentionImpl):

@@ -117,6 +117,12 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             for tensor in cache if isinstance(cache, list) else [cache]:
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
+    def after_wake_up(self, tags: list[str] | None) -> None:
+        """Called by a patched vLLM when the worker has woken up; else ``after_wake_up`` is."""
+        if self._executor is not None and (tags is None or "kv_cache" in tags):
+            self.forget_plan()
+            self.clean_cache()
+
     def build(
         self,
         common_prefix_len: int,
@@ -146,7 +152,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         """
         if self._executor is None:
             return None
-        table = host_tables.find(common.block_table_tensor)
+        table = host_tables.table_of(common)
         if table is None:
             if self._executor.workspace.plan.captured:
                 raise PrefixShareError(
@@ -244,8 +250,7 @@ _BUILDERS: "weakref.WeakSet[PrefixShareMetadataBuilder]" = weakref.WeakSet()
 def after_wake_up() -> None:
     """Plan again and clean the KV cache: sleep freed the memory of both."""
     for builder in _BUILDERS:
-        builder.forget_plan()
-        builder.clean_cache()
+        builder.after_wake_up(None)
 
 
 def kernel_for(spec: Any) -> Any:

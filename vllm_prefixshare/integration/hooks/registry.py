@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-from vllm_prefixshare.integration.hooks import block_tables, lifecycle, selection
+from vllm_prefixshare.integration.hooks import block_tables, lifecycle, patched, selection
 from vllm_prefixshare.integration.hooks.imports import watch_imports
 from vllm_prefixshare.integration.hooks.wrapping import Hook
 
@@ -21,6 +21,7 @@ HOOKS = (
         "vLLM warns of VLLM_* variables that it does not know",
         "plugins can declare their variables",
         selection.hook_environment,
+        patched.knows_our_variables,
     ),
     Hook(
         "vllm.engine.arg_utils",
@@ -36,6 +37,7 @@ HOOKS = (
         "a layer that is not served keeps vLLM's own backend",
         "a backend can decline a layer",
         selection.hook_cuda_platform,
+        patched.lets_backends_decline,
     ),
     Hook(
         "vllm.platforms.cpu",
@@ -43,6 +45,7 @@ HOOKS = (
         "the CPU platform ignores which backend was selected",
         "it honours the selection, and a backend can decline a layer",
         selection.hook_cpu_platform,
+        patched.lets_cpu_backends_be_selected,
     ),
     Hook(
         "vllm.v1.worker.block_table",
@@ -51,6 +54,7 @@ HOOKS = (
         "(V1 model runner)",
         "CommonAttentionMetadata carries the host's block table",
         block_tables.hook_v1_table,
+        patched.carries_host_tables,
     ),
     Hook(
         "vllm.v1.worker.gpu.block_table",
@@ -59,6 +63,7 @@ HOOKS = (
         "append_block_ids, get_dummy_block_tables)",
         "CommonAttentionMetadata carries the host's block table",
         block_tables.hook_v2_tables,
+        patched.carries_host_tables,
     ),
     Hook(
         "vllm.v1.worker.gpu.model_runner",
@@ -66,6 +71,7 @@ HOOKS = (
         "metadata builders need the request slots of the batch (V2 model runner)",
         "CommonAttentionMetadata has req_idx in every supported release: from 0.30 on",
         block_tables.hook_v2_batch,
+        patched.carries_host_tables,
     ),
     Hook(
         "vllm.v1.worker.gpu_worker",
@@ -73,6 +79,7 @@ HOOKS = (
         "sleep frees the memory that holds plans and the KV cache",
         "metadata builders are told of it, and the KV cache is zeroed",
         lifecycle.hook_wake_up,
+        patched.tells_builders_of_wake_up,
     ),
 )
 
@@ -90,7 +97,8 @@ def _install(module: ModuleType) -> None:
     for hook in HOOKS:
         if hook.module == module.__name__:
             try:
-                hook.install(module)
+                if not hook.replaced(module):
+                    hook.install(module)
             except AttributeError:
                 # A vLLM without this name. It matters to those alone who chose the backend:
                 # `compat.check_release` refuses with the name before their engine starts.

@@ -18,7 +18,7 @@ from vllm_prefixshare.integration import (
     precompiling,
 )
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
-from vllm_prefixshare.integration.support import fall_back, selector_refusal
+from vllm_prefixshare.integration.support import CUDA_DTYPES, declines
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -67,6 +67,12 @@ def hook_environment(module: ModuleType) -> None:
 
 
 def hook_engine_config(module: ModuleType) -> None:
+    checks = getattr(module, "engine_config_checks", None)
+    if checks is not None:  # a patched vLLM, which reads the variable and calls the check
+        if check_where_chosen not in checks:
+            checks.append(check_where_chosen)
+        return
+
     def wrapper(original: Function) -> Function:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -83,6 +89,17 @@ def hook_engine_config(module: ModuleType) -> None:
         return create_engine_config
 
     wrap(module.EngineArgs, "create_engine_config", wrapper)
+
+
+def check_where_chosen(config: Any) -> None:
+    """Check a finished ``VllmConfig`` where it names PREFIX_SHARE, in a patched vLLM."""
+    if not _chosen_in(config.attention_config):
+        return
+    try:
+        check_platform()
+        _check_engine_config(config)
+    except PrefixShareError as e:
+        refuse(e)
 
 
 def _chosen_in(attention_config: Any) -> bool:
@@ -199,7 +216,7 @@ def _attention_of(config: Any) -> AttentionConfig:
 
 def hook_cuda_platform(module: ModuleType) -> None:
     # the backend is one of vLLM's own, and its configuration is validated as such
-    _choose_backends(module.CudaPlatformBase, ("bfloat16", "float16"), None)
+    _choose_backends(module.CudaPlatformBase, CUDA_DTYPES, None)
 
 
 def hook_cpu_platform(module: ModuleType) -> None:
@@ -216,9 +233,7 @@ def _choose_backends(platform: type, dtypes: tuple[str, ...], path: str | None) 
         ) -> Any:
             if not is_ours(selected_backend):
                 return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-            reason = selector_refusal(attn_selector_config, dtypes)
-            if reason is not None:
-                fall_back(reason)
+            if declines(attn_selector_config, dtypes) is not None:
                 return original(cls, None, attn_selector_config, *args, **kwargs)
             return path or original(cls, selected_backend, attn_selector_config, *args, **kwargs)
 

@@ -19,6 +19,7 @@ class Hook:
     why: the need. until: when the hook can go.
     install: makes the change, given the module; a second call changes nothing. It raises
         AttributeError where this vLLM has no such name.
+    replaced: whether this vLLM has a patch that does the same, given the module.
     """
 
     module: str
@@ -26,6 +27,7 @@ class Hook:
     why: str
     until: str
     install: Callable[[ModuleType], None]
+    replaced: Callable[[ModuleType], bool] = lambda module: False
 
     @property
     def target(self) -> str:

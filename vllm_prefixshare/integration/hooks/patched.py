@@ -1,0 +1,34 @@
+"""Whether a vLLM has the patches of ``patches/``, found by their symbols.
+
+Each function takes the module that a hook changes and says whether a patch does the hook's work:
+then the hook is not installed.
+"""
+
+from types import ModuleType
+
+
+def knows_our_variables(envs: ModuleType) -> bool:
+    return "VLLM_PREFIXSHARE_" in getattr(envs, "PLUGIN_PREFIXES", ())
+
+
+def lets_backends_decline(platforms_cuda: ModuleType) -> bool:
+    return hasattr(platforms_cuda.CudaPlatformBase, "backend_for_layer")
+
+
+def lets_cpu_backends_be_selected(platforms_cpu: ModuleType) -> bool:
+    return hasattr(platforms_cpu.CpuPlatform, "backend_for_layer") and hasattr(
+        platforms_cpu, "_serves_cpus"
+    )
+
+
+def carries_host_tables(_: ModuleType) -> bool:
+    # imported by the module that the hook changes
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    return hasattr(CommonAttentionMetadata, "block_table_cpu")
+
+
+def tells_builders_of_wake_up(_: ModuleType) -> bool:
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    return hasattr(AttentionMetadataBuilder, "after_wake_up")
