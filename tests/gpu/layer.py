@@ -104,7 +104,7 @@ class Layer:
         return wrapper
 
     def run(self, wrapper: PrefixShareDecodeWrapper) -> torch.Tensor:
-        poison(wrapper._gpu)
+        poison(wrapper._executor)
         out = torch.full_like(self.q, torch.nan)
         assert wrapper.run(**self.tensors, out=out) is out
         return out

@@ -77,7 +77,7 @@ def test_refuses_strides_that_16_byte_loads_cannot_follow(kernel):
     }
     with pytest.raises(PrefixShareError, match="in multiples of 8 elements"):
         if kernel == "portable":  # without a launch: an unchecked one would end the process
-            wrapper._gpu._check(*tensors.values(), torch.empty_like(layer.q), None, None)
+            wrapper._executor._check(*tensors.values(), torch.empty_like(layer.q), None, None)
         else:
             wrapper.run(**tensors)
 

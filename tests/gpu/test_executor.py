@@ -191,14 +191,14 @@ def test_one_captured_graph_serves_every_plan_and_smaller_batches(kernel):
 def test_one_captured_graph_serves_other_queries_and_token_trees(kernel):
     layer = Layer(tree(BATCH), counts=[6] * 16, parents=random_trees([6] * 16))
     wrapper = layer.planned(kernel)
-    wrapper._gpu.reserve(wrapper.last_plan)
-    wrapper._gpu.prepare(wrapper.last_plan)
+    wrapper._executor.reserve(wrapper.last_plan)
+    wrapper._executor.prepare(wrapper.last_plan)
     out = torch.empty_like(layer.q)
     graph, _ = capture(lambda: wrapper.run(**layer.tensors, out=out))
     for counts in ([6] * 16, [1, 6, 3, 2] * 4, [2] * 16):
         now = layer.holding(layer.work, counts, random_trees(counts))
         wrapper.plan(now.work.block_table, now.work.seq_lens, now.starts, now.parents)
-        poison(wrapper._gpu)
+        poison(wrapper._executor)
         out.fill_(torch.nan)
         graph.replay()
         now.check(out[: sum(counts)])
@@ -214,7 +214,7 @@ def test_a_captured_workspace_refuses_to_grow_and_stays_as_it_is(kernel):
         with pytest.raises(PrefixShareError, match=r"a CUDA graph has captured: call reserve\(\)"):
             wrapper.plan(large.block_table, large.seq_lens)
     assert wrapper.last_plan is plan
-    poison(wrapper._gpu)
+    poison(wrapper._executor)
     out.fill_(torch.nan)
     graph.replay()
     small.check(out)
