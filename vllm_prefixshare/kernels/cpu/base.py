@@ -52,7 +52,8 @@ class CpuExecutor:
             return
         a = self.attention
         expected = (self._num_tokens, a.num_qo_heads, a.head_dim)
-        if tuple(q.shape) != expected:
+        # there may be more tokens where some rows are not computed: those behind the prepared ones
+        if q.dim() != 3 or len(q) < expected[0] or tuple(q.shape[1:]) != expected[1:]:
             raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
         block = (a.block_size, a.num_kv_heads, a.head_dim)
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
