@@ -5,6 +5,7 @@ python benchmarks/tables.py
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -256,6 +257,62 @@ def resources_order(row: dict) -> tuple:
     return row["kernel"], float(row["capability"]), *variant, row["warps"]
 
 
+def triton_table() -> str:
+    """The Hopper kernel under two Tritons on one machine, in turns: the faster of two runs."""
+    runs = {
+        triton: [published(f"kernel_triton/{triton}-{i}") for i in (1, 2)]
+        for triton in ("3.6.0", "3.8.0")
+    }
+    first = runs["3.6.0"][0]
+    lines = [
+        f"{first['gpu']}, torch {first['versions']['torch']}; `{first['command']}` under each "
+        "Triton in turns, twice: microseconds, the faster of both runs.",
+        "",
+        "| workload | roof | 3.6.0 | 3.8.0 | 3.8.0 / 3.6.0 |",
+        "|---|---|---|---|---|",
+    ]
+    for i, cell in enumerate(first["cells"]):
+        old, new = (
+            min(run["cells"][i]["peers"]["ours"]["ms"] * 1e3 for run in runs[triton])
+            for triton in ("3.6.0", "3.8.0")
+        )
+        lines.append(
+            f"| {cell['workload']} | {cell['roof_ms'] * 1e3:.1f} | {old:.1f} | {new:.1f} "
+            f"| {new / old:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def portable_table() -> str:
+    """The portable kernel now, before, and its peers of the run before."""
+    now = published("kernel_portable")
+    before = {
+        c["workload"]: c["peers"] for c in published("kernel")["cells"] if c["heads"] == "32:8"
+    }
+    others = ("fa3", "fa3_cascade", "fasttree")
+    lines = [
+        f"{now['gpu']}, 32:8 heads; `{now['command']}`: microseconds. Before, and the peers: the "
+        "run of the first table of this page.",
+        "",
+        "| workload | roof | now | before | before / now | FA3 | FA3 cascade | FastTree |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    gains = []
+    for cell in now["cells"]:
+        peers = before[cell["workload"]]
+        new, old = cell["peers"]["portable"]["ms"] * 1e3, peers["portable"]["ms"] * 1e3
+        gains.append(old / new)
+        entries = (
+            f"{peers[n]['ms'] * 1e3:.1f}" if peers[n]["status"] == "ok" else "-" for n in others
+        )
+        lines.append(
+            f"| {cell['workload']} | {cell['roof_ms'] * 1e3:.1f} | {new:.1f} | {old:.1f} "
+            f"| {old / new:.2f} | {' | '.join(entries)} |"
+        )
+    lines.append(f"| geometric mean | | | | {math.prod(gains) ** (1 / len(gains)):.2f} | | | |")
+    return "\n".join(lines)
+
+
 def kernel_entry(found: dict[str, object]) -> str:
     if found["status"] != "ok":
         return "-" if found["status"] == "unavailable" else str(found["status"])
@@ -277,6 +334,8 @@ TABLES = {
         "kernel_workloads",
         lambda: kernel_table("kernel_workloads"),
     ),
+    "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0-1", triton_table),
+    "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),
     "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
 }

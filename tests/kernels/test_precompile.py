@@ -18,8 +18,13 @@ def precompile(what: str, *arguments: str, **environment: str) -> subprocess.Com
 
 
 def test_planning_is_compiled_once(tmp_path: Path):
-    done = precompile("planning", "--capability", "9.0", *LAYER, NUMBA_CACHE_DIR=str(tmp_path))
+    file = tmp_path / "folder" / "file.done"
+    done = precompile(
+        *("planning", "--capability", "9.0", *LAYER, "--done", str(file)),
+        NUMBA_CACHE_DIR=str(tmp_path),
+    )
     assert done.returncode == 0, done.stderr
+    assert file.is_file()
     compiled = {path.name for path in tmp_path.rglob("*.nbc")}
     assert {name.split(".")[0] for name in compiled} >= {"depth_first", "layout", "prefix_tree"}
     # other heads, as another engine on this machine may have
@@ -29,7 +34,9 @@ def test_planning_is_compiled_once(tmp_path: Path):
     assert {path.name for path in tmp_path.rglob("*.nbc")} == compiled
 
 
-def test_wrong_arguments_are_refused():
-    done = precompile("planning", "--capability", "7.5", *LAYER)
+def test_wrong_arguments_are_refused(tmp_path: Path):
+    file = tmp_path / "file.done"
+    done = precompile("planning", "--capability", "7.5", *LAYER, "--done", str(file))
     assert done.returncode == 2
+    assert not file.exists()
     assert "capability must be one of 8.0, 8.6" in done.stderr

@@ -1,21 +1,28 @@
 """Compiling while vLLM starts, so that a fresh machine does not wait for it.
 
-Both processes end by themselves, touch no GPU and only fill caches: if one fails, the worker
+The processes end by themselves, touch no GPU and only fill caches: if one fails, the worker
 compiles what is missing and says what is wrong.
 """
 
+import hashlib
+import os
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.settings import settings
 
+LIBRARIES = ("triton", "numba")
+
 
 def start(attention: AttentionConfig, config: Any) -> None:
-    """Compile kernels and planning for the layers of a ``VllmConfig`` in the background.
+    """Compile kernels and planning for the layers of a ``VllmConfig`` in the background, unless
+    an earlier start on this machine has.
 
     Args:
         attention: shape of the full-attention layers on one rank.
@@ -37,10 +44,25 @@ def start(attention: AttentionConfig, config: Any) -> None:
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     for what in ("kernels", "planning"):
+        done = done_file(what, arguments)
+        if done.exists():
+            continue
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments],
+            [
+                *(sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments),
+                *("--done", str(done)),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         threading.Thread(target=process.wait, daemon=True).start()  # leaves no zombie
+
+
+def done_file(what: str, arguments: list[str]) -> Path:
+    """The file that says that ``what`` is compiled for these arguments, by these sources."""
+    package = Path(__file__).parents[1]
+    sources = [f"{path} {path.stat().st_mtime_ns}" for path in sorted(package.rglob("*.py"))]
+    versions = [sys.version, *map(version, LIBRARIES), os.environ.get("NUMBA_CACHE_DIR", "")]
+    key = hashlib.sha256("\0".join([what, *arguments, *versions, *sources]).encode()).hexdigest()
+    return settings().cache / "compiled" / f"{what}-{key[:16]}.done"

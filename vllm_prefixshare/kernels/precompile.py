@@ -11,6 +11,7 @@ engine imports its modules and loads its weights (``integration.precompiling`` s
 
 import argparse
 import sys
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -89,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--query-len", type=int, default=1, help="1 + speculative tokens")
     parser.add_argument("--kernel", default="auto", choices=KERNELS)
+    parser.add_argument("--done", type=Path, help="make this empty file once all is compiled")
     args = parser.parse_args(arguments)
     try:
         major, _, minor = args.capability.partition(".")
@@ -100,14 +102,19 @@ def main(arguments: list[str] | None = None) -> int:
             name = candidates(attention, gpu, args.kernel, args.query_len)[0]
             warm_up_planning(make_kernel(name, attention, args.query_len, gpu), attention)
             print(f"compiled planning for kernel '{name}'")
-            return 0
-        choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
+        else:
+            choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
+            if choice.passed_over:
+                print(choice.passed_over, file=sys.stderr)
+            print(
+                f"compiled kernel '{choice.kernel.name}' for compute capability {args.capability}"
+            )
     except (PrefixShareError, ValueError) as e:
         print(e, file=sys.stderr)
         return 2
-    if choice.passed_over:
-        print(choice.passed_over, file=sys.stderr)
-    print(f"compiled kernel '{choice.kernel.name}' for compute capability {args.capability}")
+    if args.done is not None:
+        args.done.parent.mkdir(parents=True, exist_ok=True)
+        args.done.touch()
     return 0
 
 
