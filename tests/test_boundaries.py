@@ -17,6 +17,8 @@ JIT = {
     "kernels.hopper.kernel",
     "kernels.hopper.producer",
     "kernels.portable.kernel",
+    "kernels.hopper.tile_info",
+    "kernels.portable.tile_info",
 }
 RUNS = BASE | {"settings", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
@@ -31,12 +33,17 @@ FLOORS = {
     "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
     "kernels.hopper.gluon_names": (set(), {"triton"}),
+    "kernels.hopper.tile_info": (set(), set()),
+    "kernels.portable.tile_info": (set(), set()),
     "kernels.hopper.kernel": (
-        {"kernels.hopper.gluon_names", "kernels.hopper.producer"},
+        {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.tile_info"},
         {"triton"},
     ),
-    "kernels.hopper.producer": ({"kernels.hopper.gluon_names"}, {"triton"}),
-    "kernels.portable.kernel": (set(), {"triton"}),
+    "kernels.hopper.producer": (
+        {"kernels.hopper.gluon_names", "kernels.hopper.tile_info"},
+        {"triton"},
+    ),
+    "kernels.portable.kernel": ({"kernels.portable.tile_info"}, {"triton"}),
     "costs.profile_cpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_gpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_plans": (RUNS, {"numpy"}),

@@ -30,9 +30,15 @@ from vllm_prefixshare.kernels.hopper.producer import (
     KIND,
     LAST_ROW,
     LAST_TILE,
+    LEAVES_PARTIALS,
+    LOW_REQS,
     NEEDS_MASK,
+    NEXT_TILE,
+    NUM_REQS,
+    NUM_RUNS,
     TAILS,
     TILE_ROWS,
+    WORDS,
     produce,
 )
 
@@ -115,11 +121,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     count = 0
     tile = worker
     while tile >= 0:
-        num_reqs = gl.load(tile_info + tile * 8)
-        num_runs = gl.load(tile_info + tile * 8 + 1)
-        next_tile = gl.load(tile_info + tile * 8 + 4) - 1
-        half = gl.load(tile_info + tile * 8 + 5)
-        leaves_partials = gl.load(tile_info + tile * 8 + 6)
+        num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
+        num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
+        next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
+        half = gl.load(tile_info + tile * WORDS + LOW_REQS)
+        leaves_partials = gl.load(tile_info + tile * WORDS + LEAVES_PARTIALS)
         # this half holds the requests [begin, end) of the tile
         if R > HALF_ROWS:
             begin = 0

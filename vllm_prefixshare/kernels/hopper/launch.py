@@ -12,6 +12,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
+from vllm_prefixshare.kernels.hopper.tile_info import WORDS
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
@@ -189,7 +190,7 @@ class HopperKernel:
         places = max_tiles + self.num_workers  # idle workers have a tile, too
         slots, runs = places * self.max_tile_requests, places * self.max_tile_runs
         sizes = {
-            "tile_info": places * 8,
+            "tile_info": places * WORDS,
             "slot_row": slots,
             "slot_partial": slots,
             "run_row": runs,

@@ -4,6 +4,16 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.hopper.tile_info import (
+    LEAVES_PARTIALS,
+    LOW_REQS,
+    LOW_RUNS,
+    NEXT_TILE,
+    NUM_REQS,
+    NUM_RUNS,
+    WIDE_RUNS,
+    WORDS,
+)
 from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
@@ -39,10 +49,9 @@ def linked_layout(
         max_slots, max_runs: places that every tile has for its requests and its runs.
 
     Returns:
-        tile_info: ``[num_tiles, 8]``: num_reqs, num_runs, wide_runs, low_runs, 1 + next tile (0:
-            none), requests of the low half, 1 if any request leaves a partial result, 0. The runs
-            of a tile are sorted: first the wide ones, which both halves read, then those of the
-            low half, then those of the high.
+        tile_info: ``[num_tiles, WORDS]``, see ``hopper.tile_info``. The runs of a tile are
+            sorted: first the wide ones, which both halves read, then those of the low half, then
+            those of the high.
         slot_row, slot_partial: ``[num_tiles, max_slots]`` batch row and partial result (-1: the
             output itself) of each request of each tile.
         run_row, run_kv_start, run_kv_end: ``[num_tiles, max_runs]`` as in the plan.
@@ -109,7 +118,7 @@ def link_tiles(
         all_wide: both halves read every run.
 
     Returns:
-        tile_info ``[num_tiles, 8]``; slot_row and slot_partial ``[2, num_tiles, max_slots]``;
+        tile_info ``[num_tiles, WORDS]``; slot_row and slot_partial ``[2, num_tiles, max_slots]``;
         run_row, run_kv_start, run_kv_end and run_readers ``[4, num_tiles, max_runs]``.
     """
     num_workers, used = len(work_indptr) - 1, len(req_indptr) - 1
@@ -117,7 +126,7 @@ def link_tiles(
     for w in range(num_workers):
         idle += work_indptr[w] == work_indptr[w + 1]
     num_tiles = used + idle
-    info = np.zeros((num_tiles, 8), np.int32)
+    info = np.zeros((num_tiles, WORDS), np.int32)
     slots = np.zeros((2, num_tiles, max_slots), np.int32)
     out = np.zeros((4, num_tiles, max_runs), np.int32)
     free = num_workers
@@ -126,13 +135,13 @@ def link_tiles(
         place = w
         for tile in range(work_indptr[w], work_indptr[w + 1]):
             if tile > work_indptr[w]:
-                info[place, 4] = free + 1
+                info[place, NEXT_TILE] = free + 1
                 place, free = free, free + 1
             begin, end = req_indptr[tile], req_indptr[tile + 1]
             for k in range(2):
                 slots[k, place, : end - begin] = reqs[k][begin:end]
             for req in range(begin, end):
-                info[place, 6] |= reqs[1][req] >= 0
+                info[place, LEAVES_PARTIALS] |= reqs[1][req] >= 0
             half = (end - begin + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
             wide = low = 0
@@ -149,6 +158,6 @@ def link_tiles(
                 for k in range(3):
                     out[k, place, at] = runs[k][run]
                 out[3, place, at] = first | last << 16
-            info[place, 0], info[place, 1] = end - begin, last_run - first_run
-            info[place, 2], info[place, 3], info[place, 5] = wide, low, half
+            info[place, NUM_REQS], info[place, NUM_RUNS] = end - begin, last_run - first_run
+            info[place, WIDE_RUNS], info[place, LOW_RUNS], info[place, LOW_REQS] = wide, low, half
     return info, slots, out

@@ -11,7 +11,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+import vllm_prefixshare.kernels.hopper.tile_info as tile_info_words
 from vllm_prefixshare.kernels.hopper.gluon_names import async_load
+
+NUM_REQS = gl.constexpr(tile_info_words.NUM_REQS)
+NUM_RUNS = gl.constexpr(tile_info_words.NUM_RUNS)
+WIDE_RUNS = gl.constexpr(tile_info_words.WIDE_RUNS)
+LOW_RUNS = gl.constexpr(tile_info_words.LOW_RUNS)
+NEXT_TILE = gl.constexpr(tile_info_words.NEXT_TILE)
+LOW_REQS = gl.constexpr(tile_info_words.LOW_REQS)
+LEAVES_PARTIALS = gl.constexpr(tile_info_words.LEAVES_PARTIALS)
+WORDS = gl.constexpr(tile_info_words.WORDS)
 
 HALF_ROWS = gl.constexpr(64)  # query rows of one consumer warpgroup: wgmma's M
 TILE_ROWS = gl.constexpr(128)
@@ -120,11 +130,11 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
     for line in range((num_lengths + 1023) // 1024):  # 32 lines of 128 bytes at a time
         _prefetch(seq_lens + gl.minimum(line * 1024 + lane * 32, num_lengths - 1))
     while tile >= 0:
-        num_runs = gl.load(tile_info + tile * 8 + 1)
-        wide_runs = gl.load(tile_info + tile * 8 + 2)
-        low_runs = gl.load(tile_info + tile * 8 + 3)
-        next_tile = gl.load(tile_info + tile * 8 + 4) - 1
-        half = gl.load(tile_info + tile * 8 + 5)
+        num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
+        wide_runs = gl.load(tile_info + tile * WORDS + WIDE_RUNS)
+        low_runs = gl.load(tile_info + tile * WORDS + LOW_RUNS)
+        next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
+        half = gl.load(tile_info + tile * WORDS + LOW_REQS)
         # not masked by num_runs: one round trip to memory for all of the tile
         row = gl.load(run_row + tile * RUNS + r)
         kv_start = gl.load(run_kv_start + tile * RUNS + r)

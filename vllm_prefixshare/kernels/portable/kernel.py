@@ -16,6 +16,17 @@ ids are carried through the loops in registers, and so is where the KV tile afte
 import triton
 import triton.language as tl
 
+import vllm_prefixshare.kernels.portable.tile_info as words
+
+FIRST_SLOT = tl.constexpr(words.FIRST_SLOT)
+NUM_REQS = tl.constexpr(words.NUM_REQS)
+FIRST_RUN = tl.constexpr(words.FIRST_RUN)
+END_RUN = tl.constexpr(words.END_RUN)
+FIRST_PART = tl.constexpr(words.FIRST_PART)
+PLANNED_KV_TILES = tl.constexpr(words.PLANNED_KV_TILES)
+NEW_KV_TILES = tl.constexpr(words.NEW_KV_TILES)
+WORDS = tl.constexpr(words.WORDS)
+
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(1 << 30)
 
@@ -187,13 +198,13 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     dim = tl.arange(0, D)
     parts = (part_row, part_pos, part_readers)
     for tile in range(tl.load(work_indptr + worker), tl.load(work_indptr + worker + 1)):
-        slots = tl.load(tile_info + tile * 8)
-        num_rows = tl.load(tile_info + tile * 8 + 1) * R
-        first_run = tl.load(tile_info + tile * 8 + 2)
-        last_run = tl.load(tile_info + tile * 8 + 3)
-        first = tl.load(tile_info + tile * 8 + 4)
-        packed = tl.load(tile_info + tile * 8 + 5)
-        new = tl.load(tile_info + tile * 8 + 6)
+        slots = tl.load(tile_info + tile * WORDS + FIRST_SLOT)
+        num_rows = tl.load(tile_info + tile * WORDS + NUM_REQS) * R
+        first_run = tl.load(tile_info + tile * WORDS + FIRST_RUN)
+        last_run = tl.load(tile_info + tile * WORDS + END_RUN)
+        first = tl.load(tile_info + tile * WORDS + FIRST_PART)
+        packed = tl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
+        new = tl.load(tile_info + tile * WORDS + NEW_KV_TILES)
         there = row < num_rows
         request = tl.load(slot_row + slots + row // R, mask=there, other=0)
         planned_end = tl.load(slot_end + slots + row // R, mask=there, other=FAR)

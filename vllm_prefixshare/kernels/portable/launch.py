@@ -13,6 +13,7 @@ from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
+from vllm_prefixshare.kernels.portable.tile_info import WORDS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -182,7 +183,7 @@ class PortableKernel:
         max_parts = max_parts_of(self.grid, max_runs, max_tiles)
         sizes = {
             "work_indptr": self.num_workers + 1,
-            "tile_info": max_tiles * 8,
+            "tile_info": max_tiles * WORDS,
             "slot_row": num_reqs + max_partials,
             "slot_partial": num_reqs + max_partials,
             "slot_end": num_reqs + max_partials,

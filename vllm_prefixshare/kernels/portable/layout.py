@@ -6,6 +6,16 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.kernels.portable.tile_info import (
+    END_RUN,
+    FIRST_PART,
+    FIRST_RUN,
+    FIRST_SLOT,
+    NEW_KV_TILES,
+    NUM_REQS,
+    PLANNED_KV_TILES,
+    WORDS,
+)
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END, IntArray
 
@@ -53,8 +63,7 @@ def walk_layout(plan: DecodePlan, grid: Grid) -> dict[str, IntArray]:
 
     Returns:
         work_indptr, merge_indptr: as in the plan.
-        tile_info: ``[num_tiles, 8]``: first slot, requests, first run, end of the runs, first
-            part, KV tiles of planned parts, of parts for new tokens, 0.
+        tile_info: ``[num_tiles, WORDS]``, see ``portable.tile_info``.
         slot_row, slot_partial: ``[num_slots]`` batch row and partial result (-1: the output
             itself) of each request of each tile.
         slot_end: ``[num_slots]`` token at which the request's part for new tokens begins.
@@ -102,13 +111,13 @@ def _runs_and_parts(
     per_tile = kv_tile // unit
     long = np.empty((4, len(run_row)), np.int32)
     parts = np.zeros((3, max_parts_of(grid, len(run_row), num_tiles)), np.int32)
-    info = np.zeros((num_tiles, 8), np.int32)
+    info = np.zeros((num_tiles, WORDS), np.int32)
     slot_end = np.full(len(rows), FAR, np.int32)
     num_long = num_parts = 0
     for t in range(num_tiles):
         slots = req_indptr[t]
-        info[t, 0], info[t, 1] = slots, req_indptr[t + 1] - slots
-        info[t, 2], info[t, 4] = num_long, num_parts
+        info[t, FIRST_SLOT], info[t, NUM_REQS] = slots, req_indptr[t + 1] - slots
+        info[t, FIRST_RUN], info[t, FIRST_PART] = num_long, num_parts
         begun = num_parts
         for r in range(run_indptr[t], run_indptr[t + 1]):
             row, start, end = run_row[r], run_start[r], run_end[r]
@@ -128,9 +137,9 @@ def _runs_and_parts(
                 parts[0, num_parts], parts[1, num_parts] = row, pos
                 parts[2, num_parts] = readers
                 num_parts += 1
-        info[t, 3] = num_long
+        info[t, END_RUN] = num_long
         steps = -(-(num_parts - begun) // per_tile)
-        info[t, 5] = steps
+        info[t, PLANNED_KV_TILES] = steps
         num_parts = begun = begun + steps * per_tile  # nobody reads what fills the last one
         for r in range(run_indptr[t], run_indptr[t + 1]):
             if run_end[r] == OPEN_END:
@@ -141,6 +150,6 @@ def _runs_and_parts(
                 parts[2, num_parts] = run_first[r] | run_last[r] << 16
                 num_parts += 1
         steps = -(-(num_parts - begun) // per_tile)
-        info[t, 6] = steps
+        info[t, NEW_KV_TILES] = steps
         num_parts = begun + steps * per_tile
     return info, slot_end, long[:, :num_long].copy(), parts[:, :num_parts].copy()
