@@ -157,7 +157,8 @@ def test_the_portable_kernel():
 
     one()
     scale.report(f"portable kernel: {dict(tried)}")
-    assert tried["shared"] > tried["forests"] / 4
+    # depth_first reads short prefixes twice where that is cheaper, as it is in most of these
+    assert tried["shared"] > tried["forests"] / 8
 
 
 def note(tried: Counter[str], case: ForestCase, plan: DecodePlan) -> None:

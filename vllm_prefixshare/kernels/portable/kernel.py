@@ -122,9 +122,11 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
     entry = tl.maximum(n - packed, 0) - rounds * new
     at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
-    kv_row = tl.load(part_row + at, mask=n < steps, other=0)
-    start = tl.load(part_pos + at, mask=n < steps, other=0)
-    readers = tl.load(part_readers + at, mask=n < steps, other=0)
+    # as many as they mask: the interpreter of Triton 3.9 makes a block of a scalar mask int32
+    more = part * 0 + n < steps
+    kv_row = tl.load(part_row + at, mask=more, other=0)
+    start = tl.load(part_pos + at, mask=more, other=0)
+    readers = tl.load(part_readers + at, mask=more, other=0)
     # a gathered mask is not worth the shared memory that its stages would take
     for _ in tl.range(0, steps, num_stages=1 if TREE else STAGES):
         span = tl.where(pos < length, low | high << 16, 0)
@@ -143,9 +145,10 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
         entry = tl.maximum(n - packed, 0) - rounds * new
         at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
-        kv_row = tl.load(part_row + at, mask=n < steps, other=0)
-        start = tl.load(part_pos + at, mask=n < steps, other=0)
-        readers = tl.load(part_readers + at, mask=n < steps, other=0)
+        more = part * 0 + n < steps
+        kv_row = tl.load(part_row + at, mask=more, other=0)
+        start = tl.load(part_pos + at, mask=more, other=0)
+        readers = tl.load(part_readers + at, mask=more, other=0)
         s = tl.dot(q, tl.trans(k))
         span = _settled(span)
         begin = span & 0xFFFF
