@@ -1,5 +1,6 @@
-"""The GPU's cost table without a GPU: the plans that are timed, the arithmetic on the times,
-where tables are looked for, and the ablation benchmark on the CPU."""
+"""A GPU's cost table without a GPU: the plans that are timed, the arithmetic on the times,
+where tables are looked for, and the ablation benchmark on the CPU.
+"""
 
 import importlib.util
 import math
@@ -15,7 +16,6 @@ from vllm_prefixshare.cli import profile
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs import lookup as tables
-from vllm_prefixshare.costs.cost_table import AnalyticCost, CostTable
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint
 from vllm_prefixshare.costs.profile_gpu import (
     BLOCK_SIZE,
@@ -27,6 +27,8 @@ from vllm_prefixshare.costs.profile_gpu import (
     tile_counts,
 )
 from vllm_prefixshare.costs.profile_plans import repeated_tiles
+from vllm_prefixshare.costs.roofline import AnalyticCost
+from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.reference import reference_attention

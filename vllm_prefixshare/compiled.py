@@ -20,7 +20,7 @@ def compiled(function: F) -> F:
     """``function`` as machine code. It lets other threads run meanwhile.
 
     The cache notices a change to the function's own file, not to a file that it calls into:
-    after editing one of those, touch the file of the caller.
+    after editing one of those, or moving a type that it is given, touch the file of the caller.
     """
     try:
         compiled_function: F = njit(cache=True, nogil=True)(function)

@@ -1,4 +1,4 @@
-"""Records that every floor of the package shares: no torch, no triton, no vllm."""
+"""Records that several folders of the package share: no torch, no triton, no vllm."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +17,7 @@ class PrefixShareError(ValueError):
     """A user's mistake, said in one sentence that names the remedy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forest:
+class Forest(NamedTuple):
     """The shared part of the prefix tree, with requests in depth-first order.
 
     In that order the requests below a node are one interval, so a node needs two integers
@@ -29,7 +28,7 @@ class Forest:
     private_start: ``[num_reqs]`` first private token, by depth-first position.
     node_parent: ``[num_nodes]`` index of the parent node, -1 for a root; parents come first.
     node_start, node_end: ``[num_nodes]`` token range of the node in each of its requests.
-    node_first, node_last: ``[num_nodes]`` depth-first positions ``[first, last)`` below it.
+    node_reader_start, node_reader_end: ``[num_nodes]`` depth-first positions below it.
     """
 
     request_rows: IntArray
@@ -37,8 +36,8 @@ class Forest:
     node_parent: IntArray
     node_start: IntArray
     node_end: IntArray
-    node_first: IntArray
-    node_last: IntArray
+    node_reader_start: IntArray
+    node_reader_end: IntArray
 
     @classmethod
     def alone(cls, num_reqs: int) -> "Forest":
@@ -49,16 +48,19 @@ class Forest:
 
     @property
     def num_reqs(self) -> int:
+        """Number of requests."""
         return len(self.request_rows)
 
     @property
     def num_nodes(self) -> int:
+        """Number of shared nodes."""
         return len(self.node_parent)
 
 
 class KVSegment(NamedTuple):
     """Tokens ``[kv_start, kv_end)`` of batch row ``row``; the same physical blocks in every
-    request that shares them. ``kv_end`` may be ``OPEN_END``."""
+    request that shares them. ``kv_end`` may be ``OPEN_END``.
+    """
 
     row: int
     kv_start: int
@@ -67,7 +69,8 @@ class KVSegment(NamedTuple):
 
 class QueryGroup(NamedTuple):
     """A KV segment with the batch rows that read it; ``kv_len`` is its planned length in
-    tokens (an open segment grows past it)."""
+    tokens (an open segment grows past it).
+    """
 
     segment: KVSegment
     rows: IntArray
@@ -81,8 +84,9 @@ class WorkTiles:
     row_indptr: ``[num_tiles + 1]`` int32, into ``rows``.
     rows: ``[num_slots]`` int32 batch rows, the requests of tile after tile.
     run_indptr: ``[num_tiles + 1]`` int32, into ``runs``.
-    runs: ``[num_runs, 5]`` int32: row, kv_start, kv_end, first, last. A run is read for the
-        requests ``[first, last)`` of its tile, through the block table of batch row ``row``.
+    runs: ``[num_runs, 5]`` int32: row, kv_start, kv_end, reader_start, reader_end. A run is
+        read for the requests ``[reader_start, reader_end)`` of its tile, through the block table
+        of batch row ``row``.
     cost: ``[num_tiles]`` float64, estimated microseconds.
     worker: ``[num_tiles]`` int32, ascending: who runs each tile, in this order; None leaves
         that to the scheduler.
@@ -97,6 +101,7 @@ class WorkTiles:
 
     @classmethod
     def none(cls) -> "WorkTiles":
+        """No tiles at all."""
         nothing = np.zeros(0, np.int32)
         start = np.zeros(1, np.int32)
         return cls(start, nothing, start, np.zeros((0, 5), np.int32), np.zeros(0))

@@ -12,7 +12,8 @@ Requests = Mapping[Hashable, Sequence[int]]
 
 def shared_runs(blocks: Requests) -> dict[frozenset, tuple[int, int]]:
     """Block range ``[start, end)`` of every maximal run that two or more requests share,
-    by the set of requests that share it."""
+    by the set of requests that share it.
+    """
     sharers: dict[tuple[int, ...], set] = {}
     for request, ids in blocks.items():
         for depth in range(1, len(ids) + 1):
@@ -52,7 +53,7 @@ def assert_forest(
     expected = shared_runs(blocks)
     found = []
     for node in range(forest.num_nodes):
-        first, last = int(forest.node_first[node]), int(forest.node_last[node])
+        first, last = int(forest.node_reader_start[node]), int(forest.node_reader_end[node])
         assert 0 <= first < last <= len(order)
         requests = frozenset(by_position[first:last])
         span = int(forest.node_start[node]), int(forest.node_end[node])
@@ -109,7 +110,14 @@ def tile_runs(
         row, start, stop = (int(x[run]) for x in (plan.run_row, plan.run_kv_start, plan.run_kv_end))
         if stop == OPEN_END:
             stop = int(seq_lens[row])
-        out.append((row, start, stop, rows[int(plan.run_first[run]) : int(plan.run_last[run])]))
+        out.append(
+            (
+                row,
+                start,
+                stop,
+                rows[int(plan.run_reader_start[run]) : int(plan.run_reader_end[run])],
+            )
+        )
     return out
 
 

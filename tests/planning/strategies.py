@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import CostTable, Fingerprint, Grid, analytic_cost
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import Forest
 from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
@@ -29,7 +30,8 @@ def quick(max_examples: int, **more: int) -> settings:
 
 def forest_of_ids(requests: list[list[int]], block_size: int, null: int | None = None) -> Forest:
     """The forest of requests with these filled blocks, one row each. What follows in a row is
-    the same in all of them, and no part of it."""
+    the same in all of them, and no part of it.
+    """
     lengths = np.array([len(ids) for ids in requests], np.int32)
     table = np.full((len(requests), lengths.max(initial=0) + 3), 7777, np.int32)
     for row, ids in enumerate(requests):
@@ -65,7 +67,8 @@ def fingerprint(**changes: object) -> Fingerprint:
 
 def flashforge_table() -> CostTable:
     """Table 2 of FlashForge (thread block execution time), in microseconds. Note the entry
-    for two queries over 512 tokens: less than for one query."""
+    for two queries over 512 tokens: less than for one query.
+    """
     milliseconds = [
         [0.036, 0.035, 0.036, 0.043, 0.048, 0.074, 0.112],
         [0.043, 0.043, 0.044, 0.054, 0.062, 0.109, 0.122],
@@ -119,7 +122,8 @@ class Batch:
 
 def make_batch(prefixes: list[list[int]], tails: list[int], block_size: int) -> Batch:
     """One row per request: its ``prefixes`` entry as filled blocks, then ``tails`` tokens in
-    blocks that nobody else has. Unused columns hold the null block."""
+    blocks that nobody else has. Unused columns hold the null block.
+    """
     fresh = 1 + max((b for ids in prefixes for b in ids), default=0)
     rows = []
     for ids, tail in zip(prefixes, tails, strict=True):
@@ -141,7 +145,8 @@ def block_ids(symbols: int = 5, max_size: int = 5) -> st.SearchStrategy[list[int
 @st.composite
 def batches(draw: st.DrawFn, min_reqs: int = 1, max_reqs: int = 9) -> Batch:
     """Forests of every shape: several roots, equal requests, one a prefix of another,
-    requests that share nothing."""
+    requests that share nothing.
+    """
     block_size = draw(st.sampled_from([1, 4, 16]))
     stretch = draw(st.integers(1, 6))  # blocks per symbol
     words = draw(st.lists(block_ids(4, 4), min_size=min_reqs, max_size=max_reqs))

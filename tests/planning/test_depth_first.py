@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.costs.cost_table import TileRates
+from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.depth_first import KV_TILE
 from vllm_prefixshare.planning.dividers.windows import list_runs
@@ -123,7 +123,7 @@ def test_windows_below_one_node_read_it_in_step():
     """Two windows of 32 under one prefix, 8 workers each: both are cut at the same places."""
     plan = plan_of(tree("1,64_32768,64"))
     assert plan.num_tiles == 16 and np.all(np.diff(plan.work_indptr) == 1)
-    shared = plan.run_last - plan.run_first > 1
+    shared = plan.run_reader_end - plan.run_reader_start > 1
     pieces: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for start, end, row in zip(
         plan.run_kv_start[shared], plan.run_kv_end[shared], plan.run_row[shared], strict=True
@@ -150,12 +150,8 @@ def test_a_run_that_both_halves_read_costs_arithmetic_and_others_memory():
     f = forest_from_blocks(work.block_table, filled, 16, 0)
 
     def rates_of(window: int, rows_per_request: int) -> dict[tuple[int, int], float]:
-        runs = list_runs(
-            f.request_rows, f.private_start, f.node_start, f.node_end, f.node_first, f.node_last,
-            work.seq_lens, window, rows_per_request, 16, rates.overhead, rates.memory,
-            rates.cached,
-        )  # fmt: skip
-        spans = zip(runs.first.tolist(), runs.last.tolist(), strict=True)
+        runs = list_runs(f, work.seq_lens.astype(np.int32), window, rows_per_request, 16, rates)
+        spans = zip(runs.reader_start.tolist(), runs.reader_end.tolist(), strict=True)
         return dict(zip(spans, runs.rate.tolist(), strict=True))
 
     both, half = rates.memory[1], max(rates.cached[0] / 2, rates.memory[0])
@@ -229,7 +225,7 @@ def test_windows_end_where_trees_do():
 
 def test_long_runs_are_cut_at_whole_kv_tiles():
     plan = plan_of(tree("1,32_122880,256"))
-    ends = plan.run_kv_end[(plan.run_last - plan.run_first > 1)]
+    ends = plan.run_kv_end[(plan.run_reader_end - plan.run_reader_start > 1)]
     assert np.all(ends % KV_TILE == 0)
 
 

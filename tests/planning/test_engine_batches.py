@@ -1,5 +1,6 @@
 """What an engine adds to planning: rows in slots, numbers for who holds them, lengths that may
-turn out shorter, and room that was made beforehand."""
+turn out shorter, and room that was made beforehand.
+"""
 
 from dataclasses import replace
 

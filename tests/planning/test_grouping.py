@@ -87,7 +87,8 @@ def every_edge_assignment(
     requests: list[list[int]], kv_lens: np.ndarray, cost: object, gqa: int
 ) -> list[float]:
     """Modelled cost of all 2^E assignments (FastTree, section 4.1), worked out on the
-    oracle's tree: an edge leads from a node to a child or to a private part."""
+    oracle's tree: an edge leads from a node to a child or to a private part.
+    """
     runs = shared_runs(dict(enumerate(requests)))
     nodes = sorted(runs, key=lambda s: runs[s][0])  # parents first
 
@@ -160,7 +161,8 @@ def test_with_concatenation_every_token_is_still_covered_once(tree, cost, gqa):
 @given(trees(), MODELS, st.sampled_from([1, 4]))
 def test_concatenation_never_adds_to_the_modelled_cost(tree, cost, gqa):
     """Each edge is cut only where that is cheaper, with all the edges before it as they are,
-    and merging costs the same for each row: so the sum only falls."""
+    and merging costs the same for each row: so the sum only falls.
+    """
     forest, kv_lens = forest_of(*tree)
     together = group_queries(forest, kv_lens, cost, gqa)
     apart = group_queries(forest, kv_lens, cost, gqa, concatenate=False)

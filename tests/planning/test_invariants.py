@@ -13,7 +13,7 @@ from vllm_prefixshare.records import OPEN_END
 from .strategies import NULL_BLOCK, Batch, make_batch, make_planner
 
 BLOCK_SIZE = 4
-RUN_ARRAYS = ("run_row", "run_kv_start", "run_kv_end", "run_first", "run_last")
+RUN_ARRAYS = ("run_row", "run_kv_start", "run_kv_end", "run_reader_start", "run_reader_end")
 Mutation = Callable[[DecodePlan], Iterator[DecodePlan]]
 MUTATIONS: dict[str, Mutation] = {}
 
@@ -55,7 +55,7 @@ def tile_of_run(plan: DecodePlan, run: int) -> int:
 
 def readers(plan: DecodePlan, run: int) -> list[int]:
     low = int(plan.tile_req_indptr[tile_of_run(plan, run)])
-    first, last = low + int(plan.run_first[run]), low + int(plan.run_last[run])
+    first, last = low + int(plan.run_reader_start[run]), low + int(plan.run_reader_end[run])
     return plan.tile_req_indices[first:last].tolist()
 
 
@@ -173,15 +173,15 @@ def the_representative_row_is_outside_the_batch(plan):
 @mutation
 def a_reader_is_forgotten(plan):
     for run in range(plan.num_runs):
-        yield changed(plan, "run_last", run, int(plan.run_last[run]) - 1)
-        yield changed(plan, "run_first", run, int(plan.run_first[run]) + 1)
+        yield changed(plan, "run_reader_end", run, int(plan.run_reader_end[run]) - 1)
+        yield changed(plan, "run_reader_start", run, int(plan.run_reader_start[run]) + 1)
 
 
 @mutation
 def a_run_has_a_reader_too_many(plan):
     for run in range(plan.num_runs):
-        yield changed(plan, "run_last", run, int(plan.run_last[run]) + 1)
-        yield changed(plan, "run_first", run, int(plan.run_first[run]) - 1)
+        yield changed(plan, "run_reader_end", run, int(plan.run_reader_end[run]) + 1)
+        yield changed(plan, "run_reader_start", run, int(plan.run_reader_start[run]) - 1)
 
 
 @mutation
@@ -308,12 +308,12 @@ def test_blocks_of_any_size_may_be_shared(block_size):
     planner = make_planner(block_size, divider="fixed", num_splits=3, num_workers=3, grouping=False)
     plan = planner.update(b.block_table, b.seq_lens)
     check(plan, b.block_table, b.seq_lens)
-    shared = np.flatnonzero(plan.run_last - plan.run_first > 1)
+    shared = np.flatnonzero(plan.run_reader_end - plan.run_reader_start > 1)
     assert len(shared) == 3
     for run in shared.tolist():
         for name in ("run_kv_start", "run_kv_end"):
+            bad = changed(plan, name, run, int(getattr(plan, name)[run]) + 1)
             with pytest.raises(InvariantError):
-                bad = changed(plan, name, run, int(getattr(plan, name)[run]) + 1)
                 check(bad, b.block_table, b.seq_lens)
 
 

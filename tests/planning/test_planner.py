@@ -1,5 +1,6 @@
 """The planner over the life of a batch: when it plans, and that what it returns is right for
-the batch of that moment, whatever happened before."""
+the batch of that moment, whatever happened before.
+"""
 
 from random import Random
 
@@ -297,7 +298,7 @@ def test_queries_and_the_block_that_they_fill_stay_private(batch, query_len):
     planner = sharing_planner(batch.block_size)
     plan = update(planner, batch, query_len)
     assert_shares_all(plan, batch, query_len)
-    shared = plan.run_last - plan.run_first > 1
+    shared = plan.run_reader_end - plan.run_reader_start > 1
     for run in np.flatnonzero(shared).tolist():
         assert plan.run_kv_end[run] <= batch.seq_lens[plan.run_row[run]] - query_len
 
@@ -449,7 +450,9 @@ def test_lengths_beyond_the_table_share_no_more_than_it_has():
     planner = sharing_planner()
     table = np.array([[1, 2], [1, 2]], np.int32)
     plan = planner.update(table, np.array([1000, 1000], np.int32))
-    assert plan.run_kv_end[plan.run_last - plan.run_first > 1].tolist() == [2 * BLOCK_SIZE]
+    assert plan.run_kv_end[plan.run_reader_end - plan.run_reader_start > 1].tolist() == [
+        2 * BLOCK_SIZE
+    ]
     assert planner.update(table, np.array([1000, 1000], np.int32)).num_reqs == 2
 
 

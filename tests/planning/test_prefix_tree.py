@@ -61,17 +61,19 @@ def test_a_null_block_ends_what_a_row_shares(requests, null):
 @given(st.lists(block_ids(3, 4), max_size=12))
 def test_rows_and_nodes_are_depth_first_and_siblings_in_the_order_of_rows(requests):
     forest = forest_of(*requests)
-    assert np.all(np.diff(forest.node_first) >= 0)
+    assert np.all(np.diff(forest.node_reader_start) >= 0)
     lowest = [
         int(forest.request_rows[a:b].min())
-        for a, b in zip(forest.node_first, forest.node_last, strict=True)
+        for a, b in zip(forest.node_reader_start, forest.node_reader_end, strict=True)
     ]
     for v in range(forest.num_nodes):
         for w in range(v):
             if forest.node_parent[v] == forest.node_parent[w]:
                 assert lowest[w] < lowest[v]
-            readers = forest.node_first[v], forest.node_last[v]
-            assert readers != (forest.node_first[w], forest.node_last[w]), "one node, not two"
+            readers = forest.node_reader_start[v], forest.node_reader_end[v]
+            assert readers != (forest.node_reader_start[w], forest.node_reader_end[w]), (
+                "one node, not two"
+            )
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 200])
@@ -109,7 +111,7 @@ def test_one_different_block_ends_the_sharing(length, data):
 def test_three_levels_are_written_parents_first():
     forest = forest_of([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 7], [8, 9], [8, 9])
     assert nodes(forest) == [(-1, 0, 1), (0, 1, 2), (1, 2, 3), (-1, 0, 2)]
-    assert (forest.node_last - forest.node_first).tolist() == [4, 3, 2, 2]
+    assert (forest.node_reader_end - forest.node_reader_start).tolist() == [4, 3, 2, 2]
     private = dict(zip(forest.request_rows.tolist(), forest.private_start.tolist(), strict=True))
     expected = {0: 3, 1: 3, 2: 2, 3: 1, 4: 2, 5: 2}
     assert private == {row: depth * BLOCK_SIZE for row, depth in expected.items()}

@@ -121,7 +121,8 @@ BLOCK_SIZE = 16
 
 def problem(trees: list[tuple[int, int]], tail: int, cost: str, num_workers: int):
     """A case as a division problem; block counts are multiples of 12, so that cuts into one
-    to four pieces are exact."""
+    to four pieces are exact.
+    """
     ids = [
         list(range(root * 10_000, root * 10_000 + shared))
         for root, (shared, requests) in enumerate(trees)
@@ -139,7 +140,8 @@ def problem(trees: list[tuple[int, int]], tail: int, cost: str, num_workers: int
 
 def ratios(p: DivisionProblem) -> tuple[float, float]:
     """FlashForge's finish over the least one possible, and over the least one possible with
-    the split counts that equation 5 allows."""
+    the split counts that equation 5 allows.
+    """
     workers = p.config.num_workers
     groups = p.groups(False)
     assert len(groups) <= 4

@@ -41,6 +41,8 @@ def test_defaults():
     assert found.kernel == "auto"
     assert found.share == PlannerConfig().share
     assert found.cost_table is None
+    assert found.order == "auto"
+    assert found.order_bound is None
     assert found.cache == Path.home() / ".cache/vllm_prefixshare"
     assert found.strict is False
     assert found.check_plans is False
@@ -60,6 +62,9 @@ def test_defaults():
         ("VLLM_PREFIXSHARE_DIVIDER", "AUTO", None),
         ("VLLM_PREFIXSHARE_COST_TABLE", "/some/table.json", Path("/some/table.json")),
         ("VLLM_PREFIXSHARE_COST_TABLE", "", None),
+        ("VLLM_PREFIXSHARE_ORDER", "Prefix", "prefix"),
+        ("VLLM_PREFIXSHARE_ORDER_BOUND", "", None),
+        ("VLLM_PREFIXSHARE_ORDER_BOUND", "0.5", 0.5),
         ("VLLM_PREFIXSHARE_CACHE", "~/here", Path.home() / "here"),
     ],
 )
@@ -75,6 +80,10 @@ def test_values_are_parsed(name, text, value):
         ("VLLM_PREFIXSHARE_STRICT", "yes", "0 or 1"),
         ("VLLM_PREFIXSHARE_STRICT", "", "0 or 1"),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "true", "0 or 1"),
+        ("VLLM_PREFIXSHARE_ORDER", "lpm", "auto, prefix, off"),
+        ("VLLM_PREFIXSHARE_ORDER_BOUND", "-1", "seconds, 0 or more, or unset it"),
+        ("VLLM_PREFIXSHARE_ORDER_BOUND", "nan", "seconds, 0 or more, or unset it"),
+        ("VLLM_PREFIXSHARE_ORDER_BOUND", "soon", "seconds, 0 or more, or unset it"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_would_be_good(name, text, allowed):

@@ -19,7 +19,8 @@ GARBAGE = -1  # in memory: never written, or a rejected draft
 
 class BlockPool:
     """Blocks 1 to ``num_blocks - 1``: handed out oldest first, found again by their content
-    until then, as ``vllm.v1.core.block_pool.BlockPool`` does. Block 0 is the null block."""
+    until then, as ``vllm.v1.core.block_pool.BlockPool`` does. Block 0 is the null block.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.free = deque(range(1, num_blocks))
@@ -66,7 +67,8 @@ class BlockPool:
 @dataclass(eq=False)
 class Request:
     """tokens: the last one has no KV yet. chain: for each token, its number in memory.
-    turn: of the batches that take turns, the one it is in."""
+    turn: of the batches that take turns, the one it is in.
+    """
 
     tokens: list[int]
     chain: list[int] = field(default_factory=list)
@@ -260,7 +262,8 @@ class Engine:
 
     def admit(self) -> None:
         """Let the first who waits in: cached blocks first, new ones for the rest, and a prefill
-        that fills them."""
+        that fills them.
+        """
         if not self.waiting or len(self.running) == self.MAX_REQS:
             return
         request = self.waiting[0]

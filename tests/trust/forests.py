@@ -66,7 +66,8 @@ class ForestCase:
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """q, k_cache, v_cache, and the row whose results overflow (-1: none). Blocks that no
-        request holds are full of NaN and infinities."""
+        request holds are full of NaN and infinities.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         table = self.block_table()
         num_blocks = int(table.max()) + 3

@@ -12,7 +12,8 @@ Node = tuple[frozenset[int], int, int]  # batch rows, first and last block
 
 def shared_nodes(step: Step, query_len: int, slack: int, block_size: int) -> set[Node]:
     """The prefix tree by definition: maximal runs of filled blocks that the same two or more
-    rows hold. A block counts as filled if no query of this step can write to it."""
+    rows hold. A block counts as filled if no query of this step can write to it.
+    """
     held = []
     for ids, length in zip(step.block_table.tolist(), step.host_lens.tolist(), strict=True):
         least = max(length - slack, 1)
@@ -41,10 +42,11 @@ def shared_nodes(step: Step, query_len: int, slack: int, block_size: int) -> set
 
 def assert_tree(forest: Forest, expected: set[Node], block_size: int, may_drop: bool) -> None:
     """The forest that a divider was given is the expected one; whole trees may be missing if
-    sharing them does not pay."""
+    sharing them does not pay.
+    """
     found = set()
     for v in range(forest.num_nodes):
-        rows = forest.request_rows[forest.node_first[v] : forest.node_last[v]].tolist()
+        rows = forest.request_rows[forest.node_reader_start[v] : forest.node_reader_end[v]].tolist()
         span = int(forest.node_start[v]), int(forest.node_end[v])
         assert span[0] % block_size == span[1] % block_size == 0
         found.add((frozenset(rows), span[0] // block_size, span[1] // block_size))
@@ -67,7 +69,8 @@ def assert_reads_what_was_written(
 ) -> int:
     """Each request reads each of its tokens once, and finds there what it has written, or what
     another has with the same text. Blocks that this step writes to are nobody else's. Returns
-    the tokens read."""
+    the tokens read.
+    """
     assert plan.num_reqs == len(step.true_lens)
     reads = [np.zeros(n, np.int64) for n in step.true_lens.tolist()]
     total = 0
@@ -79,7 +82,7 @@ def assert_reads_what_was_written(
             )
             if end == OPEN_END:
                 end = int(step.true_lens[row])
-            readers = rows[plan.run_first[run] : plan.run_last[run]].tolist()
+            readers = rows[plan.run_reader_start[run] : plan.run_reader_end[run]].tolist()
             assert readers, "a run that nobody reads"
             total += max(0, end - start)
             ids = step.block_table[row, start // block_size : -(-end // block_size)]

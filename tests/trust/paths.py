@@ -1,5 +1,6 @@
 """The ways on which vLLM decodes with this package by default: kernel, divider and limits, as
-the integration puts them together. A GPU is not needed to plan for one."""
+the integration puts them together. A GPU is not needed to plan for one.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ def as_on_a_gpu(multiprocessors: int) -> Iterator[None]:
         return Choice(make_kernel(kernel, attention, query_len, gpu), None)
 
     with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(gpu_executor, "choose_kernel", choose),
     ):
         yield

@@ -13,7 +13,7 @@ from tests.kernels.conftest import bfloat16_in_the_interpreter  # noqa: F401
 from tests.kernels.hopper_emulator import emulate
 from tests.planning.strategies import LinearCost, quick
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning import invariants
@@ -109,7 +109,7 @@ def test_the_walk_of_the_hopper_kernel():
         plan, executor = plan_for("hopper", case)
         q, k, v, spoiled = case.tensors()
         kernel = executor._kernel
-        out = emulate(
+        out, _ = emulate(
             kernel.layout(plan),
             kernel.num_workers,
             *(t.double().numpy() for t in (q, k, v)),

@@ -51,7 +51,8 @@ def resident(name: str) -> int:
 def test_4096_requests_of_128k_tokens_in_bounded_memory(path, kind):
     """Beside the copy of the block table that later ones are compared with, which has room for
     a quarter more requests and blocks, planning takes less than 64 MiB at any time: nothing
-    else grows with the tokens. Nor does planning again and again take more."""
+    else grows with the tokens. Nor does planning again and again take more.
+    """
     attention = AttentionConfig(32, 8, 128, BLOCK_SIZE)
     table, lens = table_of(kind), np.full(NUM_REQS, BLOCKS * BLOCK_SIZE, np.int32)
     config = paths.planner_config(path, attention, 1, NUM_REQS)

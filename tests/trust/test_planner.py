@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from tests.planning.strategies import LinearCost
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import Forest
@@ -158,7 +158,8 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS, alike=st.booleans())
     def finish_and_hand_over(self, seed, alike):
         """One leaves, and one as long or a little longer comes in the same step: to the same
-        blocks if its text is ``alike``, or to others, maybe in the same row or slot."""
+        blocks if its text is ``alike``, or to others, maybe in the same row or slot.
+        """
         random = Random(seed)
         last = [r for r in self.engine.runner.order() if r in self.engine.running][-1:]
         leaver = random.choice(last + last + self.engine.running)

@@ -54,7 +54,8 @@ class GpuTimer:
 
 def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     """A CUDA graph of one ``call``, which runs twice before so that all is compiled and
-    allocated. Each replay writes the result that is returned here."""
+    allocated. Each replay writes the result that is returned here.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -83,7 +84,8 @@ class MachineRates:
 
 def measure_rates(timer: GpuTimer, dtype: torch.dtype = torch.bfloat16) -> MachineRates:
     """Rates of the current device: the bandwidth of a 4 GiB reduction or copy, whichever moves
-    more bytes, and that of a large matrix product of ``dtype``. Takes about a second."""
+    more bytes, and that of a large matrix product of ``dtype``. Takes about a second.
+    """
     return MachineRates(_bandwidth(timer), _matmul_rate(timer, dtype))
 
 

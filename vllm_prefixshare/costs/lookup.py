@@ -1,5 +1,7 @@
-"""Finding the cost table that fits: the one that the user names, one measured on this machine,
-or one shipped for this GPU."""
+"""Finding the cost table that fits.
+
+It is the one that the user names, else one measured on this machine, else one shipped for this GPU.
+"""
 
 import platform
 from collections.abc import Callable
@@ -8,7 +10,9 @@ from pathlib import Path
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import CostModel, CostTable, Fingerprint, analytic_cost
+from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.settings import settings
 
 #: Changes whenever the executor's speed does; part of every fingerprint.
@@ -61,11 +65,12 @@ def processor() -> str:
 
 
 def has_gpu() -> bool:
+    """Whether torch finds an NVIDIA GPU."""
     return torch.cuda.is_available()
 
 
 def gpu(device: torch.device | str = "cuda") -> str:
-    """Name of a GPU and the number of its multiprocessors: a part of one is another GPU."""
+    """Name of a GPU and the number of its multiprocessors: a MIG slice is a GPU of its own."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} x{properties.multi_processor_count}"
 
@@ -82,7 +87,7 @@ def cost_model(
 
     Args:
         executor: "torch" or "native", or the kernel of a GPU: "hopper" or "portable".
-        log: is told once when there is no table.
+        log: called with one sentence where there is no table.
         device_name: as in ``fingerprint``.
 
     Raises:

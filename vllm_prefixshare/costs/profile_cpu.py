@@ -1,5 +1,7 @@
-"""Measuring the cost table of this machine's processor (FlashForge section 5.2), all cores
-busy."""
+"""Measuring the cost table of this machine's processor, all cores busy.
+
+FlashForge, section 5.2.
+"""
 
 import statistics
 import time
@@ -9,14 +11,17 @@ import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import CostTable, Grid
 from vllm_prefixshare.costs.lookup import fingerprint
 from vllm_prefixshare.costs.profile_plans import repeated_tiles
+from vllm_prefixshare.costs.table import CostTable, Grid
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 
 REQUESTS = (1, 4, 16, 64)
 TOKENS = (256, 1024, 4096, 16384)
+
+#: Times that ``measure_cpu`` takes: of tiles, of two halves and a whole, of unshared requests.
+STEPS = len(REQUESTS) * len(TOKENS) + 2 + len(TOKENS)
 
 #: (requests, tokens of each) -> seconds of one layer that reads every request on its own
 UnsharedTimer = Callable[[int, int], float]
@@ -34,12 +39,17 @@ def median_seconds(call: Callable[[], object], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = None) -> CostTable:
+def measure_cpu(
+    attention: AttentionConfig,
+    unshared: UnsharedTimer | None = None,
+    on_step: Callable[[], object] = lambda: None,
+) -> CostTable:
     """The cost table of this machine's CPU executor; takes well under two minutes.
 
     Args:
         unshared: times the backend's own kernel; without it the table has no column for
             requests that share nothing.
+        on_step: called after each of ``STEPS``.
     """
     size, group = attention.block_size, attention.gqa_group_size
     tokens = sorted({-(-n // size) * size for n in TOKENS})
@@ -60,7 +70,9 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
         q = torch.randn(requests, attention.num_qo_heads, attention.head_dim).to(dtype)
         out = torch.empty_like(q)
         scale = attention.head_dim**-0.5
-        return median_seconds(lambda: executor.run(q, *caches, table, lens, out, scale))
+        seconds = median_seconds(lambda: executor.run(q, *caches, table, lens, out, scale))
+        on_step()
+        return seconds
 
     tile = np.array([[tile_seconds(n, kv) for kv in tokens] for n in REQUESTS]) * 1e6
     longer = max(1, 2048 // size) * 2 * size  # two halves of whole blocks
@@ -73,8 +85,13 @@ def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = Non
     alone = None
     if unshared is not None:
         batch = 8
-        times = np.array([unshared(batch, kv) / batch for kv in tokens]) * 1e6
-        alone = Grid(rows[:2], np.array(tokens, np.float64), times * (rows[:2, None] / group))
+        times = []
+        for kv in tokens:
+            times.append(unshared(batch, kv) / batch * 1e6)
+            on_step()
+        alone = Grid(
+            rows[:2], np.array(tokens, np.float64), np.array(times) * (rows[:2, None] / group)
+        )
     return CostTable(
         fingerprint=fingerprint(attention, executor.name),
         tile_us=Grid(rows, np.array(tokens, np.float64), np.maximum.accumulate(tile, axis=1)),

@@ -1,20 +1,22 @@
 """Measuring the cost table of a GPU kernel (FlashForge section 5.2), all multiprocessors busy.
 
-A tile alone on the GPU enjoys bandwidth that it never has in a batch, so every worker runs the
-same tile at the same time. Many tiles less few of them is the price of the rest: the launch, the
-first tile's wait for memory and the last one's ragged end drop out.
+A tile that runs alone has more bandwidth than it ever has in a batch, so every worker runs the same
+tile at the same time. The price of a tile is the time of many tiles less that of few, divided by
+the difference in tiles: the launch, the first tile's wait for memory and the uneven end of the last
+one drop out.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import CostTable, Grid
 from vllm_prefixshare.costs.lookup import fingerprint
 from vllm_prefixshare.costs.profile_plans import repeated_tiles
+from vllm_prefixshare.costs.table import CostTable, Grid
+from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import FloatArray, IntArray
 
@@ -28,6 +30,8 @@ BLOCK_SIZE = 16
 #: of 16 wide, for which Triton compiles a kernel of its own: one kernel is measured, not two.
 MOST_TILES, MOST_TOKENS = 32, 16384
 MERGE_TOKENS, MERGE_TILES = 256, (2, 8)
+#: Most times that ``measure_gpu`` takes: two grids of few and many tiles, and merging.
+STEPS = 4 * len(ROWS) * len(TOKENS) + 2 * len(MERGE_TILES)
 #: Keeps a price positive that is smaller than what can be measured.
 LEAST_US = 0.001
 
@@ -35,26 +39,16 @@ LEAST_US = 0.001
 Timer = Callable[[Callable[[], object]], float]
 
 
-class TileExecutor(Protocol):
+class TileExecutor(Executor, Protocol):
     """What is measured: ``kernels.gpu_executor.GpuExecutor``."""
 
-    name: str
     device: torch.device
     num_workers: int
     max_tile_requests: int
 
-    def prepare(self, plan: DecodePlan) -> None: ...
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out: torch.Tensor,
-        sm_scale: float,
-    ) -> Any: ...
+    def prepare(self, plan: DecodePlan, batch: HostBatch | None = None) -> None:
+        """As ``Executor.prepare``; without a batch each request has one query token."""
+        ...
 
 
 def profiled_shape(attention: AttentionConfig) -> AttentionConfig:
@@ -171,7 +165,7 @@ def measure_gpu(
         attention: its ``head_dim`` and dtype are measured; the table holds for all heads.
         make_executor: an executor for the shape that it is given.
         timer: see ``Timer``.
-        device_name: as in ``tables.fingerprint``.
+        device_name: as in ``lookup.fingerprint``.
     """
     bench = _Bench(attention, make_executor, timer)
     rows = np.array(bench.requests, np.float64) * bench.attention.gqa_group_size

@@ -1,5 +1,5 @@
 """From a forest to a DecodePlan. NumPy, and Numba for the loops that a step waits for.
 
-Read in this order: ``planner`` (one batch after the other; ``cached_plan`` says whether a plan
-still holds), ``grouping``, ``dividers``, ``scheduler``, ``plan``. ``invariants`` checks a plan.
+Read in this order: ``planner`` (one batch after the other), ``sharing``, ``grouping``,
+``dividers``, ``scheduler``, ``plan``. ``invariants`` checks a plan.
 """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_prefixshare.costs.cost_table import CostModel
+from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.records import OPEN_END, Forest, IntArray, KVSegment, QueryGroup
 
 
@@ -42,20 +42,20 @@ def group_queries(
     groups: list[QueryGroup] = []
 
     for v in range(forest.num_nodes):  # parents come before their children
-        first, last, end = (
-            int(x[v]) for x in (forest.node_first, forest.node_last, forest.node_end)
+        low, high, end = (
+            int(x[v]) for x in (forest.node_reader_start, forest.node_reader_end, forest.node_end)
         )
-        keep = np.ones(last - first, bool)
+        keep = np.ones(high - low, bool)
         if concatenate:
-            kids = _readers(forest, children[v], first, last, end, lens)
+            kids = _readers(forest, children[v], low, high, end, lens)
             length = end - starts[v]
-            for child, a, b, _ in _edges_to_cut(kids, last - first, length, cost, rows_per_request):
-                keep[a - first : b - first] = False
+            for child, a, b, _ in _edges_to_cut(kids, high - low, length, cost, rows_per_request):
+                keep[a - low : b - low] = False
                 if child >= 0:
                     starts[child] = starts[v]
                 else:
                     private[a] = starts[v]
-        members = rows[first:last][keep]
+        members = rows[low:high][keep]
         if len(members):
             groups.append(
                 QueryGroup(KVSegment(int(members[0]), starts[v], end), members, end - starts[v])
@@ -72,20 +72,20 @@ def group_queries(
     return groups
 
 
-Reader = tuple[int, int, int, int]  # child node or -1, first and last position, KV length
+Reader = tuple[int, int, int, int]  # child node or -1, depth-first positions from and to, KV length
 
 
 def _readers(
-    forest: Forest, children: list[int], first: int, last: int, end: int, lens: Sequence[int]
+    forest: Forest, children: list[int], low: int, high: int, end: int, lens: Sequence[int]
 ) -> list[Reader]:
     """What continues below a node: shared children and the private parts that start there."""
     readers: list[Reader] = []
-    position = first
+    position = low
     for child in [*children, -1]:
-        stop = int(forest.node_first[child]) if child >= 0 else last
+        stop = int(forest.node_reader_start[child]) if child >= 0 else high
         readers += [(-1, p, p + 1, max(1, lens[p] - end)) for p in range(position, stop)]
         if child >= 0:
-            position = int(forest.node_last[child])
+            position = int(forest.node_reader_end[child])
             length = int(forest.node_end[child] - forest.node_start[child])
             readers.append((child, stop, position, length))
     return readers
@@ -95,7 +95,8 @@ def _edges_to_cut(
     readers: list[Reader], num_reqs: int, length: int, cost: CostModel, rows_per_request: int
 ) -> list[Reader]:
     """FastTree, algorithm 1, with the cost model in place of its padding formulas: the
-    readers that should read the parent's ``length`` tokens themselves."""
+    readers that should read the parent's ``length`` tokens themselves.
+    """
     counts = np.array([b - a for _, a, b, _ in readers])
     kid_lens = np.array([n for *_, n in readers])
     own = cost.tile(np.arange(num_reqs + 1) * rows_per_request, length)

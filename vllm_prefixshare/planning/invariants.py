@@ -33,7 +33,7 @@ def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
     _check_indptr(plan.merge_indptr, plan.num_partials, "merge_indptr")
     _require(np.all((plan.tile_req_indices >= 0) & (plan.tile_req_indices < num_reqs)), "rows")
 
-    for name in ("run_row", "run_kv_start", "run_kv_end", "run_first", "run_last"):
+    for name in ("run_row", "run_kv_start", "run_kv_end", "run_reader_start", "run_reader_end"):
         _require(len(getattr(plan, name)) == plan.num_runs, name)
     _require(len(plan.merge_indptr) == num_reqs + 1, "merge_indptr is not one range per request")
     _require(np.all(plan.run_kv_start >= 0), "a run starts before token 0")
@@ -52,13 +52,13 @@ def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
         requests = plan.tile_req_indices[low:high]
         _require(len(np.unique(requests)) == len(requests), f"tile {tile} repeats a request")
         for run in range(*plan.tile_run_indptr[tile : tile + 2]):
-            first, last = int(plan.run_first[run]), int(plan.run_last[run])
-            _require(0 <= first < last <= len(requests), f"run {run}: readers out of range")
-            touched[low + first : low + last] = True
+            start, end = int(plan.run_reader_start[run]), int(plan.run_reader_end[run])
+            _require(0 <= start < end <= len(requests), f"run {run}: readers out of range")
+            touched[low + start : low + end] = True
+            readers = requests[start:end]
             start = int(plan.run_kv_start[run])
             stop = start + int(lengths[run])
             row = int(plan.run_row[run])
-            readers = requests[first:last]
             _require(row in readers, f"run {run}: row {row} is not among its readers")
             open_end = plan.run_kv_end[run] == OPEN_END
             _require(not open_end or len(readers) == 1, f"run {run}: open, but shared")

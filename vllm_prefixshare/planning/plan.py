@@ -26,7 +26,7 @@ class DecodePlan:
     Runs, ``[num_runs]``:
         run_row: batch row whose block table entries name the blocks (any reader would do).
         run_kv_start, run_kv_end: tokens; the end is OPEN_END for a request's last run.
-        run_first, run_last: readers, as positions within the tile's requests.
+        run_reader_start, run_reader_end: readers, as positions within the tile's requests.
     Partial results:
         partial_indices: parallel to tile_req_indices: row of partial_out and partial_lse,
             or -1 where the request has one tile only and is written directly.
@@ -44,35 +44,55 @@ class DecodePlan:
     run_row: IntArray
     run_kv_start: IntArray
     run_kv_end: IntArray
-    run_first: IntArray
-    run_last: IntArray
+    run_reader_start: IntArray
+    run_reader_end: IntArray
     partial_indices: IntArray
     merge_indptr: IntArray
     planned_seq_lens: IntArray
 
     @property
     def num_workers(self) -> int:
+        """Number of workers."""
         return len(self.work_indptr) - 1
 
     @property
     def num_tiles(self) -> int:
+        """Number of work tiles."""
         return len(self.tile_req_indptr) - 1
 
     @property
     def num_runs(self) -> int:
+        """Number of runs."""
         return len(self.run_row)
 
     @property
     def num_partials(self) -> int:
+        """Number of partial results."""
         return int(self.merge_indptr[-1])
+
+    @property
+    def worker_us(self) -> FloatArray:
+        """``[num_workers]`` estimated microseconds of each worker's tiles."""
+        until = np.concatenate([[0.0], np.cumsum(self.tile_cost)])
+        loads: FloatArray = np.diff(until[self.work_indptr])
+        return loads
+
+    @property
+    def imbalance(self) -> float:
+        """Estimated load of the busiest worker over the mean load of all; 1 is balanced."""
+        loads = self.worker_us
+        total = float(loads.sum())
+        return float(loads.max()) * self.num_workers / total if total else 1.0
 
     @property
     def shared_rows(self) -> IntArray:
         """Batch rows that read some KV together with another row, ascending."""
         low = np.repeat(self.tile_req_indptr[:-1], np.diff(self.tile_run_indptr))
-        several = np.flatnonzero(self.run_last - self.run_first > 1)
+        several = np.flatnonzero(self.run_reader_end - self.run_reader_start > 1)
         read = [
-            self.tile_req_indices[low[r] + self.run_first[r] : low[r] + self.run_last[r]]
+            self.tile_req_indices[
+                low[r] + self.run_reader_start[r] : low[r] + self.run_reader_end[r]
+            ]
             for r in several
         ]
         return np.unique(np.concatenate(read)) if read else np.zeros(0, np.int32)
@@ -110,7 +130,7 @@ def build_plan(
     else:
         work_indptr = np.searchsorted(tiles.worker, np.arange(num_workers + 1)).astype(np.int32)
     partial, merge_indptr = _number_partials(tiles.rows, len(seq_lens))
-    row, start, end, first, last = np.ascontiguousarray(tiles.runs.T)
+    row, kv_start, kv_end, reader_start, reader_end = np.ascontiguousarray(tiles.runs.T)
     return DecodePlan(
         num_reqs=len(seq_lens),
         block_size=block_size,
@@ -120,10 +140,10 @@ def build_plan(
         tile_req_indices=tiles.rows,
         tile_run_indptr=tiles.run_indptr,
         run_row=row,
-        run_kv_start=start,
-        run_kv_end=end,
-        run_first=first,
-        run_last=last,
+        run_kv_start=kv_start,
+        run_kv_end=kv_end,
+        run_reader_start=reader_start,
+        run_reader_end=reader_end,
         partial_indices=partial,
         merge_indptr=merge_indptr,
         planned_seq_lens=np.array(seq_lens, np.int32),

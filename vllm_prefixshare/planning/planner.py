@@ -3,21 +3,24 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_prefixshare.compiled import one_process_at_a_time
+from vllm_prefixshare.compiled import compiled, one_process_at_a_time
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.costs.cost_table import CostModel, TileRates
+from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.cached_plan import CachedPlan
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
-from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
+from vllm_prefixshare.planning.sharing import without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
-from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
+from vllm_prefixshare.tree.prefix_tree import first_difference, forest_from_blocks
+
+#: Why a plan shares nothing although one was made, or tried, that does.
+PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
 
 
 @dataclass(slots=True)
@@ -48,6 +51,8 @@ class DecodePlanner:
 
     Attributes:
         last_plan_seconds: what the last plan took to make.
+        last_fallback: why the last plan that was made shares nothing, where one that shares
+            could not be used; None where nothing went wrong.
 
     Raises:
         PrefixShareError: unknown divider.
@@ -68,6 +73,7 @@ class DecodePlanner:
         self._on_failure = on_failure or logging.getLogger(__name__).warning
         self.counters = PlannerCounters()
         self.last_plan_seconds = 0.0
+        self.last_fallback: str | None = None
         self._divide = get_divider(config.divider)
         self._rates = TileRates.of(cost)
         #: The one used last comes first.
@@ -138,6 +144,7 @@ class DecodePlanner:
         if plan is None:
             least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
             table = np.ascontiguousarray(block_table, np.int32)
+            self.last_fallback = None
             try:
                 plan, longest = self._make_plan(table, table_rows, least, query_len)
                 known.remember(plan, longest, query_len, table, row_ids)
@@ -169,7 +176,7 @@ class DecodePlanner:
         seq_lens: IntArray,
         query_len: int,
         row_ids: IntArray | None,
-    ) -> CachedPlan:
+    ) -> "CachedPlan":
         """The known batch whose plan serves this one, or the oldest one, emptied."""
         for known in self._known:
             if known.holds(block_table, seq_lens, query_len, row_ids):
@@ -186,31 +193,30 @@ class DecodePlanner:
     ) -> tuple[DecodePlan, FloatArray]:
         """A plan, and the tokens of each request up to which it stays balanced."""
         kv_lens = seq_lens.astype(np.int32)
-        # a block that this step's queries may still write to is nobody else's
-        filled = np.maximum(kv_lens - query_len, 0) // self.block_size
-        filled = np.minimum(filled, table.shape[1]).astype(np.int32)
         null = self.config.null_block_id
-        forest = forest_from_blocks(table, filled, self.block_size, null, table_rows)
+        forest = shareable_forest(table, kv_lens, self.block_size, query_len, null, table_rows)
         rows = self.gqa_group_size * query_len
-        if self.config.share != "always":
-            forest = drop_trees(forest, self._roots_to_drop(forest, kv_lens, rows))
         problem = DivisionProblem(
             forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates
         )
+        if self.config.share != "always":
+            problem = replace(problem, forest=without_losses(problem))
         tiles = self._divide(problem) if len(kv_lens) else WorkTiles.none()
         plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         limits = self.config.max_tiles, self.config.max_runs, self.config.max_partials
         if not plan.fits(*limits):
             self.counters.oversized += 1
+            self.last_fallback = PLAN_TOO_LARGE
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
-        return plan, self._longest(plan, forest)
+        return plan, self._longest(plan, problem.forest)
 
     def _plan_without_sharing(
         self, seq_lens: IntArray, query_len: int, reason: Exception
     ) -> DecodePlan:
         """One tile for each request: right for every batch, whatever went wrong before."""
         self.counters.failures += 1
+        self.last_fallback = PLANNING_FAILED
         if self.counters.failures == 1:
             self._on_failure(
                 f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
@@ -238,58 +244,133 @@ class DecodePlanner:
         planned = plan.planned_seq_lens - private
         return private + self.config.rebalance_factor * planned + self.block_size
 
-    def _roots_to_drop(self, forest: Forest, kv_lens: IntArray, rows: int) -> list[int]:
-        """Roots of the trees that cost less when every request is read alone."""
-        roots = np.flatnonzero(forest.node_parent < 0).tolist()
-        if self.config.share == "never" or not roots:
-            return roots
-        positions, costs = self._shared_costs(forest, kv_lens, rows)
-        alone = self.cost.unshared(rows, kv_lens)[forest.request_rows]
-        shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
-        # running sums over positions, because those of a tree are neighbours
-        gain = np.concatenate([[0.0], np.cumsum(alone - shared)])
-        gains = gain[forest.node_last[roots]] - gain[forest.node_first[roots]]
-        return [root for root, g in zip(roots, gains.tolist(), strict=True) if g <= 0]
 
-    def _shared_costs(
-        self, forest: Forest, kv_lens: IntArray, rows: int
-    ) -> tuple[IntArray, FloatArray]:
-        """Microseconds of what is read together or alone in a batch that shares, and the
-        depth-first position of a request that reads it."""
-        lens = np.maximum(1, kv_lens[forest.request_rows] - forest.private_start)
-        if self.config.divider == "depth_first":  # no tiles for single nodes: rates will do
-            nodes = (forest.node_end - forest.node_start) * self._rates.memory[1]
-            private = lens * self._rates.memory[0]
-            private[:: self.config.max_tile_requests] += self._rates.overhead
-            positions = np.concatenate([forest.node_first, np.arange(forest.num_reqs)])
-            return positions, np.concatenate([nodes, private])
-        groups = group_queries(forest, kv_lens, self.cost, rows, self.config.grouping)
-        counts = np.array([len(g.rows) for g in groups]) * rows
-        costs = self.cost.tile(counts, np.array([g.kv_len for g in groups]))
-        position_of = np.empty(forest.num_reqs, np.int64)
-        position_of[forest.request_rows] = np.arange(forest.num_reqs)
-        positions = position_of[[int(g.rows[0]) for g in groups]]
-        return positions, costs + self.cost.merge(counts)
+class CachedPlan:
+    """A plan, and what the next batches are compared with.
+
+    That is the block ids of its requests, or numbers that stand for those of each request.
+
+    Attributes:
+        plan: None until something is remembered.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.plan: DecodePlan | None = None
+        self._block_size = block_size
+        self._query_len = 1
+        self._row_ids: IntArray | None = None
+        self._block_ids = np.zeros((0, 0), np.int32)  # of the plan's requests, and room for more
+        self._longest = np.zeros(0)  # tokens of each request up to which the plan is balanced
+
+    def remember(
+        self,
+        plan: DecodePlan,
+        longest: FloatArray,
+        query_len: int,
+        block_table: IntArray,
+        row_ids: IntArray | None,
+    ) -> None:
+        """Keep a plan. The block table is read only where no row ids stand for it.
+
+        Args:
+            longest: ``[num_reqs]`` tokens up to which the plan is balanced.
+            query_len, block_table, row_ids: as in ``DecodePlanner.update``.
+        """
+        self.plan, self._longest, self._query_len = plan, longest, query_len
+        self._row_ids = None if row_ids is None else row_ids.copy()
+        if row_ids is not None:
+            return
+        used = np.minimum(-(-plan.planned_seq_lens // self._block_size), block_table.shape[1])
+        num_rows, width = len(used), int(used.max(initial=0))
+        if num_rows > self._block_ids.shape[0] or width > self._block_ids.shape[1]:
+            # with room to grow, because the first touch of new memory is slow
+            self._block_ids = np.empty((num_rows + num_rows // 4, width + width // 4), np.int32)
+        _copy_rows(block_table, used, self._block_ids)
+
+    def forget(self) -> None:
+        """Hold for no batch."""
+        self.plan = self._row_ids = None
+
+    def holds(
+        self,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        query_len: int,
+        row_ids: IntArray | None = None,
+    ) -> bool:
+        """Whether the plan is right, and balanced enough, for this batch."""
+        plan = self.plan
+        if plan is None or query_len != self._query_len or len(seq_lens) != plan.num_reqs:
+            return False
+        if row_ids is not None and self._row_ids is not None:
+            planned = plan.planned_seq_lens
+            return bool(_rows_hold(row_ids, self._row_ids, seq_lens, planned, self._longest))
+        if row_ids is not self._row_ids:  # the other of the two was kept
+            return False
+        return bool(
+            _blocks_hold(
+                np.ascontiguousarray(block_table, np.int32),
+                np.ascontiguousarray(seq_lens, np.int32),
+                self._block_ids,
+                plan.planned_seq_lens,
+                self._longest,
+                self._block_size,
+            )
+        )
 
 
-def drop_trees(forest: Forest, roots: list[int]) -> Forest:
-    """``forest`` without the trees under ``roots``; their requests become private whole."""
-    if not roots:
-        return forest
-    private = forest.private_start.copy()
-    keep = np.ones(forest.num_nodes, bool)
-    for root in roots:
-        first, last = int(forest.node_first[root]), int(forest.node_last[root])
-        private[first:last] = 0
-        keep &= (forest.node_first < first) | (forest.node_first >= last)
-    renumber = np.cumsum(keep, dtype=np.int32) - 1
-    parents = forest.node_parent[keep]
-    return Forest(
-        request_rows=forest.request_rows,
-        private_start=private,
-        node_parent=np.where(parents < 0, -1, renumber[parents]).astype(np.int32),
-        node_start=forest.node_start[keep],
-        node_end=forest.node_end[keep],
-        node_first=forest.node_first[keep],
-        node_last=forest.node_last[keep],
-    )
+@compiled
+def _blocks_hold(
+    table: IntArray,
+    seq_lens: IntArray,
+    known: IntArray,
+    planned: IntArray,
+    longest: FloatArray,
+    block_size: int,
+) -> bool:
+    """Whether each request has at least its planned tokens, in the blocks that are known of
+    it, and no more than ``longest``.
+    """
+    for row in range(len(seq_lens)):
+        # fewer: it was rolled back, maybe into blocks that are read to their end
+        if not planned[row] <= seq_lens[row] <= longest[row]:
+            return False
+        used = (planned[row] + block_size - 1) // block_size
+        if used > table.shape[1] or first_difference(table[row], known[row], 0, used) < used:
+            return False
+    return True
+
+
+@compiled
+def _rows_hold(
+    row_ids: IntArray,
+    known: IntArray,
+    seq_lens: IntArray,
+    planned: IntArray,
+    longest: FloatArray,
+) -> bool:
+    for row in range(len(row_ids)):
+        if row_ids[row] != known[row] or not planned[row] <= seq_lens[row] <= longest[row]:
+            return False
+    return True
+
+
+@compiled
+def _copy_rows(table: IntArray, lengths: IntArray, out: IntArray) -> None:
+    for row in range(len(lengths)):
+        out[row, : lengths[row]] = table[row, : lengths[row]]
+
+
+def shareable_forest(
+    table: IntArray,
+    kv_lens: IntArray,
+    block_size: int,
+    query_len: int = 1,
+    null_block_id: int | None = None,
+    table_rows: IntArray | None = None,
+) -> Forest:
+    """What the requests of a step may share: see ``DecodePlanner.update`` for the arguments."""
+    # a block that this step's queries may still write to is nobody else's
+    filled = np.maximum(kv_lens - query_len, 0) // block_size
+    filled = np.minimum(filled, table.shape[1]).astype(np.int32)
+    return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)

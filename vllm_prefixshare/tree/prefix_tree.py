@@ -48,8 +48,8 @@ def forest_from_blocks(
         node_parent=nodes[0],
         node_start=nodes[1] * np.int32(block_size),
         node_end=nodes[2] * np.int32(block_size),
-        node_first=nodes[3],
-        node_last=nodes[4],
+        node_reader_start=nodes[3],
+        node_reader_end=nodes[4],
     )
 
 
@@ -74,14 +74,15 @@ def _forest(
     table: IntArray, table_rows: IntArray, num_shareable: IntArray, null: int
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Depth-first rows, private start by position (in blocks), and ``[5, num_nodes]`` parent,
-    start, end (in blocks), first, last."""
+    start, end (in blocks), reader start, reader end (positions).
+    """
     n = len(num_shareable)
     rows = np.arange(n).astype(np.int32)
     private = np.zeros(n, np.int32)
     nodes = np.empty((5, n), np.int32)
     num_nodes = 0
     # groups of requests that share a block and were not looked at yet: depth of that block,
-    # node above, first and last position
+    # node above, positions of its readers
     stack = np.empty((n, 4), np.int32)
     work = np.empty((3, n + 1), np.int32)
     size = 2
@@ -95,10 +96,10 @@ def _forest(
     )
     while height:
         height -= 1
-        start, parent, first, last = stack[height]
-        leader = table[table_rows[rows[first]]]
-        end = num_shareable[rows[first]]
-        for position in range(first + 1, last):
+        start, parent, low, high = stack[height]
+        leader = table[table_rows[rows[low]]]
+        end = num_shareable[rows[low]]
+        for position in range(low + 1, high):
             row = rows[position]
             stop = min(end, num_shareable[row])
             end = first_difference(leader, table[table_rows[row]], start, stop)
@@ -109,14 +110,14 @@ def _forest(
         if filled > start:
             node = num_nodes
             new = nodes[:, node]
-            new[0], new[1], new[2], new[3], new[4] = parent, start, filled, first, last
+            new[0], new[1], new[2], new[3], new[4] = parent, start, filled, low, high
             num_nodes += 1
         if filled < end:  # a null block, and all are private from there on
-            private[first:last] = filled
+            private[low:high] = filled
             continue
         splits += 1
         height = _split(
-            table, table_rows, num_shareable, rows, private, end, node, first, last, stack,
+            table, table_rows, num_shareable, rows, private, end, node, low, high, stack,
             height, work, slots, splits,
         )  # fmt: skip
     return rows, private, nodes[:, :num_nodes].copy()
@@ -131,22 +132,23 @@ def _split(
     private: IntArray,
     depth: int,
     node: int,
-    first: int,
-    last: int,
+    low: int,
+    high: int,
     stack: IntArray,
     height: int,
     work: IntArray,
     slots: IntArray,
     split: int,
 ) -> int:
-    """Sort the requests ``[first, last)`` by their block at ``depth``, where their common
+    """Sort the requests ``[low, high)`` by their block at ``depth``, where their common
     prefix ends. Those alone with it are private from there; the others go on the stack, in
-    reverse, so that they come off it in order. Returns the stack's new height."""
+    reverse, so that they come off it in order. Returns the stack's new height.
+    """
     key_of, end_of, sorted_rows = work[0], work[1], work[2]
     end_of[0] = 0
     num_keys = 1  # key 0: no block at this depth
     mask = len(slots) - 1
-    for position in range(first, last):
+    for position in range(low, high):
         row = rows[position]
         key = 0
         if num_shareable[row] > depth:
@@ -164,17 +166,17 @@ def _split(
         key_of[position] = key
         end_of[key] += 1
     num_ended = end_of[0]
-    total = first
+    total = low
     for key in range(num_keys):
         count = end_of[key]
         end_of[key] = total  # its start for now; its end once its rows are placed
         total += count
-    for position in range(first, last):
+    for position in range(low, high):
         key = key_of[position]
         sorted_rows[end_of[key]] = rows[position]
         end_of[key] += 1
-    rows[first:last] = sorted_rows[first:last]
-    private[first : first + num_ended] = depth
+    rows[low:high] = sorted_rows[low:high]
+    private[low : low + num_ended] = depth
     for key in range(num_keys - 1, 0, -1):
         start = end_of[key - 1]
         if end_of[key] - start == 1:

@@ -33,13 +33,15 @@ LONG = 122880
 
 
 def anchors(block_size: int) -> Iterator[Workload]:
+    """The trees of ``ANCHORS``."""
     for spec in ANCHORS:
         yield tree(spec, block_size)
 
 
 def flashforge(block_size: int) -> Iterator[Workload]:
     """FlashForge's sweeps (section 6.1). Where the paper leaves a size open: two requests for
-    binary trees of depth 2, eight for the shared ratio, 256 private tokens for the batch."""
+    binary trees of depth 2, eight for the shared ratio, 256 private tokens for the batch.
+    """
     for private in (512, 1024, 2048, 4096, 8192):
         yield tree(f"1,2_{LONG},{private}", block_size)
     for batch in (4, 8, 16, 32, 64):
@@ -66,7 +68,8 @@ def _even(name: str, parents: list[int], block_size: int) -> Workload:
 
 def grpo(block_size: int) -> Iterator[Workload]:
     """Rollouts of 64 prompts, as reinforcement learning with GRPO samples them: prompts of 128
-    to 1024 tokens, answers of very unequal lengths."""
+    to 1024 tokens, answers of very unequal lengths.
+    """
     for low, high in ((8, 8), (16, 16), (32, 32), (8, 32)):
         rng = np.random.default_rng(high + low)
         samples = rng.integers(low, high + 1, 64)
@@ -90,7 +93,8 @@ def unshared(block_size: int) -> Iterator[Workload]:
 
 def deft(block_size: int, folder: Path, trees: int = 2, steps: int = 4) -> Iterator[Workload]:
     """Steps of recorded tree-of-thoughts runs (DeFT, table 3): the largest runs of each file,
-    at evenly spaced steps. A branch is a request while it grows; ended ones are gone."""
+    at evenly spaced steps. A branch is a request while it grows; ended ones are gone.
+    """
     for path in sorted(folder.glob("*ToT.json")):
         runs = [list(run["data"].values()) for run in json.loads(path.read_text())]
         for i in sorted(range(len(runs)), key=lambda i: -len(runs[i]))[:trees]:
@@ -121,7 +125,8 @@ def recorded_step(name: str, nodes: list[dict[str, Any]], step: int, block_size:
 
 def medusa(block_size: int, folder: Path) -> Iterator[Workload]:
     """Medusa's token trees as DeFT recorded them (section 4): each request verifies the same
-    tree of draft tokens over a context of its own, half-way through its recorded answer."""
+    tree of draft tokens over a context of its own, half-way through its recorded answer.
+    """
     for path in sorted(folder.glob("tree_size*.json"), key=lambda p: (len(p.name), p.name)):
         recorded = json.loads(path.read_text())
         parents = token_tree_parents(recorded["Tree_Structure"])
@@ -144,7 +149,8 @@ def medusa(block_size: int, folder: Path) -> Iterator[Workload]:
 
 def token_tree_parents(paths: list[list[int]]) -> IntArray:
     """Parents of a Medusa tree, whose nodes are given as paths of child numbers from the last
-    accepted token; that token comes first and is the root."""
+    accepted token; that token comes first and is the root.
+    """
     index = {(): 0} | {tuple(path): i + 1 for i, path in enumerate(paths)}
     return np.array([-1] + [index[tuple(path[:-1])] for path in paths], np.int32)
 

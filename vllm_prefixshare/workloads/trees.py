@@ -17,7 +17,8 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 
 class BlockNode(NamedTuple):
     """Block-table columns ``[start, end)`` of the requests ``[first, last)``, in whose rows
-    they are the same blocks. parent: index of the node before it, -1 for a root."""
+    they are the same blocks. parent: index of the node before it, -1 for a root.
+    """
 
     parent: int
     start: int
@@ -50,6 +51,7 @@ class Workload:
 
     @property
     def num_reqs(self) -> int:
+        """Number of requests."""
         return len(self.seq_lens)
 
     @property
@@ -163,7 +165,7 @@ def _place(
     query_len: int,
     query_parents: IntArray | None,
 ) -> Workload:
-    """Give every node blocks scattered over a cache, and block 0 to nobody."""
+    """Give every node blocks scattered over a cache; block 0 stays unused."""
     num_reqs, width = len(seq_lens), max(n.end for n in nodes)
     total = sum(n.end - n.start for n in nodes) + num_reqs * spare_blocks
     ids = np.random.default_rng(seed).permutation(total).astype(np.int32) + 1

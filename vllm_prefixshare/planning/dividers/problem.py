@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.costs.cost_table import CostModel, TileRates
+from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.records import (
     OPEN_END,
@@ -65,6 +66,7 @@ class DivisionProblem:
         return self.round_up(-(-total // self.config.num_workers))
 
     def round_up(self, tokens: int) -> int:
+        """``tokens`` rounded up to whole blocks."""
         return -(-tokens // self.block_size) * self.block_size
 
 
@@ -72,6 +74,7 @@ Divider = Callable[[DivisionProblem], WorkTiles]
 
 
 def indptr_of(counts: IntArray) -> IntArray:
+    """Where each of the consecutive groups of these sizes begins: ``[len(counts) + 1]`` int32."""
     out = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=out[1:])
     return out
@@ -104,6 +107,7 @@ def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) 
 
 
 def by_chunk(problem: DivisionProblem, groups: list[QueryGroup], chunk: int) -> WorkTiles:
+    """Cut every KV segment into equal pieces of about ``chunk`` tokens."""
     lens = np.array([g.kv_len for g in groups])
     return split(problem, groups, np.maximum(1, -(-lens // chunk)))
 
@@ -115,6 +119,7 @@ def one_tile_each(problem: DivisionProblem) -> WorkTiles:
 
 
 def alone(problem: DivisionProblem) -> list[QueryGroup]:
+    """A query group for each request by itself."""
     return [
         QueryGroup(KVSegment(row, 0, OPEN_END), np.array([row], np.int32), max(1, length))
         for row, length in enumerate(problem.kv_lens.tolist())

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.records import FloatArray, IntArray
+from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.records import FloatArray, Forest, IntArray
 
 #: Query rows of half a kernel tile: those of one consumer warpgroup on Hopper.
 HALF_ROWS = 64
@@ -20,8 +21,8 @@ class Runs(NamedTuple):
 
     window_end: first run of the next window.
     start, tokens: KV tokens, planned, in whole blocks.
-    first, last: depth-first positions of the readers, clipped to the window. What a single
-        request reads is its open run: above it, node and private part have become one.
+    reader_start, reader_end: depth-first positions of the readers, clipped to the window. What
+        a single request reads is its open run: above it, node and private part have become one.
     rate: microseconds per token.
     before: ``[num_runs + 1]`` microseconds of all runs before this one.
     """
@@ -29,87 +30,82 @@ class Runs(NamedTuple):
     window_end: IntArray
     start: IntArray
     tokens: IntArray
-    first: IntArray
-    last: IntArray
+    reader_start: IntArray
+    reader_end: IntArray
     rate: FloatArray
     before: FloatArray
 
 
 @compiled
 def _window_ends(
-    n: int, size: int, first: IntArray, last: IntArray, tokens: IntArray, price: FloatArray
+    n: int, size: int, start: IntArray, end: IntArray, tokens: IntArray, price: FloatArray
 ) -> IntArray:
     """``[n]`` end of the window of each position, windows of ``size`` at most.
 
     A node that lies across the end of a window is read once more. The ends are chosen so that
     this costs least, by dynamic programming over positions: ``price[0]`` a window and
-    ``price[1]`` a token.
+    ``price[1]`` a token. start, end: depth-first positions of the readers of each node.
     """
     crossing = np.zeros(n + 1)  # cost of ending a window before a position
-    for v in range(len(first)):
-        crossing[first[v] + 1] += tokens[v] * price[1]
-        crossing[last[v]] -= tokens[v] * price[1]
+    for v in range(len(start)):
+        crossing[start[v] + 1] += tokens[v] * price[1]
+        crossing[end[v]] -= tokens[v] * price[1]
     for p in range(1, n + 1):
         crossing[p] += crossing[p - 1]
     cost = np.zeros(n + 1)  # of the best windows up to a position
     begin = np.zeros(n + 1, np.int32)  # of the last of them
     queue = np.zeros(n + 1, np.int32)  # candidates for it, the best first
     head, tail = 0, 1
-    for end in range(1, n + 1):
-        while queue[head] < end - size:
+    for stop in range(1, n + 1):
+        while queue[head] < stop - size:
             head += 1
-        begin[end] = queue[head]
-        cost[end] = cost[begin[end]] + price[0]
-        if end < n:
-            cost[end] += crossing[end]
-        while tail > head and cost[queue[tail - 1]] > cost[end]:
+        begin[stop] = queue[head]
+        cost[stop] = cost[begin[stop]] + price[0]
+        if stop < n:
+            cost[stop] += crossing[stop]
+        while tail > head and cost[queue[tail - 1]] > cost[stop]:
             tail -= 1
-        queue[tail] = end
+        queue[tail] = stop
         tail += 1
     ends = np.empty(n, np.int32)
-    end = n
-    while end > 0:
-        ends[begin[end] : end] = end
-        end = begin[end]
+    stop = n
+    while stop > 0:
+        ends[begin[stop] : stop] = stop
+        stop = begin[stop]
     return ends
 
 
 @compiled
 def list_runs(
-    request_rows: IntArray,
-    private_start: IntArray,
-    node_start: IntArray,
-    node_end: IntArray,
-    node_first: IntArray,
-    node_last: IntArray,
+    forest: Forest,
     kv_lens: IntArray,
     window: int,
     rows_per_request: int,
     block_size: int,
-    overhead: float,
-    memory: FloatArray,
-    cached: FloatArray,
+    rates: TileRates,
 ) -> Runs:
     """The runs of windows of at most ``window`` requests, each in preorder.
 
     Args:
-        request_rows, private_start, node_*: as in ``Forest``.
         kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
         rows_per_request: query rows of one request on one KV head.
         block_size: tokens in a KV block.
-        overhead, memory, cached: as in ``TileRates``.
     """
-    n, num_nodes = len(request_rows), len(node_first)
-    price = np.array([overhead, cached[1]])
-    ends = _window_ends(n, window, node_first, node_last, node_end - node_start, price)
+    request_rows, private_start = forest.request_rows, forest.private_start
+    node_start, node_end = forest.node_start, forest.node_end
+    node_reader_start, node_reader_end = forest.node_reader_start, forest.node_reader_end
+    memory, cached = rates.memory, rates.cached
+    n, num_nodes = len(request_rows), len(node_reader_start)
+    price = np.array([rates.overhead, cached[1]])
+    ends = _window_ends(n, window, node_reader_start, node_reader_end, node_end - node_start, price)
     number = np.zeros(n, np.int32)  # window of each position
     for p in range(1, n):
         number[p] = number[p - 1] + (ends[p] != ends[p - 1])
     most = n
     for v in range(num_nodes):
-        most += 1 + number[node_last[v] - 1] - number[node_first[v]]
+        most += 1 + number[node_reader_end[v] - 1] - number[node_reader_start[v]]
 
-    window_end, start, tokens, first, last = np.empty((5, most), np.int32)
+    window_end, start, tokens, reader_start, reader_end = np.empty((5, most), np.int32)
     rate = np.empty(most)
     above = np.empty(num_nodes + 1, np.int32)  # nodes on the path to the position at hand
     depth = 0
@@ -119,10 +115,10 @@ def list_runs(
         if new_window:
             window_end[begun:count] = count
             begun, origin = count, p
-        while depth and node_last[above[depth - 1]] <= p:
+        while depth and node_reader_end[above[depth - 1]] <= p:
             depth -= 1
         skip = 0 if new_window else depth  # nodes from the last window are read again
-        while v < num_nodes and node_first[v] == p:
+        while v < num_nodes and node_reader_start[v] == p:
             above[depth] = v
             depth += 1
             v += 1
@@ -131,8 +127,8 @@ def list_runs(
             if level < depth:
                 node = above[level]
                 low, length, stop = node_start[node], node_end[node] - node_start[node], ends[p]
-                stop = min(node_last[node], stop)
-                readers = 1 + number[node_last[node] - 1] - number[node_first[node]]
+                stop = min(node_reader_end[node], stop)
+                readers = 1 + number[node_reader_end[node] - 1] - number[node_reader_start[node]]
             else:
                 low, stop, readers = private_start[p], p + 1, 1
                 length = max(1, kv_lens[request_rows[p]] - low)
@@ -146,8 +142,8 @@ def list_runs(
             above_it = count - 1
             if (
                 count > begun
-                and first[above_it] == p
-                and last[above_it] == stop
+                and reader_start[above_it] == p
+                and reader_end[above_it] == stop
                 and start[above_it] + tokens[above_it] == low
             ):  # the same readers go on reading: one run
                 cost = rate[above_it] * tokens[above_it] + per_token * length
@@ -155,12 +151,12 @@ def list_runs(
                 rate[above_it] = cost / tokens[above_it]
                 continue
             start[count], tokens[count] = low, length
-            first[count], last[count], rate[count] = p, stop, per_token
+            reader_start[count], reader_end[count], rate[count] = p, stop, per_token
             count += 1
     window_end[begun:count] = count
     before = np.zeros(count + 1)
     before[1:] = np.cumsum(rate[:count] * tokens[:count])
     return Runs(
-        window_end[:count], start[:count], tokens[:count], first[:count], last[:count],
-        rate[:count], before,
+        window_end[:count], start[:count], tokens[:count], reader_start[:count],
+        reader_end[:count], rate[:count], before,
     )  # fmt: skip

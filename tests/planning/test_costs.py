@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import DTYPES, AttentionConfig
-from vllm_prefixshare.costs.cost_table import (
-    AnalyticCost,
-    CostTable,
-    Fingerprint,
-    Grid,
-    TileRates,
-    analytic_cost,
-)
+from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
+from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
 from vllm_prefixshare.records import PrefixShareError
 
 from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, quick

@@ -1,0 +1,57 @@
+"""A cost model as the few numbers that the loops of planning ask for."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.records import FloatArray
+
+#: tokens of the tiles at which ``TileRates`` reads a cost model
+SIZES = 64 << np.arange(8)
+
+
+class TileRates(NamedTuple):
+    """A ``CostModel`` for one attention shape as a few numbers, for loops that ask it often.
+
+    Reading has a rate for each token, which depends on who reads it with whom. What a tile
+    costs beside its reading depends on its size: short tiles cost less than the line through
+    long ones, and none less than a launch.
+
+    memory, cached: ``[2]`` microseconds of a token read by this tile only, and by very many
+        tiles at the same time; for tiles of 64 and of 128 query rows.
+    reading, tile: ``[8]`` ascending: a tile whose tokens cost ``reading`` microseconds by their
+        rates takes ``tile``.
+    overhead: of a long tile, beside its reading.
+    merge: of one row of one partial result.
+    partial_write: of writing a tile's results as partial ones; merge_launch: of the launch that
+        merges them. Of an H200; on any GPU both are far below what a tile takes.
+    """
+
+    memory: FloatArray
+    cached: FloatArray
+    reading: FloatArray
+    tile: FloatArray
+    overhead: float
+    merge: float
+    partial_write: float = 1.0
+    merge_launch: float = 3.0
+
+    @classmethod
+    def of(cls, cost: CostModel) -> "TileRates":
+        """The rates of ``cost``, from its tiles of 64 to 8192 tokens and 64 and 128 rows."""
+        rows, readers = np.array([[64], [128]]), np.array([[[1]], [[1 << 20]]])
+        us = np.broadcast_to(cost.tile(rows, SIZES, readers), (2, 2, len(SIZES)))
+        short, long = 4, 6  # 1024 and 4096 tokens, between which rates are taken
+        rate = np.maximum((us[..., long] - us[..., short]) / (SIZES[long] - SIZES[short]), 1e-9)
+        beside = us - rate[..., None] * SIZES
+        reading = rate.mean() * SIZES
+        tile = np.maximum.accumulate(reading + beside.mean((0, 1)))
+        return cls(
+            memory=rate[0].copy(),
+            cached=rate[1].copy(),
+            reading=reading,
+            tile=np.maximum(tile, 1e-3),
+            overhead=max(1e-3, float(beside[..., short].mean())),
+            merge=max(0.0, float(cost.merge(1))),
+        )

@@ -1,0 +1,84 @@
+"""The roofline estimate of a cost model, where no table was measured."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.records import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Round figures of an executor on common hardware.
+
+    launch_us: fixed price of a tile. bytes_per_us, flops_per_us: one worker's share of the
+    memory and the arithmetic. cached_bytes_per_us: the same for KV that another tile reads at
+    the same time. unshared_flops_per_us: arithmetic that a kernel without query rows to batch
+    reaches (matrix-vector rather than matrix-matrix work). one_head: a worker is one thread
+    block for each KV head, and these are figures of one of them.
+    """
+
+    launch_us: float
+    bytes_per_us: float
+    cached_bytes_per_us: float
+    flops_per_us: float
+    unshared_flops_per_us: float
+    unshared_launch_us: float
+    one_head: bool = False
+
+
+ROOFLINES = {
+    "torch": Roofline(300.0, 1e4, 1e4, 1.2e5, 9e4, 4.0),  # two server cores
+    "native": Roofline(20.0, 2e4, 2e4, 2.5e5, 9e4, 4.0),  # the same
+    # one multiprocessor of an H200, all of them busy: the Hopper kernel, the portable one
+    "triton": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
+    "portable": Roofline(1.5, 3.15e4, 4.8e4, 3e6, 3e6, 2.5, one_head=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticCost:
+    """Roofline estimate of a ``CostModel``, used until a table is measured."""
+
+    attention: AttentionConfig
+    roofline: Roofline
+
+    @property
+    def _width(self) -> int:
+        """Elements of a token's K or V, and of one row over the KV heads of a tile."""
+        heads = 1 if self.roofline.one_head else self.attention.num_kv_heads
+        return heads * self.attention.head_dim
+
+    def _roof(
+        self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float, bytes_per_us: float
+    ) -> FloatArray:
+        rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
+        item = 4 if self.attention.dtype == "float32" else 2
+        moved = (2 * kv_len + 2 * rows) * self._width * item
+        flops = 4.0 * rows * kv_len * self._width
+        return np.maximum(moved / bytes_per_us, flops / flops_per_us)
+
+    def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
+        """As ``CostModel.tile``."""
+        r = self.roofline
+        first = self._roof(rows, kv_len, r.flops_per_us, r.bytes_per_us)
+        cached = self._roof(rows, kv_len, r.flops_per_us, r.cached_bytes_per_us)
+        return r.launch_us + cached + (first - cached) / np.asarray(readers, np.float64)
+
+    def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
+        """As ``CostModel.unshared``."""
+        r = self.roofline
+        work = self._roof(rows, kv_len, r.unshared_flops_per_us, r.bytes_per_us)
+        return r.unshared_launch_us + work
+
+    def merge(self, rows: ArrayLike) -> FloatArray:
+        """As ``CostModel.merge``."""
+        moved = 2 * 4 * self._width * np.asarray(rows, np.float64)
+        return moved / self.roofline.bytes_per_us
+
+
+def analytic_cost(attention: AttentionConfig, executor: str) -> AnalyticCost:
+    """An ``AnalyticCost`` for an executor: "torch", "native", "triton" or "portable"."""
+    return AnalyticCost(attention, ROOFLINES[executor])

@@ -1,0 +1,70 @@
+"""The share policy: which trees are worth reading once."""
+
+import numpy as np
+
+from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.planning.dividers.problem import DivisionProblem
+from vllm_prefixshare.planning.grouping import group_queries
+from vllm_prefixshare.records import FloatArray, Forest, IntArray
+
+
+def without_losses(problem: DivisionProblem) -> Forest:
+    """The forest of ``problem`` without the trees that cost less when every request is read
+    alone; without any tree if its configuration never shares.
+    """
+    forest = problem.forest
+    roots = np.flatnonzero(forest.node_parent < 0)
+    if problem.config.share != "never" and len(roots):
+        positions, costs = _shared_costs(problem)
+        alone = problem.cost.unshared(problem.rows_per_request, problem.kv_lens)
+        shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
+        # running sums over positions, because those of a tree are neighbours
+        gain = np.concatenate([[0.0], np.cumsum(alone[forest.request_rows] - shared)])
+        gains = gain[forest.node_reader_end[roots]] - gain[forest.node_reader_start[roots]]
+        roots = roots[gains <= 0]
+    return _drop_trees(forest, roots.tolist())
+
+
+def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
+    """Microseconds of what is read together or alone in a batch that shares, and the
+    depth-first position of a request that reads it.
+    """
+    forest, config, rows = problem.forest, problem.config, problem.rows_per_request
+    lens = np.maximum(1, problem.kv_lens[forest.request_rows] - forest.private_start)
+    if config.divider == "depth_first":  # no tiles for single nodes: rates will do
+        rates = problem.rates or TileRates.of(problem.cost)
+        nodes = (forest.node_end - forest.node_start) * rates.memory[1]
+        private = lens * rates.memory[0]
+        private[:: config.max_tile_requests] += rates.overhead
+        positions = np.concatenate([forest.node_reader_start, np.arange(forest.num_reqs)])
+        return positions, np.concatenate([nodes, private])
+    groups = group_queries(forest, problem.kv_lens, problem.cost, rows, config.grouping)
+    counts = np.array([len(g.rows) for g in groups]) * rows
+    costs = problem.cost.tile(counts, np.array([g.kv_len for g in groups]))
+    position_of = np.empty(forest.num_reqs, np.int64)
+    position_of[forest.request_rows] = np.arange(forest.num_reqs)
+    positions = position_of[[int(g.rows[0]) for g in groups]]
+    return positions, costs + problem.cost.merge(counts)
+
+
+def _drop_trees(forest: Forest, roots: list[int]) -> Forest:
+    """``forest`` without the trees under ``roots``; their requests become private whole."""
+    if not roots:
+        return forest
+    private = forest.private_start.copy()
+    keep = np.ones(forest.num_nodes, bool)
+    for root in roots:
+        low, high = int(forest.node_reader_start[root]), int(forest.node_reader_end[root])
+        private[low:high] = 0
+        keep &= (forest.node_reader_start < low) | (forest.node_reader_start >= high)
+    renumber = np.cumsum(keep, dtype=np.int32) - 1
+    parents = forest.node_parent[keep]
+    return Forest(
+        request_rows=forest.request_rows,
+        private_start=private,
+        node_parent=np.where(parents < 0, -1, renumber[parents]).astype(np.int32),
+        node_start=forest.node_start[keep],
+        node_end=forest.node_end[keep],
+        node_reader_start=forest.node_reader_start[keep],
+        node_reader_end=forest.node_reader_end[keep],
+    )
