@@ -9,7 +9,8 @@ import torch
 @dataclass
 class PagedBatch:
     """block_table, seq_lens, query_start_loc on the host; q and caches with random content.
-    Tokens beyond a request's length hold NaN: reading one spoils the result."""
+    Tokens beyond a request's length hold NaN: reading one spoils the result.
+    """
 
     block_table: np.ndarray
     seq_lens: np.ndarray
@@ -33,7 +34,8 @@ def paged_batch(
     query_lens: int | None = 1,
 ) -> PagedBatch:
     """``documents`` trees of ``requests`` requests each; pairs of them share a second level.
-    ``query_lens`` None draws 1 to 4 queries for each request."""
+    ``query_lens`` None draws 1 to 4 queries for each request.
+    """
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num_reqs = documents * requests

@@ -8,7 +8,10 @@ from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu import torch as torch_executor
-from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.kernels.reference import (
+    reference_attention,
+    reference_attention_and_lse,
+)
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 from .batches import PagedBatch, paged_batch
@@ -110,6 +113,25 @@ def test_the_same_plan_gives_the_same_bits():
     assert torch.equal(run(batch, wrapper), run(batch, wrapper))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+def test_the_log_sum_exp(dtype, queries):
+    batch = paged_batch(heads=(6, 2), head_dim=80, dtype=dtype, query_lens=queries)
+    wrapper = wrapper_for(batch, num_workers=3)
+    plain = run(batch, wrapper)
+    tables = batch.block_table, batch.seq_lens
+    out, lse = wrapper.run(batch.q, batch.k_cache, batch.v_cache, *tables, return_lse=True)
+    assert torch.equal(out, plain)
+    _, expected = reference_attention_and_lse(
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        *map(torch.from_numpy, (*tables, batch.query_start_loc)),
+    )
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=4e-6)
+
+
 def test_a_plan_serves_growing_sequences():
     batch = paged_batch(requests=3)
     wrapper = wrapper_for(batch)
@@ -141,11 +163,13 @@ def test_a_subset_of_rows_writes_only_their_tokens():
     tables = batch.block_table, batch.seq_lens
     executor.prepare(plan, HostBatch(*tables, batch.query_start_loc, rows=np.array([1, 3])))
     out = torch.full_like(batch.q, torch.nan)
-    executor.run(batch.q, batch.k_cache, batch.v_cache, *tables, out, 64**-0.5)
+    lse = torch.full(out.shape[:2], torch.nan)
+    executor.run(batch.q, batch.k_cache, batch.v_cache, *tables, out, 64**-0.5, lse=lse)
     tokens = [2, 3, 6, 7]
     assert relative_error(out[tokens], reference(batch)[tokens]) < TOLERANCE[torch.float32]
     untouched = [t for t in range(len(out)) if t not in tokens]
     assert torch.isnan(out[untouched]).all()
+    assert lse[tokens].isfinite().all() and lse[untouched].isnan().all()
 
 
 def test_the_reference_agrees_with_torch_attention():

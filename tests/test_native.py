@@ -12,9 +12,12 @@ from vllm_prefixshare.kernels.cpu import native
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.kernels.cpu.native import NativeExecutor, NativeUnavailableError
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
-from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.kernels.reference import (
+    reference_attention,
+    reference_attention_and_lse,
+)
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
-from vllm_prefixshare.records import OPEN_END, WorkTiles
+from vllm_prefixshare.records import OPEN_END, PrefixShareError, WorkTiles
 
 from .batches import PagedBatch, paged_batch
 from .test_executors import wrapper_for
@@ -62,11 +65,12 @@ def run_on_packed_cache(
     batch: PagedBatch,
     out: torch.Tensor,
     rows: np.ndarray | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     tables = batch.block_table, batch.seq_lens
     executor.prepare(plan, HostBatch(*tables, batch.query_start_loc, rows=rows))
     scale = batch.q.shape[-1] ** -0.5
-    return executor.run(batch.q, *cache_views(packed(batch)), *tables, out, scale)
+    return executor.run(batch.q, *cache_views(packed(batch)), *tables, out, scale, lse=lse)
 
 
 def run(batch: PagedBatch, rows: np.ndarray | None = None, **planning: object) -> torch.Tensor:
@@ -104,6 +108,20 @@ def test_matches_float64_for_every_kind_of_plan(divider):
     batch = paged_batch(block_size=32, dtype=torch.bfloat16, documents=3)
     out = run(batch, divider=divider, num_workers=7)
     assert relative_error(out, reference(batch)) < TOLERANCE
+
+
+@pytest.mark.parametrize("make", [pytest.param(NativeExecutor, marks=needs_native), TorchExecutor])
+def test_the_log_sum_exp(make):
+    batch = paged_batch(block_size=32, dtype=torch.bfloat16, query_lens=None)
+    plan = wrapper_for(batch).plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    executor = make(AttentionConfig(4, 2, 64, 32))
+    lse = torch.full(batch.q.shape[:2], torch.nan)
+    run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q), lse=lse)
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    _, expected = reference_attention_and_lse(batch.q, batch.k_cache, batch.v_cache, *tables)
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=2e-5)
+    with pytest.raises(PrefixShareError, match=r"lse must be contiguous float32 \[\d+, 4\]"):
+        run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q), lse=lse.T)
 
 
 @needs_native

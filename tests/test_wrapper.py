@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
 
 SHAPE = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
 TABLE = np.array([[1, 2, 3], [1, 2, 4]], np.int32)
@@ -113,6 +113,60 @@ def test_an_empty_batch_is_a_batch():
     assert w.plan(np.zeros((0, 3), np.int32), np.zeros(0, np.int32)).num_tiles == 0
     out = w.run(torch.zeros(0, 4, 64), *tensors()[1:], np.zeros((0, 3), np.int32), [])
     assert out.shape == (0, 4, 64)
+
+
+def test_an_empty_batch_has_a_log_sum_exp():
+    w = wrapper()
+    w.plan(np.zeros((0, 3), np.int32), np.zeros(0, np.int32))
+    nothing = np.zeros((0, 3), np.int32), []
+    out, lse = w.run(torch.zeros(0, 4, 64), *tensors()[1:], *nothing, return_lse=True)
+    assert out.shape == (0, 4, 64) and lse.shape == (0, 4) and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_merge_into_attention_over_all_tokens(dtype):
+    """Of three parts of the tokens, at once and one after the other; the last part is empty for
+    two queries, and one query sees nothing at all.
+    """
+    torch.manual_seed(0)
+    scores, values = torch.randn(5, 4, 30).double() * 8, torch.randn(5, 4, 30, 64).double()
+    scores[1:3, :, 20:] = -torch.inf
+    scores[4] = -torch.inf
+    parts = [slice(0, 7), slice(7, 20), slice(20, 30)]
+    lses = torch.stack([scores[..., p].logsumexp(-1) for p in parts])
+    outs = torch.stack(
+        [
+            torch.einsum("thk,thkd->thd", scores[..., p].softmax(-1), values[..., p, :])
+            for p in parts
+        ]
+    )
+    assert outs[2, 1].isnan().all(), "what is behind -inf is not read"
+    outs, lses = outs.to(dtype), lses.float()
+    expected = torch.einsum("thk,thkd->thd", scores[:4].softmax(-1), values[:4])
+    pair = merge_states(outs[:2], lses[:2])
+    step = merge_states([pair[0], outs[2]], [pair[1], lses[2]])
+    for out, lse in (merge_states(outs, lses), step):
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        error = (out[:4].double() - expected).norm() / expected.norm()
+        assert error < max(1e-6, torch.finfo(dtype).eps)
+        torch.testing.assert_close(lse[:4].double(), scores[:4].logsumexp(-1), rtol=0, atol=4e-6)
+        assert (out[4] == 0).all() and (lse[4] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "sentence"),
+    [
+        (torch.zeros(2, 3, 4, 64), torch.zeros(2, 3, 5), "outs and lses must be"),
+        (torch.zeros(0, 3, 4, 64), torch.zeros(0, 3, 4), "outs and lses must be"),
+        (torch.zeros(2, 3, 4, 64), torch.zeros(2, 3, 4).double(), "lses must be float32 on cpu"),
+        ([torch.zeros(3, 4, n) for n in (64, 72)], torch.zeros(2, 3, 4), "outs must be tensors"),
+        ([], [], "outs must be tensors of one shape"),
+        (7, torch.zeros(2, 3, 4), "outs must be tensors"),
+    ],
+)  # fmt: skip
+def test_refuses_states_that_make_no_sense(outs, lses, sentence):
+    with pytest.raises(PrefixShareError, match=sentence):
+        merge_states(outs, lses)
 
 
 def test_stats_count_kv_tokens_and_plans():

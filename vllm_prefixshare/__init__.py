@@ -7,19 +7,19 @@ in every process to find the plugin. What needs torch is loaded on first use.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["PrefixShareDecodeWrapper", "PrefixShareError", "__version__"]
+__all__ = ["PrefixShareDecodeWrapper", "PrefixShareError", "__version__", "merge_states"]
 
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.operator import PrefixShareDecodeWrapper
+    from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PrefixShareDecodeWrapper":
+    if name in ("PrefixShareDecodeWrapper", "merge_states"):
         try:
-            from vllm_prefixshare.operator import PrefixShareDecodeWrapper
+            from vllm_prefixshare import operator
         except ModuleNotFoundError as e:
             raise PrefixShareError(f"{name} needs {e.name}: install it with pip first.") from None
-        return PrefixShareDecodeWrapper
+        return getattr(operator, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,17 @@
 """PrefixShareDecodeWrapper: plan once, run once per layer, in the manner of FlashInfer."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import CostModel
 from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.executors import executor_for
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -40,6 +41,7 @@ class DecodeStats:
 
     @property
     def share_factor(self) -> float:
+        """KV tokens that a kernel without sharing reads, over those that the plan reads."""
         return self.kv_tokens_per_request / max(1, self.kv_tokens_read)
 
 
@@ -204,6 +206,7 @@ class PrefixShareDecodeWrapper:
             )
         return table, lens, starts
 
+    @overload
     def run(
         self,
         q: torch.Tensor,
@@ -212,7 +215,34 @@ class PrefixShareDecodeWrapper:
         block_table: ArrayLike | torch.Tensor,
         seq_lens: ArrayLike | torch.Tensor,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        *,
+        return_lse: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: ArrayLike | torch.Tensor,
+        seq_lens: ArrayLike | torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: ArrayLike | torch.Tensor,
+        seq_lens: ArrayLike | torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the plan in force.
 
         Args:
@@ -223,15 +253,21 @@ class PrefixShareDecodeWrapper:
                 far as the plan still holds. On a GPU int32 tensors there, and this call may be
                 captured in a CUDA graph that is replayed under later plans.
             out: where to write, like ``q``.
+            return_lse: the log-sum-exp as well: the logarithm of the sum of the exponentials of
+                a query's scaled scores. With it ``merge_states`` merges results over other KV
+                tokens of the same queries. On a GPU, call it so once before a capture: another
+                binary is compiled then.
 
         Returns:
-            ``out``, ``[num_tokens, num_qo_heads, head_dim]``.
+            ``out``, ``[num_tokens, num_qo_heads, head_dim]``; with ``return_lse`` a pair of it
+            and the log-sum-exp, float32 ``[num_tokens, num_qo_heads]``, natural logarithm.
 
         Raises:
             PrefixShareError: no plan yet, or a tensor of another shape, dtype or device.
         """
         if not self.last_plan.num_reqs:
-            return q if out is None else out
+            nothing = q if out is None else out
+            return (nothing, q.new_empty(q.shape[:2]).float()) if return_lse else nothing
         if self.device.type == "cpu":
             self._follow(block_table, seq_lens)
         for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -239,11 +275,15 @@ class PrefixShareDecodeWrapper:
                 raise PrefixShareError(f"{name} must be a torch tensor, got {type(x).__name__}.")
         self._check_cache(k_cache, v_cache)
         out = torch.empty_like(q) if out is None else out
-        return self._executor.run(q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        arguments = q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale
+        self._executor.run(*arguments, lse=lse)
+        return out if lse is None else (out, lse)
 
     def _follow(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
         """Check a host batch that is not the one last prepared, and prepare it: sequences may
-        have grown since ``plan``."""
+        have grown since ``plan``.
+        """
         table, lens, starts, *_ = self._batch
         if np.array_equal(seq_lens, lens) and (
             block_table is self._given_table or np.array_equal(block_table, table)
@@ -288,6 +328,52 @@ class PrefixShareDecodeWrapper:
             plans=counters.plans,
             plan_seconds=counters.plan_seconds,
         )
+
+
+def merge_states(
+    outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention of the same queries over parts of their KV tokens into attention over all
+    of them: the average of the outputs, weighted by their sums of exponentials (FlashForge
+    section 4.2, POR). Merged in the order given; in torch operators on any device, so that a
+    CUDA graph may capture it.
+
+    Args:
+        outs: ``[num_states, num_tokens, num_qo_heads, head_dim]``, or a sequence of states.
+        lses: float32 ``[num_states, num_tokens, num_qo_heads]``, natural logarithm, as ``run``
+            returns them; ``-inf`` where a query saw none of the tokens, whose output is not read.
+
+    Returns:
+        The output ``[num_tokens, num_qo_heads, head_dim]`` in the dtype of ``outs``, and its
+        log-sum-exp, float32: what can be merged further. Where no state saw a token the output
+        is 0 and the log-sum-exp ``-inf``.
+
+    Raises:
+        PrefixShareError: shapes that disagree, no states, or logarithms that are not float32.
+    """
+    states, weights = (_stacked(name, x) for name, x in (("outs", outs), ("lses", lses)))
+    if states.dim() != 4 or states.shape[:3] != weights.shape or not len(states):
+        raise PrefixShareError(
+            "outs and lses must be [num_states, num_tokens, num_qo_heads, head_dim] and its first "
+            f"three dimensions, got {list(states.shape)} and {list(weights.shape)}."
+        )
+    if weights.dtype != torch.float32 or states.device != weights.device:
+        raise PrefixShareError(
+            f"lses must be float32 on {states.device}, got {weights.dtype} on {weights.device}."
+        )
+    lse = torch.logsumexp(weights, 0)
+    share = torch.exp(weights - lse.masked_fill(lse == -torch.inf, 0.0))[..., None]
+    merged = torch.where(share == 0, 0.0, states.float() * share).sum(0)
+    return merged.to(states.dtype), lse
+
+
+def _stacked(name: str, states: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    if isinstance(states, torch.Tensor):
+        return states
+    try:
+        return torch.stack(list(states))
+    except (TypeError, RuntimeError) as e:
+        raise PrefixShareError(f"{name} must be tensors of one shape and device ({e}).") from None
 
 
 def _host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:

@@ -1,5 +1,6 @@
 """What the engine tests on a GPU share: settings, prompts, comparison with stock, and the
-functions that run inside an engine's process."""
+functions that run inside an engine's process.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -87,7 +88,8 @@ class Text:
 
     def asking(self, document: int, private: Sequence[int], start: int = 0) -> list[list[int]]:
         """Prompts that begin with the same ``document`` tokens and go on with ``private[i]``
-        of their own."""
+        of their own.
+        """
         first = self.part(start, document)
         return [first + self.part(7000 + 311 * i, n) for i, n in enumerate(private)]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.costs.cost_table import CostModel
+from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.planning.scheduler import longest_first
@@ -29,7 +29,8 @@ def node_plans(
     work: Workload, cost: CostModel, rows_per_request: int, config: PlannerConfig
 ) -> Iterator[tuple[str, DecodePlan]]:
     """A tile per node (and per private part), every combination of split counts per level of a
-    regular tree, longest first to the least loaded worker."""
+    regular tree, longest first to the least loaded worker.
+    """
     whole = plan_with(work, cost, rows_per_request, replace(config, divider="deft_node"))
     assert whole.num_runs == whole.num_tiles
     starts, level = np.unique(whole.run_kv_start, return_inverse=True)
@@ -51,7 +52,8 @@ def cut(
     rows_per_request: int,
 ) -> DecodePlan:
     """``plan``, whose tiles have one run each, with tile ``i`` cut in ``splits[i]`` pieces of
-    whole blocks (fewer where there are not so many blocks), scheduled anew."""
+    whole blocks (fewer where there are not so many blocks), scheduled anew.
+    """
     size = plan.block_size
     pieces: list[tuple[int, int, int, int]] = []  # tile, start, end, tokens
     for tile, length in enumerate(plan.run_lengths(seq_lens).tolist()):
@@ -86,8 +88,8 @@ def cut(
         run_row=plan.run_row[tile],
         run_kv_start=start,
         run_kv_end=end,
-        run_first=np.zeros(len(tile), np.int32),
-        run_last=rows.astype(np.int32),
+        run_reader_start=np.zeros(len(tile), np.int32),
+        run_reader_end=rows.astype(np.int32),
         partial_indices=partial.astype(np.int32),
         merge_indptr=merge_indptr.astype(np.int32),
     )
@@ -97,7 +99,8 @@ def flattened_plans(
     work: Workload, cost: CostModel, rows_per_request: int, config: PlannerConfig
 ) -> Iterator[tuple[str, DecodePlan]]:
     """The depth-first divider with every size of its windows, and with fewer or more pieces
-    than workers."""
+    than workers.
+    """
     limit = config.max_tile_requests
     windows = [w for w in (limit >> i for i in range(limit.bit_length())) if w]
     for window, factor in itertools.product(windows, PIECES_PER_WORKER):

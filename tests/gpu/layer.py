@@ -28,7 +28,8 @@ SAMPLES = 12  # requests that are compared; that all the others are finite is ch
 
 def cache_of(layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype):
     """Random K and V ``[num_blocks, block_size, num_kv_heads, head_dim]`` as they lie in vLLM:
-    heads inside of tokens or tokens inside of heads, in two tensors, in one, or interleaved."""
+    heads inside of tokens or tokens inside of heads, in two tensors, in one, or interleaved.
+    """
     blocks, tokens, heads, dim = shape
     inner = (heads, tokens, dim) if "HND" in layout else (tokens, heads, dim)
     if "interleaved" in layout:
@@ -77,7 +78,8 @@ class Layer:
         self, work: Workload, counts: list[int] | None = None, parents: IntArray | None = None
     ) -> "Layer":
         """Another batch in the same tensors, which a CUDA graph may have captured. They have
-        room for it; what it does not use is zero."""
+        room for it; what it does not use is zero.
+        """
         rows, columns = work.block_table.shape
         self.block_table.zero_()[:rows, :columns] = torch.from_numpy(work.block_table)
         self.seq_lens.zero_()[:rows] = torch.from_numpy(work.seq_lens)

@@ -99,7 +99,8 @@ def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineProcess]) 
 
 def prime(engine: EngineProcess, prompts: list[list[int]]) -> None:
     """Leave the document in the prefix cache: requests that are scheduled at once, before any
-    has it, do not share it."""
+    has it, do not share it.
+    """
     engine.call(drive, prompts[:1], tokens(1))
 
 

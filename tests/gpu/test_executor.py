@@ -7,8 +7,8 @@ import torch
 from tests.gpu.layer import BF16, DEVICE, FP16, KERNELS, ON_GPU, Layer, poison, random_trees
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.costs.gpu_timing import capture
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner

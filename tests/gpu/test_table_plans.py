@@ -1,5 +1,6 @@
 """The plan chosen with a measured cost table against the best one found by timing every
-division that a search can afford."""
+division that a search can afford.
+"""
 
 import importlib.util
 import time
@@ -12,8 +13,9 @@ import torch
 
 from tests.gpu.exhaustive import dealt, flattened_plans, node_plans, plan_with
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import CostTable, analytic_cost
 from vllm_prefixshare.costs.lookup import gpu
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.workloads.trees import tree

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import triton
 
@@ -57,7 +58,9 @@ def variants(which: str) -> Iterator[Variant]:
     yield from (Variant((32, 8), dim, dtype="float16") for dim in HEAD_DIMS)
 
 
-def compile_variant(variant: Variant, capability: str, kernel: str | None) -> Iterator[dict]:
+def compile_variant(
+    variant: Variant, capability: str, kernel: str | None, lse: bool = False
+) -> Iterator[dict]:
     """Registers, bytes spilled by a thread and shared memory of each binary.
 
     Raises:
@@ -72,10 +75,9 @@ def compile_variant(variant: Variant, capability: str, kernel: str | None) -> It
         made = make_kernel(name, attention, variant.queries, gpu)
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
-            binaries = compile_launches(made, attention, variant.queries, gpu, tree=variant.tree)
-            other = compile_launches(
-                made, attention, variant.queries, gpu, tree=variant.tree, layout="HND"
-            )
+            options = {"tree": variant.tree, "lse": lse}
+            binaries = compile_launches(made, attention, variant.queries, gpu, **options)
+            other = compile_launches(made, attention, variant.queries, gpu, layout="HND", **options)
         assert [a.hash for a in binaries] == [b.hash for b in other], "NHD and HND are one binary"
         spills = re.findall(r"(\d+) bytes spill stores", log.getvalue())
         registers = re.findall(r"Used (\d+) registers", log.getvalue())
@@ -105,15 +107,18 @@ def main() -> None:
     parser.add_argument("--capability", nargs="+", default=CAPABILITIES)
     parser.add_argument("--variants", default="all", choices=("few", "main", "all"))
     parser.add_argument("--kernel", choices=("hopper", "portable"))
+    parser.add_argument("--lse", action="store_true", help="with the log-sum-exp as a result")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th of them, from the I-th on")
     args = parser.parse_args()
     expected = os.environ.get("PREFIXSHARE_EXPECT_TRITON", triton.__version__)
     assert triton.__version__ == expected, f"found Triton {triton.__version__}"
     triton.knobs.compilation.always_compile = True  # the assembler's log tells what it used
     triton.knobs.nvidia.dump_ptxas_log = True
-    for variant in variants(args.variants):
-        for capability in args.capability:
-            for row in compile_variant(variant, capability, args.kernel):
-                print(json.dumps(row), flush=True)
+    part, parts = map(int, args.part.split("/"))
+    everything = list(product(variants(args.variants), args.capability))
+    for variant, capability in everything[part::parts]:
+        for row in compile_variant(variant, capability, args.kernel, args.lse):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ HALF_ROWS = 64
 @dataclass(frozen=True)
 class Slot:
     """A block in a KV tile: rows ``[first, last)`` of the tile read its first ``tokens``.
-    ``tail`` is the position of its first token among the query tokens of its request."""
+    ``tail`` is the position of its first token among the query tokens of its request.
+    """
 
     block: int
     first: int
@@ -117,14 +118,17 @@ def emulate(
     max_runs: int,
     kv_tile: int = 128,
     tree_mask: np.ndarray | None = None,
-) -> np.ndarray:
-    """Output of the kernel and of merge states; arguments as the kernel's, caches NHD."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and log-sum-exp of the kernel and of merge states; arguments as the kernel's, caches
+    NHD.
+    """
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_qo_heads // num_kv_heads
     rows = query_len * group
     partials = int(plan["merge_indptr"].max(initial=0))
     out = np.full(q.shape, np.nan)
+    out_lse = np.full(q.shape[:2], np.nan)
     partial_out = np.full((partials * query_len, num_qo_heads, head_dim), np.nan)
     partial_lse = np.full((partials * query_len, num_qo_heads), np.nan)
 
@@ -135,6 +139,7 @@ def emulate(
         if partial < 0:
             assert np.isnan(out[query_start_loc[request] + query, qo_head]).all(), "written twice"
             out[query_start_loc[request] + query, qo_head] = result
+            out_lse[query_start_loc[request] + query, qo_head] = lse
         else:
             assert plan["tile_info"][tile, 6], "the kernel would skip the tile's partial results"
             assert np.isnan(partial_lse[partial * query_len + query, qo_head]), "written twice"
@@ -203,7 +208,9 @@ def emulate(
             continue
         for query in range(query_start_loc[request + 1] - query_start_loc[request]):
             at = np.arange(low, high) * query_len + query
-            weight = np.exp(partial_lse[at] - partial_lse[at].max(axis=0))[..., None]
+            largest = partial_lse[at].max(axis=0)
+            weight = np.exp(partial_lse[at] - largest)[..., None]
             merged = (weight * partial_out[at]).sum(axis=0) / weight.sum(axis=0)
             out[query_start_loc[request] + query] = merged
-    return out
+            out_lse[query_start_loc[request] + query] = largest + np.log(weight.sum(axis=0))[..., 0]
+    return out, out_lse

@@ -7,7 +7,7 @@ import torch
 
 from tests.batches import PagedBatch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
 from vllm_prefixshare.kernels.portable.launch import portable_partial_attention as partial_attention
@@ -61,14 +61,15 @@ class Portable:
         heads, self.head_dim = b.q.shape[1:]
         self.tile = self.tile or q_tile(self.head_dim, H100_SHARED_MEMORY)
         grid = Grid.of(self.tile.kv_tile, b.k_cache.shape[1], self.query_len)
-        layout = walk_layout(self.plan, grid)
+        layout = walk_layout(self.plan, grid)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in layout.items()}
+        self.lse = torch.full((len(b.q), heads), torch.nan, device=DEVICE)
         shape = self.plan.num_partials * self.query_len, heads, self.head_dim
         self.partial_out = torch.full(shape, torch.nan, device=DEVICE)
         self.partial_lse = torch.full(shape[:2], torch.nan, device=DEVICE)
 
-    def run(self, tree_mask: np.ndarray | None = None) -> torch.Tensor:
-        """Output on the CPU; what was never written is NaN."""
+    def run(self, tree_mask: np.ndarray | None = None, with_lse: bool = False) -> torch.Tensor:
+        """Output on the CPU; what was never written is NaN. ``with_lse`` fills ``lse``, too."""
         b = self.batch
         q, k, v = (t.to(DEVICE) for t in (b.q, b.k_cache, b.v_cache))
         table, lens, starts = (
@@ -76,6 +77,7 @@ class Portable:
         )
         mask = None if tree_mask is None else torch.from_numpy(tree_mask).to(DEVICE)
         out = torch.full_like(q, torch.nan)
+        lse = self.lse.fill_(torch.nan) if with_lse else None
         partial_attention(
             self.tile,
             self.workers,
@@ -92,6 +94,7 @@ class Portable:
             self.partial_lse,
             out,
             self.head_dim**-0.5,
+            lse,
         )
         merge_states(
             self.arrays["merge_indptr"],
@@ -100,6 +103,7 @@ class Portable:
             out,
             starts,
             self.query_len,
+            lse,
         )
         return out.cpu()
 

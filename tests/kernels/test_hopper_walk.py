@@ -7,9 +7,9 @@ import torch
 from tests.kernels.hopper_emulator import emulate, kv_tiles
 from tests.planning.strategies import document_qa, make_planner
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
-from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import tree
@@ -27,7 +27,9 @@ def walk(
     workers: int = 5,
     token_tree: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Output of the emulated kernel and of the reference, for a tree that has grown since."""
+    """Output of the emulated kernel and of the reference, for a tree that has grown since; behind
+    the ``head_dim`` numbers of each head its log-sum-exp.
+    """
     batch = tree(spec, block_size, spare=GROWTH)
     n, (q_heads, kv_heads), head_dim = len(batch.seq_lens), heads, 64
     query_lens = query_lens or [1] * n
@@ -57,18 +59,19 @@ def walk(
         parents = [rng.integers(-1, i) for length in query_lens for i in range(length)]
         mask = ancestor_masks(np.array(parents, np.int32), starts)
     seq_lens = batch.seq_lens + GROWTH
-    layout = linked_layout(plan, rows, slots, runs)
-    out = emulate(
+    layout = linked_layout(plan, rows, slots, runs)._asdict()
+    result = emulate(
         layout, workers, q, k, v, batch.block_table, seq_lens, starts, query_len, runs,
         tree_mask=mask,
     )  # fmt: skip
     if mask is None:
-        expected = reference_attention(
+        expected = reference_attention_and_lse(
             *(torch.from_numpy(x) for x in (q, k, v, batch.block_table, seq_lens, starts))
-        ).numpy()
+        )
     else:
         expected = tree_attention(q, k, v, batch.block_table, seq_lens, starts, mask)
-    return out, expected
+    out, wanted = (np.concatenate([o, lse[..., None]], -1) for o, lse in (result, expected))
+    return out, wanted
 
 
 def tree_attention(
@@ -79,9 +82,9 @@ def tree_attention(
     seq_lens: np.ndarray,
     starts: np.ndarray,
     mask: np.ndarray,
-) -> np.ndarray:
-    """Attention of query tokens that see the context and what their masks say."""
-    out = np.empty_like(q)
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention and log-sum-exp of query tokens that see the context and what their masks say."""
+    out, lse = np.empty_like(q), np.empty(q.shape[:2])
     group = q.shape[1] // k.shape[2]
     for r, n in enumerate(seq_lens.tolist()):
         ids = table[r, : -(-n // k.shape[1])]
@@ -92,9 +95,11 @@ def tree_attention(
             own = [int(mask[token, j // 32]) >> (j % 32) & 1 for j in range(n - context)]
             seen = np.array([True] * context + [bool(x) for x in own])
             scores = np.einsum("hd,khd->hk", q[token], keys) * q.shape[2] ** -0.5
-            p = np.exp(scores - scores.max(axis=1, keepdims=True)) * seen
+            largest = scores.max(axis=1, keepdims=True)
+            p = np.exp(scores - largest) * seen
+            lse[token] = (largest + np.log(p.sum(axis=1, keepdims=True)))[:, 0]
             out[token] = np.einsum("hk,khd->hd", p / p.sum(axis=1, keepdims=True), values)
-    return out
+    return out, lse
 
 
 @pytest.mark.parametrize("divider", ["depth_first", "deft_flatten", "flashforge", "per_request"])
@@ -117,7 +122,7 @@ def test_a_tile_whose_tokens_are_gone_still_ends():
     # two workers share a request of 5100 tokens, of which 20 are left
     planner = make_planner(16, divider="depth_first", num_workers=2)
     batch = document_qa(1, 1, document_blocks=318, tail=12)
-    layout = linked_layout(planner.update(batch.block_table, batch.seq_lens), 4, 32, 64)
+    layout = linked_layout(planner.update(batch.block_table, batch.seq_lens), 4, 32, 64)._asdict()
     lens, starts = np.array([20], np.int32), np.array([0, 1], np.int32)
     tiles = [
         kv_tiles(layout, tile, 0, batch.block_table, lens, starts, 4, 16, 128, 64)

@@ -19,7 +19,13 @@ def tile_in_plan(plan: DecodePlan, tile: int) -> tuple:
     slots = slice(*plan.tile_req_indptr[tile : tile + 2])
     runs = slice(*plan.tile_run_indptr[tile : tile + 2])
     of_slots = (plan.tile_req_indices, plan.partial_indices)
-    of_runs = (plan.run_row, plan.run_kv_start, plan.run_kv_end, plan.run_first, plan.run_last)
+    of_runs = (
+        plan.run_row,
+        plan.run_kv_start,
+        plan.run_kv_end,
+        plan.run_reader_start,
+        plan.run_reader_end,
+    )
     return (
         list(zip(*(array[slots].tolist() for array in of_slots), strict=True)),
         list(zip(*(array[runs].tolist() for array in of_runs), strict=True)),
@@ -55,7 +61,7 @@ def linked_tile(layout: dict[str, np.ndarray], place: int) -> tuple:
 @pytest.mark.parametrize("rows", [1, 7, 200])
 def test_every_worker_finds_its_tiles_from_its_own_place(divider, workers, rows):
     plan = make_plan(paged_batch(requests=9), divider, workers)
-    layout = linked_layout(plan, rows, MAX_SLOTS, MAX_RUNS)
+    layout = linked_layout(plan, rows, MAX_SLOTS, MAX_RUNS)._asdict()
     assert {array.dtype for array in layout.values()} == {np.dtype(np.int32)}
     info = layout["tile_info"]
     idle = int((np.diff(plan.work_indptr) == 0).sum())
@@ -98,13 +104,13 @@ def test_runs_of_both_halves_come_first_then_those_of_the_low_half():
         run_row=first,
         run_kv_start=start,
         run_kv_end=start,
-        run_first=first,
-        run_last=last,
+        run_reader_start=first,
+        run_reader_end=last,
     )
-    layout = linked_layout(one_tile, 8, 8, 8)
+    layout = linked_layout(one_tile, 8, 8, 8)._asdict()
     assert layout["run_kv_start"][0, :6].tolist() == [2, 5, 0, 3, 1, 4]
     assert layout["tile_info"][0, :6].tolist() == [5, 6, 2, 2, 0, 3]
-    assert linked_layout(one_tile, 65, 8, 8)["tile_info"][0, :4].tolist() == [5, 6, 6, 0]
+    assert linked_layout(one_tile, 65, 8, 8).tile_info[0, :4].tolist() == [5, 6, 6, 0]
 
 
 def test_a_plan_for_larger_tiles_is_refused():
@@ -117,12 +123,13 @@ def test_a_plan_for_larger_tiles_is_refused():
 
 def tokens_by_reader(plan: DecodePlan, tile: int) -> list[tuple[int, int, int]]:
     """(place among the tile's requests, batch row read from, position) of every token that is
-    read under the planned lengths."""
+    read under the planned lengths.
+    """
     found = []
     for run in range(*plan.tile_run_indptr[tile : tile + 2]):
         row, start, end = (int(a[run]) for a in (plan.run_row, plan.run_kv_start, plan.run_kv_end))
         end = int(plan.planned_seq_lens[row]) if end == OPEN_END else end
-        for reader in range(plan.run_first[run], plan.run_last[run]):
+        for reader in range(plan.run_reader_start[run], plan.run_reader_end[run]):
             found += [(reader, row, pos) for pos in range(start, end)]
     return sorted(found)
 
@@ -167,7 +174,7 @@ def test_every_token_is_read_once_and_queries_in_parts_only(divider, kv_tile, qu
     batch = paged_batch(requests=7, document_blocks=19, private_blocks=17, query_lens=queries)
     plan = make_plan(batch, divider)
     grid = Grid.of(kv_tile, 16, queries)
-    layout = walk_layout(plan, grid)
+    layout = walk_layout(plan, grid)._asdict()
     lens = plan.planned_seq_lens
     longer = lens + grown * (np.arange(len(lens)) % 3 + 1).astype(np.int32)
     np.testing.assert_array_equal(layout["tile_info"][:, 0], plan.tile_req_indptr[:-1])
@@ -187,7 +194,7 @@ def test_short_runs_share_a_kv_tile():
     """Private parts of a block each, of four requests: one KV tile of 64 tokens."""
     batch = paged_batch(documents=1, requests=4, document_blocks=16, private_blocks=1)
     plan = make_plan(batch, "depth_first", workers=1)
-    layout = walk_layout(plan, Grid.of(64, 16, 1))
+    layout = walk_layout(plan, Grid.of(64, 16, 1))._asdict()
     assert plan.num_tiles == 1
     # the document is a run; two blocks that pairs share and four private ones fill two KV tiles
     assert layout["run_end"].tolist() == [256]
@@ -197,6 +204,6 @@ def test_short_runs_share_a_kv_tile():
 def test_an_empty_plan():
     batch = paged_batch()
     batch.block_table, batch.seq_lens = batch.block_table[:0], batch.seq_lens[:0]
-    layout = walk_layout(make_plan(batch), Grid.of(64, 16, 1))
+    layout = walk_layout(make_plan(batch), Grid.of(64, 16, 1))._asdict()
     assert layout["work_indptr"].tolist() == [0] * 4
     assert layout["tile_info"].size == layout["part_row"].size == 0

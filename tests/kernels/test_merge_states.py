@@ -10,6 +10,37 @@ from .portable import DEVICE
 INDPTR = [0, 0, 3, 12, 12, 14]  # partial results of five requests
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize(("heads", "queries"), [(9, [1] * 5), (9, [1, 3, 2, 0, 2]), (420, [1] * 5)])
+def test_the_log_sum_exp_of_what_was_merged(heads, queries):
+    torch.manual_seed(0)
+    query_len = max(queries)
+    partial_out = torch.randn(14 * query_len, heads, 64)
+    partial_lse = torch.randn(14 * query_len, heads) * 5
+    partial_lse[12 * query_len :] = -torch.inf  # the last request saw nothing at all
+    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    lse = torch.full((starts[-1], heads), torch.nan, device=DEVICE)
+    merge_states(
+        torch.tensor(INDPTR, dtype=torch.int32, device=DEVICE),
+        partial_out.to(DEVICE),
+        partial_lse.to(DEVICE),
+        torch.empty(starts[-1], heads, 64, dtype=torch.float16, device=DEVICE),
+        torch.tensor(starts, dtype=torch.int32, device=DEVICE) if query_len > 1 else None,
+        query_len,
+        lse,
+    )
+    for request, count in enumerate(queries):
+        first, last = INDPTR[request : request + 2]
+        for query in range(count):
+            got = lse[starts[request] + query].cpu()
+            if first == last:
+                assert got.isnan().all(), "a request without partial results is left alone"
+                continue
+            rows = slice(first * query_len + query, last * query_len, query_len)
+            expected = torch.logsumexp(partial_lse[rows].double(), 0).float()
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
 def merged(partial_out, partial_lse, first, last, query, query_len):
     rows = slice(first * query_len + query, last * query_len, query_len)
     weights = torch.softmax(partial_lse[rows].double(), 0)

@@ -10,6 +10,7 @@ import torch
 
 from tests.batches import PagedBatch, paged_batch
 from vllm_prefixshare.kernels.portable.launch import QTile
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.tree.token_tree import ancestor_masks
 
@@ -66,6 +67,21 @@ def test_long_runs_that_some_rows_read(divider, queries):
     kernel = check(batch, divider, workers=1)
     readers = kernel.arrays["run_readers"].cpu().numpy()
     assert np.unique(readers).size > 2
+
+
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+@pytest.mark.parametrize("divider", ["per_request", "deft_node"])
+def test_the_log_sum_exp(divider, queries):
+    """Of requests with one work tile, written with the output, and of those that are merged."""
+    batch = paged_batch(query_lens=queries, requests=3, heads=(6, 2), head_dim=80, dtype=FP16)
+    plan = make_plan(batch, divider)
+    assert (plan.num_partials > 0) == (divider == "deft_node")
+    kernel = Portable(plan, batch)
+    plain = kernel.run()
+    assert torch.equal(kernel.run(with_lse=True), plain)
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    _, expected = reference_attention_and_lse(batch.q, batch.k_cache, batch.v_cache, *tables)
+    torch.testing.assert_close(kernel.lse.cpu().double(), expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])

@@ -1,3 +1,5 @@
-"""Run a DecodePlan. A room per kernel (``hopper``, ``portable``, ``cpu``); ``contract`` is what a
-kernel on a GPU offers, ``registry`` chooses one, ``gpu_executor`` runs it. ``reference`` is
-attention in float64, for tests."""
+"""Running a plan: the kernels, each in a folder of its own, and the executors around them.
+
+``contract`` has the interfaces of executors and kernels, ``registry`` chooses a GPU kernel for a
+layer, ``gpu_executor`` runs plans with it. ``reference`` is attention in float64, for tests.
+"""

@@ -1,9 +1,8 @@
-"""Compile what an executor will launch, before it does: can the kernel serve here?"""
-
-from typing import Any
+"""Compile an executor's launches ahead of time, and find out whether the kernel works here."""
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Gpu, Kernel, Tensors
@@ -28,13 +27,15 @@ def compile_launches(
     *,
     tree: bool = False,
     layout: str = "NHD",
-) -> list[Any]:
+    lse: bool = False,
+) -> list[CompiledKernel]:
     """Compile all that a ``GpuExecutor`` launches for a layer; nothing runs. Launches that
     follow in this process find it in memory.
 
     Args:
         tree: with a mask of token trees, which engines do not pass.
         layout: of the KV cache in memory, NHD or HND.
+        lse: with the log-sum-exp as a second result, which engines do not ask for.
 
     Returns:
         Triton's ``CompiledKernel`` of each launch.
@@ -44,48 +45,56 @@ def compile_launches(
     """
     try:
         with triton.knobs.cache.scope(), only_compile() as binaries:
-            # Not where vLLM points Triton, half-way through its start, to a folder for each
-            # model: what is compiled before that, or beside it, would be compiled again.
+            # Half-way through its start vLLM gives Triton a folder for each model. What was
+            # compiled before that, or in another process, would not be found there.
             triton.knobs.cache.dir = str(settings().cache / "compiled")
-            arguments = _arguments(attention, query_len, tree, layout)
+            arguments = _arguments(attention, query_len, tree, layout, lse)
             words = torch.empty(16, dtype=torch.int32, device="meta")
             kernel.launch(dict.fromkeys(kernel.capacity(1).sizes, words), arguments, 1.0)
             for tokens in (FEW_TOKENS, MANY_TOKENS):
                 out = arguments.out.new_empty(tokens * query_len, *arguments.out.shape[1:])
                 merge_states(
                     words.new_empty(tokens + 1), arguments.partial_out, arguments.partial_lse,
-                    out, arguments.query_start_loc, query_len,
+                    out, arguments.query_start_loc, query_len, arguments.out_lse,
                 )  # fmt: skip
-    except Exception as e:  # whatever a Triton that we do not know may raise
+    except Exception as e:  # what Triton raises differs between its releases
         raise CompileError(
             f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
             f"compute capability {gpu.capability[0]}.{gpu.capability[1]}: {_one_line(e)}."
         ) from e
     for binary in binaries:
-        if binary is not None and binary.metadata.shared > gpu.shared_memory:
+        # Triton adds the fields of this record when it compiles
+        shared = 0 if binary is None else binary.metadata.shared  # type: ignore[attr-defined]
+        if shared > gpu.shared_memory:
             raise CompileError(
-                f"kernel '{kernel.name}' needs {binary.metadata.shared} bytes of shared memory "
+                f"kernel '{kernel.name}' needs {shared} bytes of shared memory "
                 f"and a thread block of this GPU may have {gpu.shared_memory}."
             )
     return binaries
 
 
-def _arguments(attention: AttentionConfig, query_len: int, tree: bool, layout: str) -> Tensors:
-    """Tensors without memory, as an engine passes them as far as Triton looks at them."""
+def _arguments(
+    attention: AttentionConfig, query_len: int, tree: bool, layout: str, lse: bool
+) -> Tensors:
+    """Tensors without memory, like an engine's in all that Triton looks at."""
     num_heads, kv_heads, dim = attention.num_qo_heads, attention.num_kv_heads, attention.head_dim
     dtype = getattr(torch, attention.dtype)
 
     def words(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    q = torch.empty(64 * query_len, num_heads, dim, dtype=dtype, device="meta")
+    def numbers(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        # not empty_like: on meta tensors that imports SymPy, which takes a second
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q = numbers(64 * query_len, num_heads, dim)
     # vLLM keeps K and V of a token's head side by side
     if layout == "HND":
-        cache = q.new_empty(8, kv_heads, attention.block_size, 2 * dim).transpose(1, 2)
+        cache = numbers(8, kv_heads, attention.block_size, 2 * dim).transpose(1, 2)
     else:
-        cache = q.new_empty(8, attention.block_size, kv_heads, 2 * dim)
-    k_cache, v_cache = cache.split(dim, dim=-1)
-    partial_out = torch.empty(16 * query_len, num_heads, dim, device="meta")
+        cache = numbers(8, attention.block_size, kv_heads, 2 * dim)
+    k_cache, v_cache = cache.chunk(2, dim=-1)
+    partials = 16 * query_len
     lens = words(64)
     return Tensors(
         q=q,
@@ -95,9 +104,10 @@ def _arguments(attention: AttentionConfig, query_len: int, tree: bool, layout: s
         seq_lens=lens,
         query_start_loc=words(65) if query_len > 1 else lens,
         tree_mask=words(len(q), -(-query_len // 32)) if tree else None,
-        partial_out=partial_out,
-        partial_lse=partial_out.new_empty(partial_out.shape[:2]),
-        out=torch.empty_like(q),
+        partial_out=numbers(partials, num_heads, dim, dtype=torch.float32),
+        partial_lse=numbers(partials, num_heads, dtype=torch.float32),
+        out=numbers(*q.shape),
+        out_lse=numbers(*q.shape[:2], dtype=torch.float32) if lse else None,
     )
 
 

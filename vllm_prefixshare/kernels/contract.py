@@ -1,4 +1,4 @@
-"""What every executor offers, and what a kernel on a GPU is to its executor."""
+"""The interface of every executor, and that of a GPU kernel to its executor."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -28,22 +28,22 @@ class HostBatch(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs plans on one device.
-
-    name: of the kernel; cost tables are kept apart by it.
-    device: where the tensors of a layer are.
-    query_len: most query tokens of a request; None if there is no bound.
-    takes_token_trees: whether the queries of a request may form a tree.
-    """
+    """Runs plans on one device."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The kernel's name; cost tables are kept apart by it."""
+        ...
 
     @property
-    def query_len(self) -> int | None: ...
+    def query_len(self) -> int | None:
+        """Most query tokens of a request; None if there is no bound."""
+        ...
 
     @property
-    def takes_token_trees(self) -> bool: ...
+    def takes_token_trees(self) -> bool:
+        """Whether the query tokens of a request may form a tree."""
+        ...
 
     def planner_config(
         self, divider: str | None = None, share: str = "always", **options: Any
@@ -73,6 +73,8 @@ class Executor(Protocol):
         seq_lens: Any,
         out: torch.Tensor,
         sm_scale: float,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer under the plan in force. Once per layer.
 
@@ -83,6 +85,8 @@ class Executor(Protocol):
             block_table, seq_lens: of the batch, int32 on the device. A CPU executor has looked
                 them up in ``prepare`` and does not read them again.
             sm_scale: softmax scale.
+            lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: where to write the log-sum-exp
+                of each query's scaled scores, natural logarithm; not computed if None.
 
         Raises:
             PrefixShareError: a tensor of another shape, dtype, device or layout.
@@ -103,6 +107,7 @@ class Tensors(NamedTuple):
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     out: torch.Tensor
+    out_lse: torch.Tensor | None
 
 
 class Capacity(NamedTuple):
@@ -132,6 +137,7 @@ class Gpu(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
+        """The GPU behind a CUDA device."""
         found = torch.cuda.get_device_properties(device)
         return cls(
             (found.major, found.minor),
@@ -159,9 +165,12 @@ class Kernel(Protocol):
 
     def capacity(self, num_reqs: int) -> Capacity:
         """Room for all plans of at most ``num_reqs`` requests; at the very least for one tile
-        each, which leaves no partial results."""
+        each, which leaves no partial results.
+        """
         ...
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
-        """Write ``out`` where a request has one tile, else partial results."""
+        """Write ``out``, and ``out_lse`` if it is there, where a request has one tile, else
+        partial results.
+        """
         ...

@@ -201,6 +201,8 @@ class GpuExecutor:
         sm_scale: float,
         query_start_loc: torch.Tensor | None = None,
         tree_mask: torch.Tensor | None = None,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one layer under the plan in force.
 
@@ -216,13 +218,15 @@ class GpuExecutor:
             tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
                 that it sees query token ``j`` of its request. Those of the prepared batch if both
                 this and ``query_start_loc`` are None, causal if there are none.
+            lse: as in ``contract.Executor.run``. The first launch with it compiles: before a CUDA
+                graph is captured.
 
         Raises:
             PrefixShareError: a tensor of another shape, dtype, device or layout.
         """
         if query_start_loc is None and self._has_tree and tree_mask is None:
             tree_mask = self.tree_mask
-        tensors = (q, k_cache, v_cache, block_table, seq_lens, out, query_start_loc, tree_mask)
+        tensors = (q, k_cache, v_cache, block_table, seq_lens, out, query_start_loc, tree_mask, lse)
         signature = tuple(map(_signature, tensors))
         if signature not in self._checked:
             self._check(*tensors)
@@ -233,7 +237,7 @@ class GpuExecutor:
             query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
         arguments = Tensors(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
-            partials.out, partials.lse, out,
+            partials.out, partials.lse, out, lse,
         )  # fmt: skip
         self._kernel.launch(work.plan.arrays, arguments, sm_scale)
         merge_states(
@@ -243,6 +247,7 @@ class GpuExecutor:
             out,
             query_start_loc,
             self.query_len,
+            lse,
         )
         return out
 
@@ -256,6 +261,7 @@ class GpuExecutor:
         out: torch.Tensor,
         query_start_loc: torch.Tensor | None,
         tree_mask: torch.Tensor | None,
+        lse: torch.Tensor | None,
     ) -> None:
         a = self.attention
         dtype = getattr(torch, a.dtype)
@@ -271,6 +277,7 @@ class GpuExecutor:
             ("seq_lens", seq_lens, torch.int32, 1, ()),
             ("query_start_loc", query_start_loc, torch.int32, 1, ()),
             ("tree_mask", tree_mask, torch.int32, 2, ()),
+            ("lse", lse, torch.float32, 2, heads[:1]),
         ]
         for name, t, want, dims, tail in expected:
             if t is None:
@@ -300,9 +307,12 @@ class GpuExecutor:
             ("query_start_loc", query_start_loc, n + 1),
             ("q", q, self._num_tokens),
             ("out", out, len(q)),
+            ("lse", lse, len(q)),
         ):
             if t is not None and len(t) < least:
                 raise PrefixShareError(f"{name} has {len(t)} rows, the batch needs {least}.")
+        if lse is not None and not lse.is_contiguous():
+            raise PrefixShareError(f"lse must be contiguous, got strides {list(lse.stride())}.")
         if tree_mask is not None and (
             len(tree_mask) < len(q) or 32 * tree_mask.shape[1] < self.query_len
         ):

@@ -1,7 +1,7 @@
 """Launching Triton kernels, or only compiling what a launch would run.
 
 Every launch of this package goes through ``launch``. Within ``only_compile`` the same calls
-compile: what is compiled ahead is what is launched later, because one line of code says both.
+compile, so what is compiled ahead is what is launched later.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
+
+_compiled: ContextVar[list[CompiledKernel] | None] = ContextVar("compiled", default=None)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def launch(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch a Triton or Gluon function, or only compile it within ``only_compile``."""
     compiled = _compiled.get()
     binary = kernel.run(
@@ -27,13 +30,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 @contextmanager
-def only_compile() -> Iterator[list[Any]]:
+def only_compile() -> Iterator[list[CompiledKernel]]:
     """Within this context launches compile, and nothing runs; tensors may be on ``meta``.
 
     Yields:
         Triton's ``CompiledKernel`` of each launch, in order.
     """
-    binaries: list[Any] = []
+    binaries: list[CompiledKernel] = []
     token = _compiled.set(binaries)
     try:
         yield binaries

@@ -15,6 +15,7 @@ import triton.language as tl
 from vllm_prefixshare.kernels.launching import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 def merge_states(
@@ -24,6 +25,7 @@ def merge_states(
     out: torch.Tensor,
     query_start_loc: torch.Tensor | None = None,
     query_len: int = 1,
+    out_lse: torch.Tensor | None = None,
 ) -> None:
     """Merge in the order of the partial results, so that the bits are the same every time.
 
@@ -41,6 +43,8 @@ def merge_states(
             multiple of 8 elements apart where head_dim is one.
         query_start_loc: int32 ``[num_reqs + 1 or more]`` query tokens of each request, at most
             ``query_len``; ``query_len`` each if None. Not read if ``query_len`` is 1.
+        out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: the log-sum-exp over all
+            partial results, natural logarithm. Not written if None, by a binary without it.
     """
     num_tokens, num_heads, head_dim = out.shape
     ragged = query_len > 1 and query_start_loc is not None
@@ -51,7 +55,7 @@ def merge_states(
     heads_each, unroll, warps = (2, 8, 1) if num_tokens * num_heads <= 2048 else (32, 4, 8)
     launch(
         _merge_states, (num_reqs, query_len, triton.cdiv(num_heads, heads_each)),
-        merge_indptr, partial_out, partial_lse, out,
+        merge_indptr, partial_out, partial_lse, out, out_lse,
         query_start_loc if ragged else merge_indptr,
         out.stride(0),
         QUERY_LEN=query_len, RAGGED=ragged, HEADS=num_heads, HEAD_DIM=head_dim,
@@ -62,10 +66,10 @@ def merge_states(
 
 # not specialised: one binary serves every batch
 @triton.jit(do_not_specialize=["merge_indptr", "query_start_loc", "stride_out"])
-def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, stride_out,
-                  QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr, HEADS: tl.constexpr,
-                  HEAD_DIM: tl.constexpr, D: tl.constexpr, HEADS_EACH: tl.constexpr,
-                  UNROLL: tl.constexpr):
+def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, query_start_loc,
+                  stride_out, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
+                  HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+                  HEADS_EACH: tl.constexpr, UNROLL: tl.constexpr):
     """Grid: request, query token of the request, group of heads."""
     request = tl.program_id(0)
     query = tl.program_id(1)
@@ -103,3 +107,6 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, query_start_loc, 
         start_out = tl.multiple_of(token.to(tl.int64) * stride_out, 8)  # 16-byte stores
         at = start_out + head[:, None] * HEAD_DIM + dim[None, :]
         tl.store(out + at, merged.to(out.dtype.element_ty), mask=inside)
+        if out_lse is not None:
+            lse = tl.where(total > 0, (m + tl.log2(total)) * LN2, float("-inf"))
+            tl.store(out_lse + token.to(tl.int64) * HEADS + head, lse, mask=is_head)

@@ -1,10 +1,10 @@
-"""Fill the caches with compiled code without touching a GPU.
+r"""Fill the caches with compiled code without touching a GPU.
 
 An engine that starts on a fresh machine would compile for half a minute: kernels with Triton, and
 planning with Numba. This program compiles one or the other in a process of its own, while the
 engine imports its modules and loads its weights (``integration.precompiling`` starts both):
 
-    python -m vllm_prefixshare.kernels.precompile kernels --capability 9.0 \\
+    python -m vllm_prefixshare.kernels.precompile kernels --capability 9.0 \
         --num-qo-heads 32 --num-kv-heads 8 --head-dim 128
     python -m vllm_prefixshare.kernels.precompile planning --capability 9.0 ...
 """
@@ -12,12 +12,13 @@ engine imports its modules and loads its weights (``integration.precompiling`` s
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import analytic_cost
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.registry import (
     KERNELS,
@@ -37,18 +38,21 @@ SHARED_MEMORY = {
 
 
 class StandInDriver:
-    """Names a GPU to Triton's compiler; none is asked, and none need be there."""
+    """Tells Triton's compiler which GPU to compile for; no GPU is needed."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.arch = 10 * capability[0] + capability[1]
 
     def get_current_target(self) -> GPUTarget:
+        """What Triton compiles for."""
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # what is compiled for one GPU is not taken for another's
+        """A number in place of a device's index."""
+        return self.arch  # Triton keeps what it compiles apart by this number
 
     def get_current_stream(self, device: int) -> int:
+        """A number in place of a stream's handle."""
         return 0
 
 
@@ -61,7 +65,8 @@ def stand_in(capability: tuple[int, int]) -> Gpu:
     if capability not in SHARED_MEMORY:
         known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_MEMORY)
         raise PrefixShareError(f"capability must be one of {known}, got {capability}.")
-    triton.runtime.driver.set_active(StandInDriver(capability))
+    driver: Any = StandInDriver(capability)  # as much of Triton's `DriverBase` as compiling asks
+    triton.runtime.driver.set_active(driver)
     return Gpu(capability, 132, SHARED_MEMORY[capability] << 10)  # any number of multiprocessors
 
 
@@ -80,6 +85,7 @@ def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the program; 0 once all is compiled, 2 with one sentence on standard error."""
     parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
     parser.add_argument("what", choices=("kernels", "planning"))
     parser.add_argument("--capability", required=True, help="of the GPU, as in 9.0")

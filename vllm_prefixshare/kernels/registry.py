@@ -16,7 +16,10 @@ KERNELS = ("auto", "hopper", "portable")
 
 
 class Choice(NamedTuple):
-    """passed_over: why a kernel that comes first under "auto" does not serve, if so."""
+    """The kernel that serves a layer.
+
+    passed_over: why a kernel that comes before it under "auto" does not serve; else None.
+    """
 
     kernel: Kernel
     passed_over: str | None
@@ -32,7 +35,7 @@ def choose_kernel(
     attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
 ) -> Choice:
     """The first kernel that can serve and that Triton can compile here; its launches are
-    compiled then. Who asks again gets the same answer.
+    compiled then. The answer is kept for the next call.
 
     Raises:
         PrefixShareError: there is none, or the one that was named is not it.
@@ -42,6 +45,21 @@ def choose_kernel(
         raise PrefixShareError(f"device {str(device)!r} is not an NVIDIA GPU that can be used.")
     with torch.cuda.device(device):
         return first_that_compiles(attention, Gpu.of(device), kernel, query_len)
+
+
+def kernels_that_may_serve(
+    attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
+) -> list[Kernel]:
+    """The kernel that is chosen, and under "auto" the portable one: it serves where padding puts
+    KV pages apart by a part of a token, which is known once the KV cache is laid out.
+
+    Raises:
+        PrefixShareError: see ``choose_kernel``.
+    """
+    chosen = choose_kernel(attention, device, kernel, query_len).kernel
+    if kernel != "auto" or chosen.name == "portable":
+        return [chosen]
+    return [chosen, make_kernel("portable", attention, query_len, Gpu.of(device))]
 
 
 def first_that_compiles(
@@ -61,7 +79,8 @@ def first_that_compiles(
 
 
 def make_kernel(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu) -> Kernel:
-    """
+    """A kernel by its name, made for one layer and GPU.
+
     Raises:
         CompileError: this Triton lacks what the kernel imports.
     """

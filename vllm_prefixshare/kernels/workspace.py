@@ -72,7 +72,7 @@ class DeviceArrays:
             end = at + array.size
             host[at:end] = array.ravel()
             if "indptr" in name or "start_loc" in name:
-                # it stays level past its end: nothing of a larger batch is left behind
+                # repeat the last entry over what a larger batch has left behind it
                 host[end : at + size] = array.flat[-1] if array.size else 0
                 end = at + size
             if spans and at - spans[-1][1] <= GAP:

@@ -44,10 +44,16 @@ class CpuExecutor:
         """As ``contract.Executor.reserve``; here memory grows when it is needed."""
 
     def _check(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
-        """Refuse tensors of another shape, dtype or device; each kind is looked at once."""
-        signature = tuple((x.shape, x.dtype, x.device) for x in (q, k_cache, v_cache, out))
+        """Refuse tensors of another shape, dtype or device; each combination is checked once."""
+        given = [x for x in (q, k_cache, v_cache, out, lse) if x is not None]
+        signature = *((x.shape, x.dtype, x.device) for x in given), lse is None or lse.stride()
         if signature in self._checked:
             return
         a = self.attention
@@ -70,5 +76,15 @@ class CpuExecutor:
         if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
             raise PrefixShareError(
                 f"out must be like q, {q.dtype} {list(q.shape)}, got {out.dtype} {list(out.shape)}."
+            )
+        if lse is not None and (
+            lse.shape != q.shape[:2]
+            or lse.dtype != torch.float32
+            or lse.device != q.device
+            or not lse.is_contiguous()
+        ):
+            raise PrefixShareError(
+                f"lse must be contiguous float32 {list(q.shape[:2])}, "
+                f"got {lse.dtype} {list(lse.shape)}."
             )
         self._checked.add(signature)

@@ -1,5 +1,7 @@
-"""The executor for vLLM's CPU platform: native where it can be, torch everywhere else. Both
-work on CPU_ATTN's own KV cache."""
+"""Choosing the executor for vLLM's CPU platform: the native one where it can run, else torch.
+
+Both work on CPU_ATTN's own KV cache.
+"""
 
 from collections.abc import Callable
 
@@ -15,7 +17,7 @@ def cpu_executor(attention: AttentionConfig, log: Callable[[str], None] | None =
     """The fastest executor that this machine and shape allow.
 
     Args:
-        log: called with a sentence if it is not the native one, and why.
+        log: called with one sentence where the native executor cannot run.
     """
     try:
         return NativeExecutor(attention)

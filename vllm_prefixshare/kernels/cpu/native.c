@@ -34,6 +34,7 @@ typedef struct {
   const int32_t *merge_slots; /* [num_out_tokens, most_partials], -1 fills up */
   const int32_t *out_tokens;
   float *partial_out, *partial_lse; /* [num_partials, num_qo_heads(, head_dim)] */
+  float *out_lse; /* [num_tokens, num_qo_heads], or NULL */
 } Work;
 
 static inline bf16 round_bf16(float x) {
@@ -261,6 +262,7 @@ static void merge(const Work *w, int64_t i) {
       for (int64_t j = 0; j < d; j++) sum[j] += weight * part[j];
     }
     for (int64_t j = 0; j < d; j++) out[h * w->out_head + j] = round_bf16(sum[j] / total);
+    if (w->out_lse) w->out_lse[w->out_tokens[i] * heads + h] = m + logf(total);
   }
 }
 

@@ -53,7 +53,7 @@ class _Work(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "q", "cache", "out", "block_table",
             "piece_row", "piece_start", "piece_end", "piece_indptr", "token_of", "visible",
-            "merge_slots", "out_tokens", "partial_out", "partial_lse",
+            "merge_slots", "out_tokens", "partial_out", "partial_lse", "out_lse",
         )),
     )  # fmt: skip
 
@@ -86,7 +86,10 @@ def _find_library() -> ctypes.CDLL | str:
     try:
         if not library.is_file():
             _compile(compiler, library)
-        for path in (library, library.parent):  # who can write to them decides what runs here
+        for path in (
+            library,
+            library.parent,
+        ):  # anybody who can write to them could choose the code that runs here
             status = path.stat()
             if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
                 return f"{path} belongs to another user, or anybody may write to it"
@@ -162,9 +165,10 @@ class NativeExecutor(CpuExecutor):
         self._step: _Step | None = None
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
+        """As ``contract.Executor.prepare``."""
         super().prepare(plan, batch)
         block_table, seq_lens, query_start_loc, _, rows = batch
-        several = (plan.run_last - plan.run_first) > 1
+        several = (plan.run_reader_end - plan.run_reader_start) > 1
         key = query_start_loc.tobytes()
         if self._static is None or self._static[0] is not plan or self._static[1] != key:
             self._static = plan, key, self._shared_pieces(plan, several, query_start_loc)
@@ -217,7 +221,9 @@ class NativeExecutor(CpuExecutor):
         found: list[tuple[int, int, int, np.ndarray]] = []
         for run in np.flatnonzero(several).tolist():
             base = int(plan.tile_req_indptr[tile_of_run[run]])
-            readers = plan.tile_req_indices[base + plan.run_first[run] : base + plan.run_last[run]]
+            readers = plan.tile_req_indices[
+                base + plan.run_reader_start[run] : base + plan.run_reader_end[run]
+            ]
             tokens = tokens_of(readers, starts)
             first, last = int(plan.run_kv_start[run]), int(plan.run_kv_end[run])
             chunk = max(MIN_TOKENS, (last - first) // (4 * torch.get_num_threads()))
@@ -251,10 +257,13 @@ class NativeExecutor(CpuExecutor):
         seq_lens: object,
         out: torch.Tensor,
         sm_scale: float,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``contract.Executor.run``, on the views that ``cache_views`` makes of CPU_ATTN's
-        KV cache."""
-        self._check(q, k_cache, v_cache, out)
+        KV cache.
+        """
+        self._check(q, k_cache, v_cache, out, lse)
         step = self._step
         assert step is not None, "prepare comes first"
         heads, group, dim, size = self._shape
@@ -271,6 +280,7 @@ class NativeExecutor(CpuExecutor):
         work.cache_block, work.cache_head = k_cache.stride(0), k_cache.stride(2)
         work.sm_scale = sm_scale
         work.q, work.cache, work.out = q.data_ptr(), k_cache.data_ptr(), out.data_ptr()
+        work.out_lse = None if lse is None else lse.data_ptr()
         self._library.prefix_share_decode(
             ctypes.byref(work), ctypes.c_void_p(-(-scratch // 64) * 64), threads
         )

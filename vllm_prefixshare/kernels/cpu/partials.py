@@ -23,11 +23,11 @@ def private_runs(
 
     Args:
         seq_lens: ``[num_reqs]`` current lengths.
-        rows: of these batch rows only.
+        rows: batch rows to take; None for all.
         chunk: tokens, a multiple of the block size.
     """
     lengths = plan.run_lengths(seq_lens)
-    runs = np.flatnonzero((plan.run_last - plan.run_first == 1) & (lengths > 0))
+    runs = np.flatnonzero((plan.run_reader_end - plan.run_reader_start == 1) & (lengths > 0))
     if rows is not None:
         runs = runs[np.isin(plan.run_row[runs], rows)]
     lengths = lengths[runs]
@@ -53,7 +53,7 @@ def merge_slots(
     Args:
         owner: ``[num_partials]`` query token of each partial result.
         empty: fills up the table.
-        padding: bool ``[num_partials]``, results that belong to nobody.
+        padding: bool ``[num_partials]``, results that belong to no token.
 
     Returns:
         int64 ``[num_tokens, most partials of a token]``.

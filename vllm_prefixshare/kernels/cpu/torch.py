@@ -1,6 +1,9 @@
-"""The executor for every CPU: each shared KV run is gathered once and multiplied with the
-queries of all its readers; partial results are merged by log-sum-exp (FlashForge section 4.2,
-PAC and POR). Scores, weights and sums are float32 whatever the cache holds."""
+"""The executor for every CPU, in torch operators.
+
+Each shared KV run is gathered once and multiplied with the queries of all its readers; partial
+results are merged by log-sum-exp (FlashForge, section 4.2: PAC and POR). Scores, weights and sums
+are float32, whatever the cache holds.
+"""
 
 import math
 from collections.abc import Iterator
@@ -77,11 +80,12 @@ class TorchExecutor(CpuExecutor):
         self._step = _Step((), (), None, torch.zeros(0, 1, dtype=torch.int64), 0)
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
+        """As ``contract.Executor.prepare``."""
         super().prepare(plan, batch)
         block_table, seq_lens, query_start_loc, _, rows = batch
         if not len(seq_lens):
             return
-        several = (plan.run_last - plan.run_first) > 1
+        several = (plan.run_reader_end - plan.run_reader_start) > 1
         key = query_start_loc.tobytes()
         if self._static is None or self._static[0] is not plan or self._static[1] != key:
             pieces = list(
@@ -121,7 +125,9 @@ class TorchExecutor(CpuExecutor):
         slot = 0
         for run in runs.tolist():
             base = int(plan.tile_req_indptr[tile_of_run[run]])
-            readers = plan.tile_req_indices[base + plan.run_first[run] : base + plan.run_last[run]]
+            readers = plan.tile_req_indices[
+                base + plan.run_reader_start[run] : base + plan.run_reader_end[run]
+            ]
             tokens = torch.from_numpy(tokens_of(readers, starts))
             first, last = plan.run_kv_start[run], plan.run_kv_end[run]
             ids = block_table[plan.run_row[run], first // plan.block_size : last // plan.block_size]
@@ -201,10 +207,13 @@ class TorchExecutor(CpuExecutor):
         seq_lens: object,
         out: torch.Tensor,
         sm_scale: float,
+        *,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``contract.Executor.run``; only the tokens of the prepared rows are written. A K
-        cache whose tokens are innermost is read without a transpose."""
-        self._check(q, k_cache, v_cache, out)
+        cache whose tokens are innermost is read without a transpose.
+        """
+        self._check(q, k_cache, v_cache, out, lse)
         step = self._step
         heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
         partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, dim))
@@ -238,13 +247,16 @@ class TorchExecutor(CpuExecutor):
             store(batch.slot, *self._attend(rows, k, v, batch.hidden))
 
         slots = step.merge_slots  # index_select: far quicker than indexing by a matrix
-        lse = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)
+        lses = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)
         parts = partial_out.index_select(0, slots.flatten()).view(*slots.shape, -1, dim)
-        merged = parts.mul_(torch.softmax(lse, dim=1)[..., None]).sum(dim=1)
-        if step.tokens is None:
-            out.copy_(merged)
-        else:
-            out.index_copy_(0, step.tokens, merged.to(out.dtype))
+        merged = parts.mul_(torch.softmax(lses, dim=1)[..., None]).sum(dim=1)
+        for result, value in ((out, merged), (lse, None if lse is None else lses.logsumexp(1))):
+            if result is None or value is None:
+                continue
+            if step.tokens is None:
+                result.copy_(value)
+            else:
+                result.index_copy_(0, step.tokens, value.to(result.dtype))
         return out
 
     def _gather(
@@ -256,7 +268,8 @@ class TorchExecutor(CpuExecutor):
         width: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K ``[num_runs, blocks, heads, head_dim, width]`` and V ``[num_runs, blocks, heads,
-        width, head_dim]`` of the named blocks, float32."""
+        width, head_dim]`` of the named blocks, float32.
+        """
 
         def pick(name: str, cache: torch.Tensor, in_place: bool) -> torch.Tensor:
             if isinstance(blocks, slice):
@@ -317,7 +330,8 @@ class TorchExecutor(CpuExecutor):
 
 class _Buffers:
     """Scratch tensors kept from layer to layer: fresh ones of this size would be returned to
-    the system and faulted in again each time."""
+    the system and faulted in again each time.
+    """
 
     def __init__(self) -> None:
         self._flat: dict[str, torch.Tensor] = {}
@@ -342,7 +356,7 @@ def _block_ids(ids: IntArray) -> BlockIds:
 
 
 def _padding(private: list[_PrivatePiece], first: int, total: int) -> np.ndarray:
-    """bool ``[total]``: partial results that only pad a ragged batch of queries."""
+    """Bool ``[total]``: partial results that only pad a ragged batch of queries."""
     pad = np.zeros(total, bool)
     at = first
     for piece in private:

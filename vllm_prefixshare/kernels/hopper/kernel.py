@@ -91,7 +91,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
               STAGES: gl.constexpr):
     """Attention of 64 rows over the KV tiles that any of them reads."""
     tile_info, slot_row, slot_partial, _, _, _, _ = plan
-    q, query_start, partial_out, partial_lse, out, tree_mask, tree_words, stride_q, stride_out = io
+    (q, query_start, partial_out, partial_lse, out, out_lse, tree_mask, tree_words, stride_q,
+     stride_out) = io
     G: gl.constexpr = Q_HEADS // KV_HEADS
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
@@ -198,6 +199,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
             direct = inside & (partial < 0)[:, None]
             gl.store(out + at[:, None] + dim_q[None, :], q_tile.load(Q), mask=direct)
+            if out_lse is not None:
+                lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
+                gl.store(out_lse + token.to(gl.int64) * Q_HEADS + head_q,
+                         gl.convert_layout(lse, Q_ROW), mask=there & (partial < 0))
             merged = there & (partial >= 0)
             # A branch on a reduction over `merged` would cost every iteration of the loop above:
             # from Triton 3.8 on a reduction ends in a shuffle, ptxas then takes the warps for
@@ -219,7 +224,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     "stride_q", "stride_out", "block_rows", "head_rows", "head_cols"])
 def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
-                      partial_out, partial_lse, out, tree_mask, tree_words,
+                      partial_out, partial_lse, out, out_lse, tree_mask, tree_words,
                       stride_table, stride_q,
                       stride_out, block_rows, head_rows, head_cols, qk_scale,
                       Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
@@ -231,6 +236,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
     a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
+    out_lse: as ``out`` without its last dimension; None where it is not wanted, for which Triton
+    makes a binary without it.
     D: ``HEAD_DIM`` rounded up to a power of two. RUNS: most runs of a tile, a power of two.
     """
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
@@ -251,7 +258,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
             run_row, run_kv_start, run_kv_end, run_readers)
-    io = (q, query_start, partial_out, partial_lse, out, tree_mask, tree_words, stride_q,
+    io = (q, query_start, partial_out, partial_lse, out, out_lse, tree_mask, tree_words, stride_q,
           stride_out)
     where = (block_rows, head_rows, head_cols)
     gl.warp_specialize(

@@ -10,14 +10,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
-from vllm_prefixshare.kernels.hopper.tile_info import WORDS
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 LOG2E = 1.4426950408889634
+#: how a KV block lies in shared memory
+KV_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +45,33 @@ class HopperShape:
 
     @property
     def chunks(self) -> int:
+        """Thread blocks that share a request with more than 128 query rows."""
         return -(-self.rows // 128)
 
     @property
     def max_tile_requests(self) -> int:
+        """Most requests of a work tile."""
         return max(1, 2 * (64 // self.rows))  # as many in each half
 
     @property
     def max_tile_runs(self) -> int:
         # each request has a private run, and n requests have at most n - 1 distinct nodes above
+        """Most runs of a work tile, a power of two."""
         return max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
 
     @property
     def padded_dim(self) -> int:
+        """``head_dim`` rounded up to a power of two."""
         return int(triton.next_power_of_2(self.head_dim))
 
     @property
     def kv_tile(self) -> int:
+        """Tokens of a KV tile."""
         return kv_tile(self.head_dim)
 
     @property
     def stages(self) -> int:
+        """KV tiles in shared memory."""
         return {64: 4, 128: 3, 256: 2}[self.padded_dim]
 
 
@@ -98,9 +106,8 @@ class CacheView:
         self.head_cols = 0 if by_rows else head
         rows = (num_blocks - 1) * self.block_rows + (heads - 1) * self.head_rows + block_size
         cols = head_dim if by_rows or heads == 1 else (heads - 1) * head + head_dim
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         self.descriptor = TensorDescriptor(
-            cache, [rows, cols], [token, 1], [block_size, padded_dim], layout
+            cache, [rows, cols], [token, 1], [block_size, padded_dim], KV_LAYOUT
         )
 
 
@@ -119,8 +126,10 @@ def hopper_partial_attention(
     partial_lse: torch.Tensor,
     out: torch.Tensor,
     sm_scale: float,
+    out_lse: torch.Tensor | None = None,
 ) -> None:
     """Launch; every argument was checked by the executor."""
+    arrays = PlanArrays(**plan)
     small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
     launch(
         partial_attention,
@@ -132,16 +141,17 @@ def hopper_partial_attention(
         seq_lens,
         len(seq_lens),
         query_start_loc,
-        plan["tile_info"],
-        plan["slot_row"],
-        plan["slot_partial"],
-        plan["run_row"],
-        plan["run_kv_start"],
-        plan["run_kv_end"],
-        plan["run_readers"],
+        arrays.tile_info,
+        arrays.slot_row,
+        arrays.slot_partial,
+        arrays.run_row,
+        arrays.run_kv_start,
+        arrays.run_kv_end,
+        arrays.run_readers,
         partial_out,
         partial_lse,
         out,
+        out_lse,
         seq_lens if tree_mask is None else tree_mask,
         0 if tree_mask is None else tree_mask.stride(0),
         block_table.stride(0),
@@ -181,27 +191,22 @@ class HopperKernel:
         self.num_workers = max(1, gpu.multi_processor_count // per_worker)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        return linked_layout(plan, self.shape.rows, self.max_tile_requests, self.max_tile_runs)
+        """As ``contract.Kernel.layout``."""
+        rows, most = self.shape.rows, (self.max_tile_requests, self.max_tile_runs)
+        return linked_layout(plan, rows, *most)._asdict()
 
     def capacity(self, num_reqs: int) -> Capacity:
+        """As ``contract.Kernel.capacity``."""
         # a tile for each request at worst, and one more where a worker's part ends; both sides
         # of such a cut leave partial results
         max_tiles = num_reqs + self.num_workers
         places = max_tiles + self.num_workers  # idle workers have a tile, too
-        slots, runs = places * self.max_tile_requests, places * self.max_tile_runs
-        sizes = {
-            "tile_info": places * WORDS,
-            "slot_row": slots,
-            "slot_partial": slots,
-            "run_row": runs,
-            "run_kv_start": runs,
-            "run_kv_end": runs,
-            "run_readers": runs,
-            "merge_indptr": num_reqs + 1,
-        }
-        return Capacity(max_tiles, runs, 2 * self.num_workers * self.max_tile_requests, sizes)
+        room = sizes(places, self.max_tile_requests, self.max_tile_runs, num_reqs)
+        max_partials = 2 * self.num_workers * self.max_tile_requests
+        return Capacity(max_tiles, places * self.max_tile_runs, max_partials, room._asdict())
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
+        """As ``contract.Kernel.launch``."""
         hopper_partial_attention(
             self.shape,
             self.num_workers,
@@ -217,10 +222,12 @@ class HopperKernel:
             t.partial_lse,
             t.out,
             sm_scale,
+            t.out_lse,
         )
 
 
 def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
+    """The shape of a layer as the kernel sees it."""
     return HopperShape(
         attention.num_qo_heads,
         attention.num_kv_heads,

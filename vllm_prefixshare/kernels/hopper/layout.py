@@ -4,7 +4,7 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.hopper.tile_info import (
+from vllm_prefixshare.kernels.hopper.arrays import (
     LEAVES_PARTIALS,
     LOW_REQS,
     LOW_RUNS,
@@ -13,6 +13,7 @@ from vllm_prefixshare.kernels.hopper.tile_info import (
     NUM_RUNS,
     WIDE_RUNS,
     WORDS,
+    PlanArrays,
 )
 from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -27,13 +28,14 @@ def kv_tile(head_dim: int) -> int:
 
 
 def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
+    """Whether the Hopper kernel can serve this shape on this compute capability."""
     size = attention.block_size
     return capability[0] == 9 and size in BLOCK_SIZES and size <= kv_tile(attention.head_dim)
 
 
 def linked_layout(
     plan: DecodePlan, rows_per_request: int, max_slots: int, max_runs: int
-) -> dict[str, IntArray]:
+) -> PlanArrays:
     """The arrays that the Hopper kernel walks, all int32.
 
     Everything lies at fixed places, so that a thread block that starts cold finds its first
@@ -48,17 +50,6 @@ def linked_layout(
         rows_per_request: query rows of one request on one KV head.
         max_slots, max_runs: places that every tile has for its requests and its runs.
 
-    Returns:
-        tile_info: ``[num_tiles, WORDS]``, see ``hopper.tile_info``. The runs of a tile are
-            sorted: first the wide ones, which both halves read, then those of the low half, then
-            those of the high.
-        slot_row, slot_partial: ``[num_tiles, max_slots]`` batch row and partial result (-1: the
-            output itself) of each request of each tile.
-        run_row, run_kv_start, run_kv_end: ``[num_tiles, max_runs]`` as in the plan.
-        run_readers: ``[num_tiles, max_runs]`` ``first | last << 16``: readers among the tile's
-            requests.
-        merge_indptr: as in the plan.
-
     Raises:
         PrefixShareError: a tile has more requests or runs than there are places.
     """
@@ -70,22 +61,13 @@ def linked_layout(
         plan.tile_run_indptr,
         (plan.tile_req_indices, plan.partial_indices),
         (plan.run_row, plan.run_kv_start, plan.run_kv_end),
-        plan.run_first,
-        plan.run_last,
+        plan.run_reader_start,
+        plan.run_reader_end,
         rows_per_request > HALF_ROWS,  # the only request of a tile is in both halves
         max_slots,
         max_runs,
     )
-    return {
-        "tile_info": info,
-        "slot_row": slots[0],
-        "slot_partial": slots[1],
-        "run_row": runs[0],
-        "run_kv_start": runs[1],
-        "run_kv_end": runs[2],
-        "run_readers": runs[3],
-        "merge_indptr": plan.merge_indptr,
-    }
+    return PlanArrays._make((info, *slots, *runs, plan.merge_indptr))
 
 
 def _require_room(what: str, indptr: IntArray, name: str, limit: int) -> None:
@@ -104,8 +86,8 @@ def link_tiles(
     run_indptr: IntArray,
     reqs: tuple[IntArray, IntArray],
     runs: tuple[IntArray, IntArray, IntArray],
-    run_first: IntArray,
-    run_last: IntArray,
+    run_reader_start: IntArray,
+    run_reader_end: IntArray,
     all_wide: bool,
     max_slots: int,
     max_runs: int,
@@ -137,27 +119,27 @@ def link_tiles(
             if tile > work_indptr[w]:
                 info[place, NEXT_TILE] = free + 1
                 place, free = free, free + 1
-            begin, end = req_indptr[tile], req_indptr[tile + 1]
+            first_req, num_reqs = req_indptr[tile], req_indptr[tile + 1] - req_indptr[tile]
             for k in range(2):
-                slots[k, place, : end - begin] = reqs[k][begin:end]
-            for req in range(begin, end):
+                slots[k, place, :num_reqs] = reqs[k][first_req : first_req + num_reqs]
+            for req in range(first_req, first_req + num_reqs):
                 info[place, LEAVES_PARTIALS] |= reqs[1][req] >= 0
-            half = (end - begin + 1) // 2
+            half = (num_reqs + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
             wide = low = 0
             for run in range(first_run, last_run):
-                is_wide = all_wide or run_first[run] < half < run_last[run]
+                is_wide = all_wide or run_reader_start[run] < half < run_reader_end[run]
                 wide += is_wide
-                low += not is_wide and run_first[run] < half
+                low += not is_wide and run_reader_start[run] < half
             next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
             for run in range(first_run, last_run):
-                first, last = run_first[run], run_last[run]
-                kind = 0 if all_wide or first < half < last else 1 if first < half else 2
+                start, end = run_reader_start[run], run_reader_end[run]
+                kind = 0 if all_wide or start < half < end else 1 if start < half else 2
                 at = next_of_kind[kind]
                 next_of_kind[kind] += 1
                 for k in range(3):
                     out[k, place, at] = runs[k][run]
-                out[3, place, at] = first | last << 16
-            info[place, NUM_REQS], info[place, NUM_RUNS] = end - begin, last_run - first_run
+                out[3, place, at] = start | end << 16
+            info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, last_run - first_run
             info[place, WIDE_RUNS], info[place, LOW_RUNS], info[place, LOW_REQS] = wide, low, half
     return info, slots, out

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-import vllm_prefixshare.kernels.hopper.tile_info as tile_info_words
+import vllm_prefixshare.kernels.hopper.arrays as tile_info_words
 from vllm_prefixshare.kernels.hopper.gluon_names import async_load
 
 NUM_REQS = gl.constexpr(tile_info_words.NUM_REQS)

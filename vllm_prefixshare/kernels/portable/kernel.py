@@ -1,10 +1,10 @@
 """Partial attention in plain Triton, for every NVIDIA GPU from compute capability 8.0 on.
 
-A thread block belongs to one worker and
-one KV head, walks the worker's work tiles, and in each of them first the long runs, one KV tile
-after the other, then one list of the KV tiles into which ``layout.walk_layout`` has packed the
-short ones and what was left of the long. Which rows read a run is one interval, thanks to
-depth-first order: DeFT's bit mask (section 3.3) in two integers.
+A thread block belongs to one worker and one KV head, and walks the worker's work tiles. Of a tile
+it reads the long runs first, one KV tile after the other. Then it reads one list of the KV tiles
+into which ``layout.walk_layout`` has packed the short runs and what was left of the long ones. In
+depth-first order the rows that read a run are one interval: two integers in place of DeFT's bit
+mask (section 3.3).
 
 A load whose address is itself loaded in the same iteration is not pipelined by Triton, so block
 ids are carried through the loops in registers, and so is where the KV tile after the next lies.
@@ -16,7 +16,7 @@ ids are carried through the loops in registers, and so is where the KV tile afte
 import triton
 import triton.language as tl
 
-import vllm_prefixshare.kernels.portable.tile_info as words
+import vllm_prefixshare.kernels.portable.arrays as words
 
 FIRST_SLOT = tl.constexpr(words.FIRST_SLOT)
 NUM_REQS = tl.constexpr(words.NUM_REQS)
@@ -54,7 +54,8 @@ def _visible(pos, reads, query, first_query, token, tree_mask, stride_mask,
 @triton.jit
 def _settled(x):
     """``x``, computed where it is. Otherwise Triton would repeat the loads that it comes from
-    in the layout of the scores, where a thread holds a copy of every fourth token."""
+    in the layout of the scores, where a thread holds a copy of every fourth token.
+    """
     return tl.max(tl.broadcast_to(x[:, None], [x.shape[0], 2]), 1)
 
 
@@ -69,7 +70,8 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
                 BLOCK_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
     rows of ``reads`` see. The mask is one of rows, so it costs nothing per score: a row that
-    does not read has an infinite maximum for the time being."""
+    does not read has an infinite maximum for the time being.
+    """
     m, total, acc = state
     cols = tl.arange(0, KV_TILE_SIZE)
     dim = tl.arange(0, D)
@@ -103,7 +105,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                   KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones that are listed
     from ``first`` on, then the ``new`` ones from ``opened`` on, again and again, each time a
-    unit further."""
+    unit further.
+    """
     m, total, acc = state
     part_row, part_pos, part_readers = parts
     PARTS: tl.constexpr = KV_TILE_SIZE // UNIT
@@ -177,14 +180,18 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
 def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
                       work_indptr, tile_info, slot_row, slot_partial, slot_end, run_row,
                       run_start, run_end, run_readers, part_row, part_pos, part_readers,
-                      partial_out, partial_lse, out,
+                      partial_out, partial_lse, out, out_lse,
                       stride_block, stride_token, stride_head, stride_table, stride_q, stride_out,
                       stride_mask, qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                       HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
                       TREE: tl.constexpr, CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
                       KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest."""
+    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
+
+    out_lse: as ``out`` without its last dimension; None where it is not wanted, for which Triton
+    makes a binary without it.
+    """
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
     kv_head = tl.program_id(0) % KV_HEADS
@@ -258,6 +265,9 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             at = (token.to(tl.int64) * stride_out + q_head * HEAD_DIM)[:, None] + dim[None, :]
             value = result.to(out.dtype.element_ty)
             tl.store(out + at, value, mask=inside & to_out[:, None])
+            if out_lse is not None:
+                lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
+                tl.store(out_lse + token.to(tl.int64) * Q_HEADS + q_head, lse, mask=to_out)
         if tl.max(to_partial.to(tl.int32), 0) != 0:
             at_lse = (partial * QUERY_LEN + query).to(tl.int64) * Q_HEADS + q_head
             at = (at_lse * HEAD_DIM)[:, None] + dim[None, :]

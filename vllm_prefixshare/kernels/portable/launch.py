@@ -1,5 +1,6 @@
 """Launching the portable kernel: size of its Q tile, limits of a plan, what Triton needs to know
-beside the tensors."""
+beside the tensors.
+"""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ import triton
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.launching import launch
+from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
-from vllm_prefixshare.kernels.portable.tile_info import WORDS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -78,6 +79,7 @@ def portable_partial_attention(
     partial_lse: torch.Tensor,
     out: torch.Tensor,
     sm_scale: float,
+    out_lse: torch.Tensor | None = None,
 ) -> None:
     """Launch; the arguments have been checked by the executor.
 
@@ -86,7 +88,7 @@ def portable_partial_attention(
     Args:
         num_workers: that the plan was made for.
         query_len: most query tokens of a request.
-        plan: int32 device arrays of ``portable.layout.walk_layout``.
+        plan: the arrays of ``portable.arrays`` on the device.
         q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16 or float16.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same
             strides, multiples of 8 elements; head_dim contiguous. NHD and HND alike.
@@ -100,11 +102,13 @@ def portable_partial_attention(
         partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm.
         out: like ``q``.
         sm_scale: softmax scale, above 0.
+        out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: written where ``out`` is.
     """
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     rows_per_request = query_len * num_qo_heads // num_kv_heads
     chunks = tile.chunks(rows_per_request)
+    arrays = PlanArrays(**plan)
     launch(
         partial_attention,
         (num_workers * chunks * num_kv_heads,),
@@ -115,21 +119,22 @@ def portable_partial_attention(
         seq_lens,
         seq_lens if query_start_loc is None else query_start_loc,
         seq_lens if tree_mask is None else tree_mask,
-        plan["work_indptr"],
-        plan["tile_info"],
-        plan["slot_row"],
-        plan["slot_partial"],
-        plan["slot_end"],
-        plan["run_row"],
-        plan["run_start"],
-        plan["run_end"],
-        plan["run_readers"],
-        plan["part_row"],
-        plan["part_pos"],
-        plan["part_readers"],
+        arrays.work_indptr,
+        arrays.tile_info,
+        arrays.slot_row,
+        arrays.slot_partial,
+        arrays.slot_end,
+        arrays.run_row,
+        arrays.run_start,
+        arrays.run_end,
+        arrays.run_readers,
+        arrays.part_row,
+        arrays.part_pos,
+        arrays.part_readers,
         partial_out,
         partial_lse,
         out,
+        out_lse,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
@@ -172,28 +177,23 @@ class PortableKernel:
         self.grid = Grid.of(self.tile.kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        return walk_layout(plan, self.grid)
+        """As ``contract.Kernel.layout``."""
+        return walk_layout(plan, self.grid)._asdict()
 
     def capacity(self, num_reqs: int) -> Capacity:
+        """As ``contract.Kernel.capacity``."""
         # depth first makes a tile for every request at worst, and at most two for each worker
         # where windows are cut: only those leave partial results
         max_tiles = num_reqs + 2 * self.num_workers
         max_partials = 2 * self.num_workers * self.max_tile_requests
         max_runs = 2 * num_reqs + max_tiles  # n requests have at most n - 1 distinct nodes above
         max_parts = max_parts_of(self.grid, max_runs, max_tiles)
-        sizes = {
-            "work_indptr": self.num_workers + 1,
-            "tile_info": max_tiles * WORDS,
-            "slot_row": num_reqs + max_partials,
-            "slot_partial": num_reqs + max_partials,
-            "slot_end": num_reqs + max_partials,
-            **dict.fromkeys(("run_row", "run_start", "run_end", "run_readers"), max_runs),
-            **dict.fromkeys(("part_row", "part_pos", "part_readers"), max_parts),
-            "merge_indptr": num_reqs + 1,
-        }
-        return Capacity(max_tiles, max_runs, max_partials, sizes)
+        slots = num_reqs + max_partials
+        room = sizes(self.num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
+        return Capacity(max_tiles, max_runs, max_partials, room._asdict())
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
+        """As ``contract.Kernel.launch``."""
         portable_partial_attention(
             self.tile,
             self.num_workers,
@@ -210,4 +210,5 @@ class PortableKernel:
             t.partial_lse,
             t.out,
             sm_scale,
+            t.out_lse,
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.kernels.portable.tile_info import (
+from vllm_prefixshare.kernels.portable.arrays import (
     END_RUN,
     FIRST_PART,
     FIRST_RUN,
@@ -15,6 +15,7 @@ from vllm_prefixshare.kernels.portable.tile_info import (
     NUM_REQS,
     PLANNED_KV_TILES,
     WORDS,
+    PlanArrays,
 )
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END, IntArray
@@ -40,6 +41,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, kv_tile: int, block_size: int, query_len: int) -> "Grid":
+        """The grid for a KV tile, a block size and a number of query tokens."""
         own = query_len if query_len > 1 else 0
         return cls(kv_tile, math.gcd(kv_tile, block_size), own)
 
@@ -47,53 +49,38 @@ class Grid(NamedTuple):
 @compiled
 def max_parts_of(grid: Grid, num_runs: int, num_tiles: int) -> int:
     """Most parts that ``walk_layout`` writes: of each run less than ``long`` KV tiles, its
-    queries and a part for new tokens; and each tile has two lists of whole KV tiles."""
+    queries and a part for new tokens; and each tile has two lists of whole KV tiles.
+    """
     per_tile = grid.kv_tile // grid.unit
     per_run = grid.long * per_tile + (grid.kv_tile + grid.own_queries) // grid.unit + 3
     return per_run * num_runs + (2 * per_tile * num_tiles)
 
 
-def walk_layout(plan: DecodePlan, grid: Grid) -> dict[str, IntArray]:
+def walk_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
     """The arrays that the portable kernel walks, all int32.
 
     What a tile reads is written down twice: whole KV tiles of long runs as runs, everything
     else as parts of one unit, which fill KV tiles that several runs share. The last such KV
     tiles are for the tokens that come after the plan: a part for each request, to be read
     again a unit further on as often as the longest request asks for.
-
-    Returns:
-        work_indptr, merge_indptr: as in the plan.
-        tile_info: ``[num_tiles, WORDS]``, see ``portable.tile_info``.
-        slot_row, slot_partial: ``[num_slots]`` batch row and partial result (-1: the output
-            itself) of each request of each tile.
-        slot_end: ``[num_slots]`` token at which the request's part for new tokens begins.
-        run_row, run_start, run_end, run_readers: ``[num_runs]`` batch row, tokens, and
-            ``first | last << 16`` among the tile's requests.
-        part_row, part_pos, part_readers: ``[num_parts]`` batch row, first token, readers.
     """
     info, slot_end, runs, parts = _runs_and_parts(
         plan.tile_req_indptr,
         plan.tile_req_indices,
         plan.tile_run_indptr,
-        (plan.run_row, plan.run_kv_start, plan.run_kv_end, plan.run_first, plan.run_last),
+        (
+            plan.run_row,
+            plan.run_kv_start,
+            plan.run_kv_end,
+            plan.run_reader_start,
+            plan.run_reader_end,
+        ),
         plan.planned_seq_lens,
         grid,
     )
-    return {
-        "work_indptr": plan.work_indptr,
-        "tile_info": info,
-        "slot_row": plan.tile_req_indices,
-        "slot_partial": plan.partial_indices,
-        "slot_end": slot_end,
-        "run_row": runs[0],
-        "run_start": runs[1],
-        "run_end": runs[2],
-        "run_readers": runs[3],
-        "part_row": parts[0],
-        "part_pos": parts[1],
-        "part_readers": parts[2],
-        "merge_indptr": plan.merge_indptr,
-    }
+    slots = plan.tile_req_indices, plan.partial_indices, slot_end
+    arrays = plan.work_indptr, info, *slots, *runs, *parts, plan.merge_indptr
+    return PlanArrays._make(arrays)
 
 
 @compiled
@@ -106,7 +93,7 @@ def _runs_and_parts(
     grid: Grid,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """tile_info, slot_end, ``[4, num_runs]`` and ``[3, num_parts]`` of ``walk_layout``."""
-    run_row, run_start, run_end, run_first, run_last = runs
+    run_row, run_start, run_end, run_reader_start, run_reader_end = runs
     kv_tile, unit, num_tiles = grid.kv_tile, grid.unit, len(req_indptr) - 1
     per_tile = kv_tile // unit
     long = np.empty((4, len(run_row)), np.int32)
@@ -123,9 +110,9 @@ def _runs_and_parts(
             row, start, end = run_row[r], run_start[r], run_end[r]
             if end == OPEN_END:
                 end = max(start, -(-planned[row] // unit) * unit)
-            readers = run_first[r] | run_last[r] << 16
+            readers = run_reader_start[r] | run_reader_end[r] << 16
             seen = end  # by every query of the readers
-            if run_last[r] - run_first[r] == 1:
+            if run_reader_end[r] - run_reader_start[r] == 1:
                 seen = min(end, planned[row] - grid.own_queries)
             whole = (seen - start) // kv_tile
             if whole >= grid.long:
@@ -145,9 +132,9 @@ def _runs_and_parts(
             if run_end[r] == OPEN_END:
                 row = run_row[r]
                 end = max(run_start[r], -(-planned[row] // unit) * unit)
-                slot_end[slots + run_first[r]] = end
+                slot_end[slots + run_reader_start[r]] = end
                 parts[0, num_parts], parts[1, num_parts] = row, end
-                parts[2, num_parts] = run_first[r] | run_last[r] << 16
+                parts[2, num_parts] = run_reader_start[r] | run_reader_end[r] << 16
                 num_parts += 1
         steps = -(-(num_parts - begun) // per_tile)
         info[t, NEW_KV_TILES] = steps

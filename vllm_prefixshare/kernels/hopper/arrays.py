@@ -1,0 +1,40 @@
+"""The arrays that the Hopper kernel walks, their sizes, and the words of a work tile in
+``tile_info``, as the host writes and the kernel reads them.
+
+NEXT_TILE: 1 + the worker's next tile, 0 if there is none. LOW_REQS: requests of the low half.
+LEAVES_PARTIALS: 1 if any request of the tile has a partial result, else 0.
+"""
+
+from typing import Any, NamedTuple
+
+NUM_REQS, NUM_RUNS, WIDE_RUNS, LOW_RUNS, NEXT_TILE, LOW_REQS, LEAVES_PARTIALS = range(7)
+WORDS = 8  # from tile to tile: 32 bytes, a sector of memory
+
+
+class PlanArrays(NamedTuple):
+    """A value for each array of a plan, all int32: on the host, on the device, or its size.
+
+    tile_info: ``[num_tiles, WORDS]``. The runs of a tile are sorted: first the wide ones, which
+        both halves read, then those of the low half, then those of the high.
+    slot_row, slot_partial: ``[num_tiles, max_slots]`` batch row and partial result (-1: the
+        output itself) of each request of each tile.
+    run_row, run_kv_start, run_kv_end: ``[num_tiles, max_runs]`` as in the plan.
+    run_readers: ``[num_tiles, max_runs]`` ``reader_start | reader_end << 16`` among the tile's
+        requests.
+    merge_indptr: ``[num_reqs + 1]`` as in the plan.
+    """
+
+    tile_info: Any
+    slot_row: Any
+    slot_partial: Any
+    run_row: Any
+    run_kv_start: Any
+    run_kv_end: Any
+    run_readers: Any
+    merge_indptr: Any
+
+
+def sizes(num_tiles: int, max_slots: int, max_runs: int, num_reqs: int) -> PlanArrays:
+    """Entries of each array for so many tiles, idle workers' included, and requests."""
+    slots, runs = num_tiles * max_slots, num_tiles * max_runs
+    return PlanArrays(num_tiles * WORDS, slots, slots, runs, runs, runs, runs, num_reqs + 1)
