@@ -1,0 +1,150 @@
+"""What each rank of ``test_ranks.py`` does: a process of its own, over gloo."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.batches import PagedBatch, paged_batch
+from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare.distributed.ring import RingDecode
+from vllm_prefixshare.distributed.shards import shard
+from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16, "seed": 1},
+    "long": {"document_blocks": 21, "private_blocks": 9, "heads": (6, 2), "head_dim": 80},
+    "one short request": {"documents": 1, "requests": 1},
+}
+WAYS = (*REDUCTIONS, "ring")
+PATIENCE = 60.0  # seconds, where nobody is late on purpose
+SOON = 3.0
+
+
+def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    last = rank == size - 1
+    found: dict[str, Any] = {}
+
+    deciders: dict[Any, Any] = {}
+    for name, options in CASES.items():
+        batch = paged_batch(**options)
+        if name == "one short request":
+            batch.seq_lens[:] = 5
+        _, expected_lse = expected = whole(batch)
+        table, lens, caches = own_part(batch, rank, size)
+        found[name, "empty"] = int((lens == 0).sum())
+        for way in WAYS:
+            key = way, batch.q.dtype, batch.q.shape[1:]
+            if key not in deciders:
+                deciders[key] = make(batch, way)
+            decider = deciders[key]
+            decider.plan(table, lens)
+            tables = [] if way == "ring" else [torch.from_numpy(x) for x in (table, lens)]
+            out, lse = decider.run(batch.q, *caches, *tables)
+            difference = (out.double() - expected[0]).norm() / expected[0].norm()
+            found[name, way] = {
+                "error": float(difference),
+                "lse error": float((lse.double() - expected_lse).abs().max()),
+                "dtype": out.dtype == batch.q.dtype and lse.dtype == torch.float32,
+                "bits": out.view(torch.uint8).numpy().tobytes() + lse.numpy().tobytes(),
+            }
+
+    batch = paged_batch()
+    other = paged_batch(heads=(8, 2)) if last else batch
+    found["other heads"] = sentence(lambda: make(other, "gather"))
+    other = paged_batch(dtype=torch.bfloat16) if last else batch
+    found["other dtype"] = sentence(lambda: make(other, "ring"))
+    found["other reduction"] = sentence(lambda: make(batch, "energy" if last else "gather"))
+    there = dist.is_gloo_available
+    dist.is_gloo_available = (lambda: False) if last else there  # type: ignore[assignment]
+    found["no backend"] = sentence(lambda: make(batch, "gather"))
+    dist.is_gloo_available = there  # type: ignore[assignment]
+    found["unknown backend"] = sentence(lambda: make(batch, "gather", backend="smoke"))
+    table, lens, caches = own_part(batch, rank, size)
+    few = slice(0, 2 if last else None)
+    decider = make(batch, "gather")
+    found["other requests"] = sentence(lambda: decider.plan(table[few], lens[few]))
+    ring = deciders["ring", batch.q.dtype, batch.q.shape[1:]]
+    ring.plan(table, lens)
+    more = [torch.cat([c, c]) if last else c for c in caches]
+    found["other cache"] = sentence(lambda: ring.run(batch.q, *more))
+
+    # from here on a rank is late or dead
+    tables = [torch.from_numpy(x) for x in (table, lens)]
+    late, dead, passing = (make(batch, way, SOON) for way in ("gather", "all_reduce", "ring"))
+    for decider in (late, dead, passing):
+        decider.plan(table, lens)
+    passing.run(batch.q, *caches)
+    if not last:
+        found["late"] = timed_sentence(lambda: late.run(batch.q, *caches, *tables))
+        found["absent"] = timed_sentence(lambda: make(batch, "gather", SOON))
+    else:
+        time.sleep(2 * SOON + 1)
+    if last:
+        results.send(found)
+        os._exit(7)
+    found["dead"] = timed_sentence(lambda: dead.run(batch.q, *caches, *tables))
+    found["dead ring"] = timed_sentence(lambda: passing.run(batch.q, *caches))
+    results.send(found)
+    os._exit(0)  # the groups are broken: nothing to say goodbye to
+
+
+def make(batch: PagedBatch, way: str, timeout: float = PATIENCE, **options: Any) -> Any:
+    def wrapper() -> PrefixShareDecodeWrapper:
+        return PrefixShareDecodeWrapper(
+            num_qo_heads=batch.q.shape[1],
+            num_kv_heads=batch.k_cache.shape[2],
+            head_dim=batch.q.shape[2],
+            block_size=batch.k_cache.shape[1],
+            dtype=batch.q.dtype,
+        )
+
+    if way == "ring":
+        return RingDecode(wrapper, timeout=timeout, **options)
+    return TreeDecode(wrapper(), reduction=way, timeout=timeout, **options)
+
+
+def whole(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of all tokens, in float64."""
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens))
+    return reference_attention_and_lse(batch.q, batch.k_cache, batch.v_cache, *tables)
+
+
+def own_part(
+    batch: PagedBatch, rank: int, size: int
+) -> tuple[np.ndarray, np.ndarray, list[torch.Tensor]]:
+    """The rank's shard; blocks of the others hold NaN in its cache."""
+    block_size = batch.k_cache.shape[1]
+    table, lens = shard(batch.block_table, batch.seq_lens, block_size, rank, size)
+    own = np.zeros(len(batch.k_cache), bool)
+    for row, length in zip(table, lens, strict=True):
+        own[row[: -(-length // block_size)]] = True
+    caches = [cache.clone() for cache in (batch.k_cache, batch.v_cache)]
+    for cache in caches:
+        cache[~torch.from_numpy(own)] = torch.nan
+    return table, lens, caches
+
+
+def sentence(call: Callable[[], object]) -> str:
+    """What ``call`` is refused with."""
+    try:
+        call()
+    except PrefixShareError as e:
+        return str(e)
+    return "nothing was refused"
+
+
+def timed_sentence(call: Callable[[], object]) -> tuple[str, float]:
+    started = time.monotonic()
+    return sentence(call), time.monotonic() - started

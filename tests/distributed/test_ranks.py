@@ -1,0 +1,139 @@
+"""Tree reduction and ring attention over gloo, with 2, 3 and 8 processes, against attention of all
+tokens in float64; and what ranks that disagree, come late or die are told.
+"""
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare.distributed.shards import shard
+from vllm_prefixshare.distributed.tree_reduction import TreeDecode
+
+from .at_work import CASES, SOON, WAYS, rank_at_work
+
+SIZES = (2, 3, 8)
+#: relative error of the output: its rounding, and for bfloat16 that of each rank's result
+TOLERANCE = {"bfloat16": 6e-3}
+DEADLINE = 240  # seconds for a world on a busy machine; most of a minute at the very worst else
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, list[dict[Any, Any]]]]:
+    """What each rank of each world found, by world size. The worlds run at the same time, because
+    their ranks wait for each other on purpose; their processes are forked from one that has
+    imported torch already.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.at_work"])
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in SIZES]
+    ranks, pipes = {}, {}
+    try:
+        for size, store in zip(SIZES, stores, strict=True):
+            for rank in range(size):
+                receiver, sender = context.Pipe(duplex=False)
+                arguments = rank, size, store.port, sender
+                ranks[size, rank] = context.Process(target=rank_at_work, args=arguments)
+                ranks[size, rank].start()
+                sender.close()
+                pipes[size, rank] = receiver
+        found: dict[int, list[dict[Any, Any]]] = {size: [] for size in SIZES}
+        for (size, rank), pipe in pipes.items():
+            assert pipe.poll(DEADLINE), f"rank {rank} of {size} hangs"
+            found[size].append(pipe.recv())
+        for (size, rank), process in ranks.items():
+            process.join(10)
+            assert process.exitcode == (7 if rank == size - 1 else 0)
+        yield found
+    finally:
+        for process in ranks.values():
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(params=SIZES, ids="{} ranks".format)
+def world(request: pytest.FixtureRequest, worlds: dict[int, list[dict]]) -> list[dict[Any, Any]]:
+    return worlds[request.param]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_has_the_attention_over_all_tokens(world, case, way):
+    for result in (found[case, way] for found in world):
+        assert result["error"] < TOLERANCE.get(case, 2e-6)
+        assert result["lse error"] < 1e-5 and result["dtype"]
+    if way != "ring":  # ranks that decode on must choose the same token
+        assert len({found[case, way]["bits"] for found in world}) == 1
+
+
+def test_some_shards_are_empty(world):
+    assert sum(found["one short request", "empty"] for found in world) == len(world) - 1
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("other heads", "ranks disagree: num_qo_heads is 4 on rank 0 and 8 on rank {last}"),
+        ("other dtype", "ranks disagree: dtype is float32 on rank 0 and bfloat16 on rank {last}"),
+        ("other reduction", "reduction is gather on rank 0 and energy on rank {last}"),
+        ("no backend", "rank {last}: this torch has no backend 'gloo': install one that has it"),
+        ("unknown backend", "rank 0: backend must be gloo or nccl, got 'smoke'"),
+        ("other requests", "the number of requests is 8 on rank 0 and 2 on rank {last}"),
+        ("other cache", "ranks disagree: the KV cache is"),
+    ],
+)
+def test_every_rank_says_what_disagrees(world, case, text):
+    for found in world:
+        assert text.format(last=len(world) - 1) in found[case]
+        assert found[case].count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("late", "an all-gather failed: another rank has ended, or was elsewhere for 3 s"),
+        ("absent", "rank {last} of {size} did not come within 3 s"),
+        ("dead", "an all-reduce failed: another rank has ended"),
+        ("dead ring", "passing KV on failed: another rank has ended"),
+    ],
+)
+def test_nobody_waits_for_ever(world, case, text):
+    last = len(world) - 1
+    for rank, found in enumerate(world[:-1]):
+        said, seconds = found[case]
+        assert said.startswith(f"rank {rank}: ")
+        assert text.format(last=last, size=len(world)) in said
+        assert seconds < 10 * SOON
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_shards_hold_every_token_once(size):
+    rng = np.random.default_rng(size)
+    lens = rng.integers(1, 100, 20).astype(np.int32)
+    table = np.arange(20 * 13, dtype=np.int32).reshape(20, 13)
+    seen: list[set[tuple[int, int]]] = [set() for _ in lens]
+    for rank in range(size):
+        own_table, own_lens = shard(table, lens, 8, rank, size)
+        for row, own, length in zip(seen, own_table, own_lens, strict=True):
+            here = {(int(own[t // 8]), t % 8) for t in range(length)}
+            assert not row & here
+            row |= here
+    for request, row in enumerate(seen):
+        assert row == {(int(table[request, t // 8]), t % 8) for t in range(lens[request])}
+
+
+def test_without_ranks_it_says_how_to_start():
+    wrapper = PrefixShareDecodeWrapper(
+        num_qo_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32
+    )
+    with pytest.raises(PrefixShareError, match="not initialised: call init_process_group first"):
+        TreeDecode(wrapper)
+    with pytest.raises(PrefixShareError, match="reduction must be one of gather, all_reduce"):
+        TreeDecode(wrapper, reduction="bush")  # type: ignore[arg-type]
+    with pytest.raises(PrefixShareError, match="rank must be from 0 to 1, got 2"):
+        shard(np.zeros((1, 2), np.int32), np.ones(1, np.int32), 16, 2, 2)

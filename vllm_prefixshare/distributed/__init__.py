@@ -1,0 +1,1 @@
+"""Decode attention over KV that is sharded along the sequence across ranks (Tree Attention)."""

@@ -1,0 +1,222 @@
+"""Ranks that agree on what they compute, and whose collectives end in time."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_prefixshare.records import PrefixShareError
+
+#: groups made so far in this process, by their ranks: every rank counts alike
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+class Ranks:
+    """A process group of its own, with a time-out, over the ranks of another one.
+
+    Ranks describe what they are about to do, through the store of torch.distributed, before
+    they open a connection to each other: ranks that disagree, or do not come, are named in one
+    sentence on every rank that did.
+
+    Args:
+        device: of the tensors: nccl carries those of a GPU, gloo those of a CPU.
+        describe: what all ranks must have in common, names and JSON values.
+        group: the ranks; all of them if None.
+        timeout: seconds within which a call to another rank ends.
+        backend: another one than the device's own.
+
+    Attributes:
+        rank, size: this rank, and how many there are.
+
+    Raises:
+        PrefixShareError: torch.distributed is not initialised, the backend is missing on a rank,
+            ranks disagree, or a rank does not answer in time.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        describe: dict[str, Any],
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 30.0,
+        backend: str | None = None,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise PrefixShareError(
+                "torch.distributed is not initialised: call init_process_group first."
+            )
+        if not timeout > 0:
+            raise PrefixShareError(f"timeout must be positive, got {timeout} seconds.")
+        self.timeout = timedelta(seconds=timeout)
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if dist.get_rank() not in members:
+            raise PrefixShareError(f"rank {dist.get_rank()} is not in the group {members}.")
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        self._members = members
+        backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        problem = _problem(backend, device)
+        self._agree_by_store({"backend": backend, **describe, "": problem})
+        # the host's group carries what ranks say to each other, whatever carries the tensors
+        self._host = self._new_group("gloo")
+        self.group = self._host if backend == "gloo" else self._new_group(backend)
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        with self.within_time(f"connecting through {backend}"):
+            made: dist.ProcessGroup = dist.new_group(
+                self._members, self.timeout, backend, use_local_synchronization=True
+            )
+        return made
+
+    def _agree_by_store(self, mine: dict[str, Any]) -> None:
+        """Before there is a connection."""
+        _made[tuple(self._members)] += 1
+        number = _made[tuple(self._members)]
+        prefix = f"vllm_prefixshare/{self._members}/{number}"
+        said: list[dict[str, Any]] = []
+        missing: list[int] = []
+        try:
+            store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            store.set(str(self.rank), json.dumps(mine))
+            for rank in range(self.size):
+                # once a rank has not come in time the others have, or are not waited for
+                patience = timedelta(seconds=0.1) if missing else self.timeout
+                try:
+                    store.wait([str(rank)], patience)
+                except dist.DistStoreError:
+                    missing.append(rank)
+                    continue
+                said.append(json.loads(store.get(str(rank))))
+        except RuntimeError as e:
+            raise PrefixShareError(
+                f"rank {self.rank}: the store of torch.distributed cannot be reached, the process "
+                f"that holds it has ended ({_one_line(e)})."
+            ) from None
+        if missing:
+            raise PrefixShareError(
+                f"rank {self.rank}: rank {_listed(missing)} of {self.size} did not come within "
+                f"{self.timeout.total_seconds():g} s: start all of them, and look at their logs."
+            )
+        self._compare(said)
+
+    def agree(self, describe: dict[str, Any]) -> None:
+        """Make sure that all ranks say the same; every rank must call it.
+
+        Raises:
+            PrefixShareError: they do not, or one is missing.
+        """
+        said: list[dict[str, Any]] = self.exchange(describe)
+        self._compare(said)
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What every rank says, by rank; every rank must call it.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        said: list[Any] = [None] * self.size
+        with self.within_time("talking to the other ranks"):
+            dist.all_gather_object(said, mine, group=self._host)
+        return said
+
+    def _compare(self, said: list[dict[str, Any]]) -> None:
+        for rank, theirs in enumerate(said):
+            if theirs.get(""):
+                raise PrefixShareError(f"rank {rank}: {theirs['']}")
+        for rank, theirs in enumerate(said):
+            for name, value in said[0].items():
+                if theirs.get(name) != value:
+                    raise PrefixShareError(
+                        f"ranks disagree: {name} is {value} on rank 0 and {theirs.get(name)} on "
+                        f"rank {rank}: make it the same on all of them."
+                    )
+
+    @contextmanager
+    def within_time(self, doing: str) -> Iterator[None]:
+        """Turn the end of a connection, or of the time, into one sentence."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as e:
+            if isinstance(e, PrefixShareError):
+                raise
+            raise PrefixShareError(
+                f"rank {self.rank}: {doing} failed: another rank has ended, or was elsewhere for "
+                f"{self.timeout.total_seconds():g} s: restart all ranks ({_one_line(e)})."
+            ) from None
+
+    def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """``x``, reduced in place over all ranks.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        with self.within_time("an all-reduce"):
+            dist.all_reduce(x, op, group=self.group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[size, *x.shape]``: every rank's ``x``, by rank.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        gathered = x.new_empty(self.size, *x.shape)
+        with self.within_time("an all-gather"):
+            dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=self.group)
+        return gathered
+
+    def pass_on(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        """Send tensors to the next rank and receive the last one's, of the same shapes.
+
+        Returns:
+            What is received, and what to call before it is read.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        received = [torch.empty_like(t) for t in tensors]
+        to = self._members[(self.rank + 1) % self.size]
+        source = self._members[self.rank - 1]
+        operations = []
+        for tag, (mine, theirs) in enumerate(zip(tensors, received, strict=True)):
+            operations.append(dist.P2POp(dist.isend, mine, to, self.group, tag))
+            operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
+        with self.within_time("passing KV on"):
+            works = dist.batch_isend_irecv(operations)
+
+        def wait() -> None:
+            with self.within_time("passing KV on"):
+                for work in works:
+                    work.wait(self.timeout)
+
+        return received, wait
+
+    def close(self) -> None:
+        """End the connections. Every rank should."""
+        for group in {self.group, self._host}:
+            dist.destroy_process_group(group)
+
+
+def _problem(backend: str, device: torch.device) -> str | None:
+    there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    if backend not in there:
+        return f"backend must be gloo or nccl, got {backend!r}."
+    if not dist.is_gloo_available() or not there[backend]():
+        return f"this torch has no backend {backend!r}: install one that has it."
+    if (backend == "nccl") != (device.type == "cuda"):
+        return f"backend {backend!r} does not carry tensors on {device.type}: leave it out."
+    return None
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")[:200]

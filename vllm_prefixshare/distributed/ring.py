@@ -1,0 +1,106 @@
+"""Ring attention at decode: the baseline that Tree Attention is measured against (its section
+5.3): KV shards go from rank to rank, and each rank attends over all of them in turn.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike
+
+from vllm_prefixshare.distributed.ranks import Ranks
+from vllm_prefixshare.distributed.tree_reduction import partial_of, shape_of
+from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
+from vllm_prefixshare.records import PrefixShareError
+
+
+class RingDecode:
+    """As ``tree_reduction.TreeDecode``, by passing the shards around. The next shard travels
+    while one is attended to.
+
+    Args:
+        make_wrapper: makes an operator; each rank plans every rank's shard with one of its own.
+        group, timeout, backend: see ``Ranks``.
+
+    Raises:
+        PrefixShareError: see ``Ranks``.
+    """
+
+    def __init__(
+        self,
+        make_wrapper: Callable[[], PrefixShareDecodeWrapper],
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 30.0,
+        backend: str | None = None,
+    ) -> None:
+        first = make_wrapper()
+        self.ranks = Ranks(
+            first.device, shape_of(first), group=group, timeout=timeout, backend=backend
+        )
+        self._wrappers = [first, *(make_wrapper() for _ in range(self.ranks.size - 1))]
+        self._tables: list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
+        self._num_reqs = -1
+        self._agreed: object = None
+
+    def plan(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
+        """Tell every rank where the tokens of this shard lie, and plan all shards. To be called
+        at each step: the baseline does not follow sequences that grow.
+
+        Args:
+            block_table, seq_lens: as of ``TreeDecode.plan``.
+
+        Raises:
+            PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
+        """
+        mine = np.asarray(block_table, np.int32), np.asarray(seq_lens, np.int32)
+        said = self.ranks.exchange(mine)
+        counts = [len(lens) for _, lens in said]
+        if len(set(counts)) > 1:
+            raise PrefixShareError(
+                f"ranks disagree: the number of requests is {counts}: make it the same on all."
+            )
+        self._num_reqs, self._tables = counts[0], []
+        device = self._wrappers[0].device
+        for wrapper, (table, lens) in zip(self._wrappers, said, strict=True):
+            used = np.flatnonzero(lens)
+            wrapper.plan(table[used], lens[used])
+            rows = torch.from_numpy(used).to(device) if len(used) < len(lens) else None
+            where, length = (torch.from_numpy(x).to(device) for x in (table, lens))
+            self._tables.append((rows, where, length))
+
+    def run(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one layer over all ranks' tokens, under the tables last planned.
+
+        Args:
+            q: ``[num_reqs, num_qo_heads, head_dim]``, the same on every rank.
+            k_cache, v_cache: of the shard, contiguous, of the same shape on every rank.
+
+        Returns:
+            As ``TreeDecode.run``.
+
+        Raises:
+            PrefixShareError: as ``PrefixShareDecodeWrapper.run``; ranks disagree, or are missing.
+        """
+        if len(q) != self._num_reqs:
+            raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
+        kind = list(k_cache.shape), list(v_cache.shape), str(k_cache.dtype), str(v_cache.dtype)
+        if kind != self._agreed:
+            self.ranks.agree({"the KV cache": kind})
+            self._agreed = kind
+        caches = [k_cache.contiguous(), v_cache.contiguous()]
+        states: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for turn in range(self.ranks.size):
+            last = turn == self.ranks.size - 1
+            coming, wait = ([], None) if last else self.ranks.pass_on(caches)
+            source = (self.ranks.rank - turn) % self.ranks.size
+            rows, *tables = self._tables[source]
+            states.append(partial_of(self._wrappers[source], rows, q, *caches, *tables))
+            if wait is not None:
+                wait()
+            caches = coming
+        outs, lses = zip(*states, strict=True)
+        return merge_states(outs, lses)

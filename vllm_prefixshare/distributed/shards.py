@@ -1,0 +1,35 @@
+"""Which tokens of a request each rank holds."""
+
+import numpy as np
+
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+
+def shard(
+    block_table: IntArray, seq_lens: IntArray, block_size: int, rank: int, world_size: int
+) -> tuple[IntArray, IntArray]:
+    """The part of a batch that ``rank`` holds: every ``world_size``-th block of each request,
+    the ``rank``-th first. Any world size is right, the tokens differ by a block at most, and
+    requests that share blocks share them on every rank.
+
+    A query sees all tokens before it, so their order does not matter to one query per request.
+
+    Args:
+        block_table: int32 ``[num_reqs, max_blocks]`` of the whole sequences.
+        seq_lens: int32 ``[num_reqs]`` tokens.
+
+    Returns:
+        The block table ``[num_reqs, ceil(max_blocks / world_size)]`` and the lengths of the
+        shard, which may be 0.
+
+    Raises:
+        PrefixShareError: a rank outside of the world.
+    """
+    if not 0 <= rank < world_size:
+        raise PrefixShareError(f"rank must be from 0 to {world_size - 1}, got {rank}.")
+    padding = -block_table.shape[1] % world_size
+    table = np.pad(block_table, ((0, 0), (0, padding)))[:, rank::world_size]
+    blocks, rest = np.divmod(seq_lens, block_size)
+    rounds, owner = np.divmod(blocks, world_size)
+    lens = (rounds + (rank < owner)) * block_size + np.where(owner == rank, rest, 0)
+    return np.ascontiguousarray(table, np.int32), lens.astype(np.int32)
