@@ -13,6 +13,8 @@ from pathlib import Path
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 _SCRIPT = Path(sys.executable).with_name("vllm")
 #: The command ``vllm``, or the module behind it where no script is installed.
@@ -80,6 +82,13 @@ def stats(url: str, reset: bool = False) -> dict[str, float]:
         return json.load(answer)["results"][0]
 
 
+def metrics(url: str) -> list[Sample]:
+    """Every sample on the server's ``/metrics``."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return [sample for family in families for sample in family.samples]
+
+
 def client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300)
 
@@ -88,7 +97,8 @@ def stream(
     client: openai.OpenAI, prompts: Sequence[str | list[int]], tokens: int, leave_after: int
 ) -> list[str]:
     """Greedy answers to all prompts at once, streamed, each by a client of its own; the first
-    client goes away after ``leave_after`` pieces of its answer."""
+    client goes away after ``leave_after`` pieces of its answer.
+    """
     texts = [""] * len(prompts)
     failures: list[Exception] = []
 

@@ -42,6 +42,7 @@ class AttentionConfig:
 
     @property
     def gqa_group_size(self) -> int:
+        """Query heads for each KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
 

@@ -1,5 +1,6 @@
 """The settings of a process: its ``VLLM_PREFIXSHARE_*`` variables, read and checked once."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,19 +18,27 @@ class Settings:
     """What the environment says; ``VARIABLES`` has the meaning of each field.
 
     divider: None for the one that measures best with the kernel.
+    order_bound: seconds; None for what fits the engine.
     """
 
     kernel: Literal["auto", "hopper", "portable"]
     divider: str | None
     share: Literal["auto", "always", "never"]
     cost_table: Path | None
+    order: Literal["auto", "prefix", "off"]
+    order_bound: float | None
     cache: Path
     strict: bool
     check_plans: bool
+    trace: Path | None
+    metrics: Path | None
 
 
 class Variable(NamedTuple):
-    """parse: from text to the value of the field; raises ValueError with what it should be."""
+    """A variable of the environment.
+
+    parse: from text to the value of the field; raises ValueError with what it should be.
+    """
 
     parse: Callable[[str], Any]
     default: str
@@ -53,6 +62,16 @@ def _flag(value: str) -> bool:
     if value not in ("0", "1"):
         raise ValueError("0 or 1")
     return value == "1"
+
+
+def _optional_seconds(value: str) -> float | None:
+    try:
+        seconds = float(value) if value else None
+    except ValueError:
+        seconds = math.nan
+    if seconds is not None and not seconds >= 0:  # not a number is refused, too
+        raise ValueError("seconds, 0 or more, or unset it")
+    return seconds
 
 
 def _optional_path(value: str) -> Path | None:
@@ -82,16 +101,35 @@ VARIABLES: dict[str, Variable] = {
         "auto: share where the cost table says it pays; always; never",
     ),
     "VLLM_PREFIXSHARE_COST_TABLE": Variable(_optional_path, "", "cost table to use, a JSON file"),
+    "VLLM_PREFIXSHARE_ORDER": Variable(
+        _choice("auto", "prefix", "off"),
+        "auto",
+        "start waiting requests by what they share; auto: for vllm.LLM, not for servers",
+    ),
+    "VLLM_PREFIXSHARE_ORDER_BOUND": Variable(
+        _optional_seconds,
+        "",
+        "seconds that a request may lose to later ones; unset: 2 on servers, no bound for vllm.LLM",
+    ),
     "VLLM_PREFIXSHARE_CACHE": Variable(
         _folder,
         "~/.cache/vllm_prefixshare",
         "folder for the embedded model, compiled code and measured cost tables",
     ),
     "VLLM_PREFIXSHARE_STRICT": Variable(
-        _flag, "0", "1: refuse instead of falling back to the parent"
+        _flag, "0", "1: the engine does not start if a layer cannot be served"
     ),
     "VLLM_PREFIXSHARE_CHECK_PLANS": Variable(
         _flag, "0", "1: verify every new plan (slow, for debugging)"
+    ),
+    "VLLM_PREFIXSHARE_TRACE": Variable(
+        _optional_path, "", "record the batch of every new plan in this file, for inspect"
+    ),
+    "VLLM_PREFIXSHARE_METRICS": Variable(
+        _optional_path,
+        "",
+        "folder through which the server's /metrics reads the workers' counters; empty: a "
+        "temporary one",
     ),
 }
 

@@ -1,19 +1,26 @@
 """``vllm serve`` with VLLM_ATTENTION_BACKEND=PREFIX_SHARE, driven by HTTP clients."""
 
+import json
 import os
+import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serving import NAME, VLLM, client_of, free_port, serving, stats, stream
+from tests.serving import NAME, VLLM, client_of, free_port, metrics, serving, stats, stream
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from vllm_prefixshare.integration.metrics import PREFIX
 
 from .conftest import DOCUMENT
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "examples" / "grafana" / "prefix-share.json"
+BLOCK_SIZE = 32
 ENVIRONMENT = {
     **os.environ,
     **DEFAULT_ENVIRONMENT,
@@ -27,6 +34,7 @@ ENVIRONMENT = {
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
     options = ["--max-model-len", "3072", "--max-num-seqs", "8", "--enforce-eager"]
+    options += ["--block-size", str(BLOCK_SIZE)]
     with serving(model, log, ENVIRONMENT, *options) as url:
         yield url
 
@@ -50,6 +58,89 @@ def test_streams_share_the_document_and_one_can_be_aborted(server):
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     assert again.choices[0].text[:10] == texts[1][:10]
+
+
+def test_metrics_say_what_samples_of_one_prompt_share(server):
+    """What they must share follows from the number of samples, tokens and steps: in each step the
+    samples that decode read the whole blocks of the prompt once.
+    """
+    client = client_of(server)
+    prompt = f"{DOCUMENT}\n\nQuestion: What is a work tile?\nAnswer:"
+    client.completions.create(model=NAME, prompt=prompt, max_tokens=1)
+    before = metrics_at(server)
+    samples, tokens = 5, 24
+    answer = client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=tokens, n=samples, temperature=0.8,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    after = metrics_at(server)
+    since = {name: after[name] - before.get(name, 0) for name in after}
+
+    length = answer.usage.prompt_tokens
+    assert length % BLOCK_SIZE > 1, "else a prefill has one token and counts as a decode"
+    decodes = samples * (tokens - 1)  # the first token of a sample comes from its prefill
+    steps = since["decode_steps_total"]
+    assert tokens - 1 <= steps < decodes / 2, "the samples decode together"
+    held = samples * sum(length + n for n in range(1, tokens))
+    saved = (decodes - steps) * (length // BLOCK_SIZE * BLOCK_SIZE)
+    assert since["kv_tokens_saved_total"] == saved
+    assert since["kv_tokens_read_total"] == held - saved
+    assert since["plans_total"] + since["plans_reused_total"] == steps
+    assert since["plan_seconds_count"] == since["plans_total"] < steps / 2
+    assert 0 < since["plan_seconds_sum"] < 10
+    assert 1 < after["share_factor"] <= samples
+    assert 1 <= after["imbalance"] < 4
+    assert after["fallbacks_total"] == 0
+
+    counted = stats(server)
+    for name in ("plans", "plans_reused", "kv_tokens_read", "kv_tokens_saved", "shared_steps"):
+        assert after[f"{name}_total"] == counted[name]
+    assert counted["share_factor"] == counted["kv_tokens_stock"] / counted["kv_tokens_read"]
+
+
+def metrics_at(server: str) -> dict[str, float]:
+    """The backend's metrics, by the name after their prefix and summed over labels, once they
+    hold all that was counted.
+    """
+    for _ in range(50):
+        found: dict[str, float] = {}
+        for sample in metrics(server):
+            if sample.name.startswith(PREFIX) and not sample.name.endswith("_bucket"):
+                assert sample.labels["model_name"] == NAME and sample.labels["engine"] == "0"
+                name = sample.name.removeprefix(PREFIX)
+                found[name] = found.get(name, 0) + sample.value
+        if found.get("decode_steps_total") == stats(server)["decode_steps"]:
+            return found
+        time.sleep(0.2)
+    pytest.fail(f"/metrics has {found}, the worker {stats(server)}")
+
+
+def test_every_query_of_the_dashboard_finds_its_metrics_and_labels(server):
+    metrics_at(server)
+    scraped: dict[str, set[str]] = {}
+    for sample in metrics(server):
+        scraped.setdefault(sample.name, set()).update(sample.labels)
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
+    assert len(queries) >= 8
+    queries += [v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    shown = set()
+    for query in queries:
+        names = set(re.findall(r"\b(?:vllm_prefixshare_|vllm:)\w+", query))
+        assert names, query
+        assert names <= scraped.keys(), query
+        shown |= names
+        lists = re.findall(r"\b(?:by|without) ?\((.*?)\)", query)
+        lists += re.findall(r"label_values\([^,]+,(.*?)\)", query)
+        labels = {label.strip() for text in lists for label in text.split(",")}
+        labels |= set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", query))
+        for name in names:
+            assert labels <= scraped[name], f"{query}: {name} has no label {labels}"
+    ours = {name.removesuffix("_count").removesuffix("_sum") for name in scraped}
+    ours = {name for name in ours if name.startswith(PREFIX)}
+    assert ours - shown <= {f"{PREFIX}plan_seconds"}, "each metric has its place on the dashboard"
+    documented = set(re.findall(rf"`({PREFIX}\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    assert documented == {name.removesuffix("_bucket") for name in ours}
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def _interpreter(monkeypatch):
         return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
 
     monkeypatch.setattr(gpu, "choose_kernel", choose)
+    monkeypatch.setattr(cuda, "kernels_that_may_serve", lambda *layer: [choose(*layer).kernel])
     monkeypatch.setattr(planner, "cost_model", lambda attention, kernel, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "this_device", lambda: CPU)
@@ -59,7 +60,7 @@ def _interpreter(monkeypatch):
 
 
 def analytic(attention):
-    from vllm_prefixshare.costs.cost_table import analytic_cost
+    from vllm_prefixshare.costs.roofline import analytic_cost
 
     return analytic_cost(attention, "triton")
 

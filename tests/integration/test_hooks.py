@@ -147,23 +147,24 @@ def _judge_anew():
     compat.check_release.cache_clear()
 
 
+@pytest.mark.usefixtures("_judge_anew")
 @pytest.mark.parametrize("version", ["0.9.0", "0.25.1"])
-def test_releases_that_are_too_old_are_refused(version, _judge_anew):
+def test_releases_that_are_too_old_are_refused(version):
     with pytest.raises(PrefixShareError, match=f"vLLM {version} is not supported.*install"):
         compat.check_release(Version(version))
 
 
+@pytest.mark.usefixtures("_judge_anew")
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.0", "0.33.0", "0.34.0"])
-def test_other_cpu_backends_are_refused(version, _judge_anew):
+def test_other_cpu_backends_are_refused(version):
     compat.check_release(Version(version))
     with pytest.raises(PrefixShareError, match=r"not supported .*on a CPU: install version 0\.32"):
         compat.check_release(Version(version), on_cpu=True)
 
 
+@pytest.mark.usefixtures("_judge_anew")
 @pytest.mark.parametrize(("version", "warnings"), [("0.33.0", 0), ("0.34.0", 1), ("1.0.0", 1)])
-def test_a_newer_release_with_known_signatures_is_warned_of_once(
-    version, warnings, monkeypatch, _judge_anew
-):
+def test_a_newer_release_with_known_signatures_is_warned_of_once(version, warnings, monkeypatch):
     said = []
     log = SimpleNamespace(warning=lambda *args: said.append(args))
     monkeypatch.setattr(compat, "logger", lambda: log)
@@ -172,6 +173,7 @@ def test_a_newer_release_with_known_signatures_is_warned_of_once(
     assert len(said) == warnings
 
 
+@pytest.mark.usefixtures("_judge_anew")
 @pytest.mark.parametrize(
     ("file", "old", "new", "symbol"),
     [
@@ -195,9 +197,7 @@ def test_a_newer_release_with_known_signatures_is_warned_of_once(
         ),
     ],
 )
-def test_a_hook_target_that_moved_is_named(
-    file, old, new, symbol, tmp_path, monkeypatch, _judge_anew
-):
+def test_a_hook_target_that_moved_is_named(file, old, new, symbol, tmp_path, monkeypatch):
     installed = signatures.package_folder()
     names = {n.rsplit(".", 2)[0] for n in signatures.PARAMETERS}
     names |= {n.rsplit(".", 1)[0] for n in signatures.MEMBERS}

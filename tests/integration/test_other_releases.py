@@ -1,5 +1,6 @@
 """The same tests against the released files of other vLLM versions, whose CUDA build cannot run
-here: its modules import, the hooks find their targets, the backend works on its metadata."""
+here: its modules import, the hooks find their targets, the backend works on its metadata.
+"""
 
 import os
 import subprocess
@@ -26,7 +27,14 @@ RELEASES = {
 #: Those that `make test` runs: what Ray, verl, OpenRLHF and TRL pin, and the newest.
 USUAL = ("0.29.0", "0.33.0")
 CHOSEN = RELEASES if os.environ.get("PREFIXSHARE_RELEASES") == "all" else USUAL
-TESTS = ("test_cuda_backend.py", "test_host_tables.py", "test_hook_targets.py", "test_ways.py")
+TESTS = (
+    "test_cuda_backend.py",
+    "test_hook_targets.py",
+    "test_host_tables.py",
+    "test_metrics.py",
+    "test_order.py",
+    "test_ways.py",
+)
 
 
 def python_files(version: str) -> Path:

@@ -1,5 +1,6 @@
 """Every way of choosing the backend works, or is refused in our words. The CUDA builds find no
-platform on this machine, which is refused after the choice was understood."""
+platform on this machine, which is refused after the choice was understood.
+"""
 
 import json
 import os

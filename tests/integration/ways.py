@@ -1,6 +1,7 @@
 """Chooses the backend in every way that vLLM offers, in a process where no plugin was loaded yet,
 and again as if this were an old release. Prints what came of each as JSON:
-``python -m tests.integration.ways MODEL``."""
+``python -m tests.integration.ways MODEL``.
+"""
 
 import json
 import os

@@ -4,9 +4,50 @@ A vLLM with ``patches/`` names it in its registry, which holds one path for all 
 """
 
 import importlib
-from typing import Any
+from typing import Any, ClassVar
 
-from vllm_prefixshare.integration import CPU_BACKEND, CUDA_BACKEND
+from vllm_prefixshare.integration import BACKEND_NAME, CPU_BACKEND, CUDA_BACKEND
+from vllm_prefixshare.integration.stats import take_stats
+from vllm_prefixshare.integration.support import declines
+
+
+class BackendMethods:
+    """The methods that are the same in the backend classes of both platforms.
+
+    dtypes: names of those that the platform's executors take.
+    impl_cls, builder_cls: the classes of a layer and of what builds a step's metadata.
+    """
+
+    dtypes: ClassVar[tuple[str, ...]]
+    impl_cls: ClassVar[type[Any]]
+    builder_cls: ClassVar[type[Any]]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name of the backend's enum member."""
+        return BACKEND_NAME
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        """The class of a layer."""
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        """The class that builds the metadata of a step."""
+        return cls.builder_cls
+
+    # asked by a vLLM with the patches of patches/
+
+    @classmethod
+    def decline_layer(cls, attn_selector_config: Any) -> str | None:
+        """Why a layer keeps vLLM's own backend; None if it is served."""
+        return declines(attn_selector_config, cls.dtypes)
+
+    @classmethod
+    def take_stats(cls) -> dict[str, float]:
+        """What this process counted since the last call."""
+        return take_stats()
 
 
 def __getattr__(name: str) -> Any:

@@ -83,14 +83,16 @@ def decode_query_len(config: Any) -> int:
 def kernel_blocks_per_id(block_tables: Any) -> list[int]:
     """Kernel blocks in each block of the KV-cache manager, for each KV-cache group of a
     ``BlockTables`` (V2 model runner). Up to 0.31 vLLM splits the ids when it notes them in that
-    table; from 0.32 on when it builds metadata, and the table holds the manager's own."""
+    table; from 0.32 on when it builds metadata, and the table holds the manager's own.
+    """
     groups = len(block_tables.input_block_tables)
     return list(getattr(block_tables, "blocks_per_kv_block", [1] * groups))
 
 
 def steps_in_flight(config: Any) -> int:
     """Most steps that may still run on the GPU while the host prepares the next: it does not know
-    yet which of their drafts were accepted."""
+    yet which of their drafts were accepted.
+    """
     if not config.scheduler_config.async_scheduling:
         return 0
     return 1 + int(config.parallel_config.pipeline_parallel_size)
@@ -98,7 +100,8 @@ def steps_in_flight(config: Any) -> int:
 
 def is_draft_model() -> bool:
     """Whether the layers that vLLM creates now belong to a draft model, which may inherit the
-    backend. vLLM tags models for its compiler while it creates them."""
+    backend. vLLM tags models for its compiler while it creates them.
+    """
     from vllm.compilation import backends
 
     tag = str(backends.model_tag)

@@ -49,7 +49,8 @@ class HostTable(Protocol):
     def rows(self, num_reqs: int) -> tuple[IntArray | None, IntArray | None]:
         """``table_rows`` and ``row_ids`` of the first requests of the batch, as
         ``DecodePlanner.update`` takes them. None: the rows of the table are in the order of the
-        batch, and the planner compares them to find what changed."""
+        batch, and the planner compares them to find what changed.
+        """
         ...
 
 
@@ -60,9 +61,11 @@ class RowTable:
         self.block_table = block_table
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
+        """As ``HostTable.num_reqs``."""
         return int(np.count_nonzero(query_start_loc[1:] > query_start_loc[:-1]))
 
     def rows(self, num_reqs: int) -> tuple[None, None]:
+        """As ``HostTable.rows``: the planner compares the rows itself."""
         return None, None
 
 
@@ -79,6 +82,7 @@ class Slots:
         self._numbers = itertools.count(1)
 
     def take(self, slot: int) -> None:
+        """Give the slot a new number: another request has it now."""
         self.ids[slot] = next(self._numbers)
 
 
@@ -96,6 +100,7 @@ class SlotTable:
         self._parts = np.arange(blocks_per_id, dtype=np.int32)
 
     def append(self, slot: int, ids: list[int], overwrite: bool) -> None:
+        """Write the block ids of a slot, after those that it has or over them."""
         blocks: Any = ids
         if len(self._parts) > 1:
             blocks = np.add.outer(np.array(ids, np.int32) * len(self._parts), self._parts).ravel()
@@ -104,9 +109,11 @@ class SlotTable:
         self._used[slot] = start + len(blocks)
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
+        """As ``HostTable.num_reqs``."""
         return 0 if self._slots.batch is None else len(self._slots.batch)
 
     def rows(self, num_reqs: int) -> tuple[IntArray, IntArray]:
+        """As ``HostTable.rows``."""
         assert self._slots.batch is not None
         rows = self._slots.batch[:num_reqs]
         return rows, self._slots.ids[rows]
@@ -127,9 +134,11 @@ class PassedTable:
         self._req_serials = req_serials
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
+        """As ``HostTable.num_reqs``."""
         return len(self._req_idx) if len(self.block_table) else 0
 
     def rows(self, num_reqs: int) -> tuple[IntArray, IntArray]:
+        """As ``HostTable.rows``."""
         return self._req_idx[:num_reqs], self._req_serials[:num_reqs]
 
 
@@ -183,5 +192,6 @@ def note_block_ids(
 
 def note_batch(tables: Any, slots: IntArray | None) -> None:
     """Called when the V2 runner prepares a batch, with the slot of each row; None for a dummy
-    batch."""
+    batch.
+    """
     tables.prefixshare_slots.batch = slots

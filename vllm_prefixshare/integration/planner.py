@@ -1,10 +1,12 @@
 """The planner of one KV-cache group, as the settings of the process want it."""
 
+from functools import partial
 from typing import Any
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.tracing import TracedPlanner
 from vllm_prefixshare.kernels.contract import Executor
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.settings import settings
@@ -16,7 +18,7 @@ def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any
     """A planner for ``executor``.
 
     Raises:
-        PrefixShareError: a cost table that was named does not fit.
+        PrefixShareError: a cost table that was named does not fit, or a trace cannot be written.
     """
     chosen = settings()
     config = executor.planner_config(
@@ -28,7 +30,8 @@ def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any
         check_plans=chosen.check_plans,
     )
     cost = cost_model(attention, executor.name, logger().info_once)
-    return DecodePlanner(
+    planner = DecodePlanner if chosen.trace is None else partial(TracedPlanner, chosen.trace)
+    return planner(
         config,
         cost,
         attention.block_size,

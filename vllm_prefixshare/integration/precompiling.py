@@ -4,6 +4,7 @@ The processes end by themselves, touch no GPU and only fill caches: if one fails
 compiles what is missing and says what is wrong.
 """
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -11,11 +12,14 @@ import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.settings import settings
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.kernels.contract import Kernel
 
 LIBRARIES = ("triton", "numba")
 
@@ -57,6 +61,21 @@ def start(attention: AttentionConfig, config: Any) -> None:
             stderr=subprocess.DEVNULL,
         )
         threading.Thread(target=process.wait, daemon=True).start()  # leaves no zombie
+
+
+def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:
+    """Load what planning has compiled, or compile it, in a thread beside the weights: the first
+    plan would wait a second for it.
+    """
+
+    def load() -> None:
+        from vllm_prefixshare.kernels.precompile import warm_up_planning
+
+        # what goes wrong here goes wrong again, and is said, when the planner warms up
+        with contextlib.suppress(Exception):
+            warm_up_planning(kernel, attention)
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 def done_file(what: str, arguments: list[str]) -> Path:

@@ -1,5 +1,5 @@
-"""The entry points that vLLM calls. Both install the hooks, which wait for the modules of vLLM that
-they change: neither imports any, so who did not choose the backend pays nothing.
+"""The entry points that vLLM calls. Both install the hooks and import nothing of vLLM: a hook
+waits until vLLM imports the module that it changes.
 """
 
 

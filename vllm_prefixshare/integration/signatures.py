@@ -13,6 +13,7 @@ from vllm_prefixshare.records import PrefixShareError
 
 _FLASH_ATTN = "vllm.v1.attention.backends.flash_attn"
 _V2_TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
+_SCHED = "vllm.v1.core.sched"
 
 #: Function -> its parameters. Equal in vLLM 0.26 to 0.33; the release that changes one gets a
 #: branch in ``compat`` and a second entry here.
@@ -27,6 +28,17 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     f"{_V2_TABLES}.get_dummy_block_tables": ("self", "num_reqs"),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn": ("self", "input_batch"),
     "vllm.v1.worker.gpu_worker.Worker.wake_up": ("self", "tags"),
+    "vllm.config.scheduler.SchedulerConfig.get_scheduler_cls": ("self",),
+    "vllm.v1.core.block_pool.BlockPool.get_cached_block": (
+        "self", "block_hash", "kv_cache_group_ids",
+    ),
+    f"{_SCHED}.request_queue.RequestQueue.add_request": ("self", "request"),
+    f"{_SCHED}.request_queue.RequestQueue.pop_request": ("self",),
+    f"{_SCHED}.request_queue.RequestQueue.peek_request": ("self",),
+    f"{_SCHED}.request_queue.RequestQueue.prepend_request": ("self", "request"),
+    f"{_SCHED}.request_queue.RequestQueue.prepend_requests": ("self", "requests"),
+    f"{_SCHED}.request_queue.RequestQueue.remove_request": ("self", "request"),
+    f"{_SCHED}.request_queue.RequestQueue.remove_requests": ("self", "requests"),
     "vllm.v1.attention.backend.AttentionMetadataBuilder.build_for_cudagraph_capture": (
         "self", "common_attn_metadata",
     ),
@@ -49,6 +61,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": ("get_path", "get_class"),
     "vllm.config.attention.AttentionConfig": ("backend", "backend_per_kind"),
+    "vllm.config.parallel.ParallelConfig": ("rank", "data_parallel_index"),
+    "vllm.config.model.ModelConfig": ("served_model_name",),
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
         "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
         "num_reqs", "num_actual_tokens", "max_query_len", "block_table_tensor", "slot_mapping",
@@ -65,6 +79,13 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     _V2_TABLES: ("__init__", "max_num_reqs", "input_block_tables"),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("block_tables",),
     "vllm.v1.worker.gpu.input_batch.InputBatch": ("idx_mapping_np",),
+    "vllm.config.scheduler.SchedulerConfig": ("scheduler_cls",),
+    f"{_SCHED}.scheduler.Scheduler": (
+        "waiting", "policy", "kv_cache_manager", "kv_cache_config",
+    ),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": ("block_pool",),
+    "vllm.v1.core.block_pool.BlockPool": ("hash_block_size",),
+    "vllm.v1.request.Request": ("block_hashes", "priority"),
 }  # fmt: skip
 
 

@@ -1,6 +1,11 @@
 """Counters of the backend in each worker, read with vLLM's ``collective_rpc``."""
 
-from dataclasses import dataclass, fields
+from bisect import bisect_left
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+#: Upper ends of the ranges in which plans are counted by their time, in seconds.
+PLAN_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, float("inf"))
 
 
 @dataclass(slots=True)
@@ -14,6 +19,10 @@ class BackendStats:
     kv_tokens_stock: KV tokens per layer that they would read one by one.
     plans, plan_seconds: plans made and copied to the device, and their time.
     build_seconds: time that planning adds to building metadata (CPU only).
+    imbalance: of the last plan: load of the busiest worker over the mean; 0 before the first.
+    plans_by_time: plans in each of ``PLAN_BUCKETS``.
+    fallbacks: by reason: kinds of layers that keep vLLM's own backend, and plans that share
+        nothing because one that shares could not be used.
     """
 
     decode_steps: int = 0
@@ -25,10 +34,22 @@ class BackendStats:
     plans: int = 0
     plan_seconds: float = 0.0
     build_seconds: float = 0.0
+    imbalance: float = 0.0
+    plans_by_time: list[int] = field(default_factory=lambda: [0] * len(PLAN_BUCKETS))
+    fallbacks: dict[str, int] = field(default_factory=dict)
 
-    def note_plan(self, seconds: float) -> None:
+    def note_plan(self, seconds: float, imbalance: float, fallback: str | None = None) -> None:
+        """Count a plan, and that it shares nothing because of ``fallback``."""
         self.plans += 1
         self.plan_seconds += seconds
+        self.plans_by_time[bisect_left(PLAN_BUCKETS, seconds)] += 1
+        self.imbalance = imbalance
+        if fallback is not None:
+            self.note_fallback(fallback)
+
+    def note_fallback(self, reason: str) -> None:
+        """Count what was not shared because of ``reason``."""
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def note_step(self, tokens: int, saved: int) -> None:
         """Count a step whose decodes have ``tokens`` of KV and read all but ``saved`` of them."""
@@ -37,39 +58,67 @@ class BackendStats:
         self.kv_tokens_stock += tokens
         self.kv_tokens_read += tokens - saved
 
-    def as_dict(self) -> dict[str, float]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+    def counters(self) -> dict[str, float]:
+        """All that is added up, as plain numbers."""
+        return {f.name: getattr(self, f.name) for f in fields(self)[:9]}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, and what follows from them: kv_tokens_saved, share_factor, plans_reused."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            **values,
+            "plans_by_time": list(self.plans_by_time),
+            "fallbacks": dict(self.fallbacks),
+            "kv_tokens_saved": self.kv_tokens_stock - self.kv_tokens_read,
+            "share_factor": share_factor(self.kv_tokens_stock, self.kv_tokens_read),
+            "plans_reused": self.decode_steps - self.plans,
+        }
 
     def reset(self) -> None:
+        """Set every counter to zero."""
+        fresh = BackendStats()
         for f in fields(self):
-            setattr(self, f.name, f.default)
+            setattr(self, f.name, getattr(fresh, f.name))
+
+
+def share_factor(stock: float, read: float) -> float:
+    """Times that a KV token is used for each time it is read; 1 where nothing was read."""
+    return stock / read if read else 1.0
 
 
 #: The counters of this process.
 STATS = BackendStats()
 
 
-#: Values of the counters when they were last taken.
-_TAKEN: dict[str, float] = {}
+class Since:
+    """What the counters of this process have grown by since it was last asked."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def take(self) -> dict[str, float]:
+        """By name; a reset in between takes nothing away."""
+        now, before = STATS.counters(), self._before
+        self._before = now
+        return {
+            name: value - before.get(name, 0) if value >= before.get(name, 0) else value
+            for name, value in now.items()
+        }
+
+
+_LOGGED = Since()
 
 
 def take_stats() -> dict[str, float]:
     """What this process counted since the last call, for the loggers of a patched vLLM."""
-    taken = {}
-    for name, value in STATS.as_dict().items():
-        before = _TAKEN.get(name, 0)
-        since = value - before if value >= before else value  # a reset came between
-        if since:
-            taken[f"prefix_share_{name}"] = since
-        _TAKEN[name] = value
-    return taken
+    return {f"prefix_share_{name}": since for name, since in _LOGGED.take().items() if since}
 
 
 class PrefixShareWorkerExtension:
     """Mixed into vLLM's worker: ``llm.collective_rpc("prefix_share_stats")``."""
 
-    def prefix_share_stats(self, reset: bool = False) -> dict[str, float]:
-        """Counters since the start or the last reset; see ``BackendStats``."""
+    def prefix_share_stats(self, reset: bool = False) -> dict[str, Any]:
+        """``BackendStats.as_dict`` since the start or the last reset."""
         result = STATS.as_dict()
         if reset:
             STATS.reset()

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM
-from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration import BACKEND_NAME, metrics
 from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
@@ -47,11 +48,13 @@ def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
 
 
 def declines(layer: Any, dtypes: Iterable[str]) -> str | None:
-    """As ``selector_refusal``, and said once.
+    """As ``selector_refusal``, and said once. Asked for each kind of layer for which the backend
+    was chosen, so metrics start here: also where no layer is served.
 
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
     """
+    metrics.start_in_worker()
     reason = selector_refusal(layer, dtypes)
     if reason is not None:
         fall_back(reason)
@@ -60,7 +63,8 @@ def declines(layer: Any, dtypes: Iterable[str]) -> str | None:
 
 def spec_refusal(spec: Any) -> str | None:
     """Why layers with this ``KVCacheSpec`` cannot be served, or None. Block tables of other kinds
-    than full attention keep ids of freed blocks, or leave some out."""
+    than full attention keep ids of freed blocks, or leave some out.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if type(spec) is not FullAttentionSpec:
@@ -98,4 +102,5 @@ def fall_back(reason: str) -> None:
     """
     if settings().strict:
         raise PrefixShareError(f"{BACKEND_NAME} does not serve a layer ({reason}) and STRICT=1.")
+    STATS.note_fallback(reason)
     logger().warning_once("Layers with %s keep vLLM's own attention backend.", reason)

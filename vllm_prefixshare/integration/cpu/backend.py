@@ -26,13 +26,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_prefixshare.config import DTYPES, AttentionConfig
-from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
-from vllm_prefixshare.integration.stats import STATS, take_stats
+from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import (
-    declines,
     fall_back,
     impl_refusal,
     spec_refusal,
@@ -47,7 +46,8 @@ from vllm_prefixshare.settings import settings
 def kernel_isa(isa: str) -> str:
     """The instruction set that CPU_ATTN runs with, ``isa`` unless that is AMX: its kernels store K
     in tiles that our executors cannot read, where the vector kernels store it transposed per
-    block."""
+    block.
+    """
     if isa != "amx" or settings().share == "never":
         return isa
     logger().warning_once(
@@ -55,36 +55,6 @@ def kernel_isa(isa: str) -> str:
         "share nothing are slower here than with stock vLLM."
     )
     return "vec"
-
-
-class PrefixShareCPUBackend(CPUAttentionBackend):
-    """CPU_ATTN, except for decodes that share KV."""
-
-    @staticmethod
-    def get_name() -> str:
-        return BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type["PrefixShareCPUImpl"]:
-        return PrefixShareCPUImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["PrefixShareCPUMetadataBuilder"]:
-        return PrefixShareCPUMetadataBuilder
-
-    # asked by a vLLM with the patches of patches/
-
-    @classmethod
-    def decline_layer(cls, attn_selector_config: Any) -> str | None:
-        return declines(attn_selector_config, DTYPES)
-
-    @classmethod
-    def supports_cpu(cls) -> bool:
-        return True
-
-    @classmethod
-    def take_stats(cls) -> dict[str, float]:
-        return take_stats()
 
 
 @dataclass
@@ -133,6 +103,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _check_layout(self) -> bool:
         """Whether a block that vLLM writes has the layout that ``cache_views`` reads."""
+        assert isinstance(self.dtype, torch.dtype)  # no longer the name in the model's config
         shape = (1, self.num_kv_heads, self.block_size, 2 * self.head_dim)
         cache = torch.zeros(shape, dtype=self.dtype)
         tokens = (self.block_size, self.num_kv_heads, self.head_dim)
@@ -155,6 +126,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> PrefixShareCPUMetadata:
+        """As ``CPUAttentionMetadataBuilder.build``, and the plan of the decodes that share KV."""
         common = common_attn_metadata
         stock = super().build(common_prefix_len, common, fast_build)
         metadata = PrefixShareCPUMetadata(**{f.name: getattr(stock, f.name) for f in fields(stock)})
@@ -183,7 +155,8 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         plan = self._planner.update(table, seq_lens, self._max_query_len)
         if plan is not self._plan:
             self._plan = plan
-            STATS.note_plan(self._planner.last_plan_seconds)
+            seconds = self._planner.last_plan_seconds
+            STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
         tokens = int(seq_lens.sum())
         STATS.note_step(tokens, tokens - plan.kv_tokens_read(seq_lens))
         shared = plan.shared_rows
@@ -241,16 +214,22 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: PrefixShareCPUMetadata | None,
+        attn_metadata: CPUAttentionMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``CPUAttentionBackendImpl.forward``: query and output
-        ``[num_tokens, num_heads, head_size]``, written in place."""
+        ``[num_tokens, num_heads, head_size]``, written in place.
+        """
         metadata = attn_metadata
-        unsupported = output_scale is not None or output_block_scale is not None
-        if metadata is None or metadata.executor is None or not self.shares or unsupported:
+        if (
+            not isinstance(metadata, PrefixShareCPUMetadata)
+            or metadata.executor is None
+            or not self.shares
+            or output_scale is not None
+            or output_block_scale is not None
+        ):
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
@@ -272,3 +251,16 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
         STATS.layer_calls += 1
         STATS.layer_seconds += time.perf_counter() - began
         return output
+
+
+class PrefixShareCPUBackend(BackendMethods, CPUAttentionBackend):
+    """CPU_ATTN, except for decodes that share KV."""
+
+    dtypes = DTYPES
+    impl_cls = PrefixShareCPUImpl
+    builder_cls = PrefixShareCPUMetadataBuilder
+
+    @classmethod
+    def supports_cpu(cls) -> bool:
+        """Asked by a vLLM with the patches of ``patches/``: yes."""
+        return True

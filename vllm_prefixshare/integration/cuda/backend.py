@@ -23,48 +23,22 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import BACKEND_NAME, host_tables
+from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
 from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
 )
-from vllm_prefixshare.integration.stats import take_stats
+from vllm_prefixshare.integration.precompiling import load_planning
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
-    declines,
     fall_back,
     impl_refusal,
 )
-from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.kernels.workspace import PartialResults
 from vllm_prefixshare.settings import settings
-
-
-class PrefixShareCUDABackend(FlashAttentionBackend):
-    """FLASH_ATTN, except for decodes."""
-
-    @staticmethod
-    def get_name() -> str:
-        return BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type["PrefixShareCUDAImpl"]:
-        return PrefixShareCUDAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["PrefixShareMetadataBuilder"]:
-        return PrefixShareMetadataBuilder
-
-    # asked by a vLLM with the patches of patches/
-
-    @classmethod
-    def decline_layer(cls, attn_selector_config: Any) -> str | None:
-        return declines(attn_selector_config, CUDA_DTYPES)
-
-    @classmethod
-    def take_stats(cls) -> dict[str, float]:
-        return take_stats()
 
 
 class PrefixShareCUDAImpl(FlashAttentionImpl):
@@ -89,13 +63,14 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: FlashAttentionMetadata | None,
+        attn_metadata: FlashAttentionMetadata,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``FlashAttentionImpl.forward``: query and output
-        ``[num_tokens, num_heads, head_size]``, written in place."""
+        ``[num_tokens, num_heads, head_size]``, written in place.
+        """
         metadata = attn_metadata
         if (
             not isinstance(metadata, PrefixShareCUDAMetadata)
@@ -113,7 +88,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             super().forward(layer, query[n:], k, v, kv_cache, metadata.prefill_metadata, output[n:])
         if n:
             assert metadata.executor is not None
-            k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
             metadata.executor.run(
                 query[:n],
                 k_cache,
@@ -136,10 +111,19 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
     ) -> None:
         """As ``FlashAttentionImpl.do_kv_cache_update``, with every value made finite: requests
         share a work tile, where a NaN in one reaches the others, since zero times NaN is NaN. A
-        request whose activations overflowed still has NaN in its scores."""
+        request whose activations overflowed still has NaN in its scores.
+        """
         if self.shares:
             value = torch.nan_to_num(value)
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+
+class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
+    """FLASH_ATTN, except for decodes."""
+
+    dtypes = CUDA_DTYPES
+    impl_cls = PrefixShareCUDAImpl
+    builder_cls = PrefixShareMetadataBuilder
 
 
 def _config_refusal(config: Any) -> str | None:
@@ -163,6 +147,7 @@ _PARTIALS: weakref.WeakValueDictionary[tuple[object, ...], PartialResults] = (
 
 
 def this_device() -> torch.device:
+    """The current CUDA device, with its index."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -178,10 +163,11 @@ def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialRe
     query_len = decode_query_len(config)
     key = (impl.num_heads, impl.head_size, query_len, device)
     partials = _PARTIALS.get(key)
+    kernels = kernels_that_may_serve(attention, device, settings().kernel, query_len)
     if partials is None:
+        load_planning(kernels[0], attention)
         partials = PartialResults(device, (impl.num_heads, impl.head_size), query_len)
         _PARTIALS[key] = partials
-    kernel = settings().kernel
-    executor = GpuExecutor(attention, device, kernel=kernel, query_len=query_len, partials=partials)
-    partials.reserve(executor.capacity(config.scheduler_config.max_num_seqs).max_partials)
+    max_num_seqs = config.scheduler_config.max_num_seqs
+    partials.reserve(max(k.capacity(max_num_seqs).max_partials for k in kernels))
     return partials

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables
@@ -48,6 +49,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = False  # another group has another tree
+    kv_cache_spec: FullAttentionSpec  # where this builder plans: see `spec_refusal`
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -100,8 +102,11 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.name)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """No where this builder plans: vLLM's cascade attention would cost the FULL graphs."""
-        return self._executor is None and super().use_cascade_attention(*args, **kwargs)
+        """False where this builder plans: with cascade attention vLLM uses no FULL graphs."""
+        if self._executor is not None:
+            return False
+        # up to vLLM 0.31; later releases have no such method and do not ask
+        return bool(super().use_cascade_attention(*args, **kwargs))  # type: ignore[misc]
 
     def forget_plan(self) -> None:
         """Make a new plan in the next step: the one on the device is lost."""
@@ -110,7 +115,8 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def clean_cache(self) -> None:
         """Make every slot of the KV cache finite: the memory may hold anything after wake-up, and
-        zero times NaN is NaN. Finite values are kept."""
+        zero times NaN is NaN. Finite values are kept.
+        """
         context = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             cache = context[name].kv_cache
@@ -118,7 +124,10 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
                 torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
     def after_wake_up(self, tags: list[str] | None) -> None:
-        """Called by a patched vLLM when the worker has woken up; else ``after_wake_up`` is."""
+        """Plan anew and clean the KV cache, if it slept.
+
+        A patched vLLM calls this; otherwise the function ``after_wake_up`` does.
+        """
         if self._executor is not None and (tags is None or "kv_cache" in tags):
             self.forget_plan()
             self.clean_cache()
@@ -129,6 +138,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
+        """As ``FlashAttentionMetadataBuilder.build``, and puts the plan of the decodes in force."""
         table = self._host_table(common_attn_metadata)
         if self._executor is None or table is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -137,6 +147,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashAttentionMetadata:
+        """As in vLLM, with a plan of no requests: the graph reads later plans in its place."""
         table = self._host_table(common_attn_metadata)
         if self._executor is None or table is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)
@@ -222,7 +233,8 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             planned = plan.planned_seq_lens
             self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
             if num_decodes and self._planner.counters.plans > made:
-                STATS.note_plan(self._planner.last_plan_seconds + time.perf_counter() - began)
+                seconds = self._planner.last_plan_seconds + time.perf_counter() - began
+                STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
         if num_decodes:
             STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
 
@@ -255,7 +267,8 @@ def after_wake_up() -> None:
 
 def kernel_for(spec: Any) -> Any:
     """The kernel that the environment names; ``portable`` in place of ``auto`` where padding
-    puts blocks apart by a part of a token, which TMA cannot follow."""
+    puts blocks apart by a part of a token, which TMA cannot follow.
+    """
     kernel = settings().kernel
     token_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     if kernel == "auto" and spec.page_size_bytes % token_bytes:

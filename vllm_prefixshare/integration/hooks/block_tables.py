@@ -7,12 +7,14 @@ from vllm_prefixshare.integration.hooks.wrapping import after, before, wrap
 
 
 def hook_v1_table(module: ModuleType) -> None:
+    """Keep the V1 runner's own copy of a block table where ``host_tables`` finds it."""
     from vllm_prefixshare.integration import host_tables
 
     wrap(module.BlockTable, "__init__", after(host_tables.keep_v1_table))
 
 
 def hook_v2_tables(module: ModuleType) -> None:
+    """Note the block ids that the V2 runner sends to the device."""
     from vllm_prefixshare.integration import host_tables
 
     def get_dummy_block_tables(self: Any, num_reqs: int) -> None:
@@ -25,6 +27,7 @@ def hook_v2_tables(module: ModuleType) -> None:
 
 
 def hook_v2_batch(module: ModuleType) -> None:
+    """Note the request slots of each batch that the V2 runner prepares."""
     from vllm_prefixshare.integration import host_tables
 
     def prepare_attn(self: Any, input_batch: Any) -> None:

@@ -8,8 +8,9 @@ from types import ModuleType
 
 
 class ImportWatcher(MetaPathFinder):
-    """A finder that finds what Python's own does, and adds ``loaded(module)`` to the end of the
-    import of each module in ``names``."""
+    """Finds modules as Python's own finder does, and calls ``loaded(module)`` at the end of the
+    import of each module in ``names``.
+    """
 
     def __init__(self, names: set[str], loaded: Callable[[ModuleType], None]) -> None:
         self._names = names
@@ -18,6 +19,7 @@ class ImportWatcher(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """The spec of a module in ``names``, which runs ``loaded`` in the end; else None."""
         if name not in self._names:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -35,6 +37,7 @@ class ImportWatcher(MetaPathFinder):
 
 def watch_imports(names: set[str], loaded: Callable[[ModuleType], None]) -> None:
     """Call ``loaded(module)`` for each of ``names`` that is imported from now on. There is one
-    watcher in a process: a second call changes nothing."""
+    watcher in a process: a second call changes nothing.
+    """
     if not any(isinstance(finder, ImportWatcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, ImportWatcher(names, loaded))

@@ -11,6 +11,8 @@ _METADATA = "vllm_prefixshare.integration.cuda.metadata"
 
 
 def hook_wake_up(module: ModuleType) -> None:
+    """Plan anew and clean the KV cache after a worker has woken up."""
+
     def wrapper(original: Function) -> Function:
         def wake_up(self: Any, tags: list[str] | None = None) -> Any:
             result = original(self, tags)

@@ -8,14 +8,17 @@ from types import ModuleType
 
 
 def knows_our_variables(envs: ModuleType) -> bool:
+    """Whether ``vllm.envs`` accepts this plugin's variables."""
     return "VLLM_PREFIXSHARE_" in getattr(envs, "PLUGIN_PREFIXES", ())
 
 
 def lets_backends_decline(platforms_cuda: ModuleType) -> bool:
+    """Whether a CUDA backend can decline a layer."""
     return hasattr(platforms_cuda.CudaPlatformBase, "backend_for_layer")
 
 
 def lets_cpu_backends_be_selected(platforms_cpu: ModuleType) -> bool:
+    """Whether a CPU backend can be selected, and decline a layer."""
     return hasattr(platforms_cpu.CpuPlatform, "backend_for_layer") and hasattr(
         platforms_cpu, "_serves_cpus"
     )
@@ -23,12 +26,14 @@ def lets_cpu_backends_be_selected(platforms_cpu: ModuleType) -> bool:
 
 def carries_host_tables(_: ModuleType) -> bool:
     # imported by the module that the hook changes
+    """Whether the metadata of a batch carries the host's block table."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     return hasattr(CommonAttentionMetadata, "block_table_cpu")
 
 
 def tells_builders_of_wake_up(_: ModuleType) -> bool:
+    """Whether metadata builders are told when a worker wakes up."""
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
     return hasattr(AttentionMetadataBuilder, "after_wake_up")

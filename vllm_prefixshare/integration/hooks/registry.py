@@ -86,7 +86,8 @@ HOOKS = (
 
 def install_hooks() -> None:
     """Install ``HOOKS`` for the modules that are loaded, and the others when they are imported.
-    May be called again: a hook in force is left alone."""
+    May be called again: a hook in force is left alone.
+    """
     for name in {hook.module for hook in HOOKS}:
         if name in sys.modules:
             _install(sys.modules[name])
@@ -100,6 +101,6 @@ def _install(module: ModuleType) -> None:
                 if not hook.replaced(module):
                     hook.install(module)
             except AttributeError:
-                # A vLLM without this name. It matters to those alone who chose the backend:
-                # `compat.check_release` refuses with the name before their engine starts.
+                # This vLLM has no such name. Where the backend is chosen,
+                # `compat.check_release` names it and refuses before the engine starts.
                 continue

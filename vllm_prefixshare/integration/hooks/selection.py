@@ -15,6 +15,7 @@ from vllm_prefixshare.integration import (
     CPU_BACKEND,
     CUDA_BACKEND,
     compat,
+    metrics,
     precompiling,
 )
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
@@ -61,12 +62,14 @@ def is_ours(backend: Any) -> bool:
 
 
 def hook_environment(module: ModuleType) -> None:
+    """Make this plugin's variables known to vLLM, which warns of others."""
     ours = is_ours(os.environ.get(ENV_VAR, ""))
     for name in (*VARIABLES, *((ENV_VAR,) if ours else ())):
         module.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
 
 
 def hook_engine_config(module: ModuleType) -> None:
+    """Choose the backend from the environment, and check the finished configuration."""
     checks = getattr(module, "engine_config_checks", None)
     if checks is not None:  # a patched vLLM, which reads the variable and calls the check
         if check_where_chosen not in checks:
@@ -80,7 +83,9 @@ def hook_engine_config(module: ModuleType) -> None:
                 if is_ours(self.attention_backend) or _chosen_in(self.attention_config):
                     check_platform()
                     config = original(self, *args, **kwargs)
-                    _check_engine_config(config)
+                    context = args[0] if args else kwargs.get("usage_context")
+                    offline = getattr(context, "name", "") == "LLM_CLASS"
+                    _check_engine_config(config, offline)
                     return config
             except PrefixShareError as e:
                 refuse(e)
@@ -138,9 +143,16 @@ def choose_from_environment(engine_args: Any) -> None:
     engine_args.attention_backend = backend_member()
 
 
-def _check_engine_config(config: Any) -> None:
-    """Refuse settings that would fail later; give the workers the statistics method."""
+def _check_engine_config(config: Any, offline: bool = False) -> None:
+    """Refuse settings that would fail later; give the workers the statistics method,
+    ``/metrics`` their counters, and the scheduler its order.
+
+    Args:
+        offline: whether the engine is known to serve ``vllm.LLM``.
+    """
     from vllm.platforms import current_platform
+
+    from vllm_prefixshare.integration.order import order_requests
 
     # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
     on_cpu = current_platform.is_cpu()
@@ -150,6 +162,8 @@ def _check_engine_config(config: Any) -> None:
             precompiling.start(_attention_of(config), config)
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
+    metrics.expose()
+    order_requests(config, offline)
 
 
 def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
@@ -162,7 +176,7 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
     Raises:
         PrefixShareError: naming the variable.
     """
-    from vllm_prefixshare.costs.cost_table import CostTable
+    from vllm_prefixshare.costs.table import CostTable
     from vllm_prefixshare.planning.dividers.registry import get_divider
 
     if (divider := settings().divider) is not None:
@@ -216,16 +230,19 @@ def _attention_of(config: Any) -> AttentionConfig:
 
 def hook_cuda_platform(module: ModuleType) -> None:
     # the backend is one of vLLM's own, and its configuration is validated as such
+    """Let CUDA layers that are not served keep vLLM's own backend."""
     _choose_backends(module.CudaPlatformBase, CUDA_DTYPES, None)
 
 
 def hook_cpu_platform(module: ModuleType) -> None:
+    """Let the CPU platform use the backend for the layers that are served."""
     _choose_backends(module.CpuPlatform, DTYPES, CPU_BACKEND)
 
 
 def _choose_backends(platform: type, dtypes: tuple[str, ...], path: str | None) -> None:
     """Choose ``path`` for the layers that are served (None: what the platform makes of the
-    member PREFIX_SHARE) and the platform's own backend for the others."""
+    member PREFIX_SHARE) and the platform's own backend for the others.
+    """
 
     def wrapper(original: Function) -> Function:
         def get_attn_backend_cls(

@@ -31,6 +31,7 @@ class Hook:
 
     @property
     def target(self) -> str:
+        """The full name of what changes."""
         return f"{self.module}.{self.name}"
 
 

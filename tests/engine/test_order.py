@@ -1,0 +1,46 @@
+"""A KV cache that holds some of the documents: shuffled questions compute as little as grouped
+ones, and the answers stay as they were.
+"""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess
+
+from .conftest import DOCUMENT, SETTINGS
+from .test_engine import QUESTIONS, ask, assert_same_tokens
+
+pytestmark = pytest.mark.engine
+
+#: 11 usable blocks of 128 tokens hold two or three documents of 3 or 4 blocks
+CACHE = {**SETTINGS, "num_gpu_blocks_override": 12, "max_num_seqs": 2, "max_model_len": 1024}
+DOCUMENTS = [DOCUMENT[i : i + 2000] for i in (0, 1500, 3000, 4500)]
+PROMPTS = [ask(question, document) for document in DOCUMENTS for question in QUESTIONS[:3]]
+GROUPED = range(len(PROMPTS))
+SHUFFLED = random.Random(2).sample(GROUPED, len(PROMPTS))
+
+
+def answered(engine: EngineProcess, places: Sequence[int]) -> Batch:
+    """The answers to ``PROMPTS``, asked in the order of ``places``, in their own order."""
+    engine.reset_prefix_cache()
+    batch = engine.generate([PROMPTS[i] for i in places], 6, gaps=True, together=True)
+    answers = [batch.answers[places.index(i)] for i in GROUPED]
+    return Batch(tuple(answers), batch.seconds, batch.seconds_per_token)
+
+
+def computed(batch: Batch) -> int:
+    """Prompt tokens that were not found in the prefix cache."""
+    return sum(a.num_prompt_tokens - a.num_cached_tokens for a in batch.answers)
+
+
+def test_shuffled_questions_compute_as_little_as_grouped_ones(model):
+    with EngineProcess(PREFIX_SHARE, model, {"VLLM_PREFIXSHARE_ORDER": "off"}, **CACHE) as engine:
+        grouped, shuffled = answered(engine, GROUPED), answered(engine, SHUFFLED)
+    with EngineProcess(PREFIX_SHARE, model, **CACHE) as engine:  # auto: vllm.LLM is ordered
+        ordered = answered(engine, SHUFFLED)
+    assert computed(shuffled) > 1.2 * computed(grouped), "or the cache holds everything"
+    assert computed(ordered) <= computed(grouped)
+    assert_same_tokens(shuffled, grouped)
+    assert_same_tokens(ordered, shuffled)

@@ -1,0 +1,88 @@
+"""What ``/metrics`` and the log are told; ``tests/engine/test_serve.py`` reads a real server's."""
+
+import types
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+from vllm import config as vllm_config
+
+from vllm_prefixshare.integration import metrics, stats
+from vllm_prefixshare.records import PrefixShareError
+
+LABELS = {"model_name": "small", "engine": "0"}
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    counted = stats.BackendStats()
+    monkeypatch.setattr(stats, "STATS", counted)
+    monkeypatch.setattr(metrics, "STATS", counted)
+    return counted
+
+
+def test_the_log_has_a_line_for_what_happened_and_none_for_nothing(counted):
+    publisher = metrics.Publisher(None, LABELS)
+    assert publisher.log_line() is None
+    counted.note_plan(0.0005, 1.25, "plan too large")
+    for _ in range(4):
+        counted.note_step(1000, 750)
+    assert publisher.log_line() == (
+        "PREFIX_SHARE: 4 decode steps, 4 of them shared KV; 1000 KV tokens read, 3000 saved "
+        "(share factor 4.00); 1 plans made (0.50 ms each), 3 reused; imbalance 1.25; "
+        "fallbacks: plan too large (1)."
+    )
+    assert publisher.log_line() is None
+    counted.reset()
+    counted.note_step(10, 0)
+    assert "1 decode steps, 0 of them shared KV; 10 KV tokens read" in publisher.log_line()
+
+
+def test_files_hold_fallbacks_and_the_recent_share_factor(counted, tmp_path):
+    publisher = metrics.Publisher(tmp_path, LABELS)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))
+
+    def value(name, **labels):
+        return registry.get_sample_value(metrics.PREFIX + name, {**LABELS, **labels})
+
+    for held, saved, factor in ((1000, 500, 2.0), (1000, 800, 5.0)):
+        counted.note_step(held, saved)
+        publisher.write(tmp_path)
+        assert value("share_factor") == factor
+    publisher.write(tmp_path)
+    assert value("share_factor") == 5.0, "kept while nothing decodes"
+    counted.note_fallback("a sliding window")
+    counted.note_plan(0.0007, 1.5)
+    counted.note_plan(3.0, 1.1)
+    publisher.write(tmp_path)
+    assert value("fallbacks_total", reason="a sliding window") == 1
+    assert value("fallbacks_total", reason="planning failed") == 0
+    assert value("kv_tokens_saved_total") == 1300
+    assert value("imbalance") == 1.1
+    buckets = [value("plan_seconds_bucket", le=le) for le in ("0.0005", "0.001", "0.1", "+Inf")]
+    assert buckets == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_publishes(rank, monkeypatch):
+    config = types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(rank=rank, data_parallel_index=3),
+        model_config=types.SimpleNamespace(served_model_name="small"),
+    )
+    monkeypatch.setattr(vllm_config, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(metrics.Publisher, "start", lambda self: None)
+    monkeypatch.setattr(metrics, "_publisher", None)
+    metrics.start_in_worker()
+    assert metrics._publisher is None, "not a worker"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    metrics.start_in_worker()
+    assert (metrics._publisher is None) == (rank != 0)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(PrefixShareError, match="is not a usable folder"):
+        metrics.expose()

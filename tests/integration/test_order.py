@@ -1,0 +1,404 @@
+"""The order of waiting requests: the queue by itself under arrivals of all kinds, and inside the
+schedulers of vLLM, whose files differ from release to release.
+"""
+
+import functools
+import itertools
+import math
+import pickle
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config.utils import replace
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.support.dummy_model import write_llama_8b
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.integration.order import (
+    DEPTHS,
+    OfflinePrefixOrderAsyncScheduler,
+    OfflinePrefixOrderScheduler,
+    PrefixQueue,
+    order_requests,
+)
+
+BLOCK = 16
+
+
+class Waiting:
+    """What the queue reads of a request. path: names of its blocks, from the first on."""
+
+    def __init__(self, *path: Any, priority: int = 0) -> None:
+        self.block_hashes = [repr(path[: i + 1]).encode() for i in range(len(path))]
+        self.priority = priority
+
+
+class Cache(set[bytes]):
+    """Hashes of cached blocks, and a queue that asks for them. now: its clock, in seconds."""
+
+    def __init__(self, bound: float = math.inf, **options: Any) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.queue = PrefixQueue(self.__contains__, bound, clock=lambda: self.now, **options)
+
+    def take(self) -> Any:
+        request = self.queue.pop_request()
+        self.update(request.block_hashes)
+        return request
+
+
+def fill(cache: Cache, *requests: Waiting) -> None:
+    for request in requests:
+        cache.queue.add_request(request)
+
+
+def test_requests_on_one_document_follow_each_other_oldest_first():
+    cache = Cache()
+    a1, b1, a2, c1, b2, a3 = (Waiting(name, i) for i, name in enumerate("abacba"))
+    fill(cache, a1, b1, a2, c1, b2, a3)
+    assert [cache.take() for _ in range(6)] == [a1, a2, a3, b1, b2, c1]
+
+
+def test_the_longest_cached_prefix_goes_first():
+    cache = Cache()
+    cache.update(Waiting("system", "long", "longer").block_hashes)
+    other, short, long = Waiting("other"), Waiting("system", 1), Waiting("system", "long", 2)
+    fill(cache, other, short, long)
+    assert [cache.take() for _ in range(3)] == [long, short, other]
+
+
+def test_a_prefix_that_was_evicted_has_no_precedence():
+    cache = Cache()
+    a1, b1, a2 = Waiting("a", 1), Waiting("b", 2), Waiting("a", 3)
+    fill(cache, a1, b1, a2)
+    assert cache.take() is a1
+    cache.clear()
+    assert cache.queue.pop_request() is b1
+
+
+def test_what_was_seen_is_taken_although_the_cache_changed():
+    cache = Cache()
+    a, b = Waiting("a"), Waiting("b")
+    fill(cache, a, b)
+    assert cache.queue.peek_request() is a
+    cache.update(b.block_hashes)
+    assert cache.queue.pop_request() is a
+
+
+def test_requests_put_back_go_first_the_last_one_foremost():
+    cache = Cache()
+    a1, a2, b, c = Waiting("a", 1), Waiting("a", 2), Waiting("b"), Waiting("c")
+    fill(cache, a1, a2)
+    cache.take()
+    cache.queue.prepend_requests([b, c])
+    assert [cache.take() for _ in range(3)] == [c, b, a2]
+
+
+def test_priorities_stand_above_the_order():
+    cache = Cache(by_priority=True)
+    low1, low2 = (Waiting("a", i, priority=1) for i in range(2))
+    high = Waiting("b", priority=0)
+    fill(cache, low1, low2)
+    assert cache.take() is low1
+    fill(cache, high)
+    assert list(cache.queue) == [high, low2]
+    assert [cache.take(), cache.take()] == [high, low2]
+
+
+def test_removed_requests_are_gone_and_strangers_are_ignored():
+    cache = Cache()
+    a, b, c, back = Waiting("a"), Waiting("a", 1), Waiting("c"), Waiting("d")
+    fill(cache, a, b, c)
+    cache.queue.prepend_request(back)
+    cache.queue.remove_requests([a, back, Waiting("a")])
+    cache.queue.remove_request(c)
+    assert len(cache.queue) == 1 and cache.queue
+    assert cache.take() is b
+    assert not cache.queue
+    with pytest.raises(IndexError, match="no request is waiting"):
+        cache.queue.peek_request()
+
+
+def test_depths_lie_close_enough():
+    assert DEPTHS[:8] == list(range(1, 9))
+    assert all(b - a <= max(1, a // 4) for a, b in itertools.pairwise(DEPTHS))
+
+
+def test_a_stride_reads_the_last_hash_of_each_block():
+    cache = Cache(stride=2)
+    first, same, other = Waiting("a", "b", 1, 2), Waiting("a", "b", 3, 4), Waiting("a", "c", 5, 6)
+    fill(cache, first, other, same)
+    assert [cache.take() for _ in range(3)] == [first, same, other]
+
+
+#: Few documents and many requests, so that most of what is taken overtakes somebody.
+ADD = st.tuples(
+    st.just("add"),
+    st.lists(st.integers(0, 1), min_size=1, max_size=3),
+    st.sampled_from([0, 0, 0, 1]),
+)
+TAKE = st.tuples(st.just("take"), st.sampled_from([0.0, 0.125, 0.5, 3.0]))
+OTHER = st.tuples(st.sampled_from(["put back", "remove", "evict"]), st.integers(0, 9))
+STEPS = st.lists(st.one_of(ADD, ADD, TAKE, TAKE, OTHER), min_size=10, max_size=80)
+
+
+class Oracle:
+    """Who came when, and what each lost to later requests of its priority, summed by hand."""
+
+    def __init__(self) -> None:
+        self.age: dict[Waiting, int] = {}
+        self.lost: Counter[Waiting] = Counter()
+        self.put_back: list[Waiting] = []
+        self.behind: dict[int, list[Waiting]] = {}  # priority -> overtaken by the last one taken
+
+    def older(self, taken: Waiting) -> list[Waiting]:
+        return [
+            r
+            for r in self.age
+            if r.priority == taken.priority
+            and r not in self.put_back
+            and self.age[r] < self.age[taken]
+        ]
+
+
+@given(steps=STEPS, bound=st.sampled_from([0.0, 0.25, 2.0, math.inf]))
+def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, bound):
+    cache, oracle = Cache(bound, by_priority=True), Oracle()
+    names = itertools.count()
+    served: list[Waiting] = []
+
+    def take(seconds: float) -> None:
+        urgent = min(r.priority for r in oracle.age)
+        request = cache.take()
+        assert request.priority == urgent
+        if request in oracle.put_back:
+            oracle.put_back.remove(request)
+            oracle.behind[urgent] = []
+        else:
+            assert not [r for r in oracle.put_back if r.priority == urgent]
+            oracle.behind[urgent] = oracle.older(request)
+            assert all(oracle.lost[r] < bound for r in oracle.behind[urgent])
+        del oracle.age[request]
+        served.append(request)
+        cache.now += seconds
+        for overtaken in oracle.behind.values():
+            for r in overtaken:
+                oracle.lost[r] += seconds
+
+    asked = 0
+    for kind, *values in steps:
+        waiting = list(oracle.age)
+        if kind == "add":
+            request = Waiting(*values[0], next(names), priority=values[1])
+            oracle.age[request] = asked = asked + 1
+            fill(cache, request)
+        elif kind == "take" and waiting:
+            take(values[0])
+        elif kind == "put back" and served:
+            request = served.pop(values[0] % len(served))
+            oracle.age[request] = asked = asked + 1
+            oracle.put_back.append(request)
+            cache.queue.prepend_request(request)
+        elif kind == "remove" and waiting:
+            request = waiting[values[0] % len(waiting)]
+            del oracle.age[request]
+            oracle.put_back = [r for r in oracle.put_back if r is not request]
+            cache.queue.remove_request(request)
+        elif kind == "evict" and cache:
+            cache.discard(sorted(cache)[values[0] % len(cache)])
+        assert len(cache.queue) == len(oracle.age)
+        assert set(cache.queue) == set(oracle.age)
+    while oracle.age:
+        take(0.1)
+    assert not cache.queue
+
+
+def test_a_stream_of_cached_requests_starves_nobody():
+    cache = Cache(bound=2.0)
+    cold = Waiting("cold")
+    cache.update(Waiting("hot").block_hashes)
+    fill(cache, cold)
+    for i in itertools.count():
+        fill(cache, Waiting("hot", i))
+        if cache.take() is cold:
+            break
+        cache.now += 0.125
+    assert cache.now == 2.0
+
+
+def test_a_bound_of_zero_is_first_come_first_served():
+    cache = Cache(bound=0.0)
+    requests = [Waiting("ab"[i % 2], i) for i in range(8)]
+    fill(cache, *requests)
+    assert [cache.take() for _ in range(8)] == requests
+
+
+# -- inside vLLM's schedulers --
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory):
+    folder = write_llama_8b(tmp_path_factory.mktemp("model"))
+    return ModelConfig(str(folder), skip_tokenizer_init=True, max_model_len=4096, dtype="float16")
+
+
+def make_config(model_config: Any, num_blocks: int, policy: str = "fcfs") -> Any:
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache.num_gpu_blocks = num_blocks
+    scheduler = SchedulerConfig(
+        max_num_seqs=2, max_num_batched_tokens=256, max_model_len=4096, is_encoder_decoder=False,
+        policy=policy, async_scheduling=False,
+    )  # fmt: skip
+    return VllmConfig(
+        model_config=model_config,
+        cache_config=cache,
+        scheduler_config=scheduler,
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+def make_scheduler(make: Any, config: Any) -> Any:
+    num_blocks = config.cache_config.num_gpu_blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float16)
+    return make(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+    )
+
+
+def prompts_about(documents: int, questions: int, tokens: int) -> list[list[int]]:
+    rng = random.Random(0)
+    texts = [rng.choices(range(1000), k=tokens) for _ in range(documents)]
+    return [[*text, *rng.choices(range(1000), k=20)] for text in texts for _ in range(questions)]
+
+
+def prefilled(scheduler: Any, prompts: list[list[int]], answer: int = 3) -> tuple[int, list[str]]:
+    """Serve ``prompts``: how many prefill tokens were computed, and the order of admission."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=answer, ignore_eos=True)
+        scheduler.add_request(Request(str(i), prompt, params, None, block_hasher=hasher))
+    computed, admitted, finished = 0, [], 0
+    for _ in range(20 * len(prompts)):
+        step = scheduler.schedule()
+        admitted += [r.req_id for r in step.scheduled_new_reqs]
+        sampled = []
+        for name, count in step.num_scheduled_tokens.items():
+            request = scheduler.requests[name]
+            before = request.num_computed_tokens - count
+            computed += max(0, min(count, request.num_prompt_tokens - before))
+            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        names = list(step.num_scheduled_tokens)
+        outputs = scheduler.update_from_output(
+            step,
+            ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled),
+        )
+        finished += sum(o.finish_reason is not None for c in outputs.values() for o in c.outputs)
+        if finished == len(prompts):
+            return computed, admitted
+    raise AssertionError("requests were left")
+
+
+def test_shuffled_requests_compute_as_little_as_grouped_ones(model_config):
+    # 60 blocks hold two documents of 24
+    grouped = prompts_about(documents=6, questions=5, tokens=24 * BLOCK)
+    shuffled = random.Random(1).sample(grouped, len(grouped))
+    plain = functools.partial(make_scheduler, Scheduler)
+    ordered = functools.partial(make_scheduler, OfflinePrefixOrderScheduler)
+    best, _ = prefilled(plain(make_config(model_config, 60)), grouped)
+    worst, _ = prefilled(plain(make_config(model_config, 60)), shuffled)
+    ours, admitted = prefilled(ordered(make_config(model_config, 60)), shuffled)
+    assert best < worst / 2
+    assert ours <= best
+    assert sorted(map(int, admitted)) == list(range(30)), "each once"
+
+
+def test_a_priority_policy_keeps_its_priorities(model_config):
+    config = make_config(model_config, 60, policy="priority")
+    scheduler = make_scheduler(OfflinePrefixOrderAsyncScheduler, config)
+    assert isinstance(scheduler, AsyncScheduler)
+    assert isinstance(scheduler.waiting, PrefixQueue)
+    for i, priority in enumerate((2, 1, 2)):
+        params = SamplingParams(max_tokens=1)
+        scheduler.add_request(Request(str(i), [i] * 40, params, None, priority=priority))
+    assert scheduler.waiting.pop_request().request_id == "1"
+
+
+def config_with(scheduler_cls: Any = None, caching: bool = True) -> Any:
+    scheduler = SchedulerConfig.default_factory(scheduler_cls=scheduler_cls)
+    return SimpleNamespace(
+        scheduler_config=scheduler, cache_config=SimpleNamespace(enable_prefix_caching=caching)
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "offline", "bound"),
+    [
+        ("auto", True, math.inf),
+        ("auto", False, None),
+        ("prefix", True, math.inf),
+        ("prefix", False, 2.0),
+        ("off", True, None),
+        ("off", False, None),
+    ],
+)
+def test_who_gets_which_order(monkeypatch, order, offline, bound):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER", order)
+    config = config_with()
+    order_requests(config, offline)
+    chosen = pickle.loads(pickle.dumps(config.scheduler_config)).get_scheduler_cls()
+    if bound is None:
+        assert chosen in (Scheduler, AsyncScheduler)
+    else:
+        assert issubclass(chosen, Scheduler)
+        assert chosen.bound == bound
+        # vLLM checks the types of what it copies
+        needed = {"max_model_len": 8192, "is_encoder_decoder": False}
+        assert replace(config.scheduler_config, **needed).get_scheduler_cls() is chosen
+
+
+def test_the_bound_of_the_settings_wins(monkeypatch, model_config):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER_BOUND", "0.5")
+    scheduler = make_scheduler(OfflinePrefixOrderScheduler, make_config(model_config, 60))
+    scheduler.add_request(Request("0", [1] * 40, SamplingParams(max_tokens=1), None))
+    (level,) = scheduler.waiting._levels.values()
+    assert level._bound == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (config_with(caching=False), "needs the prefix cache: switch prefix caching on"),
+        (config_with(scheduler_cls=dict), "needs one of vLLM's own schedulers"),
+    ],
+)
+def test_an_order_that_cannot_be_kept_is_refused_where_it_was_asked_for(
+    monkeypatch, config, sentence
+):
+    before = config.scheduler_config.scheduler_cls
+    order_requests(config, offline=True)  # auto
+    assert config.scheduler_config.scheduler_cls is before
+    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER", "prefix")
+    from vllm_prefixshare.settings import settings
+
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match=sentence):
+        order_requests(config, offline=True)

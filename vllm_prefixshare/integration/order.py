@@ -1,0 +1,347 @@
+"""The order in which vLLM starts waiting requests: those that share a prefix together, while that
+prefix is cached. A queue in the place of vLLM's own; its scheduler stays as it is.
+
+A block hash covers the whole prefix up to its block, so a dictionary from hash to requests is a
+trie. It holds not every depth of a request but four for each doubling (``DEPTHS``): what two
+requests share is known to a fifth of it, for some thirty entries instead of thousands.
+"""
+
+import functools
+import heapq
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
+
+#: Seconds that a request on a server may lose to later ones, unless the settings say otherwise.
+SERVER_BOUND = 2.0
+
+#: Prefix lengths, in blocks, by which requests are compared.
+DEPTHS = [1]
+while DEPTHS[-1] < 1 << 20:
+    DEPTHS.append(DEPTHS[-1] + max(1, DEPTHS[-1] // 4))
+
+Request = Any  # vllm.v1.request.Request
+
+
+class _Waiting(NamedTuple):
+    """hashes: of the request's first ``DEPTHS[i]`` blocks. given: ``_Level.given()`` when it
+    came.
+    """
+
+    hashes: list[bytes]
+    given: float
+
+
+class _Level:
+    """Waiting requests of one priority. All of ``add``, ``choose``, ``take`` and ``remove`` take
+    time proportional to ``len(DEPTHS)``, however many requests wait.
+    """
+
+    def __init__(
+        self,
+        cached: Callable[[bytes], bool],
+        bound: float,
+        stride: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cached = cached
+        self._bound = bound
+        self._stride = stride
+        self._clock = clock
+        #: put back by the scheduler: pre-empted or skipped. They go first, as in vLLM.
+        self._front: deque[Request] = deque()
+        self._waiting: OrderedDict[Request, _Waiting] = OrderedDict()  # by age
+        self._sharing: dict[bytes, OrderedDict[Request, None]] = {}  # hash -> requests, by age
+        #: for each depth: hashes with waiting requests that were cached when last seen, the most
+        #: recently used last
+        self._warm: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in DEPTHS]
+        self._given = 0.0
+        self._taken_at = 0.0
+        self._overtakes = False  # whether the request last taken came after one that still waits
+
+    def __len__(self) -> int:
+        return len(self._front) + len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._front
+        yield from self._waiting
+
+    def add(self, request: Request) -> None:
+        hashes = self._hashes(request)
+        self._waiting[request] = _Waiting(hashes, self.given())
+        for key in hashes:
+            if (sharing := self._sharing.get(key)) is None:
+                sharing = self._sharing[key] = OrderedDict()
+            sharing[request] = None
+        for warm, key in zip(self._warm, hashes, strict=False):
+            if key not in warm:
+                if not self._cached(key):
+                    break
+                warm[key] = None
+                warm.move_to_end(key, last=False)
+
+    def prepend(self, request: Request) -> None:
+        self._front.appendleft(request)
+
+    def given(self) -> float:
+        """Seconds given so far to requests that overtook others: from when each was taken until
+        the next one was. What the oldest request lost is the difference since it came; every
+        other one lost at most as much.
+        """
+        return self._given + (self._clock() - self._taken_at if self._overtakes else 0.0)
+
+    def choose(self) -> Request:
+        """The request to take next; there must be one."""
+        if self._front:
+            return self._front[0]
+        oldest, waiting = next(iter(self._waiting.items()))
+        if self.given() - waiting.given >= self._bound:
+            return oldest
+        for warm in reversed(self._warm):
+            while warm:
+                key = next(reversed(warm))
+                if self._cached(key):
+                    return next(iter(self._sharing[key]))
+                del warm[key]  # evicted; it comes back with the next request that computes it
+        return oldest
+
+    def take(self, request: Request) -> None:
+        """Remove ``request``, which is about to run: its prefix is what others should follow."""
+        self._given = self.given()
+        self._taken_at = self._clock()
+        if self._front and self._front[0] is request:
+            self._overtakes = False
+            self._front.popleft()
+            hashes = self._hashes(request)
+        else:
+            self._overtakes = request is not next(iter(self._waiting))
+            hashes = self._forget(request)
+        for warm, key in zip(self._warm, hashes, strict=False):
+            if key in self._sharing:
+                warm[key] = None
+                warm.move_to_end(key)
+
+    def remove(self, requests: set[Request]) -> None:
+        """Remove those of ``requests`` that wait here."""
+        for request in requests & self._waiting.keys():
+            self._forget(request)
+        if any(request in requests for request in self._front):
+            self._front = deque(r for r in self._front if r not in requests)
+
+    def _forget(self, request: Request) -> list[bytes]:
+        hashes = self._waiting.pop(request).hashes
+        for warm, key in zip(self._warm, hashes, strict=False):
+            sharing = self._sharing[key]
+            del sharing[request]
+            if not sharing:
+                del self._sharing[key]
+                warm.pop(key, None)
+        return hashes
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        found = request.block_hashes
+        end = len(found) // self._stride
+        stride = self._stride
+        hashes = []
+        for depth in DEPTHS:
+            if depth > end:
+                break
+            hashes.append(found[depth * stride - 1])
+        return hashes
+
+
+class PrefixQueue(RequestQueue):
+    """A queue whose next request is the one with the longest cached prefix, else the oldest.
+
+    Requests that were put back go first. Priorities stand above all this, and nobody loses more
+    than the bound to requests of its priority that came after it.
+
+    Args:
+        cached: whether the block with this hash is in the KV cache.
+        bound: seconds, infinity for none.
+        by_priority: whether ``Request.priority`` counts; smaller values go first.
+        stride: block hashes for each block that ``cached`` knows.
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        cached: Callable[[bytes], bool],
+        bound: float,
+        by_priority: bool = False,
+        stride: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._new_level = functools.partial(_Level, cached, bound, stride, clock)
+        self._by_priority = by_priority
+        self._levels: dict[int, _Level] = {}
+        self._priorities: list[int] = []  # a heap of the keys above
+        #: (request, its level): what was seen must be what is taken, although the cache has
+        #: changed in between
+        self._seen: tuple[Request, _Level] | None = None
+
+    def _level_of(self, request: Request) -> _Level:
+        self._seen = None
+        priority = request.priority if self._by_priority else 0
+        if priority not in self._levels:
+            self._levels[priority] = self._new_level()
+            heapq.heappush(self._priorities, priority)
+        return self._levels[priority]
+
+    def _look(self) -> tuple[Request, _Level]:
+        while self._priorities:
+            level = self._levels[self._priorities[0]]
+            if len(level):
+                return level.choose(), level
+            if not self._by_priority:
+                break
+            del self._levels[heapq.heappop(self._priorities)]
+        raise IndexError("no request is waiting")
+
+    def add_request(self, request: Request) -> None:
+        """Let ``request`` wait."""
+        self._level_of(request).add(request)
+
+    def peek_request(self) -> Request:
+        """The next request, which stays."""
+        self._seen = self._look()
+        return self._seen[0]
+
+    def pop_request(self) -> Request:
+        """Remove and return the next request."""
+        request, level = self._seen or self._look()
+        self._seen = None
+        level.take(request)
+        return request
+
+    def prepend_request(self, request: Request) -> None:
+        """Put back ``request``, which goes first."""
+        self._level_of(request).prepend(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Put back each of ``requests`` in turn, so that the last one goes first."""
+        for request in requests:
+            self.prepend_request(request)
+
+    def remove_request(self, request: Request) -> None:
+        """Remove ``request`` if it waits here."""
+        self.remove_requests([request])
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Remove those of ``requests`` that wait here."""
+        self._seen = None
+        gone = set(requests)
+        for level in self._levels.values():
+            level.remove(gone)
+
+    def __bool__(self) -> bool:
+        return any(len(level) for level in self._levels.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._levels.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        """By priority; within it those put back, then the others by age. In which order these
+        will be taken is known only when they are.
+        """
+        for priority in sorted(self._levels):
+            yield from self._levels[priority]
+
+
+def order_requests(config: Any, offline: bool) -> None:
+    """Let the scheduler of a finished ``VllmConfig`` order its requests, if the settings say so.
+
+    Args:
+        offline: whether it serves ``vllm.LLM``.
+
+    Raises:
+        PrefixShareError: ``prefix`` is asked for, and the engine has no prefix cache or a
+            scheduler that is none of vLLM's own.
+    """
+    wish = settings().order
+    if wish == "off" or (wish == "auto" and not offline):
+        return
+    base = config.scheduler_config.get_scheduler_cls()
+    if not config.cache_config.enable_prefix_caching:
+        missing = "the prefix cache: switch prefix caching on"
+    elif base not in _SCHEDULERS:
+        missing = "one of vLLM's own schedulers: leave scheduler_cls unset"
+    else:
+        config.scheduler_config.scheduler_cls = _SCHEDULERS[base][offline]
+        return
+    if wish == "prefix":
+        raise PrefixShareError(
+            f"VLLM_PREFIXSHARE_ORDER=prefix needs {missing}, or set the variable to off."
+        )
+
+
+class _PrefixOrder:
+    """Gives a scheduler of vLLM's a ``PrefixQueue`` for its waiting requests.
+
+    bound: of the queue, in seconds, unless the settings name one.
+    """
+
+    bound = SERVER_BOUND
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scheduler: Any = self
+        pool = scheduler.kv_cache_manager.block_pool
+        groups = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+        if not groups:  # a model without attention
+            return
+        # other groups cache no block that has left their window
+        full = (i for i, spec in enumerate(groups) if isinstance(spec, FullAttentionSpec))
+        group_id = next(full, 0)
+
+        def cached(block_hash: bytes) -> bool:
+            return pool.get_cached_block(block_hash, [group_id]) is not None
+
+        wished = settings().order_bound
+        scheduler.waiting = PrefixQueue(
+            cached,
+            self.bound if wished is None else wished,
+            by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
+            stride=max(1, groups[group_id].block_size // pool.hash_block_size),
+        )
+
+
+# Classes of this module, and no closures: a configuration is pickled for the engine core's
+# process, and vLLM checks the type of what it copies.
+
+
+class PrefixOrderScheduler(_PrefixOrder, Scheduler):
+    """vLLM's scheduler with waiting requests in prefix order."""
+
+
+class PrefixOrderAsyncScheduler(_PrefixOrder, AsyncScheduler):
+    """The same for asynchronous scheduling."""
+
+
+class OfflinePrefixOrderScheduler(PrefixOrderScheduler):
+    """The same where nobody waits for a single answer."""
+
+    bound = math.inf
+
+
+class OfflinePrefixOrderAsyncScheduler(PrefixOrderAsyncScheduler):
+    """The same where nobody waits for a single answer."""
+
+    bound = math.inf
+
+
+#: vLLM's scheduler -> what takes its place on a server, and offline
+_SCHEDULERS: dict[type, tuple[type, type]] = {
+    Scheduler: (PrefixOrderScheduler, OfflinePrefixOrderScheduler),
+    AsyncScheduler: (PrefixOrderAsyncScheduler, OfflinePrefixOrderAsyncScheduler),
+}

@@ -1,0 +1,122 @@
+"""A record of the batches that an engine plans for, as ``vllm-prefixshare inspect`` reads it."""
+
+import fcntl
+import json
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+#: Of a trace; what does not fit is not recorded.
+MOST_BYTES = 16 << 20
+
+
+class Trace:
+    """A file with a JSON object on each line. Of several processes that name the same file, the
+    first records: the workers of one engine have the same batches.
+
+    Raises:
+        PrefixShareError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size, self._open = path, 0, True
+        try:
+            # the lock lasts as long as the process
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._open = False
+            else:
+                os.ftruncate(self._file, 0)
+        except OSError as e:
+            raise PrefixShareError(
+                f"VLLM_PREFIXSHARE_TRACE={path} cannot be written ({e.strerror}): name another "
+                "file, or unset it."
+            ) from None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a line, while there is room. A trace that cannot be written any more ends; the
+        engine goes on.
+        """
+        if not self._open:
+            return
+        line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
+        try:
+            if self._size + len(line) > MOST_BYTES:
+                raise OSError(f"it has reached {MOST_BYTES >> 20} MiB")
+            if os.pwrite(self._file, line, self._size) != len(line):
+                raise OSError("the disk is full")
+        except OSError as e:
+            self._open = False
+            os.ftruncate(self._file, self._size)  # no part of a line
+            logger().warning("The trace %s ends here: %s.", self._path, e)
+        else:
+            self._size += len(line)
+
+
+@cache
+def _trace(path: Path) -> Trace:
+    """One for all the KV-cache groups of a process."""
+    return Trace(path)
+
+
+class TracedPlanner(DecodePlanner):
+    """A planner that records each batch that it makes a plan for."""
+
+    def __init__(self, trace: Path, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._trace = _trace(trace)
+
+    def update(
+        self,
+        block_table: IntArray,
+        seq_lens: IntArray,
+        query_len: int = 1,
+        *,
+        table_rows: IntArray | None = None,
+        row_ids: IntArray | None = None,
+        slack: int = 0,
+    ) -> DecodePlan:
+        """As ``DecodePlanner.update``, and record the batch of each new plan."""
+        made = self.counters.plans
+        plan = super().update(
+            block_table, seq_lens, query_len, table_rows=table_rows, row_ids=row_ids, slack=slack
+        )
+        if self.counters.plans > made and len(seq_lens):
+            rows = np.arange(len(seq_lens)) if table_rows is None else table_rows
+            self._trace.write(self._record(plan, block_table, rows, seq_lens))
+        return plan
+
+    def _record(
+        self, plan: DecodePlan, block_table: IntArray, rows: IntArray, seq_lens: IntArray
+    ) -> dict[str, Any]:
+        lens = np.clip(seq_lens, 1, block_table.shape[1] * self.block_size)
+        blocks = -(-lens // self.block_size)
+        return {
+            "time": round(time.time(), 3),
+            "block_size": self.block_size,
+            "kv_lens": lens.tolist(),
+            "block_tables": [
+                block_table[row, :count].tolist()
+                for row, count in zip(rows, blocks.tolist(), strict=True)
+            ],
+            "plan": {
+                "divider": self.config.divider,
+                "workers": plan.num_workers,
+                "kv_tokens_read": plan.kv_tokens_read(seq_lens),
+                "tiles": plan.num_tiles,
+                "partials": plan.num_partials,
+                "busiest_worker_us": round(float(plan.worker_us.max()), 2),
+                "plan_ms": round(self.last_plan_seconds * 1e3, 3),
+            },
+        }
