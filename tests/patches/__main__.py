@@ -1,4 +1,4 @@
-"""Makes a patched vLLM for PYTHONPATH, in two steps where the machine with vLLM has no git:
+"""Makes a patched vLLM for PYTHONPATH, in two steps where the machine with vLLM has no git.
 
 python -m tests.patches files 0.33.0 FOLDER-WITH-PACKAGE-VLLM TARGET   # patched files alone
 python -m tests.patches link TARGET                                    # links to the installed rest

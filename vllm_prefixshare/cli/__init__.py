@@ -1,2 +1,4 @@
-"""The command ``vllm-prefixshare``: a module for each of its commands, which ``main`` puts
-together. Each has ``add_arguments(parser)`` and ``run(args) -> exit status``."""
+"""The program ``vllm-prefixshare``: a module for each command, put together by ``main``.
+
+Each module has ``add_arguments(parser)`` and ``run(args) -> exit status``.
+"""

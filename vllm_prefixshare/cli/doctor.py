@@ -13,15 +13,23 @@ from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
+EXAMPLE = """\
+Is everything in place, and which layers of a model would be served?
+
+    vllm-prefixshare doctor --model /models/Llama-3.1-8B
+
+Each line is a check that an engine makes when it starts. The exit status is 0 if PREFIX_SHARE can
+be chosen, 1 if not."""
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     command.add_argument("--model", type=Path, help="checkpoint folder: what would be served")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 @dataclass
 class Machine:
-    """What the checks find out for those that follow.
+    """What earlier checks tell later ones.
 
     attention: the shape to choose a kernel for. from_model: whether it is the model's.
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
@@ -42,6 +50,7 @@ class Result:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run every check and print the report; 0 if PREFIX_SHARE can be chosen here, else 1."""
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -65,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
     """The shape of the model's layers, or the default where no kernel serves it: that is said
-    with the layers."""
+    with the layers.
+    """
     try:
         return Machine(attention_shape(model, config, 16, "bfloat16"), from_model=True)
     except PrefixShareError as e:
@@ -84,6 +94,7 @@ def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result
 
 
 def package(machine: Machine) -> str:
+    """This package's version."""
     from vllm_prefixshare import __version__
 
     return f"vllm_prefixshare {__version__}"
@@ -122,6 +133,7 @@ def release(machine: Machine) -> str:
 
 
 def platform(machine: Machine) -> str:
+    """The platform that vLLM chose, and the name of its GPU."""
     from vllm_prefixshare.integration.hooks.selection import check_platform
 
     machine.on_cpu = check_platform()
@@ -150,8 +162,8 @@ def kernel(machine: Machine) -> str:
 
 def cost_table(machine: Machine) -> str:
     """Whether the table that is named was measured on this machine, for this shape."""
-    from vllm_prefixshare.costs.cost_table import CostTable
     from vllm_prefixshare.costs.lookup import fingerprint
+    from vllm_prefixshare.costs.table import CostTable
 
     path = settings().cost_table
     if path is None:
@@ -175,7 +187,7 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 
 
 def _layers(layers: list[LayerKind], machine: Machine) -> list[dict[str, Any]]:
-    """What would become of each kind of layer; ``falls_back`` is the reason or None."""
+    """Each kind of layer: ``falls_back`` is why it would not be served, None if it would."""
     return [
         {
             "kind": layer.name,

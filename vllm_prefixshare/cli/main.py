@@ -4,18 +4,44 @@ import argparse
 import sys
 from types import ModuleType
 
-from vllm_prefixshare.cli import doctor, inspect, profile
+from vllm_prefixshare.cli import bench, doctor, estimate, inspect, patch, profile, trace
 from vllm_prefixshare.records import PrefixShareError
 
-COMMANDS: dict[str, ModuleType] = {"doctor": doctor, "profile": profile, "inspect": inspect}
+COMMANDS: dict[str, ModuleType] = {
+    "doctor": doctor,
+    "inspect": inspect,
+    "trace": trace,
+    "estimate": estimate,
+    "bench": bench,
+    "profile": profile,
+    "patch": patch,
+}
+
+EXAMPLE = """\
+Start here:
+
+    vllm-prefixshare doctor                  # can the backend be chosen here?
+
+'vllm-prefixshare COMMAND --help' has an example of each command."""
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="vllm-prefixshare", description=__doc__)
+    """The parser of all commands; ``args.run`` is the one that was named."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    root = argparse.ArgumentParser(
+        prog="vllm-prefixshare", description=__doc__, epilog=EXAMPLE, formatter_class=as_written
+    )
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.__doc__, description=module.__doc__)
+        command = commands.add_parser(
+            name,
+            help=module.__doc__,
+            description=module.__doc__,
+            epilog=f"example:\n{module.EXAMPLE}",
+            formatter_class=as_written,
+        )
         module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=module.run)
     return root
 
@@ -29,3 +55,5 @@ def main(argv: list[str] | None = None) -> int:
     except PrefixShareError as e:
         print(f"vllm-prefixshare: error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130  # as a shell has it

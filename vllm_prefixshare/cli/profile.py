@@ -1,18 +1,30 @@
 """Measure the cost table of this machine for one attention shape."""
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm_prefixshare.cli.model import add_shape_arguments, attention_of
+from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.costs.cost_table import CostTable, Grid
+    from vllm_prefixshare.costs.table import CostTable, Grid
+
+EXAMPLE = """\
+The cost table for a model's shape, kept where the backend finds it:
+
+    vllm-prefixshare profile --model /models/Llama-3.1-8B
+
+It takes up to two minutes on an idle machine. 'vllm-prefixshare doctor --model ...' says whether
+the table that is named in VLLM_PREFIXSHARE_COST_TABLE fits."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     add_shape_arguments(command, block_size=128)
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     command.add_argument(
@@ -24,6 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure, print and store a table; the exit status is 0."""
     attention = attention_of(args)
     from vllm_prefixshare.costs.lookup import cache_folder, has_gpu
 
@@ -33,6 +46,48 @@ def run(args: argparse.Namespace) -> int:
     if path.suffix != ".json":
         path /= table.fingerprint.file_name()
     table.save(path)
+    if args.json:
+        print(json.dumps({"path": str(path), "table": table.to_json()}, indent=1))
+    else:
+        _print(table, path)
+    return 0
+
+
+def _profile_cpu(attention: AttentionConfig) -> "CostTable":
+    from vllm_prefixshare.integration import compat
+
+    compat.check_release(on_cpu=True)
+    from vllm_prefixshare.costs.profile_cpu import STEPS, measure_cpu
+    from vllm_prefixshare.integration.cpu.timing import cpu_attn_timer
+
+    with Progress(STEPS) as progress:
+        return measure_cpu(attention, cpu_attn_timer(attention), progress.step)
+
+
+def _profile_gpu(
+    attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
+) -> "CostTable":
+    from vllm_prefixshare.costs.lookup import has_gpu
+    from vllm_prefixshare.costs.profile_gpu import STEPS, measure_gpu
+
+    if not has_gpu():
+        raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
+    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
+    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+
+    timer = GpuTimer()
+    with Progress(STEPS) as progress:
+
+        def microseconds(call: Callable[[], object]) -> float:
+            progress.step()
+            return timer.time(capture(call)[0].replay, repeats=15).median_ms * 1e3
+
+        return measure_gpu(
+            attention, lambda shape: GpuExecutor(shape, "cuda", kernel=kernel), microseconds
+        )
+
+
+def _print(table: "CostTable", path: Path) -> None:
     print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
     _print_grid(table.tile_us)
     if table.tile_l2_us is not None:
@@ -42,36 +97,6 @@ def run(args: argparse.Namespace) -> int:
         print(" alone" + "".join(f"{us:10.1f}" for us in table.unshared_us.microseconds[0]))
     print(f"merging a row of a partial result: {table.merge_us:.4f}")
     print(f"written to {path}")
-    return 0
-
-
-def _profile_cpu(attention: AttentionConfig) -> "CostTable":
-    from vllm_prefixshare.integration import compat
-
-    compat.check_release(on_cpu=True)
-    from vllm_prefixshare.costs.profile_cpu import measure_cpu
-    from vllm_prefixshare.integration.cpu.timing import cpu_attn_timer
-
-    return measure_cpu(attention, cpu_attn_timer(attention))
-
-
-def _profile_gpu(
-    attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
-) -> "CostTable":
-    from vllm_prefixshare.costs.lookup import has_gpu
-    from vllm_prefixshare.costs.profile_gpu import measure_gpu
-
-    if not has_gpu():
-        raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
-    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
-    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-
-    timer = GpuTimer()
-    return measure_gpu(
-        attention,
-        lambda shape: GpuExecutor(shape, "cuda", kernel=kernel),
-        lambda call: timer.time(capture(call)[0].replay, repeats=15).median_ms * 1e3,
-    )
 
 
 def _print_grid(grid: "Grid") -> None:

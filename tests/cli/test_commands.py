@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from vllm_prefixshare.cli import doctor
-from vllm_prefixshare.cli.main import main, parser
+from vllm_prefixshare.cli.main import COMMANDS, main, parser
 from vllm_prefixshare.cli.model import attention_of, layer_kinds, read_config
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.cost_table import CostTable
+from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "document_qa.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "document_qa.py"
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +84,10 @@ def test_doctor_names_a_wrong_variable(monkeypatch):
         doctor.environment(MACHINE)
 
 
-def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkeypatch):
+def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkeypatch, capsys):
     assert main(["profile", "--out", str(tmp_path / "t.json"), "--num-qo-heads", "4",
                  "--num-kv-heads", "2", "--head-dim", "64", "--block-size", "32"]) == 0  # fmt: skip
+    assert f"written to {tmp_path / 't.json'}" in capsys.readouterr().out
     monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", str(tmp_path / "t.json"))
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match="gqa_group_size 2 instead of 4"):
@@ -139,7 +142,7 @@ def test_inspect_shows_every_divider(capsys):
     assert main(["inspect", "--tree", "1,4_256,64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 requests, 1280 KV tokens read one by one"
-    rows = {line.split()[0]: line.split() for line in lines[2:]}
+    rows = {line.split()[0]: line.split() for line in lines[lines.index("") + 2 :]}
     assert rows.keys() == DIVIDERS.keys()
     assert rows["deft_node"][1:4] == ["512", "2.50", "5"]
     assert rows["per_request"][1] == "1280"
@@ -186,9 +189,10 @@ def test_profile_writes_a_table_that_the_backend_would_load(tmp_path, capsys):
     (tmp_path / "config.json").write_text(
         json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256})
     )
-    assert main(["profile", "--model", str(tmp_path), "--block-size", "64"]) == 0
+    assert main(["profile", "--json", "--model", str(tmp_path), "--block-size", "64"]) == 0
     (path,) = (tmp_path / "cost_tables").glob("*.json")
-    assert f"written to {path}" in capsys.readouterr().out
+    report = json.loads(capsys.readouterr().out)
+    assert report == {"path": str(path), "table": json.loads(path.read_text())}
     table = CostTable.load(path)
     assert (table.fingerprint.head_dim, table.fingerprint.gqa_group_size) == (64, 2)
     # how long each took is the machine's affair; what was timed, and that a tile of more tokens
@@ -225,3 +229,25 @@ def test_the_example_refuses_before_an_engine_starts(arguments, sentence, tmp_pa
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert "starting vLLM" not in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_that_can_be_parsed(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "--json" in said
+    _, _, example = said.partition("example:\n")
+    lines = re.findall(rf"^    vllm-prefixshare ({name} .*)$", example, re.MULTILINE)
+    assert lines, "the exact line to type"
+    for line in lines:
+        assert parser().parse_args(shlex.split(line)).run is COMMANDS[name].run
+
+
+def test_the_helps_lines_fit_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100

@@ -1,0 +1,179 @@
+"""``estimate``: prompts of every form, what vLLM would share of them, and hostile files."""
+
+import json
+import logging
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.commands import run
+from tests.support.embedded_model import embedded_model_path
+from vllm_prefixshare.cli.estimate import batch_of
+from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.cli.prompts import MOST_LINE, byte_tokens, read_prompts
+from vllm_prefixshare.planning.planner import shareable_forest
+from vllm_prefixshare.records import PrefixShareError
+
+DOCUMENT = [(7 * i) % 1000 for i in range(4096)]
+
+
+def write(path: Path, lines: list[object]) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    assert main(["estimate", "--gpu", "H200", "--json", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_shared_document_is_found_and_gains(tmp_path, capsys):
+    prompts: list[object] = [[*DOCUMENT, *range(i, i + 48)] for i in range(64)]
+    found = report(capsys, write(tmp_path / "p", prompts), "--output-tokens", 0)
+    # all but the document's 4096 tokens is each request's own: 48 and the one to be computed
+    assert found["kv_tokens"] == 64 * (4096 + 49)
+    assert found["kv_tokens_read"] >= 4096 + 64 * 49
+    assert 15 < found["share_factor"] <= 64 * 4145 / (4096 + 64 * 49)
+    assert found["cost"] == "cost table measured on NVIDIA H200"
+    assert found["attention_gain"] > 5
+    alone = [[*range(i * 5000, i * 5000 + 4000)] for i in range(64)]
+    found = report(capsys, write(tmp_path / "p", alone), "--output-tokens", 0)
+    assert (found["share_factor"], found["attention_gain"]) == (1.0, 1.0)
+
+
+def test_every_form_gives_the_same_tokens(tmp_path):
+    ids, text = [1, 2, 3], "one two three"
+    for line in (ids, {"prompt": ids}, {"prompt": "x", "prompt_token_ids": ids}):
+        (tokens,) = read_prompts(write(tmp_path / "p", [line]), byte_tokens)
+        assert tokens.tolist() == ids
+    for line in (text, {"prompt": text, "max_tokens": 5}):
+        (tokens,) = read_prompts(write(tmp_path / "p", [line]), byte_tokens)
+        assert len(tokens) == 4
+        assert tokens.tobytes().rstrip(b"\0").decode() == text
+
+
+def test_the_log_of_a_server_is_read(tmp_path, capsys):
+    from vllm.entrypoints.serve.utils.request_logger import RequestLogger, logger
+    from vllm.sampling_params import SamplingParams
+
+    path, level = tmp_path / "server.log", logger.level
+    handler = logging.FileHandler(path)
+    handler.setFormatter(
+        logging.Formatter("DEBUG 11-22 04:00:00 [request_logger.py:55] %(message)s")
+    )
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        logger.info("Started server process [1]")
+        for i in range(3):
+            ids = [*DOCUMENT[:64], i]
+            parameters = SamplingParams(), None
+            RequestLogger(max_log_len=None).log_inputs(
+                f"r{i}", "\nprompt_token_ids: [9]", ids, None, *parameters
+            )
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    prompts = [p.tolist() for p in read_prompts(path, byte_tokens)]
+    assert prompts == [[*DOCUMENT[:64], i] for i in range(3)]
+    assert report(capsys, path)["requests"] == 3
+
+
+def test_blocks_are_shared_as_vllm_shares_them():
+    same, other = np.arange(32, dtype=np.int32), np.arange(40, dtype=np.int32)
+    batch = batch_of([same, same, other, other + 1], 16, generated=20)
+    assert batch.seq_lens.tolist() == [53, 53, 61, 61]
+    table = batch.block_table
+    # the second block of 32 equal tokens is computed for each, since it has the prompt's last
+    assert table[0, 0] == table[1, 0] == table[2, 0] != table[3, 0]
+    assert len({*table[:, 1].tolist()}) == 4
+    used = [n for row, k in zip(table, (4, 4, 4, 4), strict=True) for n in row[:k].tolist()]
+    assert len(set(used)) == 16 - 2 and 0 not in used
+    forest = shareable_forest(table, batch.seq_lens, 16, null_block_id=0)
+    assert (forest.node_start.tolist(), forest.node_end.tolist()) == ([0], [16])
+
+
+def test_batches_are_planned_one_after_the_other(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT[:512], i] for i in range(10)])
+    found = report(capsys, path, "--batch", 4)
+    assert (found["requests"], found["batches"]) == (10, 3)
+
+
+def test_a_tokenizer_and_a_model_are_taken(tmp_path):
+    model = embedded_model_path()
+    path = write(tmp_path / "p", ["the same beginning " * 50 + str(i) for i in range(8)])
+    done = run("estimate", path, "--gpu", "H100", "--tokenizer", model, "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert f"text counts as tokens of {model}" in done.stdout
+    assert "attention of 30 layers on H100" in done.stdout
+    assert "scaled from an H200 by data sheet, not measured" in done.stdout
+    done = run("estimate", path, "--gpu", "H100", "--tokenizer", tmp_path)
+    assert done.returncode == 2
+    assert "cannot be loaded" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "has no prompts: give a JSON string"),
+        (b"INFO nothing here\n", "has no prompts: give a JSON string"),
+        (b'"one"\nINFO two\n', "line 2 of "),
+        (b'"one"\n{"text": "two"}\n', "line 2 of {path} is not a prompt (neither text nor"),
+        (b"[1, -2]\n", "neither text nor token ids"),
+        (b"[1, true]\n", "neither text nor token ids"),
+        (b"[1e999]\n", "neither text nor token ids"),
+        (b"[%s]\n" % (b"9" * 5000), "4300"),
+        (b'""\n', "it is empty"),
+        (b"[" * 200000, "line 1 of {path} is not a prompt"),
+        (b"\xff\xfe\n", "line 1 of {path} is not UTF-8 text"),
+        (b"\"__import__('os').abort()\"[\n", "line 1 of {path} is not a prompt"),
+    ],
+)
+def test_a_wrong_file_gets_one_sentence(tmp_path, content, sentence, capsys):
+    path = tmp_path / "p"
+    path.write_bytes(content)
+    assert main(["estimate", str(path), "--gpu", "H200"]) == 2
+    error = capsys.readouterr().err
+    assert sentence.replace("{path}", str(path)) in error
+    assert error.count("\n") == 1
+
+
+def test_memory_is_bounded(tmp_path):
+    path = tmp_path / "p"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse, and one line
+    tracemalloc.start()
+    with pytest.raises(PrefixShareError, match="longer than the 8 MiB"):
+        list(read_prompts(path, byte_tokens))
+    assert tracemalloc.get_traced_memory()[1] < 4 * MOST_LINE
+    tracemalloc.stop()
+    long = np.zeros(1 << 20, np.int32)
+    with pytest.raises(PrefixShareError, match="lower --batch"):
+        batch_of([long] * 300, 16)
+
+
+def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vllm_prefixshare.cli.estimate.MOST_TOKENS", 1000)
+    path = write(tmp_path / "p", [DOCUMENT[:400]] * 3)
+    assert main(["estimate", str(path), "--gpu", "H200"]) == 2
+    assert "3 prompts have more than 1000 tokens: lower --batch" in capsys.readouterr().err
+    assert report(capsys, path, "--batch", "2")["batches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["/nowhere"], "/nowhere cannot be read (No such file"),
+        (["{path}", "--batch", "0"], "--batch must be from 1 to"),
+        (["{path}", "--output-tokens", "-1"], "--output-tokens must be from 0 to"),
+        (["{path}", "--head-dim", "48"], "head_dim must be"),
+    ],
+)
+def test_a_wrong_argument_gets_one_sentence(tmp_path, arguments, sentence, capsys):
+    path = write(tmp_path / "p", ["one"])
+    filled = [a.format(path=path) for a in arguments]
+    assert main(["estimate", "--gpu", "H200", *filled]) == 2
+    assert sentence in capsys.readouterr().err

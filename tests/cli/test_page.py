@@ -1,0 +1,58 @@
+"""The commands of docs/cli.md run, from top to bottom, and its tables name what there is."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from vllm_prefixshare.cli.batches import MOST_BYTES, MOST_ENTRIES, MOST_REQUESTS
+from vllm_prefixshare.cli.gpus import GPUS
+from vllm_prefixshare.cli.main import COMMANDS, main
+from vllm_prefixshare.cli.picture import MOST_WORKERS
+from vllm_prefixshare.cli.prompts import MOST_LINE
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "cli.md").read_text()
+FILES = dict(re.findall(r"^```json (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+LINES = [line for block in BLOCKS for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    program, *arguments = shlex.split(line)
+    assert program == "vllm-prefixshare"
+    assert main(arguments) == 0
+    assert capsys.readouterr().out
+    if "--svg" in arguments:
+        drawn = (DOCS / "images" / "inspect.svg").read_text()
+        assert Path("inspect.svg").read_text() == drawn, "draw docs/images/inspect.svg again"
+
+
+@pytest.mark.parametrize("line", [x for x in LINES if "profile" not in x])
+def test_json_is_one_object(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    _, command, *arguments = shlex.split(line)
+    assert main([command, "--json", *arguments]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
+def test_every_command_has_its_section():
+    assert re.findall(r"^## `(\w+)`", PAGE, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|", PAGE, re.MULTILINE) == list(COMMANDS)
+
+
+def test_limits_are_those_of_the_code():
+    assert f"{MOST_BYTES >> 20} MiB, {MOST_REQUESTS} requests" in PAGE
+    assert f"{MOST_ENTRIES:,} entries" in PAGE
+    assert f"A line may have {MOST_LINE >> 20} MiB" in PAGE
+    assert f"more than {MOST_WORKERS} workers, {MOST_WORKERS} are shown" in PAGE
+    *most, last = GPUS
+    assert f"{', '.join(most)} and {last}" in PAGE

@@ -1,0 +1,140 @@
+"""``trace``: what an engine plans for, in a bounded file that ``inspect`` reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.cli.commands import run
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import PREFIX_SHARE, EngineProcess
+from vllm_prefixshare.cli.batches import read_batch
+from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.integration import tracing
+from vllm_prefixshare.integration.planner import planner_for
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
+
+SHAPE = AttentionConfig(4, 2, 64, 16)
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+TABLE = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 0]], np.int32)
+LENS = np.array([60, 52, 40], np.int32)
+
+
+def planner(monkeypatch: pytest.MonkeyPatch, path: Path | None) -> DecodePlanner:
+    """As an engine has it."""
+    if path is not None:
+        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
+    settings.cache_clear()
+    tracing._trace.cache_clear()
+    return planner_for(TorchExecutor(SHAPE), SHAPE, CONFIG)
+
+
+def test_without_the_variable_the_planner_is_the_usual_one(monkeypatch):
+    made = planner(monkeypatch, None)
+    assert type(made) is DecodePlanner
+    assert "update" not in vars(made)
+
+
+def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    made = planner(monkeypatch, path)
+    for lens in (LENS, LENS + 1, LENS + 2):  # the plan holds
+        plan = made.update(TABLE, lens)
+    made.update(TABLE[:2], LENS[:2])
+    slots = np.array([2, 0])
+    made.update(TABLE, LENS[[2, 0]], table_rows=slots, row_ids=np.array([7, 8]))
+    made.update(np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kv_lens"] for line in lines] == [[60, 52, 40], [60, 52], [40, 60]]
+    assert lines[0]["block_tables"] == [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
+    assert lines[2]["block_tables"] == [[1, 2, 6], [1, 2, 3, 4]]
+    assert lines[0]["plan"]["kv_tokens_read"] == plan.kv_tokens_read(LENS)
+    batch = read_batch(path, 0)
+    np.testing.assert_array_equal(batch.block_table, TABLE)
+    np.testing.assert_array_equal(batch.seq_lens, LENS)
+
+
+def test_a_trace_ends_at_its_limit_with_whole_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "MOST_BYTES", 1000)
+    path = tmp_path / "t.jsonl"
+    made = planner(monkeypatch, path)
+    for n in range(20):
+        made.update(TABLE + n, LENS)
+    text = path.read_text()
+    assert 500 < len(text) <= 1000
+    assert text.endswith("}\n")
+    for line in text.splitlines():
+        json.loads(line)
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_no_step(tmp_path, monkeypatch):
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    written = tracing.os.pwrite
+    monkeypatch.setattr(tracing.os, "pwrite", lambda f, data, at: written(f, data[:10], at))
+    assert made.update(TABLE, LENS).num_reqs == 3
+    assert (tmp_path / "t.jsonl").read_bytes() == b""
+
+
+def test_of_two_processes_the_first_records(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    made = planner(monkeypatch, path)
+    code = (
+        "from pathlib import Path; from vllm_prefixshare.integration.tracing import Trace; "
+        f"Trace(Path({str(path)!r})).write({{'other': 1}})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    made.update(TABLE, LENS)
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["kv_lens"] == LENS.tolist()
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_start_up(tmp_path, monkeypatch):
+    with pytest.raises(PrefixShareError, match=r"VLLM_PREFIXSHARE_TRACE=.* cannot be written"):
+        planner(monkeypatch, tmp_path / "none" / "t.jsonl")
+
+
+def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
+    path = tmp_path / "t.jsonl"
+    code = "import os; open(os.environ['VLLM_PREFIXSHARE_TRACE'], 'w').write('{}\\n'); os._exit(7)"
+    done = run("trace", "--json", path, "--", sys.executable, "-c", code)
+    assert done.returncode == 7, done.stderr
+    assert json.loads(done.stdout) == {"path": str(path), "plans": 1, "bytes": 3, "status": 7}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["/nowhere/t", "--", "true"], "/nowhere/t cannot be written (No such file"),
+        (["{file}", "--", "/nowhere/vllm"], "/nowhere/vllm cannot be run (No such file"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(tmp_path, arguments, sentence, capsys):
+    filled = [a.format(file=tmp_path / "t") for a in arguments]
+    assert main(["trace", *filled]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_an_engine_is_recorded_and_drawn(tmp_path):
+    path, picture = tmp_path / "t.jsonl", tmp_path / "plan.svg"
+    environment = {"VLLM_PREFIXSHARE_TRACE": str(path), "VLLM_PREFIXSHARE_SHARE": "always"}
+    document = "The lighthouse was built in 1874. It is 38 metres high. " * 40
+    questions = [f"{document} {i}: when was it built?" for i in range(6)]
+    with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment) as engine:
+        engine.generate(questions[:1], 1)  # the document into the prefix cache
+        stats = engine.generate(questions, 8, ignore_eos=True).stats
+    assert stats["shared_steps"]
+    recorded = [read_batch(path, step) for step in range(path.read_text().count("\n"))]
+    assert max(len(batch.seq_lens) for batch in recorded) == 6
+    most = max(recorded, key=lambda batch: len(batch.seq_lens))
+    assert len(np.unique(most.block_table[:, 0])) == 1, "they begin with the same block"
+    assert main(["inspect", str(path), "--svg", str(picture)]) == 0
+    assert "node 0" in picture.read_text()

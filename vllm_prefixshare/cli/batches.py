@@ -1,0 +1,142 @@
+"""Batches that a command is given: a tree in words, or a file with block tables."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_prefixshare.integration.tracing import MOST_BYTES
+from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.workloads.trees import tree
+
+#: A file larger than a trace may be is not read, and a larger batch is not made.
+MOST_REQUESTS = 16384
+MOST_ENTRIES = 1 << 24
+#: vLLM pads its block tables with block 0, which no request holds.
+NULL_BLOCK_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that decode together.
+
+    block_table: int32 ``[num_reqs, max_blocks]`` physical block ids.
+    seq_lens: int32 ``[num_reqs]`` tokens, the one to be computed included.
+    """
+
+    name: str
+    block_table: IntArray
+    seq_lens: IntArray
+    block_size: int
+
+
+def tree_batch(spec: str, block_size: int) -> Batch:
+    """The requests of a tree such as ``1,4,16_1024,256,64``: see ``workloads.trees.tree``.
+
+    Raises:
+        PrefixShareError: not a tree, or one that is too large.
+    """
+    counts, _, lengths = spec.partition("_")
+    # counts ascend, so that the most are the requests
+    nodes = max(map(_number, counts.split(",")))
+    tokens = sum(map(_number, lengths.split(",")))
+    if nodes > MOST_REQUESTS or nodes * (tokens // max(1, block_size)) > MOST_ENTRIES:
+        raise PrefixShareError(
+            f"the tree has more than {MOST_REQUESTS} requests, or its block table more than "
+            f"{MOST_ENTRIES} entries: describe a smaller one."
+        )
+    work = tree(spec, block_size)
+    return Batch(f"tree {spec}", work.block_table, work.seq_lens, work.block_size)
+
+
+def read_batch(path: Path, step: int = 0) -> Batch:
+    """One of the batches of a file: an object of the form that docs/cli.md describes, or a line
+    with one for each batch.
+
+    Args:
+        step: which line; counted from the last if negative.
+
+    Raises:
+        PrefixShareError: the file is not of that form, or too large.
+    """
+    text = read_text(path)
+    try:
+        lines = text.splitlines()
+        one = len(lines) < 2 or not lines[0].rstrip().endswith("}")
+        data = json.loads(text if one else lines[step])
+        return _batch(path.name, data)
+    except IndexError:
+        raise PrefixShareError(
+            f"{path} has {len(lines)} batches, from 0 on: --step {step} is not one of them."
+        ) from None
+    except (ValueError, RecursionError) as e:
+        raise PrefixShareError(f"{path} is not a block-table file: {e}.") from None
+
+
+def read_text(path: Path) -> str:
+    """A file of ``MOST_BYTES`` at most.
+
+    Raises:
+        PrefixShareError: it cannot be read, is longer, or is not UTF-8 text.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise PrefixShareError(
+                f"{path} is larger than the {MOST_BYTES >> 20} MiB that are read: cut it down."
+            )
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as e:
+        raise PrefixShareError(f"{path} cannot be read ({e}).") from None
+
+
+def _batch(name: str, data: Any) -> Batch:
+    """Raises ValueError with what is wrong."""
+    keys = ("block_size", "block_tables", "kv_lens")
+    if not isinstance(data, dict) or any(key not in data for key in keys):
+        raise ValueError(f"it must be an object with {', '.join(keys)}")
+    size, tables, lens = (data[key] for key in keys)
+    if not _is_count(size, 1 << 16):
+        raise ValueError("block_size must be an integer from 1 to 65536")
+    if not isinstance(tables, list) or not isinstance(lens, list) or len(tables) != len(lens):
+        raise ValueError("block_tables and kv_lens must be lists, one entry for each request")
+    if not 1 <= len(lens) <= MOST_REQUESTS:
+        raise ValueError(f"it must have from 1 to {MOST_REQUESTS} requests, not {len(lens)}")
+    for i, (row, length) in enumerate(zip(tables, lens, strict=True)):
+        if not _is_count(length, (1 << 31) - 1):
+            raise ValueError(f"kv_lens[{i}] must be an integer from 1 to {(1 << 31) - 1}")
+        if not isinstance(row, list) or not all(_is_count(n + 1, 1 << 31) for n in _numbers(row)):
+            raise ValueError(f"block_tables[{i}] must be a list of integers, 0 or more")
+        if len(row) < -(-length // size):
+            raise ValueError(
+                f"block_tables[{i}] has {len(row)} blocks of {size} tokens, too few for the "
+                f"{length} of kv_lens[{i}]"
+            )
+    width = max(map(len, tables))
+    if len(lens) * width > MOST_ENTRIES:
+        raise ValueError(
+            f"{len(lens)} requests with up to {width} blocks are more than {MOST_ENTRIES} entries"
+        )
+    table = np.full((len(lens), width), NULL_BLOCK_ID, np.int32)
+    for i, row in enumerate(tables):
+        table[i, : len(row)] = row
+    return Batch(name, table, np.array(lens, np.int32), size)
+
+
+def _number(text: str) -> int:
+    """The number in ``text``, 0 if there is none, which ``tree`` refuses with a sentence."""
+    if not text.isdecimal():
+        return 0
+    return int(text) if len(text) < 12 else 1 << 40
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _numbers(row: list[Any]) -> list[Any]:
+    """The entries of a row; -2, which is not valid, for one that is no integer."""
+    return [n if type(n) is int else -2 for n in row]

@@ -1,0 +1,206 @@
+"""Estimate from a file of prompts how much is shared, and what decode would gain on a GPU."""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_prefixshare.cli.model import (
+    add_shape_arguments,
+    attention_of,
+    layer_kinds,
+    read_config,
+)
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.cli.batches import Batch
+    from vllm_prefixshare.cli.gpus import GpuPlanning
+
+EXAMPLE = """\
+prompts.jsonl has a prompt on each line, such as "Once upon a time" or {"prompt": [1, 2, 3]}:
+
+    vllm-prefixshare estimate prompts.jsonl --gpu H200 --tokenizer meta-llama/Llama-3.1-8B
+
+Neighbours in the file decode together, --batch of them at a time. A server's log will do as well,
+from: VLLM_LOGGING_LEVEL=DEBUG vllm serve MODEL --enable-log-requests"""
+
+#: Of a batch; its token ids take four bytes each.
+MOST_TOKENS = 1 << 26
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    command.add_argument("file", type=Path, help="prompts, or a request log of vllm serve")
+    command.add_argument("--gpu", required=True, help="such as H200")
+    command.add_argument("--tokenizer", help="for text; default: 4 bytes count as a token")
+    command.add_argument("--batch", type=int, default=256, help="requests that decode together")
+    command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
+    add_shape_arguments(command, block_size=16)
+
+
+@dataclass
+class Totals:
+    """Sums over the batches; times in microseconds of one layer, once for each batch."""
+
+    requests: int = 0
+    batches: int = 0
+    kv_tokens: int = 0
+    kv_tokens_read: int = 0
+    unshared_us: float = 0.0
+    shared_us: float = 0.0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the prompts share and what decode would gain; the exit status is 0."""
+    from vllm_prefixshare.cli.batches import MOST_REQUESTS
+    from vllm_prefixshare.cli.gpus import planning_for
+    from vllm_prefixshare.cli.prompts import byte_tokens, load_tokenizer, read_prompts
+
+    if not 1 <= args.batch <= MOST_REQUESTS:
+        raise PrefixShareError(f"--batch must be from 1 to {MOST_REQUESTS}, got {args.batch}.")
+    if not 0 <= args.output_tokens <= 1 << 20:
+        raise PrefixShareError(
+            f"--output-tokens must be from 0 to {1 << 20}, got {args.output_tokens}."
+        )
+    attention = attention_of(args)
+    gpu = planning_for(args.gpu, attention)
+    tokenizer = byte_tokens if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    prompts = read_prompts(args.file, tokenizer)
+    batches = _batches(prompts, args.batch, attention.block_size, args.output_tokens // 2)
+    totals = _plan_all(batches, gpu, attention)
+    layers = 1
+    if args.model is not None:
+        kinds = layer_kinds(read_config(args.model))
+        layers = sum(kind.count for kind in kinds if kind.attention)
+    if args.json:
+        print(json.dumps(_report(args, totals, gpu, layers), indent=1))
+    else:
+        _print(args, totals, gpu, layers)
+    return 0
+
+
+def _batches(
+    prompts: Iterator[IntArray], size: int, block_size: int, generated: int
+) -> Iterator["Batch"]:
+    """Prompts of ``size`` requests at a time, half way through what they generate."""
+    some: list[IntArray] = []
+    tokens = 0
+    for prompt in prompts:
+        some.append(prompt)
+        tokens += len(prompt)
+        if tokens > MOST_TOKENS:
+            raise PrefixShareError(
+                f"{len(some)} prompts have more than {MOST_TOKENS} tokens: lower --batch."
+            )
+        if len(some) == size:
+            yield batch_of(some, block_size, generated)
+            some, tokens = [], 0
+    if some:
+        yield batch_of(some, block_size, generated)
+
+
+def batch_of(prompts: list[IntArray], block_size: int, generated: int = 0) -> "Batch":
+    """The block tables that vLLM's prefix caching would give these requests.
+
+    Args:
+        prompts: token ids of each.
+        generated: tokens that each has generated, besides the one to be computed.
+    """
+    from vllm_prefixshare.cli.batches import MOST_ENTRIES, Batch
+
+    lens = np.array([len(tokens) + generated + 1 for tokens in prompts], np.int32)
+    blocks = -(-lens // block_size)
+    width = int(blocks.max())
+    if len(prompts) * width > MOST_ENTRIES:
+        raise PrefixShareError(
+            f"{len(prompts)} requests of up to {int(lens.max())} tokens are too many at a time: "
+            "lower --batch."
+        )
+    table = np.zeros((len(prompts), width), np.int32)
+    # a block is known by the one before it and its tokens
+    known: dict[tuple[int, bytes], int] = {}
+    used = 0
+    for row, tokens, count in zip(table, prompts, blocks.tolist(), strict=True):
+        before = 0
+        # vLLM computes the last token of a prompt in any case, so its block is not shared
+        shareable = (len(tokens) - 1) // block_size
+        for i in range(shareable):
+            key = before, tokens[i * block_size : (i + 1) * block_size].tobytes()
+            if (block := known.get(key, 0)) == 0:
+                block = known[key] = used = used + 1
+            row[i] = before = block
+        row[shareable:count] = np.arange(used + 1, used + 1 + count - shareable)
+        used += count - shareable
+    return Batch("prompts", table, lens, block_size)
+
+
+def _plan_all(batches: Iterable["Batch"], gpu: "GpuPlanning", attention: AttentionConfig) -> Totals:
+    from vllm_prefixshare.planning.planner import DecodePlanner
+
+    planners = [
+        DecodePlanner(
+            replace(gpu.config, share=share),
+            gpu.cost,
+            attention.block_size,
+            attention.gqa_group_size,
+        )
+        for share in ("never", gpu.config.share)
+    ]
+    totals = Totals()
+    for batch in batches:
+        unshared, shared = (p.update(batch.block_table, batch.seq_lens) for p in planners)
+        totals.requests += len(batch.seq_lens)
+        totals.batches += 1
+        totals.kv_tokens += int(batch.seq_lens.sum())
+        totals.kv_tokens_read += shared.kv_tokens_read(batch.seq_lens)
+        totals.unshared_us += float(unshared.worker_us.max())
+        totals.shared_us += float(shared.worker_us.max())
+    return totals
+
+
+def _tokens_are(args: argparse.Namespace) -> str:
+    return "4 bytes of text each" if args.tokenizer is None else f"of {args.tokenizer}"
+
+
+def _report(
+    args: argparse.Namespace, totals: Totals, gpu: "GpuPlanning", layers: int
+) -> dict[str, object]:
+    return {
+        "file": str(args.file),
+        "requests": totals.requests,
+        "batches": totals.batches,
+        "tokens": _tokens_are(args),
+        "kv_tokens": totals.kv_tokens,
+        "kv_tokens_read": totals.kv_tokens_read,
+        "share_factor": round(totals.kv_tokens / totals.kv_tokens_read, 3),
+        "gpu": args.gpu,
+        "cost": gpu.says,
+        "layers": layers,
+        "attention_us_unshared": round(layers * totals.unshared_us / totals.batches, 2),
+        "attention_us_shared": round(layers * totals.shared_us / totals.batches, 2),
+        "attention_gain": round(totals.unshared_us / totals.shared_us, 3),
+    }
+
+
+def _print(args: argparse.Namespace, totals: Totals, gpu: "GpuPlanning", layers: int) -> None:
+    found = _report(args, totals, gpu, layers)
+    of = "one layer" if layers == 1 else f"{layers} layers"
+    print(
+        f"{found['requests']} prompts, up to {args.batch} at a time; text counts as tokens "
+        f"{found['tokens']}"
+    )
+    print(
+        f"KV tokens of a decode step: {totals.kv_tokens} one by one, {totals.kv_tokens_read} as "
+        f"planned, share factor {found['share_factor']:.2f}"
+    )
+    print(
+        f"attention of {of} on {args.gpu}: {found['attention_us_unshared']:.1f} us unshared, "
+        f"{found['attention_us_shared']:.1f} us shared, {found['attention_gain']:.2f} times faster"
+    )
+    print(f"from the {gpu.says}; the rest of a decode step takes as long as without sharing")

@@ -1,0 +1,41 @@
+"""A progress bar on standard error, where that is a terminal."""
+
+import sys
+import time
+from typing import TextIO
+
+WIDTH = 30
+
+
+class Progress:
+    """Counts steps; use it as a context, which takes the bar away at its end.
+
+    Args:
+        total: steps that there will be.
+        stream: standard error if None. Nothing is written unless it is a terminal.
+    """
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self.total, self.done = total, 0
+        self._stream = stream or sys.stderr
+        self._shown = self._stream.isatty()
+        self._began = time.monotonic()
+
+    def step(self) -> None:
+        """One more step is done."""
+        self.done = min(self.total, self.done + 1)
+        if self._shown:
+            full = WIDTH * self.done // self.total
+            left = (time.monotonic() - self._began) * (self.total - self.done) / self.done
+            bar = "#" * full + "." * (WIDTH - full)
+            text = f"\r[{bar}] {self.done}/{self.total}, about {left:.0f} s left \x1b[K"
+            self._stream.write(text)
+            self._stream.flush()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

@@ -1,0 +1,110 @@
+"""Prompts from a file, one after the other: its size does not matter, that of a line does."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_prefixshare.records import IntArray, PrefixShareError
+
+MOST_LINE = 8 << 20
+#: What stands for a token where no tokenizer is named.
+BYTES_PER_TOKEN = 4
+#: As vLLM's request logger writes it at level DEBUG.
+LOGGED = re.compile(r"prompt_token_ids: (\[[0-9, ]*\])")
+FORMS = (
+    'a JSON string, an object with "prompt", or a list of token ids on each line, or a log of '
+    "vllm serve --enable-log-requests with VLLM_LOGGING_LEVEL=DEBUG"
+)
+
+#: text -> token ids
+Tokenizer = Callable[[str], IntArray]
+
+
+def byte_tokens(text: str) -> IntArray:
+    """Four bytes of UTF-8 as one token: equal beginnings stay equal, and lengths about right."""
+    data = text.encode("utf-8", "surrogatepass")
+    return np.frombuffer(data + bytes(-len(data) % BYTES_PER_TOKEN), np.int32)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Args:
+        name: a folder, or a name for transformers to look up; no code of its own is run.
+
+    Raises:
+        PrefixShareError: transformers is missing, or finds no such tokenizer.
+    """
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (ImportError, OSError, ValueError, KeyError) as e:
+        reason = str(e).partition("\n")[0]
+        raise PrefixShareError(f"tokenizer {name!r} cannot be loaded ({reason}).") from None
+    return lambda text: np.array(tokenizer.encode(text), np.int32)
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer) -> Iterator[IntArray]:
+    """Token ids of each prompt of a file that has one of ``FORMS``.
+
+    Raises:
+        PrefixShareError: it cannot be read, or a line is none of them.
+    """
+    is_log: bool | None = None
+    found = False
+    for number, line in _lines(path):
+        if is_log is None:
+            is_log = not line.startswith(('"', "{", "[")) or bool(LOGGED.search(line))
+        if is_log:
+            logged = LOGGED.findall(line)
+            if not logged:
+                continue
+            line = logged[-1]  # the prompt's text, which may look like it, comes before
+        try:
+            tokens = _tokens(json.loads(line), tokenizer)
+        except (ValueError, RecursionError, OverflowError) as e:
+            raise PrefixShareError(
+                f"line {number} of {path} is not a prompt ({e}): give {FORMS}."
+            ) from None
+        found = True
+        yield tokens
+    if not found:
+        raise PrefixShareError(f"{path} has no prompts: give {FORMS}.")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not empty, with their numbers from 1 on."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MOST_LINE + 1):
+                number += 1
+                if len(line) > MOST_LINE:
+                    raise PrefixShareError(
+                        f"line {number} of {path} is longer than the {MOST_LINE >> 20} MiB that "
+                        "are read."
+                    )
+                if text := line.decode().strip():
+                    yield number, text
+    except UnicodeDecodeError:
+        raise PrefixShareError(f"line {number} of {path} is not UTF-8 text.") from None
+    except OSError as e:
+        raise PrefixShareError(f"{path} cannot be read ({e.strerror}).") from None
+
+
+def _tokens(data: Any, tokenizer: Tokenizer) -> IntArray:
+    """Raises ValueError with what is wrong."""
+    if isinstance(data, dict):
+        data = data.get("prompt_token_ids", data.get("prompt"))
+    if isinstance(data, str):
+        tokens = tokenizer(data)
+    elif isinstance(data, list) and all(type(n) is int and 0 <= n < 1 << 31 for n in data):
+        tokens = np.array(data, np.int32)
+    else:
+        raise ValueError("neither text nor token ids")
+    if not len(tokens):
+        raise ValueError("it is empty")
+    return tokens

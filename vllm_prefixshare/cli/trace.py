@@ -1,0 +1,62 @@
+"""Run a server, or any program with vLLM, and record the batches that it plans for."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from vllm_prefixshare.records import PrefixShareError
+
+EXAMPLE = """\
+Record a server until it is stopped by Ctrl-C, then look at the last batch:
+
+    vllm-prefixshare trace trace.jsonl -- vllm serve MODEL --attention-backend PREFIX_SHARE
+    vllm-prefixshare inspect trace.jsonl --svg plan.svg
+
+The file has a line for each new plan, and 16 MiB at most. This command only sets
+VLLM_PREFIXSHARE_TRACE for the program; the exit status is the program's."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    command.add_argument("file", type=Path, help="where to record")
+    command.add_argument("command", nargs="+", help="a program with its arguments, after --")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the program with tracing on; the exit status is its own."""
+    path: Path = args.file.expanduser().absolute()
+    try:
+        path.open("wb").close()
+    except OSError as e:
+        raise PrefixShareError(f"{path} cannot be written ({e.strerror}).") from None
+    try:
+        child = subprocess.Popen(
+            args.command, env={**os.environ, "VLLM_PREFIXSHARE_TRACE": str(path)}
+        )
+    except OSError as e:
+        raise PrefixShareError(f"{args.command[0]} cannot be run ({e.strerror}).") from None
+
+    def pass_on(number: int, _: Any) -> None:
+        child.send_signal(number)
+
+    # a terminal sends Ctrl-C to the program as well, which ends in its own way
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+    }
+    try:
+        status = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    plans, size = path.read_bytes().count(b"\n"), path.stat().st_size
+    if args.json:
+        report = {"path": str(path), "plans": plans, "bytes": size, "status": status}
+        print(json.dumps(report, indent=1))
+    else:
+        print(f"{plans} plans recorded in {path}, {size} bytes; the program ended with {status}")
+    return status if status >= 0 else 128 - status
