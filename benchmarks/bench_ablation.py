@@ -22,10 +22,12 @@ import torch
 
 from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import AnalyticCost, CostModel, CostTable, analytic_cost
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint, gpu, processor
+from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.profile_cpu import median_seconds
 from vllm_prefixshare.costs.profile_gpu import measure_gpu
+from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
+from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
@@ -106,7 +108,8 @@ class Layer:
 
     def error(self) -> float:
         """Largest relative error of a checked request in ``out``; infinite if any output of
-        the batch is not finite."""
+        the batch is not finite.
+        """
         if not torch.isfinite(self.out).all():
             return math.inf
         got = self.out[self._picked].double()

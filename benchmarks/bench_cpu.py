@@ -34,7 +34,8 @@ MAX_GAP = 0.26
 
 def read_tokens(model: Path) -> list[int]:
     """The project's documentation, as token ids. Real text, because on random tokens every
-    choice is a tie and the comparison of tokens would say nothing."""
+    choice is a tie and the comparison of tokens would say nothing.
+    """
     from transformers import AutoTokenizer
 
     text = "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
@@ -43,7 +44,8 @@ def read_tokens(model: Path) -> list[int]:
 
 def prompts_for(text: list[int], document: int, private: int, batch: int) -> list[list[int]]:
     """``batch`` prompts that begin with the same ``document`` tokens of ``text`` and go on
-    with ``private`` tokens from places of their own."""
+    with ``private`` tokens from places of their own.
+    """
     endless = text * (-(-(document + private) // len(text)) + 1)
     rng = random.Random(f"{document}-{private}-{batch}")
     starts = rng.sample(range(len(text)), batch)

@@ -1,11 +1,11 @@
-"""The whole engine on a GPU: stock FLASH_ATTN against PREFIX_SHARE, with the same settings.
+r"""The whole engine on a GPU: stock FLASH_ATTN against PREFIX_SHARE, with the same settings.
 
 Both engines live on the GPU at once and take turns, the waiting one stopped. (--apart: each has a
 GPU of its own, and the long workloads run on both at the same time.) Unless a checkpoint is given,
 the model has Llama-3.1-8B's shape and random weights. Greedy tokens are compared in an untimed
 call; the exit status is 1 if they part where stock was sure of its token.
 
-    python benchmarks/bench_engine.py --mooncake TRACE.jsonl --deft keywordToT.json \\
+    python benchmarks/bench_engine.py --mooncake TRACE.jsonl --deft keywordToT.json \
         --out benchmarks/published/engine.json
 
 Rows of shared documents: milliseconds per output token while all requests decode, documents
@@ -144,7 +144,8 @@ class Bench:
 
     def deft(self) -> Row:
         """Tree-of-thoughts runs, level by level. Not compared: one level's tokens are part of
-        the next one's prompts, so one tie makes other prompts."""
+        the next one's prompts, so one tie makes other prompts.
+        """
         trees = work.thought_trees(self.args.deft, self.args.deft_trees)
         tokens = max(n["value"] for tree in trees for n in tree)
 
@@ -163,7 +164,8 @@ class Bench:
         self, run: Callable[[EngineProcess], list[Batch]], repeats: int
     ) -> dict[str, list[Batch]]:
         """``run`` on both engines in turns, each time with an empty prefix cache; at the same
-        time if each has GPUs of its own."""
+        time if each has GPUs of its own.
+        """
 
         def one(engine: EngineProcess) -> list[Batch]:
             engine.reset_prefix_cache()

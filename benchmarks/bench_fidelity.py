@@ -234,7 +234,8 @@ def measure(
 
 def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
     """Where PREFIX_SHARE, the last of a model's rows, differs by more than the others do.
-    Random weights have no perplexity to speak of: their text was stock's own choice."""
+    Random weights have no perplexity to speak of: their text was stock's own choice.
+    """
     *others, ours = rows
     found = []
 

@@ -1,10 +1,10 @@
-"""Decode attention of one layer: this project's kernels and their peers, in one run.
+r"""Decode attention of one layer: this project's kernels and their peers, in one run.
 
 Every peer's output is compared with float32 attention, all requests of it, before its time
 counts; one that is wrong is reported as wrong, and the exit status is 1. GPU times are medians
 of CUDA-graph replays with the L2 cache flushed before each; plans and metadata are made outside.
 
-    python benchmarks/bench_kernel.py --workloads anchors --heads 32:8,32:32,64:8,16:1 \\
+    python benchmarks/bench_kernel.py --workloads anchors --heads 32:8,32:32,64:8,16:1 \
         --out results/kernel.json --plot results/kernel.png
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 import kernel_report as report
 import numpy as np
 import torch
-from peers import PEERS, Case, Launch, Options, Peer, Unavailable, first_line, make
+from peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
 
 from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.costs.gpu_timing import (
@@ -154,7 +154,7 @@ def measure(
 
 
 def run_peer(
-    peer: Peer | Unavailable,
+    peer: Peer | UnavailableError,
     case: Case,
     expected: torch.Tensor,
     timer: GpuTimer | CpuTimer,
@@ -162,7 +162,7 @@ def run_peer(
     hopeless_ms: float,
 ) -> dict[str, object]:
     """The fastest of a peer's launches; one wrong launch makes the peer wrong."""
-    if isinstance(peer, Unavailable):
+    if isinstance(peer, UnavailableError):
         return {"status": "unavailable", "reason": str(peer)}
     try:
         best: dict[str, object] = {}
@@ -174,7 +174,7 @@ def run_peer(
             if not best or found["ms"] < best["ms"]:
                 best = found
         return best
-    except Unavailable as e:
+    except UnavailableError as e:
         return {"status": "unavailable", "reason": str(e)}
     except Exception as e:  # foreign code: one peer's failure must not end the run
         return {"status": "failed", "reason": first_line(e)}
@@ -192,7 +192,7 @@ def roof_bytes_and_flops(case: Case) -> tuple[int, int]:
 def run_cell(
     w: Workload,
     heads: tuple[int, int],
-    peers: dict[str, Peer | Unavailable],
+    peers: dict[str, Peer | UnavailableError],
     timer: GpuTimer | CpuTimer,
     rates: MachineRates,
     args: argparse.Namespace,
@@ -309,11 +309,11 @@ def main(argv: list[str] | None = None) -> int:
         {name: getattr(args, name) for name in ("fasttree", "deft", "pat")},
         args.divider,
     )
-    peers: dict[str, Peer | Unavailable] = {}
+    peers: dict[str, Peer | UnavailableError] = {}
     for name in args.peers:
         try:
             peers[name] = make(name, options)
-        except Unavailable as e:
+        except UnavailableError as e:
             peers[name] = e
             print(f"{name}: unavailable: {e}", flush=True)
     print(report.header(result), flush=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.cost_table import analytic_cost
 from vllm_prefixshare.costs.lookup import processor
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
@@ -48,7 +48,8 @@ def documents(count: int, readers: int, blocks: int = 512) -> Workload:
 @dataclass(frozen=True)
 class Budget:
     """A batch with the most microseconds for each kind of step, the layout included, where
-    there is a limit."""
+    there is a limit.
+    """
 
     name: str
     work: Workload
@@ -90,7 +91,8 @@ def microseconds(
     call: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
     """Median of ``repeats`` calls, the best of a few rounds; ``before`` each, something that
-    does not count."""
+    does not count.
+    """
     medians = []
     for _ in range(ROUNDS):
         times = []

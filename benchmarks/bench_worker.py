@@ -42,7 +42,8 @@ class BenchWorker(PrefixShareWorkerExtension):
 
     def metadata_times(self) -> list[float]:
         """Host microseconds in which the first KV-cache group built its attention metadata, of
-        each decode-only step that made no plan, since the last call. The first call begins."""
+        each decode-only step that made no plan, since the last call. The first call begins.
+        """
         worker: Any = self
         builder = worker.model_runner.attn_groups[0][0].get_metadata_builder()
         times: list[float] = getattr(builder, "bench_times", [])
@@ -67,7 +68,8 @@ def _timed(build: Any, builder: Any) -> Any:
 
 def _draw(name: str, weight: Any, qk_share: float, seed: int) -> None:
     """weight: ``[out, in]``, or ``[hidden]`` of a norm. qk_share: the part of the rows of a
-    fused QKV projection that make queries and keys."""
+    fused QKV projection that make queries and keys.
+    """
     import torch
 
     if name.endswith("norm.weight"):

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 from charts import THEMES, engine_chart
 from engine_report import steady_us
@@ -226,35 +227,34 @@ def ablation_table() -> str:
 
 
 def resources_table() -> str:
-    """One line a variant and GPU: registers, spilled bytes and shared memory of each Triton."""
+    """One line a kernel, GPU, head_dim and kind of queries: what the binaries of all heads and
+    dtypes use at most, under each Triton.
+    """
     rows = json.loads((PUBLISHED / "kernel_resources.json").read_text())
     tritons = sorted({row["triton"] for row in rows})
-    lines: dict[str, dict[str, list[str]]] = {}
-    for row in sorted(rows, key=resources_order):
-        what = "token tree" if row["tree"] else f"{row['queries']}"
-        heads = ":".join(map(str, row["heads"]))
-        name = (
-            f"| {row['kernel']} | {row['capability']} | {heads} | {row['head_dim']} | {what} "
-            f"| {row['dtype']} | {row['warps']} "
-        )
-        entry = f"{row['registers']} / {row['spilled']} / {row['shared'] / 1024:.0f}"
-        lines.setdefault(name, {}).setdefault(row["triton"], []).append(entry)
-    title = "| kernel | GPU | heads | head_dim | queries | dtype | warps "
+    found: dict[tuple, dict[str, list[dict]]] = {}
+    for row in rows:
+        queries = "token tree" if row["tree"] else str(row["queries"])
+        key = row["kernel"], float(row["capability"]), row["head_dim"], queries
+        if row["kernel"] == "merge_states":  # much the same in all of its binaries
+            key = *key[:2], 0, ""
+        found.setdefault(key, {}).setdefault(row["triton"], []).append(row)
+
+    def entry(of: list[dict]) -> str:
+        most = [max(row[what] for row in of) for what in ("registers", "spilled", "shared")]
+        return f"{most[0]} / {most[1]} / {most[2] / 1024:.0f} ({len(of)})"
+
     return "\n".join(
         [
-            f"{title}| {' | '.join(tritons)} |",
-            "|" + "---|" * (7 + len(tritons)),
+            f"| kernel | GPU | head_dim | queries | {' | '.join(tritons)} |",
+            "|" + "---|" * (4 + len(tritons)),
             *(
-                f"{name}| {' | '.join(', '.join(found.get(t, ['-'])) for t in tritons)} |"
-                for name, found in lines.items()
+                f"| {kernel} | {gpu} | {dim or 'all'} | {queries or 'all'} | "
+                f"{' | '.join(entry(of[t]) if t in of else '-' for t in tritons)} |"
+                for (kernel, gpu, dim, queries), of in sorted(found.items())
             ),
         ]
     )
-
-
-def resources_order(row: dict) -> tuple:
-    variant = row["heads"], row["head_dim"], row["queries"], row["tree"], row["dtype"]
-    return row["kernel"], float(row["capability"]), *variant, row["warps"]
 
 
 def triton_table() -> str:
@@ -320,7 +320,30 @@ def kernel_entry(found: dict[str, object]) -> str:
 
 
 #: table -> (file, results, what writes it)
+def startup_table() -> str:
+    """Seconds to start, stock and ours in turns: medians, and each pair."""
+    found = published("startup")
+    versions = found["versions"]
+    lines = [
+        "| caches | stock | PREFIX_SHARE | more | each pair |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, of in found["seconds"].items():
+        stock, ours = (median(of[backend]) for backend in ("stock", "ours"))
+        pairs = ", ".join(f"{b - a:+.1f}" for a, b in zip(of["stock"], of["ours"], strict=True))
+        lines.append(f"| {kind} | {stock:.1f} s | {ours:.1f} s | {ours - stock:+.1f} s | {pairs} |")
+    return "\n".join(
+        [
+            f"One NVIDIA H200, vLLM {versions['vllm']}, torch {versions['torch']}, Triton "
+            f"{versions['triton']}, Llama-3.1-8B's shape; `python benchmarks/bench_startup.py`.",
+            "",
+            *lines,
+        ]
+    )
+
+
 TABLES = {
+    "startup": ("docs/performance.md", "startup", startup_table),
     "headline": ("README.md", "engine", headline),
     "chart": ("README.md", "engine", chart_configuration),
     "engine": ("docs/performance.md", "engine", lambda: engine_table("engine")),

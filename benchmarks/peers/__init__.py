@@ -15,7 +15,7 @@ import torch
 from vllm_prefixshare.workloads.trees import Workload
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """The peer cannot run here, or cannot serve this workload; the message says why."""
 
 
@@ -58,11 +58,12 @@ class Case:
 
     def require_one_query(self) -> None:
         if self.workload.query_len > 1:
-            raise Unavailable("one query a request only")
+            raise UnavailableError("one query a request only")
 
     def token_ids(self, row: int, start: int, end: int) -> torch.Tensor:
         """int64 slots of the tokens ``[start, end)`` of a request, in a cache viewed as one
-        token a slot."""
+        token a slot.
+        """
         size = self.workload.block_size
         at = torch.arange(start, end)
         return torch.from_numpy(self.workload.block_table[row]).long()[at // size] * size + (
@@ -80,13 +81,13 @@ class Launch:
 
 
 class Peer(Protocol):
-    """Made once; ``__init__`` raises ``Unavailable`` where the peer is not installed."""
+    """Made once; ``__init__`` raises ``UnavailableError`` where the peer is not installed."""
 
     def prepare(self, case: Case) -> list[Launch]:
         """The ways to run this case; the fastest one counts.
 
         Raises:
-            Unavailable: the peer cannot serve it.
+            UnavailableError: the peer cannot serve it.
         """
         ...
 
@@ -120,15 +121,15 @@ def make(name: str, options: Options) -> Peer:
     """A peer by name.
 
     Raises:
-        Unavailable: it does not import, build or support the device.
+        UnavailableError: it does not import, build or support the device.
     """
     module, cls, _ = PEERS[name]
     try:
         return getattr(import_module(f"peers.{module}"), cls)(options)
-    except Unavailable:
+    except UnavailableError:
         raise
     except Exception as e:  # foreign code: anything may go wrong in an import or a build
-        raise Unavailable(first_line(e)) from e
+        raise UnavailableError(first_line(e)) from e
 
 
 def first_line(error: BaseException) -> str:

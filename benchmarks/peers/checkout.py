@@ -2,22 +2,22 @@
 
 import sys
 
-from peers import Options, Unavailable
+from peers import Options, UnavailableError
 
 
 def use_checkout(options: Options, name: str, marker: str) -> None:
     """Put on ``sys.path`` the folder of ``--NAME PATH`` in which ``marker`` lies.
 
     Raises:
-        Unavailable: the option is missing, or its folder is not such a checkout.
+        UnavailableError: the option is missing, or its folder is not such a checkout.
     """
     if options.device.type != "cuda":
-        raise Unavailable("needs a GPU")
+        raise UnavailableError("needs a GPU")
     root = options.checkouts[name]
     if root is None:
-        raise Unavailable(f"no checkout: give --{name} PATH")
+        raise UnavailableError(f"no checkout: give --{name} PATH")
     for folder in (root, *sorted(p for p in root.glob("*") if p.is_dir())):
         if (folder / marker).exists():
             sys.path.insert(0, str(folder.resolve()))
             return
-    raise Unavailable(f"{root} holds no {marker}")
+    raise UnavailableError(f"{root} holds no {marker}")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from peers import Case, Launch, Options, Unavailable
+from peers import Case, Launch, Options, UnavailableError
 from peers.checkout import use_checkout
 
 
@@ -24,7 +24,7 @@ class DeFT:
     def prepare(self, case: Case) -> list[Launch]:
         case.require_one_query()
         if case.head_dim not in (16, 32, 64, 128):
-            raise Unavailable("head_dim 16, 32, 64 or 128 only")
+            raise UnavailableError("head_dim 16, 32, 64 or 128 only")
         block = self.cache.BLOCK_CONFIG["BLOCK_LEN"]
         plan = self.cache.TreeMetadata.from_tree_cache(self.tree(case), max_block_len=block)
         k, v = (cache.flatten(0, 1) for cache in (case.k_cache, case.v_cache))
@@ -67,7 +67,8 @@ class DeFT:
 
     def tree(self, case: Case) -> SimpleNamespace:
         """What DeFT's planner reads of its tree cache: nodes with token slots and the leaves
-        below them. Leaves are numbered by request; a forest hangs below an empty root."""
+        below them. Leaves are numbered by request; a forest hangs below an empty root.
+        """
         w = case.workload
         inner = {n.parent for n in w.nodes}
         made = []

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from peers import Case, Launch, Options, Unavailable
+from peers import Case, Launch, Options, UnavailableError
 from peers.checkout import use_checkout
 
 # The settings of the artifact's run_benchmark.sh; query tiles there hold 64 and 16 rows.
@@ -35,11 +35,11 @@ class FastTree:
         group = case.num_qo_heads // case.num_kv_heads
         tiles = [rows // group for rows in Q_TILE_ROWS]
         if min(tiles) < 1 or group & (group - 1):
-            raise Unavailable("its tiles need 1, 2, 4, 8 or 16 query heads a KV head")
+            raise UnavailableError("its tiles need 1, 2, 4, 8 or 16 query heads a KV head")
         if w.num_reqs < 2:
-            raise Unavailable("a tree of one request has no root of its own")
+            raise UnavailableError("a tree of one request has no root of its own")
         if case.k_cache.numel() >= 1 << 31:
-            raise Unavailable("its 32-bit offsets do not reach over this cache")
+            raise UnavailableError("its 32-bit offsets do not reach over this cache")
         nodes, slots = self.tree(case)
         lengths = [0, *accumulate(node.seqlen for node in nodes)]
         params = self.fasttree.FastTreeParams()

@@ -6,7 +6,7 @@ Its kernels are compiled when they are first planned, some minutes with a cold c
 import numpy as np
 import torch
 
-from peers import Case, Launch, Options, Unavailable
+from peers import Case, Launch, Options, UnavailableError
 from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import Workload
 
@@ -22,11 +22,12 @@ def int32(values) -> torch.Tensor:
 class FlashInfer:
     """``BatchDecodeWithPagedKVCacheWrapper``, on tensor cores from 4 heads a KV head on as its
     documentation advises. Several queries a request, and token trees, run in
-    ``BatchPrefillWithPagedKVCacheWrapper``."""
+    ``BatchPrefillWithPagedKVCacheWrapper``.
+    """
 
     def __init__(self, options: Options) -> None:
         if options.device.type != "cuda":
-            raise Unavailable("needs a GPU")
+            raise UnavailableError("needs a GPU")
         import flashinfer
 
         self.flashinfer = flashinfer
@@ -86,11 +87,12 @@ def token_tree_mask(case: Case) -> torch.Tensor:
 
 class FlashInferCascade:
     """``MultiLevelCascadeAttentionWrapper``: a level of the forest each, the requests' private
-    blocks last. A request without a node on some level reads nothing there."""
+    blocks last. A request without a node on some level reads nothing there.
+    """
 
     def __init__(self, options: Options) -> None:
         if options.device.type != "cuda":
-            raise Unavailable("needs a GPU")
+            raise UnavailableError("needs a GPU")
         import flashinfer
 
         self.flashinfer = flashinfer
@@ -99,10 +101,10 @@ class FlashInferCascade:
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
         if w.query_parents is not None:
-            raise Unavailable("no token trees")
+            raise UnavailableError("no token trees")
         levels = [page_arrays(w, spans) for spans in levels_of(case)]
         if len(levels) < 2:
-            raise Unavailable("nothing shared")
+            raise UnavailableError("nothing shared")
         wrapper = self.flashinfer.MultiLevelCascadeAttentionWrapper(
             len(levels), self.workspace, "NHD"
         )
@@ -138,7 +140,8 @@ def page_arrays(w: Workload, spans: list[Span]) -> tuple[torch.Tensor, ...]:
 
 def levels_of(case: Case) -> list[list[Span]]:
     """``(first, last, start, end)`` of the requests and columns of each level, top down; the
-    spans of a level cover all requests in order, with ``start == end`` where there is none."""
+    spans of a level cover all requests in order, with ``start == end`` where there is none.
+    """
     w = case.workload
     depth: list[int] = []
     by_level: dict[int, list[Span]] = {}

@@ -1,6 +1,6 @@
 """This project's kernels."""
 
-from peers import Case, Launch, Options, Unavailable
+from peers import Case, Launch, Options, UnavailableError
 from vllm_prefixshare import PrefixShareDecodeWrapper
 
 
@@ -16,7 +16,7 @@ class Ours:
         w = case.workload
         cuda = case.q.is_cuda
         if w.query_parents is not None and not cuda:
-            raise Unavailable("token trees need a GPU")
+            raise UnavailableError("token trees need a GPU")
         wrapper = PrefixShareDecodeWrapper(
             num_qo_heads=case.num_qo_heads,
             num_kv_heads=case.num_kv_heads,
@@ -53,5 +53,5 @@ class Portable(Ours):
 
     def __init__(self, options: Options) -> None:
         if options.device.type != "cuda":
-            raise Unavailable("needs a GPU")
+            raise UnavailableError("needs a GPU")
         super().__init__(options)

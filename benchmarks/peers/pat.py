@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from peers import Case, Launch, Options, Unavailable, first_line
+from peers import Case, Launch, Options, UnavailableError, first_line
 from peers.checkout import use_checkout
 
 #: PAT's tiles (query rows, KV tokens, warps) without (16, 128, 1), which needs blocks of 32
@@ -33,7 +33,7 @@ class PAT:
         case.require_one_query()
         group = case.num_qo_heads // case.num_kv_heads
         if group not in (1, 2, 4, 8) or case.head_dim not in (64, 128):
-            raise Unavailable("1, 2, 4 or 8 query heads a KV head and head_dim 64 or 128 only")
+            raise UnavailableError("1, 2, 4 or 8 query heads a KV head and head_dim 64 or 128 only")
         table = torch.from_numpy(w.block_table).contiguous()
         tree = self.pat.PrefixTreeCPP(w.block_size)
         tree.build_radix_tree(w.seq_lens.tolist(), table)
@@ -60,7 +60,7 @@ class PAT:
             try:
                 call()
             except RuntimeError as e:  # what it supports is only checked there
-                raise Unavailable(first_line(e)) from e
+                raise UnavailableError(first_line(e)) from e
             return Launch(call, "one stream" if one_stream else "streams", graph=False)
 
         return [launch(False), launch(True)]

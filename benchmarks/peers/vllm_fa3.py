@@ -5,20 +5,20 @@ The scheduler metadata is made once a step there, so it is made in ``prepare`` h
 
 import torch
 
-from peers import Case, Launch, Options, Unavailable
+from peers import Case, Launch, Options, UnavailableError
 
 #: vLLM's bound on splits inside a full CUDA graph, and FA3's own choice
 SPLITS = (32, 0)
 
 
 def require_fa3(device: torch.device) -> None:
-    """Import vLLM's FlashAttention 3 or raise ``Unavailable``."""
+    """Import vLLM's FlashAttention 3 or raise ``UnavailableError``."""
     if device.type != "cuda":
-        raise Unavailable("needs a GPU")
+        raise UnavailableError("needs a GPU")
     from vllm.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
 
     if not is_fa_version_supported(3):
-        raise Unavailable(fa_version_unsupported_reason(3) or "no FlashAttention 3")
+        raise UnavailableError(fa_version_unsupported_reason(3) or "no FlashAttention 3")
 
 
 def schedule(
@@ -61,7 +61,7 @@ class FA3:
 
         w = case.workload
         if w.query_parents is not None:
-            raise Unavailable("no token trees")
+            raise UnavailableError("no token trees")
         starts, longest = case.query_start_loc(), int(w.seq_lens.max())
         out = torch.empty_like(case.q)
 
@@ -95,7 +95,8 @@ class FA3:
 class FA3Cascade:
     """vLLM's ``cascade_attention``: one pass over the prefix that the whole batch shares, one
     over the rest of each request, and a merge. Used wherever there is such a prefix, whatever
-    vLLM's heuristic would say."""
+    vLLM's heuristic would say.
+    """
 
     def __init__(self, options: Options) -> None:
         require_fa3(options.device)
@@ -105,10 +106,10 @@ class FA3Cascade:
 
         w = case.workload
         if w.query_parents is not None:
-            raise Unavailable("no token trees")
+            raise UnavailableError("no token trees")
         root = w.nodes[0]
         if w.num_reqs < 2 or (root.first, root.last) != (0, w.num_reqs):
-            raise Unavailable("no prefix common to all requests")
+            raise UnavailableError("no prefix common to all requests")
         prefix = root.end * w.block_size
         device = case.q.device
         starts = case.query_start_loc()

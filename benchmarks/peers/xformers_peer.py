@@ -2,7 +2,7 @@
 
 import torch
 
-from peers import Case, Launch, Options, Unavailable, first_line
+from peers import Case, Launch, Options, UnavailableError, first_line
 
 
 class XFormers:
@@ -10,7 +10,7 @@ class XFormers:
 
     def __init__(self, options: Options) -> None:
         if options.device.type != "cuda":
-            raise Unavailable("needs a GPU")
+            raise UnavailableError("needs a GPU")
         from xformers.ops import fmha
 
         self.fmha = fmha
@@ -18,7 +18,7 @@ class XFormers:
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
         if w.query_parents is not None:
-            raise Unavailable("no token trees")
+            raise UnavailableError("no token trees")
         masks = self.fmha.attn_bias
         columns = -(-int(w.seq_lens.max()) // w.block_size)
         bias = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
@@ -54,5 +54,5 @@ class XFormers:
             except Exception as e:  # what an operator does not support it says in many ways
                 reasons.append(f"{name}: {first_line(e)}")
         if not found:
-            raise Unavailable("; ".join(reasons))
+            raise UnavailableError("; ".join(reasons))
         return found

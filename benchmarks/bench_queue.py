@@ -1,0 +1,76 @@
+"""CPU time of the queue that orders waiting requests, beside vLLM's own.
+
+Random requests on 1, 100 and as many documents as requests; the cache of the simulation holds the
+blocks of the last 8 requests that started.
+
+    python benchmarks/bench_queue.py
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import repository  # noqa: F401
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+
+from vllm_prefixshare.integration.order import PrefixQueue
+
+
+class Waiting:
+    """What a queue reads of a request."""
+
+    def __init__(self, block_hashes: list[bytes]) -> None:
+        self.block_hashes = block_hashes
+
+
+def requests_about(documents: int, waiting: int, blocks: int) -> list[Waiting]:
+    """``waiting`` requests, shuffled. All their ``blocks`` but one belong to a document."""
+    rng = random.Random(0)
+    texts = [[rng.randbytes(32) for _ in range(blocks - 1)] for _ in range(documents)]
+    found = [Waiting([*texts[i % documents], rng.randbytes(32)]) for i in range(waiting)]
+    rng.shuffle(found)
+    return found
+
+
+def measure(queue: Any, requests: list[Waiting], cache: set[bytes]) -> tuple[float, float]:
+    """Microseconds to add a request, and to see and take one, each the mean over all."""
+    began = time.process_time()
+    for request in requests:
+        queue.add_request(request)
+    adding = time.process_time() - began
+    taking, recent = 0.0, deque[Waiting]()
+    for _ in requests:
+        began = time.process_time()
+        queue.peek_request()
+        request = queue.pop_request()
+        taking += time.process_time() - began
+        recent.append(request)
+        if len(recent) > 8:
+            cache.difference_update(recent.popleft().block_hashes)
+        cache.update(request.block_hashes)
+    return adding * 1e6 / len(requests), taking * 1e6 / len(requests)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--waiting", type=int, default=10_000, help="requests")
+    parser.add_argument("--blocks", type=int, default=1024, help="blocks of each request")
+    args = parser.parse_args()
+    if args.waiting < 1 or args.blocks < 1:
+        parser.error("--waiting and --blocks must be 1 or more")
+    print("          |   vLLM's, us   |   ordered, us\ndocuments |   add     take |   add     take")
+    for documents in sorted({1, min(100, args.waiting), args.waiting}):
+        requests = requests_about(documents, args.waiting, args.blocks)
+        cache: set[bytes] = set()
+        plain = measure(FCFSRequestQueue(), requests, set())
+        ordered = measure(PrefixQueue(cache.__contains__, bound=2.0), requests, cache)
+        times = " | ".join(f"{add:5.1f} {take:8.1f}" for add, take in (plain, ordered))
+        print(f"{documents:9} | {times}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""How long an engine takes to start: stock FLASH_ATTN and PREFIX_SHARE in turns.
+
+    python benchmarks/bench_startup.py --out startup.json
+
+A fresh start has empty caches: vLLM's, Triton's, Inductor's, Numba's and this project's. A warm
+start has those that the fresh start of the same backend left. Each start is a process of its own,
+timed from its launch to the moment when ``LLM(...)`` has returned. The model has Llama-3.1-8B's
+shape and random weights, unless a checkpoint is given.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import repository
+from bench_kernel import versions, write
+
+from tests.support.dummy_model import write_llama_8b
+
+BACKENDS = {"stock": "FLASH_ATTN", "ours": "PREFIX_SHARE"}
+CACHES = (
+    "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR",
+    "VLLM_PREFIXSHARE_CACHE", "CUDA_CACHE_PATH",
+)  # fmt: skip
+START = """
+import json, sys
+from vllm import LLM
+LLM(**json.loads(sys.argv[1]))
+print("started", flush=True)
+"""
+
+
+def seconds_to_start(backend: str, options: dict[str, Any], caches: Path, log: Path) -> float:
+    """Seconds until an engine is ready; it is ended then.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    options = {**options, "attention_backend": BACKENDS[backend]}
+    env = {**os.environ, **{name: str(caches / name.lower()) for name in CACHES}}
+    path = (repository.ROOT, env.get("PYTHONPATH", ""))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    began = time.perf_counter()
+    with (
+        log.open("a") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", START, json.dumps(options)],
+            env=env, stdout=subprocess.PIPE, stderr=errors, text=True,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
+        started = any(line.startswith("started") for line in process.stdout)
+        seconds = time.perf_counter() - began
+    if not started:
+        raise RuntimeError(f"{backend} did not start: see {log}.")
+    return seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, help="a checkpoint")
+    parser.add_argument("--fresh", type=int, default=3, help="fresh starts of each backend")
+    parser.add_argument("--warm", type=int, default=5, help="warm starts of each backend")
+    parser.add_argument("--log", type=Path, default=Path("startup.log"))
+    parser.add_argument("--out", type=Path, help="write the results here as JSON")
+    args = parser.parse_args()
+    times: dict[str, dict[str, list[float]]] = {
+        kind: {backend: [] for backend in BACKENDS} for kind in ("fresh", "warm")
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        model = args.model or write_llama_8b(Path(scratch))
+        options: dict[str, Any] = {"model": str(model), "max_model_len": 8192}
+        if not args.model:
+            options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        starts = [("fresh", i) for i in range(args.fresh)] + [("warm", 0)] * args.warm
+        for kind, i in starts:
+            for backend in BACKENDS:
+                caches = Path(scratch, f"{backend}-{i}")
+                seconds = seconds_to_start(backend, options, caches, args.log)
+                times[kind][backend].append(round(seconds, 2))
+                print(f"{kind:6} {backend:6} {seconds:6.1f} s", flush=True)
+    for kind, of in times.items():
+        if of["ours"]:
+            stock, ours = (statistics.median(of[backend]) for backend in BACKENDS)
+            print(f"{kind}: stock {stock:.1f} s, ours {ours:.1f} s, {ours - stock:+.1f} s")
+    if args.out:
+        write(args.out, {"versions": versions(), "seconds": times})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
