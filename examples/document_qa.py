@@ -54,6 +54,7 @@ MAX_GAP = {"float32": 0.05, "bfloat16": 0.26}
 
 
 def read_text(path: Path, what: str) -> str:
+    """The text of a file. ``what`` names it in the error if it is empty or cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -65,6 +66,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_questions(path: Path | None) -> list[str]:
+    """One question a line; the default questions without a file."""
     if path is None:
         return list(DEFAULT_QUESTIONS)
     return [line.strip() for line in read_text(path, "question file").splitlines() if line.strip()]
@@ -85,6 +87,7 @@ def check_length(document: str, questions: list[str], model: Path, room: int, li
 
 
 def prompt(document: str, question: str) -> str:
+    """The prompt of one question: the document comes first, so that all prompts share it."""
     return f"Document:\n\n{document}\n\nAnswer in one sentence from the document. {question}"
 
 
@@ -139,6 +142,7 @@ def answer(
 
 
 def show_answers(questions: list[str], batch: Batch) -> None:
+    """Print each question with its answer."""
     print()
     for i, (question, found) in enumerate(zip(questions, batch.answers, strict=True)):
         print(f"{i + 1:2}. {question}")
@@ -185,6 +189,7 @@ def same_tokens(ours: Batch, stock: Batch, dtype: str) -> bool:
 
 
 def main() -> int:
+    """Answer the questions; 0, or 1 if the tokens of the two backends differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

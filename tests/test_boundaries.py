@@ -1,4 +1,4 @@
-"""Who may import whom: lower floors never import upper ones."""
+"""Lower folders never import upper ones."""
 
 import ast
 from pathlib import Path
@@ -17,8 +17,8 @@ JIT = {
     "kernels.hopper.kernel",
     "kernels.hopper.producer",
     "kernels.portable.kernel",
-    "kernels.hopper.tile_info",
-    "kernels.portable.tile_info",
+    "kernels.hopper.arrays",
+    "kernels.portable.arrays",
 }
 RUNS = BASE | {"settings", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
@@ -33,31 +33,32 @@ FLOORS = {
     "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
     "kernels.hopper.gluon_names": (set(), {"triton"}),
-    "kernels.hopper.tile_info": (set(), set()),
-    "kernels.portable.tile_info": (set(), set()),
+    "kernels.hopper.arrays": (set(), set()),
+    "kernels.portable.arrays": (set(), set()),
     "kernels.hopper.kernel": (
-        {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.tile_info"},
+        {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.arrays"},
         {"triton"},
     ),
     "kernels.hopper.producer": (
-        {"kernels.hopper.gluon_names", "kernels.hopper.tile_info"},
+        {"kernels.hopper.gluon_names", "kernels.hopper.arrays"},
         {"triton"},
     ),
-    "kernels.portable.kernel": ({"kernels.portable.tile_info"}, {"triton"}),
+    "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
     "costs.profile_cpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_gpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_plans": (RUNS, {"numpy"}),
     "costs.gpu_timing": (set(), {"numpy", "torch"}),
     "operator": (RUNS | {"costs.lookup"}, {"numpy", "torch"}),
+    "distributed": (RUNS | {"operator"}, {"numpy", "torch"}),
     "integration": (
         RUNS | {"costs.lookup", "costs.profile_cpu"},
-        {"numpy", "torch", "vllm", "packaging"},
+        {"numpy", "torch", "vllm", "packaging", "prometheus_client"},
     ),
     "cli": (
         RUNS
         | {"workloads", "integration", "__init__", "costs.lookup", "costs.gpu_timing"}
         | {"costs.profile_cpu", "costs.profile_gpu"},
-        set(),
+        {"numpy", "PIL", "torch", "transformers"},
     ),
     "__init__": ({"records", "operator"}, set()),
 }
@@ -77,7 +78,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def floor_of(module: str) -> str:
-    """The floor of ``module``, named without the package."""
+    """The level of ``module``, named without the package."""
     names = module.split(".")
     candidates = [".".join(names[:n]) for n in range(len(names), 0, -1)]
     return next((name for name in candidates if name in FLOORS), "__init__")

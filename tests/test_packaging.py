@@ -1,5 +1,9 @@
-"""What pyproject.toml says of the package is true of its files."""
+"""What pyproject.toml says of the package is true of its files, and of its wheel."""
 
+import shutil
+import subprocess
+import sys
+import zipfile
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -36,3 +40,20 @@ def test_every_folder_of_sources_is_a_package():
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: f"{p.group}: {p.value}")
 def test_entry_points_lead_to_functions(point):
     assert callable(point.load())
+
+
+def test_the_wheel_has_the_patches_and_nothing_of_the_tests(tmp_path):
+    source = tmp_path / "source"
+    for name in ("vllm_prefixshare", "patches", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source / name)
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    patches = {f"vllm_prefixshare/{p.relative_to(ROOT)}" for p in ROOT.glob("patches/*/*.patch")}
+    assert patches <= names
+    own = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.is_file()}
+    own = {name for name in own if "__pycache__" not in name}
+    assert names - patches == own | {"vllm_prefixshare/patches/README.md"}

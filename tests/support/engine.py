@@ -38,7 +38,8 @@ DEFAULT_ENVIRONMENT = {
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One greedy completion. top2_gaps: per token, log-probability of the best token minus
-    that of the second best, in nats (empty unless asked for)."""
+    that of the second best, in nats (empty unless asked for).
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -89,7 +90,8 @@ class Batch:
     def full_batch_seconds_per_token(self) -> float | None:
         """Time per output token while all requests decode: from the step in which the last
         one got its first token to the one in which the first one ends. None if there are no
-        two such steps in a row."""
+        two such steps in a row.
+        """
         num_reqs = len(self.answers)
         full = [
             (b.time - a.time, b.num_tokens)
@@ -102,7 +104,8 @@ class Batch:
     @property
     def mean_seconds_per_token(self) -> float:
         """Mean over all output tokens of the time since their request's token before, whatever
-        else the engine did meanwhile; the first token of a request has none."""
+        else the engine did meanwhile; the first token of a request has none.
+        """
         tokens = sum(s.num_tokens for s in self.steps) - len(self.answers)
         return sum(s.latency for s in self.steps) / max(1, tokens)
 
@@ -349,7 +352,8 @@ def _generate(
 @contextlib.contextmanager
 def _recorded_steps(llm: Any) -> Iterator[list[Step]]:
     """Note each engine step as its outputs arrive. vLLM keeps the first and the last time of a
-    request only, and those do not tell how many requests ran in between."""
+    request only, and those do not tell how many requests ran in between.
+    """
     steps: list[Step] = []
     processor = llm.llm_engine.output_processor
     original = processor.process_outputs

@@ -120,7 +120,8 @@ def drive(
 
 def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
     """Log-probabilities of the generated tokens of ``sequences``, each read as one prompt:
-    through the prefill of the engine, without its decode. For ``EngineProcess.call``."""
+    through the prefill of the engine, without its decode. For ``EngineProcess.call``.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)

@@ -34,7 +34,8 @@ RELEASES = {
 
 def folder(version: str) -> Path:
     """Where this release lies unpacked, downloaded once; first on PYTHONPATH it wins over the
-    one that is installed. Skips the test without a network, except under CI."""
+    one that is installed. Skips the test without a network, except under CI.
+    """
     found = settings().cache / "triton" / version
     if found.is_dir():
         return found
