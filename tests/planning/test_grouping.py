@@ -196,7 +196,7 @@ def test_the_gap_between_greedy_and_the_best_edge_assignment(record_property):
             greedy = modelled_cost(group_queries(forest, kv_lens, cost, 4), cost, 4)
             gaps.append(greedy / min(every))
             gains.append(every[0] / min(every))
-        record_property(f"greedy/best, {name}", (np.mean(gaps), max(gaps)))
+        record_property(f"greedy/best, {name}", (float(np.mean(gaps)), float(max(gaps))))
         print(
             f"{name:7} greedy/best mean {np.mean(gaps):.3f} max {max(gaps):.3f}, "
             f"uncut/best max {max(gains):.3f}"

@@ -162,7 +162,7 @@ def ratios(p: DivisionProblem) -> tuple[float, float]:
 def test_flashforge_is_near_the_exact_optimum(case, cost, record_property):
     for workers in WORKERS:
         ratio, bounded = ratios(problem(*CASES[case], cost, workers))
-        record_property(f"flashforge/optimum, {workers} workers", (ratio, bounded))
+        record_property(f"flashforge/optimum, {workers} workers", (float(ratio), float(bounded)))
         print(f"{cost:6} {workers} workers  {ratio:.3f}  within equation 5 {bounded:.3f}  {case}")
         assert ratio <= 1.35
         assert bounded <= 1.25

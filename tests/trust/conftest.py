@@ -1,4 +1,19 @@
+import pytest
+
 from . import scale
+
+KEY = "prefixshare_trust"
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist hands its lines to the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[KEY] = scale.REPORT
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    scale.REPORT.extend(getattr(node, "workeroutput", {}).get(KEY, ()))
 
 
 def pytest_terminal_summary(terminalreporter):
