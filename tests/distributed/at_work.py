@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.batches import PagedBatch, paged_batch
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.distributed.ring import RingDecode
-from vllm_prefixshare.distributed.shards import shard
+from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
@@ -50,8 +50,8 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
                 deciders[key] = make(batch, way)
             decider = deciders[key]
             decider.plan(table, lens)
-            tables = [] if way == "ring" else [torch.from_numpy(x) for x in (table, lens)]
-            out, lse = decider.run(batch.q, *caches, *tables)
+            held = caches if way == "ring" else [shard_of(table, lens, caches)]
+            out, lse = decider.run(batch.q, *held)
             difference = (out.double() - expected[0]).norm() / expected[0].norm()
             found[name, way] = {
                 "error": float(difference),
@@ -81,20 +81,20 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     found["other cache"] = sentence(lambda: ring.run(batch.q, *more))
 
     # from here on a rank is late or dead
-    tables = [torch.from_numpy(x) for x in (table, lens)]
+    held = shard_of(table, lens, caches)
     late, dead, passing = (make(batch, way, SOON) for way in ("gather", "all_reduce", "ring"))
     for decider in (late, dead, passing):
         decider.plan(table, lens)
     passing.run(batch.q, *caches)
     if not last:
-        found["late"] = timed_sentence(lambda: late.run(batch.q, *caches, *tables))
+        found["late"] = timed_sentence(lambda: late.run(batch.q, held))
         found["absent"] = timed_sentence(lambda: make(batch, "gather", SOON))
     else:
         time.sleep(2 * SOON + 1)
     if last:
         results.send(found)
         os._exit(7)
-    found["dead"] = timed_sentence(lambda: dead.run(batch.q, *caches, *tables))
+    found["dead"] = timed_sentence(lambda: dead.run(batch.q, held))
     found["dead ring"] = timed_sentence(lambda: passing.run(batch.q, *caches))
     results.send(found)
     os._exit(0)  # the groups are broken: nothing to say goodbye to
@@ -134,6 +134,10 @@ def own_part(
     for cache in caches:
         cache[~torch.from_numpy(own)] = torch.nan
     return table, lens, caches
+
+
+def shard_of(table: np.ndarray, lens: np.ndarray, caches: list[torch.Tensor]) -> Shard:
+    return Shard(caches[0], caches[1], torch.from_numpy(table), torch.from_numpy(lens))
 
 
 def sentence(call: Callable[[], object]) -> str:

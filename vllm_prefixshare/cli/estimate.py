@@ -3,9 +3,10 @@
 import argparse
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,16 +45,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_shape_arguments(command, block_size=16)
 
 
-@dataclass
-class Totals:
+class Totals(NamedTuple):
     """Sums over the batches; times in microseconds of one layer, once for each batch."""
 
-    requests: int = 0
-    batches: int = 0
-    kv_tokens: int = 0
-    kv_tokens_read: int = 0
-    unshared_us: float = 0.0
-    shared_us: float = 0.0
+    requests: int
+    batches: int
+    kv_tokens: int
+    kv_tokens_read: int
+    unshared_us: float
+    shared_us: float
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,15 +152,13 @@ def _plan_all(batches: Iterable["Batch"], gpu: "GpuPlanning", attention: Attenti
         )
         for share in ("never", gpu.config.share)
     ]
-    totals = Totals()
+    totals = Totals(0, 0, 0, 0, 0.0, 0.0)
     for batch in batches:
-        unshared, shared = (p.update(batch.block_table, batch.seq_lens) for p in planners)
-        totals.requests += len(batch.seq_lens)
-        totals.batches += 1
-        totals.kv_tokens += int(batch.seq_lens.sum())
-        totals.kv_tokens_read += shared.kv_tokens_read(batch.seq_lens)
-        totals.unshared_us += float(unshared.worker_us.max())
-        totals.shared_us += float(shared.worker_us.max())
+        lens = batch.seq_lens
+        unshared, shared = (p.update(batch.block_table, lens) for p in planners)
+        us = (float(plan.worker_us.max()) for plan in (unshared, shared))
+        these = len(lens), 1, int(lens.sum()), shared.kv_tokens_read(lens), *us
+        totals = Totals(*map(add, totals, these))
     return totals
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 
 from vllm_prefixshare.distributed.ranks import Ranks
+from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.distributed.tree_reduction import partial_of, shape_of
 from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
 from vllm_prefixshare.records import PrefixShareError
@@ -98,7 +99,8 @@ class RingDecode:
             coming, wait = ([], None) if last else self.ranks.pass_on(caches)
             source = (self.ranks.rank - turn) % self.ranks.size
             rows, *tables = self._tables[source]
-            states.append(partial_of(self._wrappers[source], rows, q, *caches, *tables))
+            shard = Shard(caches[0], caches[1], *tables)
+            states.append(partial_of(self._wrappers[source], rows, q, shard))
             if wait is not None:
                 wait()
             caches = coming

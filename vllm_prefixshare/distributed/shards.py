@@ -1,8 +1,25 @@
 """Which tokens of a request each rank holds."""
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
 
 from vllm_prefixshare.records import IntArray, PrefixShareError
+
+
+class Shard(NamedTuple):
+    """What a rank holds of one layer, on its device.
+
+    k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+    block_table: int32 ``[num_reqs, max_blocks]`` block ids of the rank's own cache.
+    seq_lens: int32 ``[num_reqs]`` tokens that the rank holds; 0 where it holds none.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
 
 
 def shard(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 
 from vllm_prefixshare.distributed.ranks import Ranks
+from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
 from vllm_prefixshare.records import PrefixShareError
 
@@ -154,20 +155,12 @@ class TreeDecode:
             table, lens = table[used], lens[used]
         self._wrapper.plan(table, lens)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, q: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer over all ranks' tokens.
 
         Args:
             q: ``[num_reqs, num_qo_heads, head_dim]``, the same on every rank.
-            k_cache, v_cache, block_table, seq_lens: of the shard, tensors, otherwise as in
-                ``PrefixShareDecodeWrapper.run``.
+            shard: the rank's own, as planned.
 
         Returns:
             Output ``[num_reqs, num_qo_heads, head_dim]`` and log-sum-exp, float32
@@ -176,38 +169,25 @@ class TreeDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; a rank is missing.
         """
-        return self._reduce(self.ranks, *self.partial(q, k_cache, v_cache, block_table, seq_lens))
+        return self._reduce(self.ranks, *self.partial(q, shard))
 
-    def partial(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def partial(self, q: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp over the rank's own tokens; arguments as of ``run``."""
         if len(q) != self._num_reqs:
             raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
-        return partial_of(self._wrapper, self._rows, q, k_cache, v_cache, block_table, seq_lens)
+        return partial_of(self._wrapper, self._rows, q, shard)
 
 
 def partial_of(
-    wrapper: PrefixShareDecodeWrapper,
-    rows: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    wrapper: PrefixShareDecodeWrapper, rows: torch.Tensor | None, q: torch.Tensor, shard: Shard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of the planned ``rows``, all if None; the others see no token."""
     if rows is None:
-        return wrapper.run(q, k_cache, v_cache, block_table, seq_lens, return_lse=True)
+        return wrapper.run(q, *shard, return_lse=True)
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
-    tables = block_table[rows], seq_lens[rows]
-    some, some_lse = wrapper.run(q[rows], k_cache, v_cache, *tables, return_lse=True)
+    held = shard._replace(block_table=shard.block_table[rows], seq_lens=shard.seq_lens[rows])
+    some, some_lse = wrapper.run(q[rows], *held, return_lse=True)
     return out.index_copy(0, rows, some), lse.index_copy(0, rows, some_lse)
 
 

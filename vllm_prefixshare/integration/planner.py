@@ -6,7 +6,7 @@ from typing import Any
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration.log import logger
-from vllm_prefixshare.integration.tracing import TracedPlanner
+from vllm_prefixshare.integration.tracing import trace_to
 from vllm_prefixshare.kernels.contract import Executor
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.settings import settings
@@ -30,11 +30,12 @@ def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any
         check_plans=chosen.check_plans,
     )
     cost = cost_model(attention, executor.name, logger().info_once)
-    planner = DecodePlanner if chosen.trace is None else partial(TracedPlanner, chosen.trace)
-    return planner(
+    trace = None if chosen.trace is None else trace_to(chosen.trace)
+    return DecodePlanner(
         config,
         cost,
         attention.block_size,
         attention.gqa_group_size,
         on_failure=logger().warning,
+        on_plan=None if trace is None else partial(trace.record, config.divider),
     )

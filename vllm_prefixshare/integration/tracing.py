@@ -12,7 +12,6 @@ import numpy as np
 
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 #: Of a trace; what does not fit is not recorded.
@@ -44,6 +43,40 @@ class Trace:
                 "file, or unset it."
             ) from None
 
+    def record(
+        self,
+        divider: str,
+        plan: DecodePlan,
+        plan_seconds: float,
+        block_table: IntArray,
+        seq_lens: IntArray,
+    ) -> None:
+        """Add a batch, ``[num_reqs, max_blocks]`` block ids and ``[num_reqs]`` tokens, and what
+        its plan is like.
+        """
+        if plan.num_reqs == 0:
+            return
+        lens = np.clip(seq_lens, 1, block_table.shape[1] * plan.block_size)
+        blocks = -(-lens // plan.block_size)
+        rows = zip(block_table, blocks.tolist(), strict=True)
+        self.write(
+            {
+                "time": round(time.time(), 3),
+                "block_size": plan.block_size,
+                "kv_lens": lens.tolist(),
+                "block_tables": [row[:count].tolist() for row, count in rows],
+                "plan": {
+                    "divider": divider,
+                    "workers": plan.num_workers,
+                    "kv_tokens_read": plan.kv_tokens_read(seq_lens),
+                    "tiles": plan.num_tiles,
+                    "partials": plan.num_partials,
+                    "busiest_worker_us": round(float(plan.worker_us.max()), 2),
+                    "plan_ms": round(plan_seconds * 1e3, 3),
+                },
+            }
+        )
+
     def write(self, record: dict[str, Any]) -> None:
         """Add a line, while there is room. A trace that cannot be written any more ends; the
         engine goes on.
@@ -65,58 +98,6 @@ class Trace:
 
 
 @cache
-def _trace(path: Path) -> Trace:
+def trace_to(path: Path) -> Trace:
     """One for all the KV-cache groups of a process."""
     return Trace(path)
-
-
-class TracedPlanner(DecodePlanner):
-    """A planner that records each batch that it makes a plan for."""
-
-    def __init__(self, trace: Path, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._trace = _trace(trace)
-
-    def update(
-        self,
-        block_table: IntArray,
-        seq_lens: IntArray,
-        query_len: int = 1,
-        *,
-        table_rows: IntArray | None = None,
-        row_ids: IntArray | None = None,
-        slack: int = 0,
-    ) -> DecodePlan:
-        """As ``DecodePlanner.update``, and record the batch of each new plan."""
-        made = self.counters.plans
-        plan = super().update(
-            block_table, seq_lens, query_len, table_rows=table_rows, row_ids=row_ids, slack=slack
-        )
-        if self.counters.plans > made and len(seq_lens):
-            rows = np.arange(len(seq_lens)) if table_rows is None else table_rows
-            self._trace.write(self._record(plan, block_table, rows, seq_lens))
-        return plan
-
-    def _record(
-        self, plan: DecodePlan, block_table: IntArray, rows: IntArray, seq_lens: IntArray
-    ) -> dict[str, Any]:
-        lens = np.clip(seq_lens, 1, block_table.shape[1] * self.block_size)
-        blocks = -(-lens // self.block_size)
-        return {
-            "time": round(time.time(), 3),
-            "block_size": self.block_size,
-            "kv_lens": lens.tolist(),
-            "block_tables": [
-                block_table[row, :count].tolist()
-                for row, count in zip(rows, blocks.tolist(), strict=True)
-            ],
-            "plan": {
-                "divider": self.config.divider,
-                "workers": plan.num_workers,
-                "kv_tokens_read": plan.kv_tokens_read(seq_lens),
-                "tiles": plan.num_tiles,
-                "partials": plan.num_partials,
-                "busiest_worker_us": round(float(plan.worker_us.max()), 2),
-                "plan_ms": round(self.last_plan_seconds * 1e3, 3),
-            },
-        }

@@ -32,11 +32,11 @@ class PlannerCounters:
     """
 
     updates: int = 0
+    update_seconds: float = 0.0
     plans: int = 0
+    plan_seconds: float = 0.0
     oversized: int = 0
     failures: int = 0
-    plan_seconds: float = 0.0
-    update_seconds: float = 0.0
 
 
 class DecodePlanner:
@@ -48,6 +48,8 @@ class DecodePlanner:
         block_size: tokens in a KV block.
         gqa_group_size: query heads per KV head.
         on_failure: told once when a plan cannot be made; a warning is logged if None.
+        on_plan: called with each new plan, its seconds, and the block table and the lengths of
+            its requests.
 
     Attributes:
         last_plan_seconds: what the last plan took to make.
@@ -65,12 +67,14 @@ class DecodePlanner:
         block_size: int,
         gqa_group_size: int,
         on_failure: Callable[[str], object] | None = None,
+        on_plan: Callable[[DecodePlan, float, IntArray, IntArray], object] | None = None,
     ) -> None:
         self.config = config
         self.cost = cost
         self.block_size = block_size
         self.gqa_group_size = gqa_group_size
         self._on_failure = on_failure or logging.getLogger(__name__).warning
+        self._on_plan = on_plan
         self.counters = PlannerCounters()
         self.last_plan_seconds = 0.0
         self.last_fallback: str | None = None
@@ -158,6 +162,9 @@ class DecodePlanner:
             self.counters.plans += 1
             self.last_plan_seconds = time.perf_counter() - began
             self.counters.plan_seconds += self.last_plan_seconds
+            if self._on_plan is not None:
+                rows = table if table_rows is None else table[table_rows]
+                self._on_plan(plan, self.last_plan_seconds, rows, seq_lens)
         self.counters.update_seconds += time.perf_counter() - began
         return plan
 
