@@ -15,6 +15,16 @@ from charts import THEMES, engine_chart
 from engine_report import steady_us
 from kernel_report import OURS, best_peer
 
+from vllm_prefixshare.distributed.scaling import (
+    Cluster,
+    Layer,
+    Link,
+    gather_bytes,
+    replicas_us,
+    ring_bytes,
+    tree_us,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "benchmarks" / "published"
 
@@ -342,7 +352,49 @@ def startup_table() -> str:
     )
 
 
+#: H200s of 8 to a node. Reading, multiplying and the fixed time: as in kernel.json, whose
+#: `256_1024` takes 14 us more than its roof. Links: data sheets of NVLink 4 and of InfiniBand NDR
+#: with one port a GPU, and latencies that are assumed.
+H200S = Cluster(4.35e6, 7e8, 14.0, 8, Link(10.0, 4.5e5), Link(20.0, 5e4))
+
+
+def scale_table() -> str:
+    """One layer's attention on 1 to 64 GPUs by the model: replicas against tree reduction."""
+    gpus = (1, 2, 4, 8, 16, 64)
+    lines = [
+        "One layer, 64 requests with 128 tokens of their own behind the shared prefix, 32:8 heads, "
+        "head_dim 128, bfloat16. Microseconds: replicas / tree reduction.",
+        "",
+        "| shared prefix | KV | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in gpus) + " |",
+        "|" + "---|" * (2 + len(gpus)),
+    ]
+    for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20):
+        layer = Layer(64, tokens, 128)
+        times = (
+            f"{replicas_us(layer, H200S, n):.0f} / {tree_us(layer, H200S, n):.0f}" for n in gpus
+        )
+        lines.append(
+            f"| {tokens >> 10}k | {layer.kv_bytes / 2**20:.0f} MiB | {' | '.join(times)} |"
+        )
+    lines += [
+        "",
+        "Bytes that one GPU sends for it, tree reduction (one collective) / ring attention:",
+        "",
+        "| shared prefix | " + " | ".join(f"{n} GPUs" for n in gpus[1:]) + " |",
+        "|" + "---|" * len(gpus),
+    ]
+    for tokens in (1 << 10, 1 << 20):
+        layer = Layer(64, tokens, 128)
+        sent = (
+            f"{gather_bytes(layer, n) / 2**20:.1f} / {ring_bytes(layer, n) / 2**20:.0f} MiB"
+            for n in gpus[1:]
+        )
+        lines.append(f"| {tokens >> 10}k | {' | '.join(sent)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "scale": ("docs/scale.md", "kernel", scale_table),
     "startup": ("docs/performance.md", "startup", startup_table),
     "headline": ("README.md", "engine", headline),
     "chart": ("README.md", "engine", chart_configuration),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.batches import PagedBatch, paged_batch
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare.distributed import scaling
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
@@ -51,11 +52,14 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
             decider = deciders[key]
             decider.plan(table, lens)
             held = caches if way == "ring" else [shard_of(table, lens, caches)]
+            sent = decider.ranks.bytes_sent
             out, lse = decider.run(batch.q, *held)
             difference = (out.double() - expected[0]).norm() / expected[0].norm()
             found[name, way] = {
                 "error": float(difference),
                 "lse error": float((lse.double() - expected_lse).abs().max()),
+                "sent": decider.ranks.bytes_sent - sent,
+                "of the model": bytes_of_the_model(batch, way, caches, size),
                 "dtype": out.dtype == batch.q.dtype and lse.dtype == torch.float32,
                 "bits": out.view(torch.uint8).numpy().tobytes() + lse.numpy().tobytes(),
             }
@@ -134,6 +138,17 @@ def own_part(
     for cache in caches:
         cache[~torch.from_numpy(own)] = torch.nan
     return table, lens, caches
+
+
+def bytes_of_the_model(batch: PagedBatch, way: str, caches: list[torch.Tensor], size: int) -> float:
+    requests, heads, head_dim = batch.q.shape
+    kv_heads = batch.k_cache.shape[2]
+    layer = scaling.Layer(requests, 0, 0, heads, kv_heads, head_dim, batch.q.itemsize)
+    if way == "gather":
+        return scaling.gather_bytes(layer, size)
+    if way == "ring":  # what is passed on here is the whole cache, a shard among it
+        return float((size - 1) * sum(c.nbytes for c in caches))
+    return scaling.all_reduce_bytes(layer, size)
 
 
 def shard_of(table: np.ndarray, lens: np.ndarray, caches: list[torch.Tensor]) -> Shard:

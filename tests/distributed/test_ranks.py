@@ -67,6 +67,7 @@ def test_every_rank_has_the_attention_over_all_tokens(world, case, way):
     for result in (found[case, way] for found in world):
         assert result["error"] < TOLERANCE.get(case, 2e-6)
         assert result["lse error"] < 1e-5 and result["dtype"]
+        assert result["sent"] == pytest.approx(result["of the model"], abs=len(world))
     if way != "ring":  # ranks that decode on must choose the same token
         assert len({found[case, way]["bits"] for found in world}) == 1
 

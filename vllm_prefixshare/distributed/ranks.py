@@ -23,6 +23,10 @@ class Ranks:
     they open a connection to each other: ranks that disagree, or do not come, are named in one
     sentence on every rank that did.
 
+    Its connections last until ``torch.distributed.destroy_process_group`` ends all of them. One
+    group alone is never destroyed: PyTorch would give the next one its name, under which the
+    store still has the old addresses.
+
     Args:
         device: of the tensors: nccl carries those of a GPU, gloo those of a CPU.
         describe: what all ranks must have in common, names and JSON values.
@@ -32,6 +36,8 @@ class Ranks:
 
     Attributes:
         rank, size: this rank, and how many there are.
+        bytes_sent: by this rank so far, where a collective is done as a ring does it; without
+            what ranks say to each other on the host.
 
     Raises:
         PrefixShareError: torch.distributed is not initialised, the backend is missing on a rank,
@@ -59,6 +65,7 @@ class Ranks:
             raise PrefixShareError(f"rank {dist.get_rank()} is not in the group {members}.")
         self.rank, self.size = members.index(dist.get_rank()), len(members)
         self._members = members
+        self.bytes_sent = 0
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         problem = _problem(backend, device)
         self._agree_by_store({"backend": backend, **describe, "": problem})
@@ -157,6 +164,7 @@ class Ranks:
         """
         with self.within_time("an all-reduce"):
             dist.all_reduce(x, op, group=self.group)
+        self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -168,6 +176,7 @@ class Ranks:
         gathered = x.new_empty(self.size, *x.shape)
         with self.within_time("an all-gather"):
             dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=self.group)
+        self.bytes_sent += (self.size - 1) * x.nbytes
         return gathered
 
     def pass_on(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
@@ -188,6 +197,7 @@ class Ranks:
             operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
         with self.within_time("passing KV on"):
             works = dist.batch_isend_irecv(operations)
+        self.bytes_sent += sum(t.nbytes for t in tensors)
 
         def wait() -> None:
             with self.within_time("passing KV on"):
@@ -195,11 +205,6 @@ class Ranks:
                     work.wait(self.timeout)
 
         return received, wait
-
-    def close(self) -> None:
-        """End the connections. Every rank should."""
-        for group in {self.group, self._host}:
-            dist.destroy_process_group(group)
 
 
 def _problem(backend: str, device: torch.device) -> str | None:
