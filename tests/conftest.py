@@ -7,6 +7,7 @@ taken back from the environment, which the engines that some tests start inherit
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -20,6 +21,10 @@ if not torch.cuda.is_available():
     import vllm_prefixshare.kernels.portable.kernel  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
+
+# how long an example takes says nothing on a busy machine
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

@@ -92,9 +92,9 @@ def test_several_samples_of_one_prompt(both):
 
 
 def test_pre_empted_requests_come_back_right(both):
-    # 5120 tokens of cache: 12 requests outgrow it
-    prompts = [ask(q + " " * i, DOCUMENT[:4000]) for i, q in enumerate(QUESTIONS * 2)]
-    ours, stock = both(prompts, 330, ignore_eos=True)
+    # 5120 tokens of cache: 12 requests with long questions outgrow it
+    prompts = [ask(f"{i}. " + f"{q} " * 40, DOCUMENT[:4000]) for i, q in enumerate(QUESTIONS * 2)]
+    ours, stock = both(prompts, 80, ignore_eos=True)
     assert ours.preemptions > 0
     assert_same_tokens(ours, stock)
     assert_shared(ours)
