@@ -8,13 +8,17 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
 
-.PHONY: demo test trust releases kernels lint venv model clean
+.PHONY: demo test docs trust releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
 
 test: lint model
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The documentation as a site, in site/.
+docs: venv
+	$(PY) -m mkdocs build --strict
 
 # What CI tries a little of, at length: an hour or two on one core.
 trust: venv
@@ -43,7 +47,7 @@ model: venv
 
 # The converted model stays in its cache.
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A new lock or interpreter starts over, so that the environment holds what the lock says and

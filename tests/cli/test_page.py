@@ -1,4 +1,4 @@
-"""The commands of docs/cli.md run, from top to bottom, and its tables name what there is."""
+"""What docs/cli.md says of each command is so; its commands run in tests/docs."""
 
 import json
 import re
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import files_of
+from tests.docs.test_snippets import RUN
 from vllm_prefixshare.cli.batches import MOST_BYTES, MOST_ENTRIES, MOST_REQUESTS
 from vllm_prefixshare.cli.gpus import GPUS
 from vllm_prefixshare.cli.main import COMMANDS, main
@@ -15,23 +17,8 @@ from vllm_prefixshare.cli.prompts import MOST_LINE
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "cli.md").read_text()
-FILES = dict(re.findall(r"^```json (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-LINES = [line for block in BLOCKS for line in block.splitlines()]
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_a_command_runs(line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, text in FILES.items():
-        Path(name).write_text(text)
-    program, *arguments = shlex.split(line)
-    assert program == "vllm-prefixshare"
-    assert main(arguments) == 0
-    assert capsys.readouterr().out
-    if "--svg" in arguments:
-        drawn = (DOCS / "images" / "inspect.svg").read_text()
-        assert Path("inspect.svg").read_text() == drawn, "draw docs/images/inspect.svg again"
+FILES = files_of("docs/cli.md")
+LINES = [line for page, line in RUN if page == "docs/cli.md"]
 
 
 @pytest.mark.parametrize("line", [x for x in LINES if "profile" not in x])

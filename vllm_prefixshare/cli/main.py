@@ -55,5 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     except PrefixShareError as e:
         print(f"vllm-prefixshare: error: {e}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] == "vllm_prefixshare":
+            raise  # ours to mend
+        print(
+            f"vllm-prefixshare: error: this command needs {e.name}: install it with pip first.",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         return 130  # as a shell has it

@@ -1,0 +1,94 @@
+"""The pages of the documentation, and the blocks of code in them.
+
+A comment on the line before a block says what a test does with it:
+
+    <!-- file: NAME -->        it is the file NAME, for the commands of the page
+    <!-- run: engine -->       Python that starts an engine, run with the embedded model
+    <!-- not run: REASON -->   its commands and names are checked, but not run
+
+Without one, Python and commands are run.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "patches" / "README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+]
+#: Languages of blocks; ``text`` is what a program prints, or a sketch.
+LANGUAGES = {"python", "sh", "json", "text", "promql", "yaml"}
+#: Why a block is not run.
+REASONS = {
+    "needs a GPU",
+    "needs a network",
+    "needs another framework",
+    "starts a server",
+    "starts an engine for each line",
+    "takes minutes",
+    "changes what is installed",
+}
+MARK = re.compile(r"<!-- (run|file|not run): (.+) -->")
+
+
+class Block(NamedTuple):
+    """A block of code.
+
+    page: its name from the root. line: of the file, where the code begins.
+    mark, value: what the comment before it says; "" and "" without one.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    mark: str
+    value: str
+
+    @property
+    def commands(self) -> list[str]:
+        """Its lines without comments; one that ends in a backslash goes on in the next."""
+        lines = self.code.replace("\\\n", "").splitlines()
+        return [line for line in lines if line and not line.startswith("#")]
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """Every block of a page, from top to bottom."""
+    found = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        mark = MARK.fullmatch(lines[start - 1])
+        found.append(
+            Block(
+                str(path.relative_to(ROOT)),
+                start + 2,
+                lines[start][3:],
+                "\n".join(lines[start + 1 : number]) + "\n",
+                *(mark.groups() if mark else ("", "")),
+            )
+        )
+        start = None
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def files_of(page: str) -> dict[str, str]:
+    """The files that a page shows, by their names."""
+    return {b.value: b.code for b in BLOCKS if b.page == page and b.mark == "file"}
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)

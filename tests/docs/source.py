@@ -1,0 +1,103 @@
+"""What the package says to its users, read off its source.
+
+``messages()`` are sentences: those of the errors that a user meets, and those in the log.
+``reasons()`` say why a layer keeps vLLM's own backend. What is filled in stands as ``...``.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from vllm_prefixshare.integration import BACKEND_NAME
+from vllm_prefixshare.integration.hooks.selection import ENV_VAR
+from vllm_prefixshare.integration.metrics import VARIABLE
+
+PACKAGE = Path(__file__).parents[2] / "vllm_prefixshare"
+#: Errors whose text a user reads, and functions that write to the log.
+ERRORS = {"PrefixShareError", "CompileError"}
+LOGGERS = {"warning", "warning_once", "info", "info_once", "log", "_on_failure"}
+
+
+#: Constants that a sentence fills in, as a reader sees them.
+NAMES = {"BACKEND_NAME": BACKEND_NAME, "ENV_VAR": ENV_VAR, "VARIABLE": VARIABLE}
+
+
+def text_of(node: ast.AST) -> str:
+    """A string as it is written, with ``...`` for what is filled in; "" for other nodes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        text = "".join(map(_part, node.values))
+        return re.sub(r"\.{4,}", "...", text)  # a full stop after it, or two side by side
+    return ""
+
+
+def _part(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    assert isinstance(node, ast.FormattedValue)
+    return NAMES.get(ast.unparse(node.value), "...")
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package, by its path."""
+    return {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args:
+            yield ast.unparse(node.func).rpartition(".")[2], node
+
+
+def messages() -> dict[str, str]:
+    """Each sentence, and the module that says it. Texts that only wrap another are left out."""
+    found = {}
+    for path, tree in modules().items():
+        for name, call in _calls(tree):
+            text = text_of(call.args[0])
+            for argument in call.args[1:]:
+                text = text.replace("%s", NAMES.get(ast.unparse(argument), "..."), 1)
+            if name in ERRORS | LOGGERS and re.sub(r"\.\.\.|%s", "", text).strip(" :"):
+                found[re.sub(r"\.{4,}", "...", text)] = path
+    return found
+
+
+def reasons() -> dict[str, str]:
+    """Each reason for a fallback, and the module that gives it."""
+    found = {}
+    for path, tree in modules().items():
+        if not path.startswith("integration/"):
+            continue
+        nodes = [call.args[0] for name, call in _calls(tree) if name == "fall_back"]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "reason":
+                nodes.append(node.value)
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_refusal"):
+                nodes += _said_in(node)
+        for node in nodes:
+            if text := text_of(node):
+                found[text] = path
+    return found
+
+
+def _said_in(function: ast.FunctionDef) -> list[ast.AST]:
+    """What a function may return as a reason: values of a table, pairs, what it collects."""
+    said: list[ast.AST] = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Dict):
+            said += node.values
+        elif isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            said.append(node.elts[1])
+        elif isinstance(node, ast.Return) and node.value is not None:
+            is_choice = isinstance(node.value, ast.IfExp)
+            said += ast.iter_child_nodes(node.value) if is_choice else [node.value]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append"):
+            said += node.args
+    return said

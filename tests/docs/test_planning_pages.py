@@ -1,0 +1,40 @@
+"""What docs/dividers.md and docs/cost-tables.md list is what there is."""
+
+import dataclasses
+import re
+
+from tests.docs.pages import ROOT
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.lookup import SHIPPED
+from vllm_prefixshare.costs.table import CostTable, Fingerprint
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+
+DIVIDERS_PAGE = (ROOT / "docs" / "dividers.md").read_text()
+TABLES_PAGE = (ROOT / "docs" / "cost-tables.md").read_text()
+
+
+def test_every_divider_is_described():
+    listed = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", DIVIDERS_PAGE, re.M)
+    assert sorted(listed) == sorted(DIVIDERS)
+
+
+def test_defaults_are_those_of_the_code():
+    attention = AttentionConfig(32, 8, 128, 16)
+    (on_cpu,) = re.findall(r"^\| CPU \| `(\w+)` \|$", DIVIDERS_PAGE, re.M)
+    assert TorchExecutor(attention, 1).planner_config(None, "always").divider == on_cpu
+    (on_gpu,) = re.findall(r"^\| GPU, either kernel \| `(\w+)` \|$", DIVIDERS_PAGE, re.M)
+    assert {HopperKernel.divider, PortableKernel.divider} == {on_gpu}
+
+
+def test_fields_of_a_table_are_explained():
+    (path,) = SHIPPED.glob("*.json")  # the page has a row for it
+    assert (
+        "| H200, Hopper kernel, head_dim 128, 16 bits | the table that is shipped |" in TABLES_PAGE
+    )
+    assert path.name.startswith("nvidia_h200_x132-128-16-bit-16-bit-hopper")
+    fields = CostTable.load(path).to_json().keys() - {"format"}
+    named = set(re.findall(r"`(\w+)`", TABLES_PAGE))
+    assert fields | {field.name for field in dataclasses.fields(Fingerprint)} <= named

@@ -1,0 +1,68 @@
+"""The site builds without a warning, and no link in it leads nowhere."""
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Links(HTMLParser):
+    """What a page of HTML links to and shows, and the names that others can link to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.names: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for key, value in attrs:
+            if key in ("href", "src", "srcset") and value:
+                self.targets.append(value)
+            if key == "id" and value:
+                self.names.add(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_in_it(site):
+    pages = {p.stem for p in ROOT.glob("docs/*.md")} | {"CONTRIBUTING", "CHANGELOG", "patches"}
+    assert pages <= {p.parent.name for p in site.rglob("index.html")}
+    assert "reads every shared KV-cache block once" in (site / "index.html").read_text()
+
+
+def test_code_and_tables_are_shown_as_such(site):
+    page = (site / "api" / "index.html").read_text()
+    assert page.count("<pre><code") == (ROOT / "docs" / "api.md").read_text().count("```") // 2
+    for path in site.rglob("index.html"):
+        text = path.read_text()
+        assert "```" not in text, path
+        assert "|---" not in text, path
+
+
+def test_no_link_leads_nowhere(site):
+    pages = {path: Links(path) for path in site.rglob("*.html")}
+    for path, links in pages.items():
+        if path.name == "404.html":  # its links are absolute
+            continue
+        for target in links.targets:
+            place, name = urldefrag(target)
+            if "://" in target or target.startswith(("mailto:", "data:")):
+                continue
+            found = (path.parent / unquote(place)).resolve() if place else path
+            found = found / "index.html" if found.is_dir() else found
+            assert found.is_file(), f"{path.relative_to(site)}: {target}"
+            if name and found in pages:
+                assert name in pages[found].names, f"{path.relative_to(site)}: {target}"
