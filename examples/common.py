@@ -8,6 +8,7 @@ returns the completions with whatever it wants to show of them.
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -155,10 +156,15 @@ def check_options(args: argparse.Namespace) -> None:
         handle, name = tempfile.mkstemp(prefix=f"{Path(sys.argv[0]).stem}-", suffix=".log")
         os.close(handle)
         args.log = Path(name)
+    check_writable(args.log, "--log")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse a file that cannot be written."""
     try:
-        args.log.open("ab").close()
+        path.open("ab").close()
     except OSError as e:
-        raise PrefixShareError(f"--log {args.log} cannot be written ({e.strerror}).") from None
+        raise PrefixShareError(f"{option} {path} cannot be written ({e.strerror}).") from None
 
 
 def at_least(args: argparse.Namespace, least: int, *names: str) -> None:
@@ -206,7 +212,8 @@ class Engine:
     """``vllm.LLM`` in a process of its own. Its output goes to ``args.log``.
 
     Args:
-        args: options of ``options``, and ``max_num_seqs``.
+        args: options of ``options``, ``max_num_seqs``, and ``trace``: a file that records the
+            batches with PREFIX_SHARE, for ``draw_tree``.
         backend: ``OURS`` or ``STOCK``.
         environment: further variables for this engine.
     """
@@ -218,6 +225,8 @@ class Engine:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         variables = {"VLLM_PREFIXSHARE_SHARE": args.share, **(environment or {})}
+        if backend == OURS and getattr(args, "trace", None):
+            variables["VLLM_PREFIXSHARE_TRACE"] = str(args.trace)
         self._process = context.Process(target=_serve, args=(theirs, args, backend, variables))
         self._process.start()
         theirs.close()
@@ -281,7 +290,9 @@ def _serve(
 
         settings = {"model": str(args.model), "seed": 0, "disable_log_stats": False}
         settings["dtype"] = args.dtype or _dtype()
-        for name in ("max_model_len", "max_num_seqs", "block_size"):
+        if _on_cpu():  # an engine starts sooner: it warms up with as many tokens
+            settings.update(enforce_eager=True, max_num_batched_tokens=512)
+        for name in ("max_model_len", "max_num_seqs", "max_logprobs", "block_size"):
             if getattr(args, name, None) is not None:
                 settings[name] = getattr(args, name)
         if backend == OURS:
@@ -302,6 +313,12 @@ def _serve(
         pipe.send(("failed", f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"))
 
 
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def _dtype() -> str:
     """``auto``, but float32 on a CPU on which sharing has no bfloat16 kernel: there bfloat16
     gains nothing, and float32 shows that tokens are the same.
@@ -311,13 +328,11 @@ def _dtype() -> str:
 
 def _note(dtype: str) -> str:
     """Why sharing has no kernel of its own for ``dtype`` on this CPU; empty where it has."""
-    from vllm.platforms import current_platform
-
     from vllm_prefixshare.config import AttentionConfig
     from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
     notes: list[str] = []
-    if current_platform.is_cpu():
+    if _on_cpu():
         cpu_executor(AttentionConfig(8, 2, 64, 32, dtype), notes.append)
     return " ".join(notes)
 
@@ -352,7 +367,7 @@ def _latencies(llm: Any) -> tuple[float, int]:
 def _gaps(completion: Any) -> tuple[float, ...]:
     if not isinstance(getattr(completion, "logprobs", None), list):
         return ()
-    best = [sorted((x.logprob for x in step.values())) for step in completion.logprobs]
+    best = [sorted(x.logprob for x in step.values()) for step in completion.logprobs]
     return tuple(step[-1] - step[-2] for step in best if len(step) > 1)
 
 
@@ -495,3 +510,68 @@ def _same_tokens(found: Comparison) -> tuple[str, int]:
     if ours.dtype != "float32" and max(gaps) == float("inf"):
         return f"{same}; {ours.dtype} rounds", 0  # what was drawn may differ by rounding
     return f"NO, {same}", 1
+
+
+# ---- the prefix tree
+
+
+def new_trace() -> Path:
+    """An empty file for ``args.trace``."""
+    handle, name = tempfile.mkstemp(prefix=f"{Path(sys.argv[0]).stem}-", suffix=".jsonl")
+    os.close(handle)
+    return Path(name)
+
+
+def draw_tree(trace: Path) -> None:
+    """Print the prefix tree of the largest batch in ``trace``, which is deleted."""
+    import numpy as np
+
+    from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch
+    from vllm_prefixshare.planning.planner import shareable_forest
+
+    sizes = [len(json.loads(line)["kv_lens"]) for line in trace.read_text().splitlines()]
+    if not sizes:
+        raise PrefixShareError("no requests were decoded: ask for more tokens.")
+    batch = read_batch(trace, sizes.index(max(sizes)))
+    trace.unlink()
+    forest = shareable_forest(
+        batch.block_table, batch.seq_lens, batch.block_size, null_block_id=NULL_BLOCK_ID
+    )
+    lens = batch.seq_lens[forest.request_rows]
+    deepest = np.full(forest.num_reqs, -1)
+    children: dict[int, list[int]] = {-1: []}
+    for node in range(forest.num_nodes):
+        deepest[forest.node_reader_start[node] : forest.node_reader_end[node]] = node
+        children[node] = []
+        children[int(forest.node_parent[node])].append(node)
+    column = max(16, -(-int(lens.max()) // 64))  # tokens
+
+    def bar(tokens: int, sign: str) -> str:
+        return sign * max(1, round(tokens / column))
+
+    def draw(node: int, indent: str) -> None:
+        alone = np.flatnonzero(deepest == node)
+        own = (lens - forest.private_start)[alone]
+        below = [(child, None) for child in children[node]]
+        if len(alone) > 4:
+            below.append((None, f"{len(alone)} requests with {_range(own)} tokens of their own"))
+        else:
+            below += [(None, f"{tokens} tokens of one request") for tokens in own]
+        for i, (child, says) in enumerate(below):
+            last = i == len(below) - 1
+            branch = "" if node < 0 else indent + ("└─ " if last else "├─ ")
+            if child is None:
+                print(f"{branch}{bar(int(own.max()), '░')} {says}")
+                continue
+            tokens = int(forest.node_end[child] - forest.node_start[child])
+            readers = int(forest.node_reader_end[child] - forest.node_reader_start[child])
+            print(f"{branch}{bar(tokens, '█')} {tokens:,} tokens, read once for {readers} requests")
+            draw(child, "" if node < 0 else indent + ("   " if last else "│  "))
+
+    print(f"\nthe prefix tree of a decode step with {forest.num_reqs} requests:")
+    draw(-1, "")
+
+
+def _range(values: Any) -> str:
+    low, high = int(values.min()), int(values.max())
+    return f"{low}" if low == high else f"{low} to {high}"

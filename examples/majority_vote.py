@@ -1,7 +1,8 @@
 """Many samples of each question, and the answer that most of them give.
 
 All samples of a question share its whole prompt, and all questions share the worked examples
-before them. A small model is often wrong once and seldom in the same way twice.
+before them. A small model is often wrong, but seldom in the same way: the right answer has the
+most votes.
 
     python examples/majority_vote.py
     python examples/majority_vote.py --model MODEL --samples 64 --max-tokens 200
@@ -12,32 +13,31 @@ import re
 from collections import Counter
 from typing import Any
 
-import common
+import common  # beside this file
 
 WORKED = (
-    ("Ann has 3 apples and buys 4 more. How many apples does she have?", "3 + 4 = 7", 7),
-    ("A boat has 9 seats. 5 are taken. How many seats are free?", "9 - 5 = 4", 4),
-    ("There are 2 boxes with 6 pens each. How many pens are there?", "2 * 6 = 12", 12),
-    ("Tom walks 8 km on Monday and 2 km on Friday. How far does he walk?", "8 + 2 = 10", 10),
-    ("A ticket costs 5 euros. What do 3 tickets cost?", "3 * 5 = 15", 15),
-    ("A book has 20 pages. Eva has read 6. How many are left?", "20 - 6 = 14", 14),
+    ("Ann has 3 apples and buys 4 more.", "3 + 4 = 7"),
+    ("Tom has 18 pens and finds 2 more.", "18 + 2 = 20"),
+    ("Eva has 5 books and gets 16 more.", "5 + 16 = 21"),
+    ("Max has 9 coins and finds 4 more.", "9 + 4 = 13"),
+    ("Lea has 16 nuts and buys 13 more.", "16 + 13 = 29"),
+    ("Jon has 7 cards and gets 7 more.", "7 + 7 = 14"),
+    ("Pia has 21 shells and finds 8 more.", "21 + 8 = 29"),
+    ("Sam has 4 keys and gets 9 more.", "4 + 9 = 13"),
 )
-#: With the right answers, for the table only.
+#: With the right answers, which the model does not see.
 QUESTIONS = (
-    ("Ben has 5 coins and finds 4 more. How many coins does he have?", 9),
-    ("A bus has 10 seats. 7 are taken. How many seats are free?", 3),
-    ("There are 3 bags with 4 nuts each. How many nuts are there?", 12),
-    ("Mia reads 6 pages on Monday and 6 on Friday. How many pages does she read?", 12),
+    ("Ben has 15 coins and finds 4 more.", 19),
+    ("Kim has 8 eggs and buys 6 more.", 14),
+    ("Ida has 12 stamps and gets 9 more.", 21),
+    ("Ole has 16 fish and catches 5 more.", 21),
 )
 
 
 def prompt(question: str) -> str:
     """The worked examples, then the question."""
-    worked = "\n\n".join(
-        f"Question: {asked}\nThought: {thought}.\nAnswer: {answer}"
-        for asked, thought, answer in WORKED
-    )
-    return f"Short questions with numbers.\n\n{worked}\n\nQuestion: {question}\nThought:"
+    worked = "\n\n".join(f"Question: {asked} How many?\nAnswer: {sum_}" for asked, sum_ in WORKED)
+    return f"Sums in words.\n\n{worked}\n\nQuestion: {question} How many?\nAnswer:"
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[list[int | None]]]:
@@ -45,7 +45,7 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[list[int |
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        n=args.samples, temperature=0.8, seed=1, max_tokens=args.max_tokens, stop=["\n\n"]
+        n=args.samples, temperature=1.0, seed=1, max_tokens=args.max_tokens, stop=["\n"]
     )
     asked = [prompt(question) for question, _ in QUESTIONS[: args.questions]]
     outputs = llm.generate(asked, sampling, use_tqdm=False)
@@ -54,8 +54,8 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[list[int |
 
 
 def answer_of(text: str) -> int | None:
-    """The number after "Answer:"."""
-    found = re.search(r"Answer: *(-?\d{1,9})\b", text)
+    """The number after the equals sign."""
+    found = re.search(r"= *(-?\d{1,9})\b", text)
     return int(found.group(1)) if found else None
 
 
@@ -82,7 +82,7 @@ def main() -> int:
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=3)
     parser.add_argument("--samples", type=int, default=16, help="of each question")
     parser.add_argument("--questions", type=int, default=2, choices=range(1, len(QUESTIONS) + 1))
-    parser.add_argument("--max-tokens", type=int, default=16, help="length of a sample")
+    parser.add_argument("--max-tokens", type=int, default=12, help="length of a sample")
     args = parser.parse_args()
     common.at_least(args, 1, "samples", "max_tokens")
     common.check_options(args)
