@@ -32,6 +32,7 @@ from vllm_prefixshare import PrefixShareError
 
 #: Seconds that a server may take to start.
 PATIENCE = 900
+KV_TOKENS = "vllm_prefixshare_kv_tokens"
 
 
 class Tool(NamedTuple):
@@ -292,7 +293,7 @@ class Server:
             for sample in family.samples:
                 if sample.name.endswith(("_total", "_sum", "_count")):
                     name = sample.name
-                    if name.startswith(("vllm_prefixshare_kv", "vllm:inter_token")):
+                    if name.startswith((KV_TOKENS, "vllm:inter_token_latency")):
                         found[name] = found.get(name, 0) + sample.value
         return found
 
@@ -305,9 +306,8 @@ def show_agents(agents: list[list[Turn]]) -> None:
         task, expected = TASKS[i % len(TASKS)]
         ok = expected in answer.text
         right += ok
-        print(
-            f"{task}\n    {call.text} -> {' '.join(answer.text.split())}   {'' if ok else '(wrong)'}"
-        )
+        says = " ".join(answer.text.split())
+        print(f"{task}\n    {call.text} -> {says}{'' if ok else '   (wrong)'}")
     print(f"\n{right} of {len(agents)} agents found the answer")
 
 
