@@ -248,7 +248,7 @@ class Server:
             ),
             stats={} if read is None else {"kv_tokens_read": read, "kv_tokens_stock": read + saved},
             dtype=args.dtype,
-            note=common.note(args.dtype) if self._backend == common.OURS else "",
+            note=common.note() if self._backend == common.OURS else "",
         )
 
     def pause(self) -> None:

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -231,6 +232,7 @@ class Engine:
         self, args: argparse.Namespace, backend: str, environment: Mapping[str, str] | None = None
     ) -> None:
         self._log = args.log
+        _quiet_tracker(args.log)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         variables = {"VLLM_PREFIXSHARE_SHARE": args.share, **(environment or {})}
@@ -285,6 +287,20 @@ class Engine:
             os.killpg(self._process.pid, number)  # it leads a group, see _serve
 
 
+def _quiet_tracker(log: Path) -> None:
+    """Start Python's tracker of semaphores, which warns of those that vLLM leaves, with ``log`` as
+    its standard error.
+    """
+    terminal = os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+
+
 def _serve(
     pipe: Connection, args: argparse.Namespace, backend: str, variables: dict[str, str]
 ) -> None:
@@ -313,6 +329,7 @@ def _serve(
         pipe.send(("ready", None))
         while (request := pipe.recv()) is not None:
             pipe.send(("done", _pass(llm, backend, *request)))
+        llm.llm_engine.engine_core.shutdown()
     except PrefixShareError as e:
         pipe.send(("refused", " ".join(str(e).split())))
     except EOFError:
@@ -326,17 +343,18 @@ def default_dtype() -> str:
     """``auto``, but float32 on a CPU on which sharing has no bfloat16 kernel: there bfloat16
     gains nothing, and float32 shows that tokens are the same.
     """
-    return "float32" if note("bfloat16") else "auto"
+    return "float32" if note() else "auto"
 
 
-def note(dtype: str) -> str:
-    """Why sharing has no kernel of its own for ``dtype`` on this CPU; empty where it has."""
+def note() -> str:
+    """Why sharing runs in torch operators on this CPU; empty where it does not, and on GPUs."""
+    if not on_cpu():
+        return ""
     from vllm_prefixshare.config import AttentionConfig
     from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
     notes: list[str] = []
-    if on_cpu():
-        cpu_executor(AttentionConfig(8, 2, 64, 32, dtype), notes.append)
+    cpu_executor(AttentionConfig(8, 2, 64, 32, "bfloat16"), notes.append)
     return " ".join(notes)
 
 
@@ -357,7 +375,7 @@ def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
         ms_per_token=total / count * 1e3 if count else None,
         stats=llm.collective_rpc("prefix_share_stats")[0] if backend == OURS else {},
         dtype=dtype,
-        note=note(dtype) if backend == OURS else "",
+        note=note() if backend == OURS else "",
     )
 
 
@@ -496,7 +514,7 @@ def show_gain(found: Comparison) -> int:
             f"the {len(ratios)} ratios, from {min(ratios):.2f} to {max(ratios):.2f}"
         )
         if statistics.median(ratios) < 1 and first[OURS].note:
-            print(f"sharing loses time on this machine: {first[OURS].note}")
+            print(f"sharing gains no time on this machine: {first[OURS].note}")
     return status
 
 

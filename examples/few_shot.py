@@ -1,6 +1,7 @@
-"""Classification with few examples: many short texts behind one long prompt.
+"""Classification with few examples: many words to label behind one prompt of labelled words.
 
-The labelled comments come first, so every request shares them and reads a comment of its own.
+Every request shares the labelled words and reads a word of its own. A label is short, so there are
+few decode steps: most of the time of such a batch is prefill, which PREFIX_SHARE leaves as it is.
 
     python examples/few_shot.py
     python examples/few_shot.py --model MODEL --shots 24
@@ -11,50 +12,51 @@ from typing import Any
 
 import common  # beside this file
 
+#: Words with their labels, for the prompt.
 SHOTS = (
-    ("The staff at the desk were kind and helped us at once.", "staff, good"),
-    ("We waited an hour for a bowl of cold soup.", "food, bad"),
-    ("The stair of the lighthouse was closed and nobody told us.", "lighthouse, bad"),
-    ("From the top of the lighthouse the view is wonderful.", "lighthouse, good"),
-    ("The guide was rude to the children.", "staff, bad"),
-    ("The fish soup in the café was the best of our holiday.", "food, good"),
-    ("Our guide knew a story about every ship.", "staff, good"),
-    ("The bread was old and the coffee was weak.", "food, bad"),
-    ("The lighthouse was the high point of our visit, in every way.", "lighthouse, good"),
-    ("The woman at the desk did not even look up.", "staff, bad"),
-    ("The apple cake is worth the journey.", "food, good"),
-    ("The lamp room of the lighthouse smelled of paint and we left.", "lighthouse, bad"),
-    ("A volunteer carried my mother's bag up to the gallery.", "staff, good"),
-    ("Nine euros for a sandwich with nothing on it.", "food, bad"),
-    ("The children counted every step of the lighthouse and loved it.", "lighthouse, good"),
-    ("The man who sold the tickets shouted at a family.", "staff, bad"),
-    ("Fresh fish, friendly prices, large plates.", "food, good"),
-    ("We queued for the lighthouse and were sent away at the door.", "lighthouse, bad"),
-    ("Everybody who works here smiles.", "staff, good"),
-    ("The soup was salty and the tea was cold.", "food, bad"),
-    ("You can see the whole coast from the lighthouse.", "lighthouse, good"),
-    ("Our guide was late, tired and bored.", "staff, bad"),
-    ("The chocolate cake was excellent.", "food, good"),
-    ("The lighthouse is too dark and its stair is dangerous.", "lighthouse, bad"),
+    ("salmon", "animal, fish"),
+    ("sparrow", "animal, bird"),
+    ("oak", "plant, tree"),
+    ("apple", "plant, fruit"),
+    ("hammer", "thing, tool"),
+    ("bus", "thing, vehicle"),
+    ("herring", "animal, fish"),
+    ("eagle", "animal, bird"),
+    ("birch", "plant, tree"),
+    ("cherry", "plant, fruit"),
+    ("saw", "thing, tool"),
+    ("bicycle", "thing, vehicle"),
+    ("trout", "animal, fish"),
+    ("swan", "animal, bird"),
+    ("pine", "plant, tree"),
+    ("plum", "plant, fruit"),
+    ("chisel", "thing, tool"),
+    ("train", "thing, vehicle"),
+    ("cod", "animal, fish"),
+    ("gull", "animal, bird"),
+    ("willow", "plant, tree"),
+    ("pear", "plant, fruit"),
+    ("drill", "thing, tool"),
+    ("ship", "thing, vehicle"),
 )
-#: With their labels, for the count at the end.
-COMMENTS = (
-    ("The cake was dry and far too expensive.", "food, bad"),
-    ("A friendly volunteer explained every knot to us.", "staff, good"),
-    ("The best coffee in town!", "food, good"),
-    ("The woman at the desk shouted at us.", "staff, bad"),
-    ("Climbing the lighthouse was the best part of the day.", "lighthouse, good"),
-    ("The lighthouse was cold, wet and dirty.", "lighthouse, bad"),
-    ("Our guide made the children laugh.", "staff, good"),
-    ("The fish was raw and the potatoes were burnt.", "food, bad"),
-    ("A beautiful view from the lighthouse at sunset.", "lighthouse, good"),
-    ("The guide did not answer a single question.", "staff, bad"),
-    ("Delicious soup and fresh bread.", "food, good"),
-    ("The lighthouse was closed for the third time this year.", "lighthouse, bad"),
-    ("The staff found my lost camera and sent it home.", "staff, good"),
-    ("The café had run out of everything by noon.", "food, bad"),
-    ("I could stay in the lighthouse for hours.", "lighthouse, good"),
-    ("Nobody at the desk spoke to us.", "staff, bad"),
+#: With the labels that they should get, which the model does not see.
+WORDS = (
+    ("eel", "animal, fish"),
+    ("owl", "animal, bird"),
+    ("elm", "plant, tree"),
+    ("lemon", "plant, fruit"),
+    ("axe", "thing, tool"),
+    ("lorry", "thing, vehicle"),
+    ("pike", "animal, fish"),
+    ("crow", "animal, bird"),
+    ("beech", "plant, tree"),
+    ("grape", "plant, fruit"),
+    ("pliers", "thing, tool"),
+    ("ferry", "thing, vehicle"),
+    ("tuna", "animal, fish"),
+    ("robin", "animal, bird"),
+    ("maple", "plant, tree"),
+    ("peach", "plant, fruit"),
 )
 
 
@@ -62,12 +64,10 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
     """Classify; the labels."""
     from vllm import SamplingParams
 
-    shots = "\n\n".join(
-        f"Comment: {comment}\nLabel: {label}" for comment, label in SHOTS[: args.shots]
-    )
-    start = f"Comments of visitors: what each is about, and whether it is good or bad.\n\n{shots}"
+    shots = "".join(f"Word: {word}\nLabel: {label}\n\n" for word, label in SHOTS[: args.shots])
+    start = f"Each word has a label: what it names, and of which kind it is.\n\n{shots}"
     outputs = llm.generate(
-        [f"{start}\n\nComment: {comment}\nLabel:" for comment, _ in COMMENTS[: args.comments]],
+        [f"{start}Word: {word}\nLabel:" for word, _ in WORDS[: args.words]],
         SamplingParams(temperature=0, max_tokens=6, stop=["\n"], logprobs=args.logprobs),
         use_tqdm=False,
     )
@@ -75,13 +75,13 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
 
 
 def show_labels(labels: list[str]) -> None:
-    """A line for each comment, and how many labels are right."""
+    """A line for each word, and how many labels are right."""
     print()
     right = 0
-    for (comment, expected), label in zip(COMMENTS, labels, strict=False):
+    for (word, expected), label in zip(WORDS, labels, strict=False):
         right += label == expected
         mark = "" if label == expected else f"   (wrong: {expected})"
-        print(f"{comment:58} {label}{mark}")
+        print(f"{word:12} {label}{mark}")
     print(f"\n{right} of {len(labels)} labels are right")
 
 
@@ -89,10 +89,10 @@ def main() -> int:
     """The exit status."""
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=5)
     parser.add_argument("--shots", type=int, default=24, choices=range(1, len(SHOTS) + 1))
-    parser.add_argument("--comments", type=int, default=16, choices=range(1, len(COMMENTS) + 1))
+    parser.add_argument("--words", type=int, default=16, choices=range(1, len(WORDS) + 1))
     args = parser.parse_args()
     common.check_options(args)
-    args.max_num_seqs = args.comments
+    args.max_num_seqs = args.words
     found = common.compare(args, work)
     show_labels(found.first[common.OURS].shown)
     return common.show_gain(found)
