@@ -462,8 +462,8 @@ def take_turns(
 
     first = {name: turn(name, 2) for name in runners}
     timed: dict[str, list[Pass]] = {name: [] for name in runners}
-    for _ in range(args.pairs):
-        for name in runners:
+    for pair in range(args.pairs):
+        for name in sorted(runners, reverse=bool(pair % 2)):  # neither always comes first
             timed[name].append(turn(name, None))
     return Comparison(first, timed)
 
