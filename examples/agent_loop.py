@@ -248,7 +248,7 @@ class Server:
             ),
             stats={} if read is None else {"kv_tokens_read": read, "kv_tokens_stock": read + saved},
             dtype=args.dtype,
-            note=common.note() if self._backend == common.OURS else "",
+            note=common.note() if self._process else "",
         )
 
     def pause(self) -> None:
@@ -324,7 +324,7 @@ def main() -> int:
             raise PrefixShareError(
                 f"--base-url {args.base_url} must begin with http:// or https://."
             )
-        args.compare = False
+        args.compare, args.dtype = False, args.dtype or "bfloat16"
     common.check_options(args)
     args.dtype = args.dtype or common.default_dtype()
     found = common.compare(args, work, Server)

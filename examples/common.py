@@ -413,7 +413,8 @@ def compare(
 ) -> Comparison:
     """``work`` on an engine with PREFIX_SHARE and, with ``args.compare``, on a stock one."""
     backends = [OURS, STOCK] if args.compare else [OURS]
-    print(f"starting {' and '.join(backends)}; what vLLM prints goes to {args.log}", flush=True)
+    if not getattr(args, "base_url", None):
+        print(f"starting {' and '.join(backends)}; what vLLM prints goes to {args.log}", flush=True)
     runners: dict[str, Runner] = {}
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(len(backends) * (2 + args.pairs)))

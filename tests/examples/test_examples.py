@@ -7,6 +7,7 @@ for the others the backend's own counters say what reading request by request wo
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -208,9 +209,13 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(
     (tmp_path / "empty").write_text("\n  \n")
     (tmp_path / "long").write_text("prefix " * 9000)
     names = {name: tmp_path / name for name in ("binary", "empty", "long")}
-    words = [word.format(**names) for word in arguments.split()]
-    done = run(name, *words)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "starting" not in done.stdout or "--base-url" in arguments
+    script = str(EXAMPLES / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, *(a.format(**names) for a in arguments.split())])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert sentence in printed.err
+    assert "error: " in printed.err
+    assert "starting" not in printed.out
