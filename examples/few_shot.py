@@ -67,7 +67,7 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
     shots = "".join(f"Word: {word}\nLabel: {label}\n\n" for word, label in SHOTS[: args.shots])
     start = f"Each word has a label: what it names, and of which kind it is.\n\n{shots}"
     outputs = llm.generate(
-        [f"{start}Word: {word}\nLabel:" for word, _ in WORDS[: getattr(args, "words", 8)]],
+        [f"{start}Word: {word}\nLabel:" for word, _ in WORDS[: args.words]],
         SamplingParams(temperature=0, max_tokens=6, stop=["\n"], logprobs=args.logprobs),
         use_tqdm=False,
     )
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=16, choices=range(1, len(WORDS) + 1))
     args = parser.parse_args()
     common.check_options(args)
-    args.max_num_seqs = getattr(args, "words", 8)
+    args.max_num_seqs = args.words
     found = common.compare(args, work)
     show_labels(found.first[common.OURS].shown)
     return common.show_gain(found)

@@ -82,7 +82,13 @@ def test_every_counter_is_explained():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    "path",
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/R*"),
+    ],
 )
 def test_links_lead_to_files(path):
     for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"#:]+)[)#\"]", path.read_text()):
