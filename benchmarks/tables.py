@@ -40,10 +40,13 @@ def versions(result: dict) -> str:
 
 def cpu_table() -> str:
     result = published("cpu")
+    if "pairs" in result:
+        runs = f"{result['pairs']} short runs of each engine in turns; speed-up: median of pairs"
+    else:  # measured before runs were paired
+        runs = f"{result['repeats']} runs of each engine, taking turns"
     lines = [
         f"{result['model']}; {result['processor']} cores; {versions(result)}. "
-        f"`{result['command']}`: "
-        f"median and range of {result['repeats']} runs of each engine, taking turns.",
+        f"`{result['command']}`: median and range of {runs}.",
         "",
         "| shared document | private prompt | batch | stock, ms a token | PREFIX_SHARE | speed-up "
         "| KV read, share factor | plans / steps |",

@@ -19,8 +19,6 @@ from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "document_qa.py"
-
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
@@ -204,31 +202,6 @@ def test_profile_writes_a_table_that_the_backend_would_load(tmp_path, capsys):
     assert float(table.tile(2, 16384)) >= float(table.tile(2, 256)) > 0
     assert float(table.tile(32, 16384)) >= float(table.tile(32, 256)) > 0
     assert min(float(table.unshared(2, 256)), float(table.unshared(2, 16384))) > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--document", "/nowhere.md"], "document /nowhere.md cannot be read (No such file"),
-        (["--document", "{binary}"], "cannot be read (it is not UTF-8 text)"),
-        (["--questions", "{empty}"], "is empty"),
-        (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
-        (["--model", "/nowhere"], "model /nowhere is not a checkpoint folder"),
-        (["--document", "{long}"], "the model reads 8192: shorten the document"),
-    ],
-)
-def test_the_example_refuses_before_an_engine_starts(arguments, sentence, tmp_path, monkeypatch):
-    monkeypatch.delenv("VLLM_PREFIXSHARE_CACHE")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "empty").write_text("\n  \n")
-    (tmp_path / "long").write_text("prefix " * 9000)
-    names = {name: tmp_path / name for name in ("binary", "empty", "long")}
-    command = [sys.executable, str(EXAMPLE), *(a.format(**names) for a in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "starting vLLM" not in done.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "patches" / "README.md",
+    ROOT / "examples" / "README.md",
     *sorted(ROOT.glob("docs/*.md")),
 ]
 #: Languages of blocks; ``text`` is what a program prints, or a sketch.

@@ -1,0 +1,630 @@
+"""What the examples share: options, engines that take turns, and the table at the end.
+
+Each engine is vLLM's own ``LLM`` in a process of its own, because vLLM reads its settings when
+it is imported. The stock one and the one with PREFIX_SHARE differ in ``attention_backend`` alone.
+An example is a function ``work(llm, args)``: it calls ``llm.generate`` as any program would, and
+returns the completions with whatever it wants to show of them.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
+
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.cli.progress import Progress
+from vllm_prefixshare.settings import PREFIX, VARIABLES
+
+OURS, STOCK = "PREFIX_SHARE", "stock vLLM"
+
+#: Set for both engines where the environment does not say otherwise: no network, and two
+#: engines side by side on a machine with few cores.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+#: Tokens may differ where stock's two best are no further apart, in nats: below it rounding
+#: decides. bfloat16 logits between 16 and 32 come in steps of 0.125; two steps are rounding.
+MAX_GAP = {"float32": 0.05, "bfloat16": 0.26, "float16": 0.05}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of an example over an engine made.
+
+    tokens: token ids of every sequence, in order.
+    gaps: for each token of a sequence, the log-probability of the best token minus that of the
+        second best, in nats; empty where the example did not ask for them.
+    shown: what the example returned to be shown.
+    seconds: of the pass. ms_per_token: mean time of an output token after that before it, as
+        vLLM's own metrics have it; None where no request has two.
+    stats: ``prefix_share_stats`` of the pass; empty for stock.
+    dtype: of the model. note: why the fastest kernel is not in use, if there is something to say.
+    """
+
+    tokens: list[tuple[int, ...]]
+    gaps: list[tuple[float, ...]]
+    shown: Any
+    seconds: float
+    ms_per_token: float | None
+    stats: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    note: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all sequences."""
+        return sum(map(len, self.tokens))
+
+
+#: ``work(llm, args)`` of an example: the completions, and what is to be shown of them.
+Work = Callable[[Any, argparse.Namespace], tuple[Sequence[Any], Any]]
+
+
+class Runner(Protocol):
+    """An engine or a server that is starting."""
+
+    def wait(self) -> None:
+        """Return when it can serve."""
+
+    def run(self, work: Any, args: argparse.Namespace) -> Pass:
+        """One pass."""
+
+    def pause(self) -> None:
+        """Stop its processes until the next pass: even an idle engine takes time of the cores."""
+
+    def close(self) -> None:
+        """End all of its processes."""
+
+
+# ---- options
+
+
+def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with what all examples understand; ``defaults`` are the example's own."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", type=Path, help="checkpoint folder (default: embedded model)")
+    group.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="default: the checkpoint's; on a CPU without AVX-512 BF16 float32",
+    )
+    group.add_argument("--max-model-len", type=int, default=8192)
+    group.add_argument("--block-size", type=int, help="tokens in a KV block (default: vLLM's)")
+    group.add_argument(
+        "--share",
+        choices=("auto", "always", "never"),
+        default="always",
+        help="auto lets the cost model decide whether sharing pays (default: always)",
+    )
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run stock vLLM beside it",
+    )
+    group.add_argument(
+        "--pairs", type=int, default=5, help="timed passes of each engine; 0: no times"
+    )
+    group.add_argument("--log", type=Path, help="file for what vLLM prints (default: a new one)")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Fill in the model and the log file.
+
+    Raises:
+        PrefixShareError: an option of ``options`` is not usable, or a setting of ours is not.
+    """
+    unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES]
+    if unknown:
+        raise PrefixShareError(f"{unknown[0]} is not a known variable: unset it.")
+    at_least(args, 0, "pairs")
+    at_least(args, 16, "max_model_len")
+    if args.block_size is not None:
+        at_least(args, 1, "block_size")
+    if args.model is None:
+        from tests.support.embedded_model import embedded_model_path
+
+        args.model = embedded_model_path()
+    elif not (args.model / "config.json").is_file():
+        raise PrefixShareError(f"model {args.model} is not a checkpoint folder.")
+    if args.log is None:
+        handle, name = tempfile.mkstemp(prefix=f"{Path(sys.argv[0]).stem}-", suffix=".log")
+        os.close(handle)
+        args.log = Path(name)
+    check_writable(args.log, "--log")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse a file that cannot be written."""
+    try:
+        path.open("ab").close()
+    except OSError as e:
+        raise PrefixShareError(f"{option} {path} cannot be written ({e.strerror}).") from None
+
+
+def at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Refuse options that are too small."""
+    for name in names:
+        if getattr(args, name) < least:
+            option = name.replace("_", "-")
+            raise PrefixShareError(
+                f"--{option} must be at least {least}, got {getattr(args, name)}."
+            )
+
+
+def run_example(main: Callable[[], int]) -> None:
+    """End the process with ``main``'s status; 2 with one sentence for a user's mistake."""
+    name = Path(sys.argv[0]).stem
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # a terminal that lacks what trees are drawn with
+    try:
+        status = main()
+    except PrefixShareError as e:
+        print(f"{name}: error: {e}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file. ``what`` names it in the error if it is empty or cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise PrefixShareError(f"{what} {path} cannot be read ({reason}).") from None
+    if not text.strip():
+        raise PrefixShareError(f"{what} {path} is empty.")
+    return text
+
+
+def on_cpu() -> bool:
+    """Whether the vLLM that is installed is its CPU build."""
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+# ---- engines
+
+
+class Engine:
+    """``vllm.LLM`` in a process of its own. Its output goes to ``args.log``.
+
+    Args:
+        args: options of ``options``, ``max_num_seqs``, and ``trace``: a file that records the
+            batches with PREFIX_SHARE, for ``draw_tree``.
+        backend: ``OURS`` or ``STOCK``.
+        environment: further variables for this engine.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, backend: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._log = args.log
+        _quiet_tracker(args.log)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        variables = {"VLLM_PREFIXSHARE_SHARE": args.share, **(environment or {})}
+        if backend == OURS and getattr(args, "trace", None):
+            variables["VLLM_PREFIXSHARE_TRACE"] = str(args.trace)
+        self._process = context.Process(target=_serve, args=(theirs, args, backend, variables))
+        self._process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Return when the engine can serve.
+
+        Raises:
+            PrefixShareError: it refused its settings.
+        """
+        self._receive()
+
+    def run(self, work: Work, args: argparse.Namespace) -> Pass:
+        """One pass of ``work``, which a module must define so that it can be sent by name."""
+        self._signal(signal.SIGCONT)
+        self._pipe.send((work, args))
+        result: Pass = self._receive()
+        return result
+
+    def pause(self) -> None:
+        """Stop its processes until the next pass."""
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End all of its processes."""
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(20)
+        self._signal(signal.SIGKILL)
+        self._process.join()
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            kind, value = "failed", "its process ended"
+        if kind == "failed":
+            sys.exit(f"{Path(sys.argv[0]).stem}: the engine failed ({value}); see {self._log}")
+        if kind == "refused":
+            raise PrefixShareError(value)
+        return value
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)  # it leads a group, see _serve
+
+
+def _quiet_tracker(log: Path) -> None:
+    """Start Python's tracker of semaphores, which warns of those that vLLM leaves, with ``log`` as
+    its standard error.
+    """
+    terminal = os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+
+
+def _serve(
+    pipe: Connection, args: argparse.Namespace, backend: str, variables: dict[str, str]
+) -> None:
+    """The process of an ``Engine``."""
+    os.setpgid(0, 0)  # with all that vLLM starts, so that one signal reaches it
+    with args.log.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ.update({**ENVIRONMENT, **os.environ, **variables})
+    try:
+        from vllm import LLM
+
+        settings = {"model": str(args.model), "seed": 0, "disable_log_stats": False}
+        settings["dtype"] = args.dtype or default_dtype()
+        if on_cpu():  # an engine starts sooner: it warms up with as many tokens
+            settings.update(enforce_eager=True, max_num_batched_tokens=512)
+        for name in ("max_model_len", "max_num_seqs", "max_logprobs", "block_size"):
+            if getattr(args, name, None) is not None:
+                settings[name] = getattr(args, name)
+        if backend == OURS:
+            settings["attention_backend"] = "PREFIX_SHARE"
+        try:
+            llm = LLM(**settings)
+        except ValueError as e:  # vLLM's own checks of the arguments
+            raise PrefixShareError(f"vLLM refused its settings: {e}") from e
+        pipe.send(("ready", None))
+        while (request := pipe.recv()) is not None:
+            pipe.send(("done", _pass(llm, backend, *request)))
+        llm.llm_engine.engine_core.shutdown()
+    except PrefixShareError as e:
+        pipe.send(("refused", " ".join(str(e).split())))
+    except EOFError:
+        pass  # the example has ended
+    except Exception as e:
+        traceback.print_exc()
+        pipe.send(("failed", f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"))
+
+
+def default_dtype() -> str:
+    """``auto``, but float32 on a CPU on which sharing has no bfloat16 kernel: there bfloat16
+    gains nothing, and float32 shows that tokens are the same.
+    """
+    return "float32" if note() else "auto"
+
+
+def note() -> str:
+    """Why sharing runs in torch operators on this CPU; empty where it does not, and on GPUs."""
+    if not on_cpu():
+        return ""
+    from vllm_prefixshare.config import AttentionConfig
+    from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+
+    notes: list[str] = []
+    cpu_executor(AttentionConfig(8, 2, 64, 32, "bfloat16"), notes.append)
+    return " ".join(notes)
+
+
+def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
+    if backend == OURS:
+        llm.collective_rpc("prefix_share_stats", args=(True,))  # from zero
+    before = _latencies(llm)
+    began = time.perf_counter()
+    completions, shown = work(llm, args)
+    seconds = time.perf_counter() - began
+    total, count = (b - a for a, b in zip(before, _latencies(llm), strict=True))
+    dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
+    return Pass(
+        tokens=[tuple(c.token_ids) for c in completions],
+        gaps=[_gaps(c) for c in completions],
+        shown=shown,
+        seconds=seconds,
+        ms_per_token=total / count * 1e3 if count else None,
+        stats=llm.collective_rpc("prefix_share_stats")[0] if backend == OURS else {},
+        dtype=dtype,
+        note=note() if backend == OURS else "",
+    )
+
+
+def _latencies(llm: Any) -> tuple[float, int]:
+    """Seconds from each token to the next, added up, and how many."""
+    found = [m for m in llm.get_metrics() if m.name == "vllm:inter_token_latency_seconds"]
+    return sum(m.sum for m in found), sum(m.count for m in found)
+
+
+def _gaps(completion: Any) -> tuple[float, ...]:
+    if not isinstance(getattr(completion, "logprobs", None), list):
+        return ()
+    best = [sorted(x.logprob for x in step.values()) for step in completion.logprobs]
+    return tuple(step[-1] - step[-2] for step in best if len(step) > 1)
+
+
+# ---- both engines in turns
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """first: a pass of each engine, not timed. timed: the others, in the order of their turns."""
+
+    first: dict[str, Pass]
+    timed: dict[str, list[Pass]]
+
+    @property
+    def ours(self) -> Pass:
+        """The last pass with PREFIX_SHARE."""
+        return (self.timed[OURS] or [self.first[OURS]])[-1]
+
+
+def compare(
+    args: argparse.Namespace, work: Any, start: Callable[[argparse.Namespace, str], Runner] = Engine
+) -> Comparison:
+    """``work`` on an engine with PREFIX_SHARE and, with ``args.compare``, on a stock one."""
+    backends = [OURS, STOCK] if args.compare else [OURS]
+    if not getattr(args, "base_url", None):
+        print(f"starting {' and '.join(backends)}; what vLLM prints goes to {args.log}", flush=True)
+    runners: dict[str, Runner] = {}
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(len(backends) * (2 + args.pairs)))
+        for backend in backends:
+            runners[backend] = start(args, backend)
+            stack.callback(runners[backend].close)
+        for runner in runners.values():
+            runner.wait()
+            progress.step()
+        for runner in runners.values():
+            runner.pause()
+        return take_turns(runners, args, work, progress)
+
+
+def started(
+    args: argparse.Namespace,
+    backend: str,
+    stack: contextlib.ExitStack,
+    progress: Progress,
+    environment: Mapping[str, str] | None = None,
+) -> Engine:
+    """An engine that can serve; ``stack`` closes it."""
+    engine = Engine(args, backend, environment)
+    stack.callback(engine.close)
+    engine.wait()
+    progress.step()
+    return engine
+
+
+def take_turns(
+    runners: dict[str, Runner], args: argparse.Namespace, work: Any, progress: Progress
+) -> Comparison:
+    """A first pass of each, then ``args.pairs`` in turns, so that whatever else the machine does
+    meets both. The engine whose turn it is not is stopped.
+
+    ``args.logprobs`` is 2 in the first pass, for ``SamplingParams`` of greedy examples, and None
+    in those that are timed.
+    """
+
+    def turn(name: str, logprobs: int | None) -> Pass:
+        options = argparse.Namespace(**{**vars(args), "logprobs": logprobs})
+        result = runners[name].run(work, options)
+        runners[name].pause()
+        progress.step()
+        return result
+
+    first = {name: turn(name, 2) for name in runners}
+    timed: dict[str, list[Pass]] = {name: [] for name in runners}
+    for pair in range(args.pairs):
+        for name in sorted(runners, reverse=bool(pair % 2)):  # neither always comes first
+            timed[name].append(turn(name, None))
+    return Comparison(first, timed)
+
+
+# ---- what came out
+
+
+def parted(ours: Pass, stock: Pass) -> list[float]:
+    """For each sequence that differs: how sure stock was of its token there, in nats; infinite
+    where that is not known.
+    """
+    gaps = []
+    for i, (a, b) in enumerate(zip(ours.tokens, stock.tokens, strict=False)):
+        if a != b:
+            both = zip(a, b, strict=False)
+            place = next((p for p, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
+            known = stock.gaps[i]
+            gaps.append(known[place] if place < len(known) else float("inf"))
+    missing = abs(len(ours.tokens) - len(stock.tokens))
+    return gaps + [float("inf")] * missing
+
+
+def show_gain(found: Comparison) -> int:
+    """Print the table.
+
+    Returns:
+        exit status: 1 if tokens differ that rounding does not explain.
+    """
+    stats, first = found.ours.stats, found.first
+    read, alone = stats["kv_tokens_read"], stats["kv_tokens_stock"]
+    print(f"\n{'':32}{OURS:>14}{STOCK:>14}{'gain':>9}")
+    _row("KV tokens read in each layer", f"{read:,}", f"{alone:,}", alone / read if read else 1.0)
+    times = medians(found, lambda result: result.ms_per_token)
+    rates = medians(found, lambda result: result.seconds / result.num_tokens)
+    for name, (values, ratios), show in (
+        ("milliseconds per output token", times, lambda ms: f"{ms:,.1f}"),
+        ("output tokens per second", rates, lambda seconds: f"{1 / seconds:,.1f}"),
+    ):
+        if values:
+            cells = [show(values[b]) if b in values else "-" for b in (OURS, STOCK)]
+            _row(name, *cells, statistics.median(ratios) if ratios else None)
+    says, status = same_tokens(found)
+    print(f"{'same tokens':32}{says:>28}")
+    ratios = times[1] or rates[1]
+    if ratios:
+        print(
+            f"\ntimes: medians of {len(ratios)} passes of each engine in turns; gains: medians of "
+            f"the {len(ratios)} ratios, from {min(ratios):.2f} to {max(ratios):.2f}"
+        )
+        if statistics.median(ratios) < 1 and first[OURS].note:
+            print(f"sharing gains no time on this machine: {first[OURS].note}")
+    return status
+
+
+def _row(name: str, ours: str, stock: str, gain: float | None) -> None:
+    print(f"{name:32}{ours:>14}{stock:>14}{'-' if gain is None else f'{gain:.2f}x':>9}")
+
+
+def medians(
+    found: Comparison, value: Callable[[Pass], float | None]
+) -> tuple[dict[str, float], list[float]]:
+    """The median of each engine of a ``value`` that is better the smaller it is, and how many
+    times smaller it is with PREFIX_SHARE in each pair.
+    """
+    values = {
+        backend: [x for result in results if (x := value(result)) is not None]
+        for backend, results in found.timed.items()
+    }
+    middle = {backend: statistics.median(v) for backend, v in values.items() if v}
+    if len(middle) < 2:
+        return middle, []
+    return middle, [b / a for a, b in zip(values[OURS], values[STOCK], strict=True)]
+
+
+def same_tokens(found: Comparison) -> tuple[str, int]:
+    """What is to be said of the tokens of both engines, and the exit status."""
+    if STOCK not in found.first:
+        return "not compared", 0
+    ours, stock = found.first[OURS], found.first[STOCK]
+    gaps = parted(ours, stock)
+    total = len(stock.tokens)
+    if not gaps:
+        return f"yes, all {total} sequences", 0
+    same = f"{total - len(gaps)} of {total} sequences"
+    if max(gaps) <= MAX_GAP[ours.dtype]:
+        return f"yes, but for {len(gaps)} ties of {total}", 0
+    if ours.dtype != "float32" and max(gaps) == float("inf"):
+        return f"{same}; {ours.dtype} rounds", 0  # what was drawn may differ by rounding
+    return f"NO, {same}", 1
+
+
+# ---- the prefix tree
+
+
+def new_trace() -> Path:
+    """An empty file for ``args.trace``."""
+    handle, name = tempfile.mkstemp(prefix=f"{Path(sys.argv[0]).stem}-", suffix=".jsonl")
+    os.close(handle)
+    return Path(name)
+
+
+def largest_batch(trace: Path) -> int:
+    """Which line of ``trace`` has the most requests.
+
+    Raises:
+        PrefixShareError: it has none.
+    """
+    sizes = [len(json.loads(line)["kv_lens"]) for line in trace.read_text().splitlines()]
+    if not sizes:
+        raise PrefixShareError("nothing was decoded: ask for more tokens.")
+    return sizes.index(max(sizes))
+
+
+def draw_tree(trace: Path) -> None:
+    """Print the prefix tree of the largest batch in ``trace``, which is deleted."""
+    import numpy as np
+
+    from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch
+    from vllm_prefixshare.planning.planner import shareable_forest
+
+    batch = read_batch(trace, largest_batch(trace))
+    trace.unlink()
+    forest = shareable_forest(
+        batch.block_table, batch.seq_lens, batch.block_size, null_block_id=NULL_BLOCK_ID
+    )
+    lens = batch.seq_lens[forest.request_rows]
+    deepest = np.full(forest.num_reqs, -1)
+    children: dict[int, list[int]] = {-1: []}
+    for node in range(forest.num_nodes):
+        deepest[forest.node_reader_start[node] : forest.node_reader_end[node]] = node
+        children[node] = []
+        children[int(forest.node_parent[node])].append(node)
+    column = max(16, -(-int(lens.max()) // 64))  # tokens
+
+    def bar(tokens: int, sign: str) -> str:
+        return sign * max(1, round(tokens / column))
+
+    def draw(node: int, indent: str) -> None:
+        alone = np.flatnonzero(deepest == node)
+        own = (lens - forest.private_start)[alone]
+        below = [(child, None) for child in children[node]]
+        if len(alone) > 4:
+            below.append((None, f"{len(alone)} requests with {_range(own)} tokens of their own"))
+        else:
+            below += [(None, f"{tokens} tokens of one request") for tokens in own]
+        for i, (child, says) in enumerate(below):
+            last = i == len(below) - 1
+            branch = "" if node < 0 else indent + ("└─ " if last else "├─ ")
+            if child is None:
+                print(f"{branch}{bar(int(own.max()), '░')} {says}")
+                continue
+            tokens = int(forest.node_end[child] - forest.node_start[child])
+            readers = int(forest.node_reader_end[child] - forest.node_reader_start[child])
+            print(f"{branch}{bar(tokens, '█')} {tokens:,} tokens, read once for {readers} requests")
+            draw(child, "" if node < 0 else indent + ("   " if last else "│  "))
+
+    print(f"\nthe prefix tree of a decode step with {forest.num_reqs} requests:")
+    draw(-1, "")
+
+
+def _range(values: Any) -> str:
+    low, high = int(values.min()), int(values.max())
+    return f"{low}" if low == high else f"{low} to {high}"

@@ -1,0 +1,81 @@
+"""The plan of a batch as text and as a picture, with the package's own command line.
+
+Without ``--tree``, questions about a document are put to an engine, which records the batches that
+it plans for (``VLLM_PREFIXSHARE_TRACE``). Then ``vllm-prefixshare inspect`` shows the last one:
+the forest, a line for each divider, and a picture of forest and schedule.
+
+    python examples/inspect_plan.py --svg plan.svg
+    python examples/inspect_plan.py --tree 1,4,16_1024,256,64 --svg plan.svg    without an engine
+"""
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import common  # beside this file
+
+from vllm_prefixshare.cli.main import main as command_line
+from vllm_prefixshare.cli.progress import Progress
+
+DOCUMENT = Path(__file__).resolve().parent / "document.md"
+QUESTIONS = ("When was it founded?", "How high is the lighthouse?", "What does a ticket cost?")
+
+
+def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], None]:
+    """Samples of the answers to each question about the start of the document."""
+    from vllm import SamplingParams
+
+    tokens = llm.get_tokenizer().encode(DOCUMENT.read_text(encoding="utf-8"))
+    text = llm.get_tokenizer().decode(tokens[: args.document_tokens])
+    sampling = SamplingParams(n=args.samples, seed=3, max_tokens=args.max_tokens, ignore_eos=True)
+    prompts = [f"{text}\n\nThink step by step. {question}\n" for question in QUESTIONS]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return [sample for output in outputs for sample in output.outputs], None
+
+
+def main() -> int:
+    """The exit status."""
+    parser = common.options(__doc__, max_model_len=4096, block_size=32)
+    parser.add_argument("--tree", help="nodes_tokens of each level; no engine is started")
+    parser.add_argument("--samples", type=int, default=4, help="of the answer to each question")
+    parser.add_argument("--document-tokens", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int, default=4)
+    parser.add_argument("--gpu", default="H200", help="plan as on this GPU")
+    parser.add_argument("--svg", type=Path, default=Path("plan.svg"), help="the picture")
+    args = parser.parse_args()
+    common.at_least(args, 1, "samples", "document_tokens")
+    common.at_least(args, 2, "max_tokens")
+    common.check_writable(args.svg, "--svg")
+    show = ["inspect", "--gpu", args.gpu, "--svg", str(args.svg)]
+    if args.tree:
+        return said(command_line([*show, "--tree", args.tree]), args.svg)
+    common.check_options(args)
+    args.trace = common.new_trace()
+    args.max_num_seqs = args.samples * len(QUESTIONS)
+    print(f"starting {common.OURS}; what vLLM prints goes to {args.log}", flush=True)
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(2))
+        engine = common.started(args, common.OURS, stack, progress)
+        stats = engine.run(work, args).stats
+        progress.step()
+    step = common.largest_batch(args.trace)
+    status = command_line([*show, str(args.trace), "--step", str(step)])
+    args.trace.unlink()
+    print(
+        f"\nthe engine itself read {stats['kv_tokens_read']:,} KV tokens in each layer instead of "
+        f"{stats['kv_tokens_stock']:,}, with {stats['plans']} plans for {stats['decode_steps']} "
+        "decode steps"
+    )
+    return said(status, args.svg)
+
+
+def said(status: int, picture: Path) -> int:
+    """``status``, after naming the picture if there is one."""
+    if status == 0:
+        print(f"picture of the forest and the schedule: {picture}")
+    return status
+
+
+if __name__ == "__main__":
+    common.run_example(main)

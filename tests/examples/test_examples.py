@@ -1,0 +1,221 @@
+"""Every example runs as a user would run it, on the embedded model, at the smallest useful size.
+
+Stock vLLM beside it is the default for users. Here it costs a second engine, so only some do it;
+for the others the backend's own counters say what reading request by request would have read.
+"""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine import DEFAULT_ENVIRONMENT
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALONE = ("--no-compare", "--pairs", "0")
+
+
+def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
+    return subprocess.run(
+        command,
+        env={**os.environ, **DEFAULT_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+
+
+def output(name: str, *arguments: object) -> str:
+    """What it prints; it must succeed, and vLLM must print nothing among it."""
+    done = run(name, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+    assert "WARNING" not in done.stdout
+    return done.stdout
+
+
+def kv_tokens(printed: str) -> tuple[int, int]:
+    """The table's KV tokens read with PREFIX_SHARE, and without; the gain must be theirs."""
+    (cells,) = re.findall(r"^KV tokens read in each layer +(\S+) +(\S+) +(\S+)x$", printed, re.M)
+    read, alone, gain = (float(cell.replace(",", "")) for cell in cells)
+    assert gain == pytest.approx(alone / read, abs=0.006)
+    return int(read), int(alone)
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("example") / "document.md"
+    path.write_text((EXAMPLES / "document.md").read_text()[:2200])
+    return path
+
+
+@pytest.mark.engine
+def test_the_demo_beside_stock(document, tmp_path):
+    questions = tmp_path / "questions"
+    questions.write_text(
+        "When was the museum founded? | 1952\n"
+        "Who is the director of the museum? | Peter Lund\n"
+        "What does the moon cost? | nine euros\n"
+        "Who founded it?\n"
+    )
+    log = tmp_path / "log"
+    printed = output(
+        "document_qa", "--document", document, "--questions", questions, "--max-tokens", 16,
+        "--block-size", 32, "--pairs", 1, "--max-model-len", 2048, "--log", log,
+    )  # fmt: skip
+    assert str(log) in printed and "WARNING" in log.read_text()
+    read, alone = kv_tokens(printed)
+    assert alone > 2 * read
+    assert re.search(r"^same tokens +yes, all 4 sequences$", printed, re.M)
+    for row in ("milliseconds per output token", "output tokens per second"):
+        assert re.search(rf"^{row} +[\d.]+ +[\d.]+ +[\d.]+x$", printed, re.M), row
+    assert re.search(r"^█+ \d{3} tokens, read once for 4 requests$", printed, re.M)
+    assert 'the text: "It was founded in 1952 by the teacher' in " ".join(printed.split())
+    assert "NO, the text does not say it" in printed
+    assert re.search(r"^[012] of 3 answers stand in the text$", printed, re.M)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        (
+            "majority_vote",
+            ("--samples", 6, "--questions", 2, "--max-tokens", 10),
+            r"^right: \d+% of the samples, [012] of 2 majorities$",
+        ),
+        (
+            "tree_of_thoughts",
+            ("--branch", 2, "--keep", 3, "--depth", 2, "--max-tokens", 10),
+            r"^best chain: .+; .+: (right|wrong)$",
+        ),
+        ("few_shot", ("--words", 6), r"^\d of 6 labels are right$"),
+    ],
+)
+def test_an_example_reads_less_than_request_by_request(name, arguments, says):
+    printed = output(name, *arguments, *ALONE)
+    read, alone = kv_tokens(printed)
+    assert alone > 1.5 * read
+    assert re.search(says, printed, re.M)
+
+
+@pytest.mark.engine
+def test_rollouts_are_written_for_a_trainer(tmp_path):
+    out = tmp_path / "rollouts.jsonl"
+    printed = output(
+        "grpo_rollouts", "--groups", 2, "--samples", 4, "--max-tokens", 10, "--out", out, *ALONE
+    )
+    read, alone = kv_tokens(printed)
+    assert alone > 1.5 * read
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["group"] for r in records] == [0] * 4 + [1] * 4
+    for group in (records[:4], records[4:]):
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-6)
+        by_reward = sorted(group, key=lambda r: r["reward"])
+        assert [r["advantage"] for r in by_reward] == sorted(r["advantage"] for r in group)
+    for record in records:
+        assert len(record["logprobs"]) == len(record["token_ids"]) > 0
+        assert max(record["logprobs"]) <= 0
+
+
+@pytest.mark.engine
+def test_beams_beside_stock_are_the_same():
+    printed = output(
+        "beam_search", "--width", 4, "--prompt-tokens", 128, "--max-tokens", 4, "--pairs", 0
+    )
+    read, alone = kv_tokens(printed)
+    assert alone > read  # of one step in a block's tokens
+    assert re.search(r"^same tokens +yes, all 4 sequences$", printed, re.M)
+
+
+@pytest.mark.engine
+def test_agents_over_a_server(tmp_path):
+    printed = output("agent_loop", "--agents", 4, "--max-tokens", 12, *ALONE)
+    read, alone = kv_tokens(printed)
+    assert alone > 1.5 * read
+    calls = re.findall(r"^    (\w+)\(\"", printed, re.M)
+    assert len(calls) == 4  # the server constrains them
+    assert re.search(r"^\d of 4 agents found the answer$", printed, re.M)
+
+
+@pytest.mark.engine
+def test_the_ablation_shares_only_where_it_may():
+    printed = output(
+        "ablation", "--settings", "never", "always", "--requests", 6, "--groups", 2,
+        "--tree-tokens", 256, 64, 16, "--max-tokens", 4, *ALONE,
+    )  # fmt: skip
+    rows = dict(re.findall(r"^(never|always) +[\d,]+ +([\d.]+) ", printed, re.M))
+    assert float(rows["never"]) == 1
+    assert float(rows["always"]) > 1.5
+    assert len(re.findall(r"yes, all 6 sequences$", printed, re.M)) == 2
+
+
+@pytest.mark.engine
+def test_the_plan_of_an_engines_batch(tmp_path):
+    picture = tmp_path / "plan.svg"
+    printed = output(
+        "inspect_plan", "--samples", 2, "--document-tokens", 128, "--max-tokens", 3,
+        "--svg", picture,
+    )  # fmt: skip
+    assert re.search(r"^6 requests, \d+ KV tokens read one by one$", printed, re.M)
+    assert re.search(r"^depth_first +\d+ +[\d.]+", printed, re.M)
+    assert "<svg" in picture.read_text()
+    read, alone = re.findall(r"read ([\d,]+) KV tokens in each layer instead of ([\d,]+)", printed)[
+        0
+    ]
+    assert int(read.replace(",", "")) < int(alone.replace(",", ""))
+
+
+def test_a_plan_without_an_engine(tmp_path):
+    printed = output("inspect_plan", "--tree", "1,4_256,64", "--svg", tmp_path / "plan.svg")
+    assert "node 0: 256 tokens x 4 requests" in printed
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("document_qa", "--document /nowhere.md", "document /nowhere.md cannot be read (No such"),
+        ("document_qa", "--document {binary}", "cannot be read (it is not UTF-8 text)"),
+        ("document_qa", "--questions {empty}", "is empty"),
+        ("document_qa", "--max-tokens 0", "--max-tokens must be at least 1, got 0"),
+        ("document_qa", "--model /nowhere", "model /nowhere is not a checkpoint folder"),
+        ("document_qa", "--document {long}", "the model reads 8192: shorten the document"),
+        ("document_qa", "--log /nowhere/log", "--log /nowhere/log cannot be written (No such"),
+        ("majority_vote", "--samples 0", "--samples must be at least 1, got 0"),
+        ("grpo_rollouts", "--out /nowhere/x", "--out /nowhere/x cannot be written (No such"),
+        ("tree_of_thoughts", "--keep 0", "--keep must be at least 1, got 0"),
+        ("few_shot", "--pairs -1", "--pairs must be at least 0, got -1"),
+        ("few_shot", "--words 99", "invalid choice: 99"),
+        ("beam_search", "--prompt-tokens 8", "--prompt-tokens must be at least 32, got 8"),
+        ("ablation", "--settings best", "--settings 'best' is unknown: use never, auto, always"),
+        ("ablation", "--tree-tokens 4000 1 1", "--tree-tokens must be 1 or more each and fit"),
+        ("agent_loop", "--base-url localhost", "--base-url localhost must begin with http"),
+        ("agent_loop", "--base-url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
+        ("inspect_plan", "--tree 3_x", "tree"),
+        ("inspect_plan", "--svg /nowhere/x", "--svg /nowhere/x cannot be written (No such"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_status_2(
+    name, arguments, sentence, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").write_text("\n  \n")
+    (tmp_path / "long").write_text("prefix " * 9000)
+    names = {name: tmp_path / name for name in ("binary", "empty", "long")}
+    script = str(EXAMPLES / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, *(a.format(**names) for a in arguments.split())])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert sentence in printed.err
+    assert "error: " in printed.err
+    assert "starting" not in printed.out
