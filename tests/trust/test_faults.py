@@ -233,6 +233,46 @@ def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fau
     native._find_library.cache_clear()
 
 
+# -- the cache of compiled code, which is Numba's
+
+CODE = """
+from vllm_prefixshare.compiled import compiled
+@compiled
+def double(x):
+    return 2 * x
+"""
+CALLS = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[1])
+from code_under_test import double
+if "full" in sys.argv:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+assert double(21) == 42
+"""
+
+
+def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
+    (tmp_path / "code_under_test.py").write_text(CODE)
+    cache = tmp_path / "cache"
+
+    def call(*arguments: str) -> list[Path]:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+        command = [sys.executable, "-B", "-c", CALLS, str(tmp_path), *arguments]
+        subprocess.run(command, env=environment, check=True, timeout=600)
+        return [path for path in cache.rglob("*.nb?") if path.stat().st_size]
+
+    assert call("full") == []
+    files = call()
+    assert {path.suffix for path in files} == {".nbi", ".nbc"}
+    for spoil in (lambda content: content[: len(content) // 2], lambda content: b"\xff" * 99):
+        for path in files:
+            content = path.read_bytes()
+            path.write_bytes(spoil(content))
+            call()
+            path.write_bytes(content)
+
+
 # -- the lock in the shared folder of temporary files
 
 
