@@ -7,6 +7,8 @@ import time
 import psutil
 import pytest
 
+from tests.support.processes import alive, tree
+
 pytestmark = pytest.mark.engine
 
 #: As the example and the benchmarks start one.
@@ -18,13 +20,6 @@ with EngineProcess(STOCK, sys.argv[1], max_model_len=256, enforce_eager=True, pa
 """
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_killed_parent_leaves_no_process(model):
     """Killed while vLLM starts, as soon as it has an engine core of its own."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(model)])
@@ -33,7 +28,7 @@ def test_a_killed_parent_leaves_no_process(model):
         while not any("EngineCore" in " ".join(p.cmdline()) for p in found):
             assert parent.poll() is None, "it ended before it had an engine core"
             time.sleep(0.2)
-            found = [p for p in psutil.Process(parent.pid).children(recursive=True) if alive(p)]
+            found = tree(parent.pid)
     finally:
         parent.kill()
         parent.wait()

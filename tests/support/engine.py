@@ -158,10 +158,15 @@ class EngineProcess:
             raise
         self._signal(signal.SIGSTOP if pause else signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> None:
+    @property
+    def pid(self) -> int:
+        """Of the process that leads all of the engine's."""
         assert self._process.pid is not None
+        return self._process.pid
+
+    def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)  # it leads a group, see _serve
+            os.killpg(self.pid, number)  # it leads a group, see _serve
 
     def _receive(self) -> Any:
         try:
