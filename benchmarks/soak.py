@@ -68,16 +68,17 @@ def engine(args: argparse.Namespace, variant: str, model: Path, folder: Path) ->
         chaos.Case(prompt, adapters[i % len(adapters)])
         for i, prompt in enumerate(chaos.prompts(text, args.cases, Random(args.seed)))
     ]
-    with EngineProcess(**chaos.spec(STOCK, model, variant, dtype=args.dtype)) as stock:
+    with EngineProcess(**chaos.spec(STOCK, model, variant, alone=True, dtype=args.dtype)) as stock:
         cases = chaos.answered_alone(stock, cases, args.longest)
     began = noted = time.monotonic()
     options = {"batch": args.batch, "max_gap": args.max_gap}
-    with EngineProcess(**chaos.spec(PREFIX_SHARE, model, variant, dtype=args.dtype)) as ours:
+    with EngineProcess(**chaos.spec(args.backend, model, variant, dtype=args.dtype)) as ours:
         for report in chaos.endure(ours, cases, eos, args.seed, **options):
             seconds = time.monotonic() - began
             if time.monotonic() - noted > 30:
                 noted = time.monotonic()
                 print(f"{variant}: {seconds:.0f} s, {summary(asdict(report))}", flush=True)
+                print(*report.wrong[-3:], sep="\n", flush=True)
             if report.requests >= args.requests or seconds >= 60 * args.minutes:
                 break
     growth = chaos.grown(report.held)
@@ -155,6 +156,18 @@ def summary(row: dict[str, Any]) -> str:
     )
 
 
+def save(args: argparse.Namespace, model: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the report."""
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": gpu() if has_gpu() else processor(),
+        "versions": versions(),
+        "model": model.name,
+        "rows": rows,
+    }
+    write(args.out, result)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
@@ -171,6 +184,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             add("--cases", type=int, default=24, help="different prompts")
             add("--longest", type=int, default=chaos.MAX_LEN, help="tokens of an answer, at most")
             add("--batch", type=int, default=32, help="requests between two rests")
+            add("--backend", default=PREFIX_SHARE, help=f"that endures; {STOCK} for comparison")
             add("--dtype", default=chaos.SETTINGS["dtype"])
             add("--max-gap", type=float, default=chaos.MAX_GAP, help="nats; see docs/fidelity.md")
         else:
@@ -201,21 +215,13 @@ def main() -> int:
                 rows.append(run(args, model=model, folder=Path(folder)))
                 row = rows[-1]
                 print(f"{row['variant']}: {row['seconds']:.0f} s, {summary(row)}", flush=True)
+                save(args, model, rows)  # the next variant may fail to start
     except PrefixShareError as e:
         print(f"soak: error: {e}", file=sys.stderr)
         return 2
     for row in rows:
         for fault in row["wrong"]:
             print(f"wrong, {row['variant']}: {fault}")
-    if args.out:
-        result = {
-            "command": shlex.join(["python", *sys.argv]),
-            "device": gpu() if has_gpu() else processor(),
-            "versions": versions(),
-            "model": model.name,
-            "rows": rows,
-        }
-        write(args.out, result)
     return int(any(row["wrong"] for row in rows))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.support.engine import PREFIX_SHARE, STOCK, Answer, Batch, EngineProcess, divergences
+from tests.support.engine import PREFIX_SHARE, Answer, Batch, EngineProcess, divergences
 from tests.support.engine_steps import Completion, Run, drive
 from tests.support.processes import Held, held_by
 
@@ -146,7 +146,7 @@ def requests(cases: Sequence[Case], count: int, random: Random) -> list[Request]
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 5, "n": 2},
-    {"temperature": 1.0, "min_p": 0.1, "n": 3},
+    {"temperature": 1.0, "top_k": 20, "n": 3},  # min_p is refused beside drafts
     {"temperature": 0.3, "repetition_penalty": 1.3},
     {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
 )
@@ -201,10 +201,11 @@ class Report:
         self.requests += len(batch)
         self.steps += run.steps
         self.preemptions += run.preemptions
-        self.shared_steps += int(run.stats["shared_steps"])
-        self.plans += int(run.stats["plans"])
-        if run.stats["fallbacks"]:
-            self.wrong.append(f"seed {seed}: fallbacks {run.stats['fallbacks']}")
+        if run.stats:  # stock has none
+            self.shared_steps += int(run.stats["shared_steps"])
+            self.plans += int(run.stats["plans"])
+            if run.stats["fallbacks"]:
+                self.wrong.append(f"seed {seed}: fallbacks {run.stats['fallbacks']}")
         finished = [answer for answer in run.completions if answer.finished]
         for answer in finished:
             request, where = batch[answer.request], f"seed {seed}, request {answer.request}"
@@ -280,11 +281,18 @@ def grown(held: Sequence[tuple[float, Held]]) -> tuple[int, int]:
     )
 
 
-def spec(backend: str, model: Path, variant: str = "plain", **options: Any) -> dict[str, Any]:
-    """Arguments of ``EngineProcess``. options: over ``SETTINGS``."""
+def spec(
+    backend: str, model: Path, variant: str = "plain", alone: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Arguments of ``EngineProcess``.
+
+    Args:
+        alone: for ``answered_alone``: with room for the longest request, and without drafts.
+        options: over ``SETTINGS``.
+    """
     environment: Mapping[str, str] = ENVIRONMENT if backend == PREFIX_SHARE else {}
     settings = {**SETTINGS, **VARIANTS[variant], **options}
-    if backend == STOCK:  # alone, without drafts, and with room for the longest
+    if alone:
         settings.pop("speculative_config", None)
         settings["num_gpu_blocks_override"] = 20
     return {"backend": backend, "model": model, "environment": environment, **settings}

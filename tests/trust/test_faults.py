@@ -17,7 +17,7 @@ from tests.batches import paged_batch
 from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, quick
 from tests.test_executors import reference, relative_error, run, wrapper_for
 from tests.test_native import needs_native
-from vllm_prefixshare import compiled
+from vllm_prefixshare import compiled, trusted
 from vllm_prefixshare.compiled import one_process_at_a_time
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs import lookup
@@ -213,19 +213,63 @@ sys.exit(2)
     assert os.listdir(cache) == ["t.json"]
 
 
-@needs_native
-@pytest.mark.parametrize("fault", ["anybody may write", "another user"])
-@pytest.mark.parametrize("what", ["folder", "library"])
-def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
-    native._find_library.cache_clear()
-    native.load_library()
-    path = cache if what == "folder" else next(cache.glob("*.so"))
+def give_away(path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the file or folder such that others can change it."""
     if fault == "anybody may write":
         path.chmod(0o777)
     elif os.getuid() == 0:  # root's own files are anybody's to trust: give this one away
         os.chown(path, 65534, 65534)
     else:
-        monkeypatch.setattr(native.os, "getuid", lambda: path.stat().st_uid + 1)
+        monkeypatch.setattr(trusted.os, "getuid", lambda: path.stat().st_uid + 1)
+
+
+BY_OTHERS = pytest.mark.parametrize("fault", ["anybody may write", "another user"])
+
+
+@BY_OTHERS
+@pytest.mark.parametrize("what", ["folder", "table"])
+def test_a_table_that_others_can_change_is_not_read(cache, monkeypatch, what, fault):
+    path = lookup.cache_folder() / lookup.fingerprint(LLAMA, "torch").file_name()
+    table = flashforge_table()
+    replace(table, fingerprint=lookup.fingerprint(LLAMA, "torch")).save(path)
+    assert isinstance(lookup.cost_model(LLAMA, "torch"), CostTable)
+    give_away(path if what == "table" else path.parent, fault, monkeypatch)
+    lines: list[str] = []
+    assert isinstance(lookup.cost_model(LLAMA, "torch", lines.append), AnalyticCost)
+    assert "belongs to another user, or anybody may write" in lines[0]
+
+
+@pytest.mark.parametrize("why", ["a file is in the way", "the disk is full"])
+def test_native_code_that_cannot_be_kept_is_done_without(cache, monkeypatch, why):
+    (cache if why == "a file is in the way" else cache.parent / "elsewhere").write_text("here")
+    (cache.parent / "cpuinfo").write_text("flags : avx512_bf16\n")
+    real = native.Path
+    monkeypatch.setattr(
+        native, "Path", lambda *a: real(cache.parent / "cpuinfo") if a == (CPUINFO,) else real(*a)
+    )
+    if why == "the disk is full":
+
+        def full(command, **kwargs):
+            raise subprocess.CalledProcessError(1, command, stderr="No space left on device")
+
+        monkeypatch.setattr(native.subprocess, "run", full)
+    native._find_library.cache_clear()
+    with pytest.raises(native.NativeUnavailableError, match="cannot be built or loaded"):
+        native.load_library()
+    assert not list(cache.glob("*")), "nothing half written"
+    native._find_library.cache_clear()
+
+
+CPUINFO = "/proc/cpuinfo"
+
+
+@needs_native
+@BY_OTHERS
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
+    native._find_library.cache_clear()
+    native.load_library()
+    give_away(cache if what == "folder" else next(cache.glob("*.so")), fault, monkeypatch)
     native._find_library.cache_clear()
     with pytest.raises(native.NativeUnavailableError, match="belongs to another user, or anybody"):
         native.load_library()
