@@ -164,8 +164,9 @@ class Load:
             body = {**self._prompt(), "max_tokens": self._max_len // 2, "stream": True}
             body["ignore_eos"] = True
             try:
+                forever = aiohttp.ClientTimeout(None)  # whoever waits is to be seen to wait
                 async with (
-                    self._session() as session,
+                    aiohttp.ClientSession(timeout=forever) as session,
                     session.post(self._url + COMPLETIONS, json=body) as answer,
                 ):
                     async for _ in answer.content:
@@ -322,7 +323,9 @@ async def ends_cleanly(
         status = await asyncio.to_thread(process.wait, PATIENCE)
     except subprocess.TimeoutExpired:
         return -1, [f"the server does not end within {PATIENCE} s of SIGTERM"]
-    _, waiting = await asyncio.wait(tasks, timeout=PATIENCE)
+    _, waiting = await asyncio.wait(tasks, timeout=30)
+    for task in waiting:
+        task.cancel()
     if waiting:
         wrong.append(f"{len(waiting)} clients still wait for a server that has ended")
     wrong += await all_gone(started)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -436,6 +437,28 @@ def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
         assert relative_error(run(part, wrapper), reference(part)) < 2e-6
         factors.append(wrapper.stats().share_factor)
     assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
+
+
+def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypatch):
+    """As CUDA's errors do: attention cannot be made up, so the engine must hear of it."""
+    batch = paged_batch(requests=4)
+    wrapper = wrapper_for(batch, num_workers=2)
+    executor = wrapper._executor
+    real, calls = executor.run, []
+
+    def fails_once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: planted")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(executor, "run", fails_once)
+    expected = run(batch, wrapper)
+    plan = wrapper.last_plan
+    with pytest.raises(RuntimeError, match="planted"):
+        run(batch, wrapper)
+    assert torch.equal(run(batch, wrapper), expected)
+    assert wrapper.last_plan is plan
 
 
 def test_a_failure_is_logged_where_nobody_asked_to_be_told(caplog):
