@@ -246,9 +246,9 @@ def accuracy_table() -> str:
             f"{interval(r['agreement'], '.1%')} of {r['greedy_tokens']}"
         ),
         "mean difference of log-probabilities from stock's, nats": lambda r: interval(
-            r["difference"], ".4f"
+            r["difference"], ".2g"
         ),
-        "largest": lambda r: f"{r['largest_difference']:.4f} of {r['forced_tokens']} tokens",
+        "largest": lambda r: f"{r['largest_difference']:.2g} of {r['forced_tokens']} tokens",
         "perplexity of the given text": lambda r: interval(r["perplexity"], ".3f"),
         "questions answered right": lambda r: f"{interval(r['right'], '.0%')} of {r['questions']}",
         "copies of a prompt answered right (#22103)": lambda r: (
@@ -257,13 +257,13 @@ def accuracy_table() -> str:
         "copies answered as stock answers one alone": lambda r: (
             f"{r['copies_same']} of {r['copies']}"
         ),
-        "sampled tokens: mean ratio": lambda r: interval(r["sampled"]["ratio"], ".5f"),
+        "sampled tokens: mean ratio": lambda r: interval(r["sampled"]["ratio"], ".7g"),
         "smallest and largest ratio": lambda r: (
-            f"{r['sampled']['smallest_ratio']:.4f}, {r['sampled']['largest_ratio']:.4f} of "
+            f"{r['sampled']['smallest_ratio']:.5g}, {r['sampled']['largest_ratio']:.5g} of "
             f"{r['sampled']['tokens']} tokens"
         ),
-        "k1": lambda r: interval(r["sampled"]["k1"], ".5f"),
-        "k3": lambda r: interval(r["sampled"]["k3"], ".5f"),
+        "k1": lambda r: interval(r["sampled"]["k1"], ".2g"),
+        "k3": lambda r: interval(r["sampled"]["k3"], ".2g"),
     }
     runs = [published(name) for name in ("fidelity_cpu", "fidelity_cpu_float32") if exists(name)]
     return "\n".join(

@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Nats by which stock's best token may lead where a float32 answer parts from it; see
 #: ``docs/fidelity.md``.
-MAX_GAP = 0.05
+MAX_GAP = 0.005
 #: Chance of each before a step.
 ABORT, RESET = 0.02, 0.02
 
