@@ -71,9 +71,9 @@ def engine(args: argparse.Namespace, variant: str, model: Path, folder: Path) ->
     ]
     with EngineProcess(**chaos.spec(STOCK, model, variant, alone=True, dtype=args.dtype)) as stock:
         cases = chaos.answered_alone(stock, cases, args.longest)
-    began = noted = time.monotonic()
     options = {"batch": args.batch, "max_gap": args.max_gap}
     with EngineProcess(**chaos.spec(args.backend, model, variant, dtype=args.dtype)) as ours:
+        began = noted = time.monotonic()
         for report in chaos.endure(ours, cases, eos, args.seed, **options):
             seconds = time.monotonic() - began
             if time.monotonic() - noted > 30:
@@ -115,8 +115,11 @@ def server(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any
                     found["left_by_kill"] = len(asyncio.run(all_gone(started)))
                     continue
                 began = time.monotonic()
-                run = load.run(args.clients, process.pid, seconds=60 * args.minutes)
-                found["report"] = asyncio.run(run if backend else load.talk_nonsense())
+                if backend:
+                    run = load.run(args.clients, process.pid, seconds=60 * args.minutes)
+                else:
+                    run = load.talk_nonsense()
+                found["report"] = asyncio.run(run)
                 found["seconds"] = time.monotonic() - began
                 found["exit_status"], found["wrong"] = asyncio.run(ends_cleanly(load, process))
     report = ours["report"]

@@ -290,7 +290,7 @@ def soak_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     commands = []
-    for name in ("soak_engine", "soak_server"):
+    for name in ("soak_engine", "soak_drafts", "soak_server"):
         if not exists(name):
             continue
         result = published(name)
@@ -458,7 +458,7 @@ TABLES = {
     "cpu": ("docs/performance.md", "cpu", cpu_table),
     "fidelity": ("docs/fidelity.md", "fidelity", fidelity_table),
     "accuracy": ("docs/fidelity.md", "fidelity_cpu", accuracy_table),
-    "soak": ("docs/fidelity.md", "soak_engine", soak_table),
+    "soak": ("docs/fidelity.md", "soak_server", soak_table),
     "kernel all": ("docs/kernel-results.md", "kernel", lambda: kernel_table("kernel")),
     "kernel workloads": (
         "docs/kernel-results.md",
