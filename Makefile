@@ -8,7 +8,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
 
-.PHONY: demo test docs trust releases kernels lint venv model clean
+.PHONY: demo test docs trust soak releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
@@ -23,6 +23,11 @@ docs: venv
 # What CI tries a little of, at length: an hour or two on one core.
 trust: venv
 	TRUST_SEQUENCES=20000 TRUST_FORESTS=500 $(PY) -m pytest tests/trust $(PYTEST_ARGS)
+
+# Engine chaos and a server under load, of which CI tries a little: half an hour.
+soak: model
+	$(PY) benchmarks/soak.py engine $(SOAK_ARGS)
+	$(PY) benchmarks/soak.py server $(SOAK_ARGS)
 
 # The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
 releases: venv

@@ -4,13 +4,15 @@ Kernels round differently, so two correct ones differ a little. The measure is t
 vLLM's own TRITON_ATTN differs from its FLASH_ATTN on the same prompts, which share a document:
 
 - greedy: each engine decodes freely; texts are compared up to their first difference,
-- forced: each engine decodes a given text, so all its tokens can be compared; perplexity.
+- forced: each engine decodes a given text, so all its tokens can be compared; perplexity;
+- with a real model, ``accuracy.py``: questions, copies of prompts, sampled tokens.
 
 Real weights (--model) force the continuation of a fixed text; random ones of the Llama-3.1-8B
 shape force the greedy answers of the first backend. The exit status is 1 if PREFIX_SHARE differs
 from it by more than the others do, plus the tolerances below.
 
     python benchmarks/bench_fidelity.py --model FOLDER --out benchmarks/published/fidelity.json
+    python benchmarks/bench_fidelity.py --cpu --out benchmarks/published/fidelity_cpu.json
 """
 
 import argparse
@@ -24,13 +26,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import accuracy
 import numpy as np
 import repository  # noqa: F401
 import torch
 from bench_kernel import versions, write
 
 from tests.support.dummy_model import write_llama_8b
-from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess
 from tests.support.engine_steps import (
     FORCED_TOKENS,
     Run,
@@ -38,11 +42,21 @@ from tests.support.engine_steps import (
     start_engines,
 )
 from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.costs.lookup import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", PREFIX_SHARE)
-#: Of the fixed text at most; as many as it holds.
-MOST_REQUESTS = 32
+#: ``--cpu``: what two cores do in a quarter of an hour, with the embedded model.
+CPU = {
+    "backends": (STOCK, PREFIX_SHARE),
+    "no_random": True,
+    "document": 512,
+    "own": 32,
+    "forced": 48,
+    "tokens": 48,
+    "concurrent": 16,
+    "most": 16,
+}
 LLAMA_VOCAB = 128256
 
 #: What PREFIX_SHARE may differ more than the largest of the others does. One step of bfloat16
@@ -101,7 +115,7 @@ def text_batch(model: Path, files: Sequence[Path], args: argparse.Namespace) -> 
     ids = AutoTokenizer.from_pretrained(model).encode(text)
     document, rest = ids[: args.document], ids[args.document :]
     length = args.own + args.forced
-    count = min(MOST_REQUESTS, len(rest) // length)
+    count = min(args.most, len(rest) // length)
     if count < 2:
         raise PrefixShareError(
             f"--text has {len(ids)} tokens: {args.document + 2 * length} are needed, or smaller "
@@ -180,8 +194,8 @@ def compare_forced(other: Run, stock: Run) -> dict[str, Any]:
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     longest = args.document + args.own + max(args.tokens, args.forced)
     settings: dict[str, Any] = {
-        "max_model_len": 16 * (longest // 16 + 1),
-        "max_num_seqs": max(MOST_REQUESTS, args.requests),
+        "max_model_len": max(1024, 16 * (longest // 16 + 1)),
+        "max_num_seqs": args.concurrent,
         "environment": {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_STRICT": "1"},
     }
     if args.dtype:
@@ -190,6 +204,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         runner = {"v1": "0", "v2": "1"}[args.runner]
         settings["environment"]["VLLM_USE_V2_MODEL_RUNNER"] = runner
         settings |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": args.kv_gib << 30}
+    else:
+        settings["enforce_eager"] = True
     if args.runner == "v1":
         settings["logits_processors"] = [FORCED_TOKENS]
     return settings
@@ -197,8 +213,10 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(
     name: str, model: Path, batch: Batch, random: bool, args: argparse.Namespace
-) -> tuple[list[Difference], dict[str, float]]:
-    """All backends on one model: the differences, and PREFIX_SHARE's counters of both runs."""
+) -> tuple[list[Difference], dict[str, float], list[dict[str, Any]]]:
+    """All backends on one model: the differences, PREFIX_SHARE's counters of both runs and, of a
+    real model, what ``accuracy`` finds of each backend.
+    """
     settings = engine_settings(args)
     if random:
         settings |= {
@@ -224,12 +242,19 @@ def measure(
                 Difference(**{**asdict(row), **compare_forced(run, last[0])})
                 for row, run in zip(rows, last[1:], strict=True)
             ]
+        found = []
+        if not random:
+            asked = accuracy.ask(engines, model, batch.prompts, args.tokens)
+            for backend, run, text, answers in zip(args.backends, free, last, asked, strict=True):
+                runs = (run, free[0], text, last[0])
+                compared = accuracy.compare(*(r.completions for r in runs))
+                found.append({"backend": backend, **compared, **answers})
     counters = {"greedy": free[-1].stats, "forced": last[-1].stats}
     for kind, stats in counters.items():
         if not stats.get("shared_steps"):
             raise RuntimeError(f"{name}, {kind}: {args.backends[-1]} shared nothing: {stats}")
     keys = ("decode_steps", "shared_steps", "plans", "kv_tokens_read", "kv_tokens_stock")
-    return rows, {f"{kind}_{key}": s[key] for kind, s in counters.items() for key in keys}
+    return rows, {f"{kind}_{key}": s[key] for kind, s in counters.items() for key in keys}, found
 
 
 def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
@@ -244,6 +269,9 @@ def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
         if not getattr(ours, what) <= allowed:
             found.append(f"{ours.model}: {what} {getattr(ours, what):.4f}, allowed {allowed:.4f}")
 
+    if not others:  # on a CPU there is no other backend to be measured by
+        within("gap", 2 * STEP)
+        return found
     within("gap", STEP)
     within("largest", STEP)
     within("mean", MEAN_NATS, MEAN_SHARE)
@@ -279,23 +307,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder of a real model")
     add("--no-random", action="store_true", help="leave out random weights of the 8B shape")
+    add("--cpu", action="store_true", help=f"on a CPU, the embedded model: {CPU}")
     add("--backends", nargs="+", default=BACKENDS, help="the first is stock, the last is judged")
     add("--text", type=Path, nargs="+", help="fixed text (default: docs/*.md)")
     add("--document", type=int, default=2048, help="tokens that all prompts share")
     add("--own", type=int, default=64, help="tokens of each prompt's own")
     add("--forced", type=int, default=448, help="tokens of fixed text for each request to decode")
     add("--tokens", type=int, default=160, help="greedy tokens of each request")
+    add("--most", type=int, default=32, help="requests of the real model; fewer if --text ends")
+    add("--concurrent", type=int, default=32, help="requests that an engine serves at once")
     add("--requests", type=int, default=16, help="requests to the random model")
     add("--runner", choices=("v1", "v2"), default="v1", help="v2: greedy only, it cannot force")
     add("--dtype", help="default: the model's own")
     add("--kv-gib", type=int, default=4, help="KV cache of each engine on a GPU")
     add("--out", type=Path, help="write the results here as JSON")
+    args, _ = parser.parse_known_args(argv)
+    if args.cpu:
+        parser.set_defaults(**CPU)
     args = parser.parse_args(argv)
     if len(args.backends) < 2:
         parser.error("--backends needs two names or more")
-    if args.no_random and args.model is None:
+    if args.no_random and args.model is None and not args.cpu:
         parser.error("nothing to do: give --model, or leave out --no-random")
-    counts = ("document", "own", "forced", "tokens", "requests", "kv_gib")
+    counts = ("document", "own", "forced", "tokens", "most", "concurrent", "requests", "kv_gib")
     if min(getattr(args, name) for name in counts) < 1:
         parser.error(f"{', '.join(counts)} must be 1 or more")
     args.text = args.text or sorted((ROOT / "docs").glob("*.md"))
@@ -307,10 +341,13 @@ def main() -> int:
     rows: list[Difference] = []
     wrong: list[str] = []
     counters = {}
+    asked: list[dict[str, Any]] = []
     print(HEADER, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             cases: list[tuple[str, Path, Batch, bool]] = []
+            if args.cpu and args.model is None:
+                args.model = embedded_model_path()
             if args.model:
                 batch = text_batch(args.model, args.text, args)
                 cases.append((args.model.name, args.model, batch, False))
@@ -318,10 +355,11 @@ def main() -> int:
                 model = write_llama_8b(Path(folder) / "llama-8b")
                 cases.append(("8B, random", model, random_batch(args), True))
             for name, model, batch, random in cases:
-                found, counters[name] = measure(name, model, batch, random, args)
+                found, counters[name], answers = measure(name, model, batch, random, args)
                 rows += found
                 wrong += complaints(found, random)
-                print("\n".join(map(line, found)), flush=True)
+                asked += answers
+                print("\n".join([*map(line, found), *map(str, answers)]), flush=True)
         except PrefixShareError as e:
             print(f"bench_fidelity: error: {e}", file=sys.stderr)
             return 2
@@ -331,7 +369,8 @@ def main() -> int:
         text = "\n\n".join(file.read_text() for file in args.text)
         result = {
             "command": shlex.join(["python", *sys.argv]),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+            "dtype": args.dtype or "bfloat16",
             "versions": versions(),
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
             "reference": args.backends[0],
@@ -344,6 +383,7 @@ def main() -> int:
             },
             # no number stands for what was not measured: JSON knows no NaN
             "rows": [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows],
+            "accuracy": asked,
             "counters": counters,
             "too_large": wrong,
         }

@@ -34,6 +34,11 @@ def published(name: str) -> dict:
     return result
 
 
+def exists(name: str) -> bool:
+    """Whether these results are published."""
+    return (PUBLISHED / f"{name}.json").exists()
+
+
 def versions(result: dict) -> str:
     return ", ".join(f"{name} {v}" for name, v in result["versions"].items())
 
@@ -225,6 +230,107 @@ def fidelity_table() -> str:
     return "\n".join(lines)
 
 
+#: What a column of the accuracy table is called, and which results it is of.
+ACCURACY = (
+    ("CPU, stock", "fidelity_cpu", "stock"),
+    ("CPU, PREFIX_SHARE", "fidelity_cpu", "PREFIX_SHARE"),
+    ("CPU, float32, stock", "fidelity_cpu_float32", "stock"),
+    ("CPU, float32, PREFIX_SHARE", "fidelity_cpu_float32", "PREFIX_SHARE"),
+    ("GPU, FLASH_ATTN", "fidelity", "FLASH_ATTN"),
+    ("GPU, TRITON_ATTN", "fidelity", "TRITON_ATTN"),
+    ("GPU, PREFIX_SHARE", "fidelity", "PREFIX_SHARE"),
+)
+
+
+def interval(of: list[float], form: str) -> str:
+    """A value and its interval."""
+    value, low, high = (format(x, form) for x in of)
+    return f"{value} ({low} to {high})"
+
+
+def accuracy_table() -> str:
+    """One column a backend: what ``bench_fidelity.py`` found with a real model."""
+    found = []
+    for _, name, backend in ACCURACY:
+        rows = published(name).get("accuracy", ()) if exists(name) else ()
+        found.append(next((row for row in rows if row["backend"] == backend), None))
+    lines = {
+        "greedy tokens before the text parts from stock's": lambda r: (
+            f"{interval(r['agreement'], '.1%')} of {r['greedy_tokens']}"
+        ),
+        "mean difference of log-probabilities from stock's, nats": lambda r: interval(
+            r["difference"], ".2g"
+        ),
+        "largest": lambda r: f"{r['largest_difference']:.2g} of {r['forced_tokens']} tokens",
+        "perplexity of the given text": lambda r: interval(r["perplexity"], ".3f"),
+        "questions answered right": lambda r: f"{interval(r['right'], '.0%')} of {r['questions']}",
+        "copies of a prompt answered right (#22103)": lambda r: (
+            f"{r['copies_right']} of {r['copies']}"
+        ),
+        "copies answered as stock answers one alone": lambda r: (
+            f"{r['copies_same']} of {r['copies']}"
+        ),
+        "sampled tokens: mean ratio": lambda r: interval(r["sampled"]["ratio"], ".7g"),
+        "smallest and largest ratio": lambda r: (
+            f"{r['sampled']['smallest_ratio']:.5g}, {r['sampled']['largest_ratio']:.5g} of "
+            f"{r['sampled']['tokens']} tokens"
+        ),
+        "k1": lambda r: interval(r["sampled"]["k1"], ".2g"),
+        "k3": lambda r: interval(r["sampled"]["k3"], ".2g"),
+    }
+    runs = [published(name) for name in ("fidelity_cpu", "fidelity_cpu_float32") if exists(name)]
+    return "\n".join(
+        [
+            *(
+                f"{run['device']}, {run['dtype']}; {versions(run)}; "
+                f"{next(iter(run['counters']))}. `{run['command']}`\n"
+                for run in runs
+            ),
+            f"| | {' | '.join(title for title, *_ in ACCURACY)} |",
+            "|" + "---|" * (1 + len(ACCURACY)),
+            *(
+                f"| {what} | {' | '.join(say(row) if row else 'not run' for row in found)} |"
+                for what, say in lines.items()
+            ),
+        ]
+    )
+
+
+def soak_table() -> str:
+    """One line a variant of the engine, and the server: what was tried, and what failed."""
+    lines = [
+        "| what | tried | compared with stock alone | failed | memory, open files | minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    commands = []
+    for name in ("soak_engine", "soak_drafts", "soak_server"):
+        if not exists(name):
+            continue
+        result = published(name)
+        commands.append(f"`{result['command']}`")
+        for row in result["rows"]:
+            if "asked" in row:
+                tried = f"{row['requests']} requests: " + ", ".join(
+                    f"{count} {kind}" for kind, count in sorted(row["asked"].items())
+                )
+                compared = f"statuses of {len(row['statuses'])} kinds of nonsense"
+            else:
+                tried = (
+                    f"{row['requests']} requests, {row['steps']} steps, {row['preemptions']} "
+                    f"pre-emptions, {row['aborted']} answers aborted"
+                )
+                compared = (
+                    f"{row['equal']} of {row['greedy']} greedy answers equal, {row['ties']} part "
+                    f"at a tie"
+                )
+            lines.append(
+                f"| {row['variant']} | {tried} | {compared} | {len(row['wrong'])} "
+                f"| {row['grown_bytes'] / 2**20:+.1f} MiB, {row['grown_files']:+d} "
+                f"| {row['seconds'] / 60:.1f} |"
+            )
+    return "\n".join([f"{' and '.join(commands)}, {result['device']}:", "", *lines])
+
+
 def ablation_table() -> str:
     result = published("ablation")
     lines = [
@@ -406,6 +512,8 @@ TABLES = {
     "kernel": ("docs/performance.md", "kernel", kernel_summary),
     "cpu": ("docs/performance.md", "cpu", cpu_table),
     "fidelity": ("docs/fidelity.md", "fidelity", fidelity_table),
+    "accuracy": ("docs/fidelity.md", "fidelity_cpu", accuracy_table),
+    "soak": ("docs/fidelity.md", "soak_server", soak_table),
     "kernel all": ("docs/kernel-results.md", "kernel", lambda: kernel_table("kernel")),
     "kernel workloads": (
         "docs/kernel-results.md",
@@ -427,7 +535,7 @@ def fresh_files() -> dict[Path, str]:
     """
     files: dict[Path, str] = {}
     for name, (file, results, write) in TABLES.items():
-        if not (PUBLISHED / f"{results}.json").exists():
+        if not exists(results):
             continue
         path = ROOT / file
         block = f"<!-- table {name} -->\n{write()}\n<!-- end -->"

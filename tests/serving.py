@@ -1,6 +1,8 @@
 """``vllm serve`` for tests: start it, ask it as clients do, read the backend's counters."""
 
+import ctypes
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+from tests.support.processes import alive, tree
 
 _SCRIPT = Path(sys.executable).with_name("vllm")
 #: The command ``vllm``, or the module behind it where no script is installed.
@@ -33,7 +38,17 @@ def free_port() -> int:
 def serving(
     model: Path, log: Path, environment: dict[str, str], *arguments: str, patience: int = 300
 ) -> Iterator[str]:
-    """The address of a server of ``model``; stopped on leaving.
+    """The address of a server of ``model``; stopped on leaving. Arguments as ``server_process``."""
+    with server_process(model, log, environment, *arguments, patience=patience) as (url, _):
+        yield url
+
+
+@contextmanager
+def server_process(
+    model: Path, log: Path, environment: dict[str, str], *arguments: str, patience: int = 300
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a server of ``model``, and its process; stopped on leaving with all that it
+    has started, and with this process if that is killed.
 
     Args:
         log: file for what it prints.
@@ -47,17 +62,30 @@ def serving(
         "--served-model-name", NAME, *arguments,
     ]  # fmt: skip
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, preexec_fn=_end_with_parent
+        )
         url = f"http://127.0.0.1:{port}"
+        started: list[psutil.Process] = []
         try:
             _wait_for(url, process, log, patience)
-            yield url
+            started = tree(process.pid)
+            yield url, process
         finally:
+            started = started or tree(process.pid)
             process.terminate()
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
+            for left in filter(alive, started):
+                left.kill()
+
+
+def _end_with_parent() -> None:
+    """In a child before it becomes a server: terminate it when its parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _wait_for(url: str, process: subprocess.Popen, log: Path, patience: int) -> None:

@@ -20,16 +20,17 @@ JIT = {
     "kernels.hopper.arrays",
     "kernels.portable.arrays",
 }
-RUNS = BASE | {"settings", "compiled", "tree", "costs", "planning", "kernels"} | JIT
+RUNS = BASE | {"settings", "trusted", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
     "records": (set(), {"numpy"}),
     "compiled": ({"records"}, {"numba"}),
     "settings": ({"records"}, set()),
+    "trusted": (set(), set()),
     "config": ({"records"}, set()),
     "workloads": ({"records"}, {"numpy"}),
     "tree": ({"records", "compiled"}, {"numpy"}),
     "costs": (BASE, {"numpy"}),
-    "costs.lookup": (BASE | {"settings", "costs"}, {"torch"}),
+    "costs.lookup": (BASE | {"settings", "trusted", "costs"}, {"torch"}),
     "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
     "kernels.hopper.gluon_names": (set(), {"triton"}),

@@ -7,7 +7,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from numba import njit
 
@@ -26,7 +26,30 @@ def compiled(function: F) -> F:
         compiled_function: F = njit(cache=True, nogil=True)(function)
     except RuntimeError:  # no folder to cache in: compile anew in each process
         compiled_function = njit(nogil=True)(function)
+    else:
+        _do_without(getattr(compiled_function, "_cache", None))
     return compiled_function
+
+
+def _do_without(cache: Any) -> None:
+    """Let a function be compiled, and no more, where its cache cannot be read or written: Numba
+    raises what a full disk or a damaged file raises, and the engine would not start.
+    """
+    if cache is None:  # NUMBA_DISABLE_JIT=1
+        return
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_if_possible(*args: object) -> object:
+        try:
+            return load(*args)
+        except Exception:  # pickle and LLVM raise whatever the bytes make them raise
+            return None
+
+    def save_if_possible(*args: object) -> None:
+        with contextlib.suppress(Exception):  # it reads what it adds to
+            save(*args)
+
+    cache.load_overload, cache.save_overload = load_if_possible, save_if_possible
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """``vllm serve`` with VLLM_ATTENTION_BACKEND=PREFIX_SHARE, driven by HTTP clients."""
 
+import asyncio
 import json
 import os
 import re
@@ -10,8 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import NAME, VLLM, client_of, free_port, metrics, serving, stats, stream
+from tests.serving import (
+    NAME,
+    VLLM,
+    client_of,
+    free_port,
+    metrics,
+    server_process,
+    stats,
+    stream,
+)
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from tests.support.load import Load, ends_cleanly, nonsense, server_faults
 from vllm_prefixshare.integration.metrics import PREFIX
 
 from .conftest import DOCUMENT
@@ -30,13 +41,23 @@ ENVIRONMENT = {
 }
 
 
+MAX_LEN = 3072
+
+
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def running(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    options = ["--max-model-len", "3072", "--max-num-seqs", "8", "--enforce-eager"]
+    options = ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "8", "--enforce-eager"]
     options += ["--block-size", str(BLOCK_SIZE)]
-    with serving(model, log, ENVIRONMENT, *options) as url:
-        yield url
+    with server_process(model, log, ENVIRONMENT, *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(running: tuple[str, subprocess.Popen[bytes]]) -> str:
+    return running[0]
 
 
 def test_streams_share_the_document_and_one_can_be_aborted(server):
@@ -141,6 +162,25 @@ def test_every_query_of_the_dashboard_finds_its_metrics_and_labels(server):
     assert ours - shown <= {f"{PREFIX}plan_seconds"}, "each metric has its place on the dashboard"
     documented = set(re.findall(rf"`({PREFIX}\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     assert documented == {name.removesuffix("_bucket") for name in ours}
+
+
+def test_a_crowd_of_clients_gets_its_answers_or_a_refusal(running):
+    """A little of ``benchmarks/soak.py server``: it says what is asked, and what must come."""
+    report = asyncio.run(load(running).run(6, running[1].pid, requests=60))
+    assert report.wrong == []
+    assert server_faults(report, None) == []
+    assert report.statuses.keys() == nonsense(NAME, MAX_LEN).keys()
+    assert all(status >= 400 for statuses in report.statuses.values() for status in statuses)
+    assert report.asked["leaves"] > 3 and report.asked["streamed"] > 3 and report.tokens > 100
+
+
+def test_sigterm_ends_the_server_with_requests_in_flight(running):
+    """The last test with this server."""
+    assert asyncio.run(ends_cleanly(load(running), running[1])) == (0, [])
+
+
+def load(running: tuple[str, subprocess.Popen[bytes]]) -> Load:
+    return Load(running[0], NAME, MAX_LEN, list(range(100, 2000)), document=600)
 
 
 @pytest.mark.parametrize(

@@ -165,12 +165,12 @@ def beam_search(llm: Any, prompts: Sequence[Sequence[int]], width: int, tokens: 
     params = BeamSearchParams(beam_width=width, max_tokens=tokens, ignore_eos=True)
     found = llm.beam_search([{"prompt_token_ids": list(p)} for p in prompts], params)
     completions = []
-    for prompt, output in zip(prompts, found, strict=True):
+    for place, (prompt, output) in enumerate(zip(prompts, found, strict=True)):
         for beam in output.sequences:
             chosen = tuple(beam.tokens[len(prompt) :])
             pairs = zip(chosen, beam.logprobs, strict=True)
             logprobs = tuple(step[token].logprob for token, step in pairs)
-            completions.append(Completion(tuple(prompt), chosen, logprobs, (), True))
+            completions.append(Completion(tuple(prompt), chosen, logprobs, (), True, place))
     return Run(tuple(completions), llm.collective_rpc("prefix_share_stats")[0])
 
 

@@ -12,11 +12,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from packaging.version import Version
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention import selector
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import DTYPES
-from vllm_prefixshare.integration import CPU_BACKEND, compat, register, signatures, support
+from vllm_prefixshare.integration import CPU_BACKEND, compat, register, signatures, stats, support
 from vllm_prefixshare.integration.hooks import registry, selection
 from vllm_prefixshare.settings import settings
 
@@ -114,6 +116,7 @@ def layer(**changes: object) -> AttentionSelectorConfig:
         ({"attn_type": "encoder_only"}, "attention type encoder_only"),
         ({"has_sliding_window": True}, "a sliding window"),
         ({"has_sink": True}, "attention sinks"),
+        ({"use_batch_invariant": True}, "batch invariance"),
         ({"dtype": torch.float64}, "dtype float64"),
     ],
 )
@@ -132,6 +135,19 @@ def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match="head_dim 48"):
         CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
+
+
+@pytest.mark.parametrize("invariant", ["0", "1"])
+def test_batch_invariance_is_left_to_the_stock_backend(monkeypatch, invariant):
+    """As vLLM asks for a layer's backend where VLLM_BATCH_INVARIANT is set."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    config = VllmConfig(attention_config={"backend": selection.backend_member()})
+    fallbacks = dict(stats.STATS.fallbacks)
+    with set_current_vllm_config(config):
+        chosen = selector.get_attn_backend(64, torch.bfloat16, "auto")
+    assert chosen.get_name() == ("CPU_ATTN" if invariant == "1" else "PREFIX_SHARE")
+    told = stats.STATS.fallbacks.get("batch invariance", 0) > fallbacks.get("batch invariance", 0)
+    assert told == (invariant == "1")
 
 
 def test_other_backends_do_not_pass_through_ours():

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import multiprocessing
 import os
+import select
 import signal
 import time
 import traceback
@@ -157,10 +158,15 @@ class EngineProcess:
             raise
         self._signal(signal.SIGSTOP if pause else signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> None:
+    @property
+    def pid(self) -> int:
+        """Of the process that leads all of the engine's."""
         assert self._process.pid is not None
+        return self._process.pid
+
+    def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)  # it leads a group, see _serve
+            os.killpg(self.pid, number)  # it leads a group, see _serve
 
     def _receive(self) -> Any:
         try:
@@ -259,6 +265,7 @@ class EngineProcess:
 
 def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any]) -> None:
     os.setpgid(0, 0)  # so that close() also reaches what vLLM spawns
+    _end_with_parent(pipe)
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(environment)
@@ -281,6 +288,25 @@ def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str,
         pipe.send(("refused", str(e)))
     except Exception:  # crosses a process: the traceback is all the parent can see
         pipe.send(("failed", traceback.format_exc()))
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """Start a process that ends this group once its leader or the other end of ``pipe`` is gone.
+
+    A parent that is killed cannot close its engine, and an engine that is paused, or whose
+    interpreter is busy, cannot notice. So the watch is kept from outside the group.
+    """
+    leader = os.getpid()
+    if os.fork():  # nothing has started a thread yet
+        return
+    os.setpgid(0, 0)
+    gone = select.poll()
+    gone.register(pipe, 0)  # it says by itself when the other end is closed
+    gone.register(os.pidfd_open(leader))
+    gone.poll()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    os._exit(0)
 
 
 def _reset_prefix_cache(llm: Any) -> bool:

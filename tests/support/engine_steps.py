@@ -43,7 +43,8 @@ class Completion:
 
     logprobs: log-probability of each of ``token_ids``, in nats, before any temperature.
     top2_gaps: that of the best token minus that of the second best.
-    finished: False if the request was aborted.
+    finished: False if the request was aborted. One aborted before its first token has none.
+    request: place of its prompt among those of the run.
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,6 +52,7 @@ class Completion:
     logprobs: tuple[float, ...]
     top2_gaps: tuple[float, ...]
     finished: bool
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +105,18 @@ def drive(
         )
         request = {"prompt_token_ids": list(prompt)}
         engine.add_request(ids[i], request, params, lora_request=adapters[i])
-    latest: dict[tuple[str, int], Completion] = {}
+    latest: dict[tuple[int, int], Completion] = {}
     steps = 0
     while engine.has_unfinished_requests():
         if hook is not None:
             hook(llm, steps, ids)
         for output in engine.step():
             for answer in output.outputs:
-                latest[output.request_id, answer.index] = _completion(output, answer)
+                place = ids.index(output.request_id)
+                latest[place, answer.index] = _completion(output, answer, place)
         steps += 1
     stats = llm.collective_rpc("prefix_share_stats")[0] if shares else {}
-    order = sorted(latest, key=lambda key: (ids.index(key[0]), key[1]))
-    completions = tuple(latest[key] for key in order)
+    completions = tuple(latest[key] for key in sorted(latest))
     return Run(completions, stats, _preemptions(llm) - preempted, steps)
 
 
@@ -135,17 +137,21 @@ def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
     return found
 
 
+#: What vLLM knows adapters by: the same number for a folder in every call.
+_ADAPTERS: dict[str, int] = {}
+
+
 def _adapters(folders: Sequence[str | None] | None, count: int) -> list[Any]:
     from vllm.lora.request import LoRARequest
 
-    numbers = {folder: i + 1 for i, folder in enumerate(dict.fromkeys(folders or ()))}
-    return [
-        LoRARequest(f"adapter-{numbers[folder]}", numbers[folder], folder) if folder else None
-        for folder in (folders or [None] * count)
-    ]
+    found = []
+    for folder in folders or [None] * count:
+        number = _ADAPTERS.setdefault(folder, len(_ADAPTERS) + 1) if folder else 0
+        found.append(LoRARequest(f"adapter-{number}", number, folder) if folder else None)
+    return found
 
 
-def _completion(output: Any, answer: Any) -> Completion:
+def _completion(output: Any, answer: Any, place: int) -> Completion:
     tokens = tuple(answer.token_ids)
     steps = list(answer.logprobs or ())
     best = [sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in steps]
@@ -155,6 +161,7 @@ def _completion(output: Any, answer: Any) -> Completion:
         logprobs=tuple(step[t].logprob for t, step in zip(tokens, steps, strict=True)),
         top2_gaps=tuple(pair[0] - pair[1] if len(pair) == 2 else 0.0 for pair in best),
         finished=answer.finish_reason in ("length", "stop"),
+        request=place,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from tests.batches import paged_batch
 from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, quick
 from tests.test_executors import reference, relative_error, run, wrapper_for
 from tests.test_native import needs_native
-from vllm_prefixshare import compiled
+from vllm_prefixshare import compiled, trusted
 from vllm_prefixshare.compiled import one_process_at_a_time
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs import lookup
@@ -213,24 +214,108 @@ sys.exit(2)
     assert os.listdir(cache) == ["t.json"]
 
 
-@needs_native
-@pytest.mark.parametrize("fault", ["anybody may write", "another user"])
-@pytest.mark.parametrize("what", ["folder", "library"])
-def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
-    native._find_library.cache_clear()
-    native.load_library()
-    path = cache if what == "folder" else next(cache.glob("*.so"))
+def give_away(path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the file or folder such that others can change it."""
     if fault == "anybody may write":
         path.chmod(0o777)
     elif os.getuid() == 0:  # root's own files are anybody's to trust: give this one away
         os.chown(path, 65534, 65534)
     else:
-        monkeypatch.setattr(native.os, "getuid", lambda: path.stat().st_uid + 1)
+        monkeypatch.setattr(trusted.os, "getuid", lambda: path.stat().st_uid + 1)
+
+
+BY_OTHERS = pytest.mark.parametrize("fault", ["anybody may write", "another user"])
+
+
+@BY_OTHERS
+@pytest.mark.parametrize("what", ["folder", "table"])
+def test_a_table_that_others_can_change_is_not_read(cache, monkeypatch, what, fault):
+    path = lookup.cache_folder() / lookup.fingerprint(LLAMA, "torch").file_name()
+    table = flashforge_table()
+    replace(table, fingerprint=lookup.fingerprint(LLAMA, "torch")).save(path)
+    assert isinstance(lookup.cost_model(LLAMA, "torch"), CostTable)
+    give_away(path if what == "table" else path.parent, fault, monkeypatch)
+    lines: list[str] = []
+    assert isinstance(lookup.cost_model(LLAMA, "torch", lines.append), AnalyticCost)
+    assert "belongs to another user, or anybody may write" in lines[0]
+
+
+@pytest.mark.parametrize("why", ["a file is in the way", "the disk is full"])
+def test_native_code_that_cannot_be_kept_is_done_without(cache, monkeypatch, why):
+    (cache if why == "a file is in the way" else cache.parent / "elsewhere").write_text("here")
+    (cache.parent / "cpuinfo").write_text("flags : avx512_bf16\n")
+    real = native.Path
+    monkeypatch.setattr(
+        native, "Path", lambda *a: real(cache.parent / "cpuinfo") if a == (CPUINFO,) else real(*a)
+    )
+    if why == "the disk is full":
+
+        def full(command, **kwargs):
+            raise subprocess.CalledProcessError(1, command, stderr="No space left on device")
+
+        monkeypatch.setattr(native.subprocess, "run", full)
+    native._find_library.cache_clear()
+    with pytest.raises(native.NativeUnavailableError, match="cannot be built or loaded"):
+        native.load_library()
+    assert not list(cache.glob("*")), "nothing half written"
+    native._find_library.cache_clear()
+
+
+CPUINFO = "/proc/cpuinfo"
+
+
+@needs_native
+@BY_OTHERS
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
+    native._find_library.cache_clear()
+    native.load_library()
+    give_away(cache if what == "folder" else next(cache.glob("*.so")), fault, monkeypatch)
     native._find_library.cache_clear()
     with pytest.raises(native.NativeUnavailableError, match="belongs to another user, or anybody"):
         native.load_library()
     monkeypatch.undo()
     native._find_library.cache_clear()
+
+
+# -- the cache of compiled code, which is Numba's
+
+CODE = """
+from vllm_prefixshare.compiled import compiled
+@compiled
+def double(x):
+    return 2 * x
+"""
+CALLS = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[1])
+from code_under_test import double
+if "full" in sys.argv:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+assert double(21) == 42
+"""
+
+
+def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
+    (tmp_path / "code_under_test.py").write_text(CODE)
+    cache = tmp_path / "cache"
+
+    def call(*arguments: str) -> list[Path]:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+        command = [sys.executable, "-B", "-c", CALLS, str(tmp_path), *arguments]
+        subprocess.run(command, env=environment, check=True, timeout=600)
+        return [path for path in cache.rglob("*.nb?") if path.stat().st_size]
+
+    assert call("full") == []
+    files = call()
+    assert {path.suffix for path in files} == {".nbi", ".nbc"}
+    for spoil in (lambda content: content[: len(content) // 2], lambda content: b"\xff" * 99):
+        for path in files:
+            content = path.read_bytes()
+            path.write_bytes(spoil(content))
+            call()
+            path.write_bytes(content)
 
 
 # -- the lock in the shared folder of temporary files
@@ -352,6 +437,28 @@ def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
         assert relative_error(run(part, wrapper), reference(part)) < 2e-6
         factors.append(wrapper.stats().share_factor)
     assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
+
+
+def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypatch):
+    """As CUDA's errors do: attention cannot be made up, so the engine must hear of it."""
+    batch = paged_batch(requests=4)
+    wrapper = wrapper_for(batch, num_workers=2)
+    executor = wrapper._executor
+    real, calls = executor.run, []
+
+    def fails_once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: planted")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(executor, "run", fails_once)
+    expected = run(batch, wrapper)
+    plan = wrapper.last_plan
+    with pytest.raises(RuntimeError, match="planted"):
+        run(batch, wrapper)
+    assert torch.equal(run(batch, wrapper), expected)
+    assert wrapper.last_plan is plan
 
 
 def test_a_failure_is_logged_where_nobody_asked_to_be_told(caplog):

@@ -14,6 +14,7 @@ from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.trusted import distrusted
 
 #: Changes whenever the executor's speed does; part of every fingerprint.
 KERNELS = {
@@ -87,7 +88,7 @@ def cost_model(
 
     Args:
         executor: "torch" or "native", or the kernel of a GPU: "hopper" or "portable".
-        log: called with one sentence where there is no table.
+        log: called with one sentence where there is no table, or one that others may have written.
         device_name: as in ``fingerprint``.
 
     Raises:
@@ -98,10 +99,15 @@ def cost_model(
     named = settings().cost_table
     if named is not None:
         return CostTable.load(named, expected)
-    for folder in (cache_folder(), SHIPPED):
-        path = folder / expected.file_name()
-        if path.is_file():
+    path = cache_folder() / expected.file_name()
+    if path.is_file():
+        if (why := distrusted(path)) is None:
             return CostTable.load(path, expected)
+        if log is not None:
+            log(f"The cost table measured here is not used: {why}.")
+    path = SHIPPED / expected.file_name()
+    if path.is_file():
+        return CostTable.load(path, expected)
     if log is not None:
         log(
             f"No cost table for {expected.device} and this model shape: using the analytic "

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, priv
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.trusted import distrusted
 
 SOURCE = Path(__file__).with_name("native.c")
 #: -march=native: the library is built where it runs. No libgomp of its own: the symbols come
@@ -86,13 +86,8 @@ def _find_library() -> ctypes.CDLL | str:
     try:
         if not library.is_file():
             _compile(compiler, library)
-        for path in (
-            library,
-            library.parent,
-        ):  # anybody who can write to them could choose the code that runs here
-            status = path.stat()
-            if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
-                return f"{path} belongs to another user, or anybody may write to it"
+        if (why := distrusted(library)) is not None:
+            return why
         loaded = ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as e:
         detail = e.stderr.strip()[-300:] if isinstance(e, subprocess.CalledProcessError) else e

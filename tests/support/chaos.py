@@ -1,0 +1,298 @@
+"""Engine chaos: requests that an engine has no room for, aborted and pre-empted at random.
+
+The KV cache holds little more than the longest request and a step computes few tokens, so the
+scheduler pre-empts all the time. What must come out is known all the same: each greedy request is
+one of a small number of cases, and stock vLLM has answered each of those alone.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.support.engine import PREFIX_SHARE, Answer, Batch, EngineProcess, divergences
+from tests.support.engine_steps import Completion, Run, drive
+from tests.support.processes import Held, held_by
+
+MAX_LEN, BLOCK_SIZE = 256, 32
+#: float32, so that a token that differs is a fault and not a rounding of bfloat16 logits.
+#: 9 blocks beside the null block, where the longest request needs 8: two requests with a
+#: document and some tokens of their own outgrow it.
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": MAX_LEN,
+    "block_size": BLOCK_SIZE,
+    "num_gpu_blocks_override": 10,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 40,
+    "enforce_eager": True,
+}
+ENVIRONMENT = {
+    "VLLM_PREFIXSHARE_SHARE": "always",
+    "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
+    "VLLM_PREFIXSHARE_STRICT": "1",
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+#: What else may be switched in, as arguments of the engine.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafts": {"speculative_config": NGRAM},
+    "lora": {"enable_lora": True, "max_lora_rank": 8},
+}
+#: Nats by which stock's best token may lead where a float32 answer parts from it; see
+#: ``docs/fidelity.md``.
+MAX_GAP = 0.005
+#: Chance of each before a step.
+ABORT, RESET = 0.02, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt, and what stock answers alone, up to the greatest length.
+
+    lora: folder of the adapter that answers, or None.
+    gaps: of stock's best token over its second best, per token, in nats.
+    """
+
+    prompt: tuple[int, ...]
+    lora: str | None = None
+    tokens: tuple[int, ...] = ()
+    gaps: tuple[float, ...] = ()
+
+    def expected(self, max_tokens: int, stop: Sequence[int]) -> Answer:
+        """Stock's answer, cut at ``max_tokens`` and after the first of the ``stop`` tokens."""
+        end = next((i + 1 for i, t in enumerate(self.tokens) if t in stop), max_tokens)
+        end = min(end, max_tokens)
+        return Answer("", self.tokens[:end], len(self.prompt), 0, self.gaps[:end])
+
+
+def prompts(text: Sequence[int], count: int, random: Random) -> list[tuple[int, ...]]:
+    """Prompts with nested documents in front and a few tokens of their own; besides them one of
+    a single token, one as long as an engine takes, one whose answer may reach that length, and
+    two that are the same to the last token.
+
+    Args:
+        text: token ids to take them from.
+        count: of all prompts, at least 5.
+    """
+    shared = text[: 4 * BLOCK_SIZE]
+    long = [tuple(text[: MAX_LEN - room]) for room in (1, 20)]
+    fixed = [tuple(text[-1:]), *long, *2 * [tuple(shared)]]
+    found = list(fixed)
+    while len(found) < count:
+        document = shared[: random.choice((BLOCK_SIZE, 2 * BLOCK_SIZE, 100, 4 * BLOCK_SIZE))]
+        at = random.randrange(len(text) - 60)
+        found.append((*document, *text[at : at + random.randint(1, 60)]))
+    return found
+
+
+def answered_alone(engine: EngineProcess, cases: Sequence[Case], longest: int) -> list[Case]:
+    """Cases with what ``engine`` answers to each while it serves nothing else.
+
+    Args:
+        longest: tokens of an answer at most.
+    """
+    found = []
+    for case in cases:
+        engine.reset_prefix_cache()
+        length = min(longest, MAX_LEN - len(case.prompt))
+        run: Run = engine.call(
+            drive, [case.prompt], {"max_tokens": length, "ignore_eos": True}, None, [case.lora]
+        )
+        (answer,) = run.completions
+        found.append(Case(case.prompt, case.lora, answer.token_ids, answer.top2_gaps))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a case. sampling: its ``SamplingParams``."""
+
+    case: Case
+    sampling: dict[str, Any]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether stock's answer says what must come out."""
+        return self.sampling.get("temperature", 0.0) == 0.0
+
+    def expected(self, eos: int) -> Answer:
+        """What stock answers alone."""
+        stop = set(self.sampling.get("stop_token_ids", ()))
+        if not self.sampling.get("ignore_eos", False):
+            stop.add(eos)
+        return self.case.expected(self.sampling["max_tokens"], sorted(stop))
+
+
+def requests(cases: Sequence[Case], count: int, random: Random) -> list[Request]:
+    """Requests of random cases, two in three of them greedy."""
+    found = []
+    for _ in range(count):
+        case = random.choice(cases)
+        most = len(case.tokens)
+        length = min(most, random.choice((1, 2, 5, 16, 16, 30, most)))
+        sampling: dict[str, Any] = {"max_tokens": length, "ignore_eos": random.random() < 0.7}
+        if random.random() < 0.3:
+            sampling["stop_token_ids"] = [random.choice(case.tokens)]
+        if random.random() < 1 / 3:
+            sampling |= random.choice(SAMPLED)
+        found.append(Request(case, sampling))
+    return found
+
+
+#: Sampling parameters whose answers are not known, only their number and length.
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 5, "n": 2},
+    {"temperature": 1.0, "top_k": 20, "n": 3},  # min_p is refused beside drafts
+    {"temperature": 0.3, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+)
+
+
+class Disturber:
+    """A hook for ``drive``: before some steps it aborts a request, or empties the prefix cache,
+    with or without pre-empting all that runs.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def __call__(self, llm: Any, step: int, ids: Sequence[str]) -> None:
+        """As ``StepHook``."""
+        drawn = self._random.random()
+        if drawn < ABORT:
+            llm.llm_engine.abort_request([self._random.choice(ids)])
+        elif drawn < ABORT + RESET:
+            llm.reset_prefix_cache(reset_running_requests=self._random.random() < 0.5)
+
+
+@dataclass
+class Report:
+    """What was tried so far, and what came of it.
+
+    finished, aborted: answers, of which a request may have several.
+    equal: greedy answers that are stock's to the last token. ties: those that part where stock's
+        two best tokens are at most ``max_gap`` apart; widest_tie: the largest such gap, in nats.
+    wrong: what should not have been, in words.
+    held: by the engine's processes, at rest: seconds since the start, and what.
+    """
+
+    max_gap: float = MAX_GAP
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    greedy: int = 0
+    equal: int = 0
+    ties: int = 0
+    widest_tie: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    shared_steps: int = 0
+    plans: int = 0
+    wrong: list[str] = field(default_factory=list)
+    held: list[tuple[float, Held]] = field(default_factory=list)
+
+    def add(self, run: Run, batch: Sequence[Request], eos: int, seed: int) -> None:
+        """Judge what ``drive`` saw of ``batch``."""
+        self.requests += len(batch)
+        self.steps += run.steps
+        self.preemptions += run.preemptions
+        if run.stats:  # stock has none
+            self.shared_steps += int(run.stats["shared_steps"])
+            self.plans += int(run.stats["plans"])
+            if run.stats["fallbacks"]:
+                self.wrong.append(f"seed {seed}: fallbacks {run.stats['fallbacks']}")
+        finished = [answer for answer in run.completions if answer.finished]
+        for answer in finished:
+            request, where = batch[answer.request], f"seed {seed}, request {answer.request}"
+            self._judge(request, answer, eos, where)
+        self.finished += len(finished)
+        self.aborted += sum(r.sampling.get("n", 1) for r in batch) - len(finished)
+
+    def _judge(self, request: Request, answer: Completion, eos: int, where: str) -> None:
+        self.tokens += len(answer.token_ids)
+        if not 1 <= len(answer.token_ids) <= request.sampling["max_tokens"]:
+            self.wrong.append(f"{where}: {len(answer.token_ids)} tokens for {request.sampling}")
+        if not request.greedy:
+            return
+        self.greedy += 1
+        ours = Answer("", answer.token_ids, len(answer.prompt_ids), 0)
+        parted = divergences(*(Batch((a,), 0, 0) for a in (ours, request.expected(eos))))
+        if not parted:
+            self.equal += 1
+        elif parted[0].gap <= self.max_gap:
+            self.ties += 1
+            self.widest_tie = max(self.widest_tie, parted[0].gap)
+        else:
+            self.wrong.append(
+                f"{where}: token {parted[0].position} of {request.sampling} is not stock's, which "
+                f"leads by {parted[0].gap:.3f} nats"
+            )
+
+
+def endure(
+    engine: EngineProcess,
+    cases: Sequence[Case],
+    eos: int,
+    seed: int,
+    *,
+    batch: int = 32,
+    max_gap: float = MAX_GAP,
+) -> Iterator[Report]:
+    """Batches of requests without end, each judged; after each the engine is at rest, holds no
+    block, and its memory and open files are noted.
+
+    Raises:
+        RuntimeError: the engine failed, or holds a block that nobody uses.
+    """
+    report, began = Report(max_gap), time.monotonic()
+    while True:
+        random = Random(seed)
+        asked = requests(cases, batch, random)
+        run: Run = engine.call(
+            drive,
+            [r.case.prompt for r in asked],
+            [r.sampling for r in asked],
+            Disturber(seed),
+            [r.case.lora for r in asked],
+        )
+        report.add(run, asked, eos, seed)
+        engine.reset_prefix_cache()  # refused while a block is in use
+        report.held.append((time.monotonic() - began, held_by(engine.pid)))
+        yield report
+        seed += 1
+
+
+def grown(held: Sequence[tuple[float, Held]]) -> tuple[int, int]:
+    """By how many bytes and open files the last fifth of the notes exceeds the second fifth, in
+    their least values: the first fifth fills caches and pools.
+    """
+    part = max(1, len(held) // 5)
+    early, late = ([h for _, h in some] for some in (held[part : 2 * part], held[-part:]))
+    if not early:
+        return 0, 0
+    return (
+        min(h.rss for h in late) - min(h.rss for h in early),
+        min(h.open_files for h in late) - min(h.open_files for h in early),
+    )
+
+
+def spec(
+    backend: str, model: Path, variant: str = "plain", alone: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Arguments of ``EngineProcess``.
+
+    Args:
+        alone: for ``answered_alone``: with room for the longest request, and without drafts.
+        options: over ``SETTINGS``.
+    """
+    environment: Mapping[str, str] = ENVIRONMENT if backend == PREFIX_SHARE else {}
+    settings = {**SETTINGS, **VARIANTS[variant], **options}
+    if alone:
+        settings.pop("speculative_config", None)
+        settings["num_gpu_blocks_override"] = 20
+    return {"backend": backend, "model": model, "environment": environment, **settings}

@@ -1,0 +1,101 @@
+"""What the package must not do, read from its source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import vllm_prefixshare
+
+PACKAGE = Path(vllm_prefixshare.__file__).parent
+SOURCES = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+#: What makes code out of data.
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+CALLS = {
+    "eval", "exec", "compile", "__import__", "torch.load", "np.load", "numpy.load", "os.system",
+    "os.popen", "runpy.run_path", "runpy.run_module", "torch.hub.load",
+}  # fmt: skip
+
+#: What writes, deletes or renames. A method is found by its name, whoever has it.
+WRITING = {
+    "write_text", "write_bytes", "mkdir", "makedirs", "touch", "unlink", "os.remove", "rmdir",
+    "rmtree", "rename", "symlink", "link", "chmod", "chown", "truncate", "ftruncate", "copy2",
+    "copyfile", "copymode", "copytree", "move", "os.open", "os.replace", "TemporaryDirectory",
+    "mkstemp", "mkdtemp", "NamedTemporaryFile", "MmapedDict", "torch.save", "np.save",
+    "json.dump", "extractall",
+}  # fmt: skip
+#: Every module that writes, what it calls for that, and where.
+WRITERS = {
+    # the lock, in the folder of temporary files
+    "compiled.py": {"os.open"},
+    # the cache folder
+    "kernels/cpu/native.py": {"mkdir", "TemporaryDirectory", "os.replace"},
+    "kernels/precompile.py": {"mkdir", "touch"},
+    # the cache folder, or the file that --out names
+    "costs/table.py": {"mkdir", "write_text", "unlink"},
+    # the file that VLLM_PREFIXSHARE_TRACE or a command names
+    "integration/tracing.py": {"os.open", "ftruncate"},
+    "cli/trace.py": {"open for writing"},
+    "cli/canvas.py": {"write_bytes", "unlink"},
+    # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
+    "integration/metrics.py": {"makedirs", "TemporaryDirectory", "MmapedDict"},
+    # the vLLM that the command is given
+    "cli/patch.py": {
+        "TemporaryDirectory", "mkdir", "write_bytes", "touch", "unlink", "rmtree", "copyfile",
+        "copy2", "copymode",
+    },
+}  # fmt: skip
+
+
+def called(tree: ast.AST) -> list[tuple[str, ast.Call]]:
+    """Every call: ``name`` or ``module.name`` of what is called, or the name of a method."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                found.append((node.func.id, node))
+            elif isinstance(node.func, ast.Attribute):
+                found.append((ast.unparse(node.func), node))
+    return found
+
+
+def imported(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def writes(name: str, call: ast.Call) -> str | None:
+    """What a call is in terms of ``WRITING``, or None if it only reads."""
+    last = name.rpartition(".")[2]
+    if last == "open" and name != "os.open":
+        arguments = [*call.args, *(k.value for k in call.keywords)]
+        modes = [a.value for a in arguments if isinstance(a, ast.Constant)]
+        return "open for writing" if any(set(str(mode)) & set("wax+") for mode in modes) else None
+    return next((known for known in (name, last) if known in WRITING), None)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_data_becomes_code(name):
+    tree = SOURCES[name]
+    assert not imported(tree) & MODULES
+    for function, call in called(tree):
+        assert function not in CALLS, f"line {call.lineno}: {function}"
+        shell = [k for k in call.keywords if k.arg == "shell"]
+        assert not shell, f"line {call.lineno}: a command for a shell"
+
+
+def test_only_known_modules_write():
+    found = {
+        name: {what for call in called(tree) if (what := writes(*call)) is not None}
+        for name, tree in SOURCES.items()
+    }
+    assert {name: calls for name, calls in found.items() if calls} == WRITERS
