@@ -43,6 +43,7 @@ from vllm_prefixshare.kernels.hopper.producer import (
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
 MASKED = gl.constexpr(-1e30)
 # where a row's running maximum starts: far above masked scores, so that a row that saw no token
 # yet has weights of exactly zero. (Were it MASKED itself, the fused multiply-add of the exponent
@@ -91,8 +92,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
               STAGES: gl.constexpr):
     """Attention of 64 rows over the KV tiles that any of them reads."""
     tile_info, slot_row, slot_partial, _, _, _, _ = plan
-    (q, query_start, partial_out, partial_lse, out, out_lse, tree_mask, tree_words, stride_q,
-     stride_out) = io
+    (q, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words, stride_q,
+     stride_out, cap_rate) = io
     G: gl.constexpr = Q_HEADS // KV_HEADS
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
@@ -162,6 +163,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         acc = gl.zeros([HALF_ROWS, D], gl.float32, O)
         m = gl.full([HALF_ROWS], LOWEST, gl.float32, S_ROW)
         total = gl.zeros([HALF_ROWS], gl.float32, S_ROW)
+        if sinks is not None:  # the first token of a request that is finished here
+            sink = gl.load(sinks + head_q).to(gl.float32) * LOG2E
+            m = gl.convert_layout(gl.where(there & (partial < 0), sink, LOWEST), S_ROW)
+            m = gl.maximum(m, LOWEST)
+            total = gl.where(m > LOWEST, 1.0, 0.0)
         kind = gl.where(num_runs > 0, 0, LAST_TILE)
         while (kind & LAST_TILE) == 0:
             stage = count % STAGES
@@ -173,6 +179,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
                                   use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, [s])
+                if cap_rate is not None:
+                    # see the portable kernel: the hyperbolic tangent, which the cap scales
+                    s = 1.0 - 2.0 / (gl.exp2(s * cap_rate) + 1.0)
                 if ((kind & NEEDS_MASK) != 0) | (first > low) | (last < low + used_rows):
                     ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
                                   QUERY_LEN, TREE, NB, BLOCK_SIZE, KV_TILE, S)
@@ -224,9 +233,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     "stride_q", "stride_out", "block_rows", "head_rows", "head_cols"])
 def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
-                      partial_out, partial_lse, out, out_lse, tree_mask, tree_words,
-                      stride_table, stride_q,
-                      stride_out, block_rows, head_rows, head_cols, qk_scale,
+                      partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
+                      stride_table, stride_q, stride_out, block_rows, head_rows, head_cols,
+                      qk_scale, cap_rate,
                       Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
                       QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
                       D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
@@ -236,8 +245,9 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
     a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
-    out_lse: as ``out`` without its last dimension; None where it is not wanted, for which Triton
-    makes a binary without it.
+    out_lse: as ``out`` without its last dimension. sinks: one for each query head. cap_rate: twice
+    the softmax scale over the soft cap, in powers of two; qk_scale is the cap's then. For each
+    that is None Triton makes a binary without it.
     D: ``HEAD_DIM`` rounded up to a power of two. RUNS: most runs of a tile, a power of two.
     """
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
@@ -258,8 +268,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
             run_row, run_kv_start, run_kv_end, run_readers)
-    io = (q, query_start, partial_out, partial_lse, out, out_lse, tree_mask, tree_words, stride_q,
-          stride_out)
+    io = (q, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
+          stride_q, stride_out, cap_rate)
     where = (block_rows, head_rows, head_cols)
     gl.warp_specialize(
         [

@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
@@ -127,8 +128,10 @@ def hopper_partial_attention(
     out: torch.Tensor,
     sm_scale: float,
     out_lse: torch.Tensor | None = None,
+    extras: LayerExtras = PLAIN,
 ) -> None:
     """Launch; every argument was checked by the executor."""
+    cap = extras.soft_cap
     arrays = PlanArrays(**plan)
     small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
     launch(
@@ -152,6 +155,7 @@ def hopper_partial_attention(
         partial_lse,
         out,
         out_lse,
+        extras.sinks,
         seq_lens if tree_mask is None else tree_mask,
         0 if tree_mask is None else tree_mask.stride(0),
         block_table.stride(0),
@@ -160,7 +164,8 @@ def hopper_partial_attention(
         k_view.block_rows,
         k_view.head_rows,
         k_view.head_cols,
-        sm_scale * LOG2E,
+        (cap or sm_scale) * LOG2E,
+        2 * sm_scale / cap * LOG2E if cap else None,
         Q_HEADS=shape.num_qo_heads,
         KV_HEADS=shape.num_kv_heads,
         CHUNKS=shape.chunks,
@@ -223,6 +228,7 @@ class HopperKernel:
             t.out,
             sm_scale,
             t.out_lse,
+            t.extras,
         )
 
 
