@@ -90,20 +90,12 @@ class PrefixShareDecodeWrapper:
         query_dtype: torch.dtype | str | None = None,
         features: Iterable[str] = (),
     ) -> None:
-        name, kv, queries = (
-            "" if x is None else str(x).removeprefix("torch.")
-            for x in (dtype, kv_dtype, query_dtype)
-        )
-        asked = tuple(sorted(set(features)))
+        name, kv, queries = (str(x).removeprefix("torch.") for x in (dtype, kv_dtype, query_dtype))
         self.attention = AttentionConfig(
-            num_qo_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            name,
-            kv or None,
-            queries or None,
-            asked,
+            *(num_qo_heads, num_kv_heads, head_dim, block_size, name),
+            kv_dtype=None if kv_dtype is None else kv,
+            query_dtype=None if query_dtype is None else queries,
+            features=tuple(sorted(set(features))),
         )
         self.dtype = getattr(torch, name)
         try:
@@ -280,9 +272,8 @@ class PrefixShareDecodeWrapper:
                 a query's scaled scores. With it ``merge_states`` merges results over other KV
                 tokens of the same queries. On a GPU, call it so once before a capture: another
                 binary is compiled then.
-            extras: what the layer adds to plain attention: sinks, a soft cap, ALiBi slopes, the
-                scales of quantised numbers. On a GPU a layer's record is checked at its first
-                call, which is to be before a capture; keep it for the later ones.
+            extras: sinks, soft cap, ALiBi slopes and scales of the layer. On a GPU a record is
+                checked, and another binary compiled, at its first call: before a capture.
 
         Returns:
             ``out``, ``[num_tokens, num_qo_heads, head_dim]``; with ``return_lse`` a pair of it

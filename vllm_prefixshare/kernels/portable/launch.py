@@ -50,17 +50,21 @@ class QTile:
         return -(-rows_per_request // self.rows)
 
 
-def q_tile(head_dim: int, shared_memory: int) -> QTile:
+def q_tile(head_dim: int, shared_memory: int, quantised: bool = False) -> QTile:
     """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
     so that one multiplies while the other is at its softmax.
 
     Args:
         shared_memory: bytes that a thread block may have.
+        quantised: the KV cache has one byte a number. Widening them takes registers, and with
+            ``mma`` (not ``wgmma``) those of 64 tokens would spill.
     """
-    if head_dim > 256:
-        return QTile(32, 16, 4, 2, 1)
+    if head_dim > 256:  # more rows or tokens spill
+        return QTile(32, 32 if shared_memory >= 160 << 10 else 16, 8, 2, 1)
     if head_dim > 128:
         return QTile(64, 32, 8, 2, 1)
+    if quantised and shared_memory < 227 << 10:
+        return QTile(64, 32, 4, 3, 2)
     if shared_memory >= 160 << 10:  # data-centre GPUs
         return QTile(64, 64, 4, 3 if shared_memory >= 227 << 10 else 2, 2)
     return QTile(64, 64, 4, 2, 1)  # the others have 99 KiB
@@ -181,9 +185,10 @@ class PortableKernel:
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
+        quantised = attention.kv_dtype is not None
         # below, Triton has no such type: the kernel takes its bits
-        self.takes_bits = attention.kv_dtype is not None and gpu.capability < (8, 9)
-        self.tile = q_tile(attention.head_dim, gpu.shared_memory)
+        self.takes_bits = quantised and gpu.capability < (8, 9)
+        self.tile = q_tile(attention.head_dim, gpu.shared_memory, quantised)
         self.num_workers = self.tile.num_workers(
             gpu.multi_processor_count, attention.num_kv_heads, self.rows
         )
