@@ -118,8 +118,8 @@ def candidates(
         raise PrefixShareError(
             "kernel 'hopper' needs compute capability 9.0 and blocks of "
             f"{', '.join(map(str, BLOCK_SIZES))} tokens (64 at most above head_dim 128), got "
-            f"{major}.{minor} and {attention.block_size}, and has no ALiBi, no quantised KV cache "
-            f"and no head_dim above {MAX_HEAD_DIM}: use kernel='auto'."
+            f"{major}.{minor} and {attention.block_size}, and has no ALiBi, no head_dim above "
+            f"{MAX_HEAD_DIM} and no quantised KV cache with other queries: use kernel='auto'."
         )
     if kernel != "auto":
         return [kernel]

@@ -37,7 +37,9 @@ def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bo
         and size in BLOCK_SIZES
         and size <= kv_tile(attention.head_dim)
         and "alibi" not in attention.features
-        and attention.kv_dtype is None
+        # quantised is either both or none, and rows of TMA are multiples of 16 bytes
+        and attention.kv_dtype == attention.query_dtype
+        and not (attention.kv_dtype and attention.head_dim % 16)
     )
 
 
