@@ -93,7 +93,7 @@ def _widen(wide, narrow, D: gl.constexpr, KV_TILE: gl.constexpr):
     """float16 from e4m3, both ``[KV_TILE, D]`` in shared memory; a few rows at a time, because the
     accumulators leave few registers.
     """
-    ROWS: gl.constexpr = 32
+    ROWS: gl.constexpr = 64 if D <= 128 else 16
     ACROSS: gl.constexpr = D // 16  # threads that read a row, 16 bytes each
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     barrier()  # every warp is done with what lies there
