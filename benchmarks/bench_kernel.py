@@ -6,6 +6,14 @@ of CUDA-graph replays with the L2 cache flushed before each; plans and metadata 
 
     python benchmarks/bench_kernel.py --workloads anchors --heads 32:8,32:32,64:8,16:1 \
         --out results/kernel.json --plot results/kernel.png
+
+Layers with an fp8 KV cache, sinks, a soft cap or ALiBi: each option is handed to the peers that
+serve it, the others are named as unavailable.
+
+    python benchmarks/bench_kernel.py --kv-dtype fp8 --peers ours,portable,fa3 \
+        --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256 --tree 128_2048
+    python benchmarks/bench_kernel.py --sinks --heads 64:8 --head-dim 64 --peers ours,portable,fa3
+    python benchmarks/bench_kernel.py --soft-cap 50 --heads 32:16 --peers ours,portable,fa3
 """
 
 import argparse
@@ -27,7 +35,7 @@ import numpy as np
 import torch
 from peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
 
-from vllm_prefixshare import PrefixShareError, __version__
+from vllm_prefixshare import LayerExtras, PrefixShareError, __version__
 from vllm_prefixshare.costs.gpu_timing import (
     GpuTimer,
     MachineRates,
@@ -41,6 +49,9 @@ from vllm_prefixshare.workloads.trees import Workload, tree
 
 #: largest relative error of a request that still counts as right; FA3's own is about 0.003
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+#: where queries are quantised: FlashAttention-3 then rounds the weights to e4m3 as well
+FP8_TOLERANCE = 6e-2
+FP8 = torch.float8_e4m3fn
 #: roofline rates of known GPUs, so that fractions of different days can be compared; elsewhere
 #: the rates measured at the start of the run count
 KNOWN_RATES = {"NVIDIA H200": MachineRates(4.35e12, 700e12)}
@@ -49,15 +60,31 @@ HOPELESS, HOPELESS_MS = 8, 1.0
 
 
 def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> Case:
-    """Random queries and cache for a workload."""
+    """Random queries and cache for a workload, and what the layer adds to plain attention."""
     torch.manual_seed(0)
     dtype, device = getattr(torch, args.dtype), args.device
+    fp8, fp8_queries = args.kv_dtype == "fp8", args.kv_dtype == "fp8" and not args.plain_queries
     cache = (w.num_blocks, w.block_size, heads[1], args.head_dim)
     k_cache, v_cache = (torch.randn(cache, device=device, dtype=dtype) for _ in range(2))
     tokens = w.num_reqs * w.query_len
     q = torch.randn(tokens, heads[0], args.head_dim, device=device, dtype=dtype)
     table, lens = (torch.from_numpy(x).to(device) for x in (w.block_table, w.seq_lens))
-    return Case(w, q, k_cache, v_cache, table, lens)
+    if fp8:
+        k_cache, v_cache = k_cache.to(FP8), v_cache.to(FP8)
+    if fp8_queries:
+        q = q.to(FP8)
+    q_scale, k_scale, v_scale = torch.tensor([0.75, 1.25, 0.5], device=device).split(1)
+    extras = LayerExtras(
+        sinks=torch.linspace(-1, 4, heads[0], device=device) if args.sinks else None,
+        soft_cap=args.soft_cap,
+        alibi_slopes=(
+            2.0 ** -torch.linspace(1, 8, heads[0], device=device) if args.alibi else None
+        ),
+        q_scale=q_scale if fp8_queries else None,
+        k_scale=k_scale if fp8 else None,
+        v_scale=v_scale if fp8 else None,
+    )
+    return Case(w, q, k_cache, v_cache, table, lens, dtype, extras)
 
 
 def reference(case: Case) -> torch.Tensor:
@@ -70,21 +97,45 @@ def reference(case: Case) -> torch.Tensor:
         bits = ancestor_masks(w.query_parents, np.array([0, length], np.int32))
         j = np.arange(length)
         sees = torch.from_numpy((bits[:, j // 32] >> (j % 32)) & 1 == 1).to(case.q.device)
+    x = case.extras
+    q_scale, k_scale, v_scale = (1.0 if scale is None else scale for scale in x[3:])
+
+    def of_heads(values: torch.Tensor) -> torch.Tensor:
+        """A value for each query head, as scores of ``[KV heads, heads * queries, tokens]``."""
+        values = values.view(case.num_kv_heads, group, 1).expand(-1, -1, length)
+        return values.reshape(case.num_kv_heads, -1, 1)
+
     outs = []
     for row, tokens in enumerate(w.seq_lens.tolist()):
         ids = case.block_table[row, : -(-tokens // w.block_size)].long()
         k, v = (
-            cache[ids].flatten(0, 1)[:tokens].float().transpose(0, 1)
+            blocks(cache, ids).flatten(0, 1)[:tokens].float().transpose(0, 1)
             for cache in (case.k_cache, case.v_cache)
         )
         q = case.q[row * length : (row + 1) * length].float()
         q = q.view(length, case.num_kv_heads, group, -1).permute(1, 2, 0, 3)
-        scores = q.flatten(1, 2) @ k.transpose(1, 2) * case.sm_scale
+        scores = q.flatten(1, 2) @ k.transpose(1, 2) * (case.sm_scale * q_scale * k_scale)
+        if x.soft_cap:
+            scores = torch.tanh(scores / x.soft_cap) * x.soft_cap
+        if x.alibi_slopes is not None:
+            at = torch.arange(tokens, device=q.device)
+            own = at[tokens - length :].repeat(group)[:, None]
+            scores += of_heads(x.alibi_slopes) * (at - own)
         among = scores.view(case.num_kv_heads, group, length, tokens)[..., tokens - length :]
         among.masked_fill_(~sees, float("-inf"))
-        out = (torch.softmax(scores, -1) @ v).view(case.num_kv_heads, group, length, -1)
+        if x.sinks is not None:
+            scores = torch.cat([scores, of_heads(x.sinks)], -1)
+        weights = torch.softmax(scores, -1)[..., :tokens]
+        out = (weights @ v * v_scale).view(case.num_kv_heads, group, length, -1)
         outs.append(out.permute(2, 0, 1, 3).reshape(-1))
     return torch.stack(outs)
+
+
+def blocks(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``cache[ids]``; as bytes where torch cannot index the type."""
+    if cache.element_size() > 1:
+        return cache[ids]
+    return cache.view(torch.uint8)[ids].view(cache.dtype)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -166,7 +217,8 @@ def run_peer(
         return {"status": "unavailable", "reason": str(peer)}
     try:
         best: dict[str, object] = {}
-        tolerance = TOLERANCE[case.q.dtype]
+        case.require_served_by(peer)
+        tolerance = TOLERANCE[case.out_dtype] if case.q.element_size() > 1 else FP8_TOLERANCE
         for launch in peer.prepare(case):
             found = measure(launch, expected, tolerance, timer, repeats, hopeless_ms)
             if found["status"] == "wrong":
@@ -183,10 +235,9 @@ def run_peer(
 def roof_bytes_and_flops(case: Case) -> tuple[int, int]:
     """Each KV token, query and output once; the FLOPs of all scores and weighted sums."""
     w = case.workload
-    item = case.q.element_size()
-    kv = 2 * w.kv_tokens * case.num_kv_heads * case.head_dim * item
+    kv = 2 * w.kv_tokens * case.num_kv_heads * case.head_dim * case.k_cache.element_size()
     flops = 4 * int(w.seq_lens.sum()) * w.query_len * case.num_qo_heads * case.head_dim
-    return kv + 2 * case.q.numel() * item, flops
+    return kv + case.q.numel() * (case.q.element_size() + case.out_dtype.itemsize), flops
 
 
 def run_cell(
@@ -247,6 +298,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
     parser.add_argument("--peers", default=",".join(PEERS), help="names separated by commas")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache; that of --dtype")
+    parser.add_argument(
+        "--plain-queries", action="store_true", help="with --kv-dtype: queries not quantised"
+    )
+    parser.add_argument("--sinks", action="store_true", help="attention sinks")
+    parser.add_argument("--soft-cap", type=float, default=0.0, help="of the scores, such as 50")
+    parser.add_argument("--alibi", action="store_true", help="ALiBi slopes")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--divider", help="of our plans; the device's default if absent")
@@ -294,6 +352,11 @@ def main(argv: list[str] | None = None) -> int:
         "gpu": gpu,
         "versions": versions(),
         "dtype": args.dtype,
+        "kv_dtype": args.kv_dtype,
+        "plain_queries": args.plain_queries,
+        "sinks": args.sinks,
+        "soft_cap": args.soft_cap,
+        "alibi": args.alibi,
         "head_dim": args.head_dim,
         "block_size": args.block_size,
         "repeats": args.repeats,

@@ -200,16 +200,23 @@ def test_token_trees_follow_their_paths():
     assert token_tree_parents(paths).tolist() == [-1, 0, 0, 1, 3, 1]
 
 
-def cpu_case(w: Workload, heads=(4, 2), dtype="float32") -> Case:
-    settings = Namespace(dtype=dtype, device=torch.device("cpu"), head_dim=64)
+PLAIN = {"kv_dtype": None, "plain_queries": False, "sinks": False, "soft_cap": 0, "alibi": False}
+
+
+def cpu_case(w: Workload, heads=(4, 2), dtype="float32", **options) -> Case:
+    layer = {"dtype": dtype, "device": torch.device("cpu"), "head_dim": 64}
+    settings = Namespace(**{**layer, **PLAIN, **options})
     return bench_kernel.make_case(w, heads, settings)
 
 
-def test_the_harness_reference_agrees_with_the_float64_one():
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_dtype": "fp8"}, {"sinks": True, "soft_cap": 3.0, "alibi": True}], ids=str
+)
+def test_the_harness_reference_agrees_with_the_float64_one(options):
     w = forest("f", [-1, 0, 0, -1], [20, 9, 30, 7], query_len=3)
-    case = cpu_case(w)
+    case = cpu_case(w, **options)
     tensors = (case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens)
-    expected = reference_attention(*tensors, case.query_start_loc())
+    expected = reference_attention(*tensors, case.query_start_loc(), extras=case.extras)
     error = bench_kernel.relative_error(expected.float(), bench_kernel.reference(case))
     assert error < 1e-6
     worse = expected.float()

@@ -22,8 +22,8 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
     ("changes", "sentence"),
     [
         ({"divider": "best"}, "divider 'best' is unknown: use one of flashforge"),
-        ({"head_dim": 32}, "head_dim must be a multiple of 8 from 64 to 256, got 32"),
-        ({"head_dim": 512}, "head_dim must be"),
+        ({"head_dim": 32}, "head_dim must be a multiple of 8 from 64 to 512, got 32"),
+        ({"head_dim": 520}, "head_dim must be"),
         ({"dtype": torch.int8}, "dtype must be one of float32, bfloat16, float16, got int8"),
         ({"num_qo_heads": 5}, "num_qo_heads must be a multiple of num_kv_heads"),
         ({"block_size": 0}, "block_size must be at least 1"),

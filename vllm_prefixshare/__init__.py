@@ -7,16 +7,22 @@ in every process to find the plugin. What needs torch is loaded on first use.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["PrefixShareDecodeWrapper", "PrefixShareError", "__version__", "merge_states"]
+__all__ = [
+    "LayerExtras",
+    "PrefixShareDecodeWrapper",
+    "PrefixShareError",
+    "__version__",
+    "merge_states",
+]
 
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
+    from vllm_prefixshare.operator import LayerExtras, PrefixShareDecodeWrapper, merge_states
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("PrefixShareDecodeWrapper", "merge_states"):
+    if name in ("LayerExtras", "PrefixShareDecodeWrapper", "merge_states"):
         try:
             from vllm_prefixshare import operator
         except ModuleNotFoundError as e:

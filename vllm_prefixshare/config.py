@@ -5,13 +5,22 @@ from dataclasses import dataclass
 from vllm_prefixshare.records import PrefixShareError
 
 DTYPES = ("float32", "bfloat16", "float16")
-MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 512
+#: what queries and KV cache may hold in place of the layer's dtype
+FP8 = "float8_e4m3fn"
+#: what a layer may add to plain attention, see ``kernels.extras``
+FEATURES = ("sinks", "soft_cap", "alibi")
 SHARE_POLICIES = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """Shape of one attention layer on this rank.
+
+    dtype: of the output, and of queries and KV cache unless the next two say otherwise.
+    kv_dtype, query_dtype: "float8_e4m3fn", or None for ``dtype``. Queries can only be quantised
+        where the KV cache is.
+    features: of ``FEATURES``, those that the layer may ask for.
 
     Raises:
         PrefixShareError: naming the argument that is out of range.
@@ -22,6 +31,9 @@ class AttentionConfig:
     head_dim: int
     block_size: int
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    query_dtype: str | None = None
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "block_size"):
@@ -39,6 +51,26 @@ class AttentionConfig:
             )
         if self.dtype not in DTYPES:
             raise PrefixShareError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}.")
+        for name in ("kv_dtype", "query_dtype"):
+            if getattr(self, name) not in (None, FP8):
+                raise PrefixShareError(f"{name} must be {FP8} or None, got {getattr(self, name)}.")
+        if self.query_dtype is not None and self.kv_dtype is None:
+            raise PrefixShareError(f"query_dtype {FP8} needs kv_dtype {FP8}.")
+        for feature in self.features:
+            if feature not in FEATURES:
+                raise PrefixShareError(
+                    f"features must be some of {', '.join(FEATURES)}, got {feature!r}."
+                )
+
+    @property
+    def of_queries(self) -> str:
+        """Name of the dtype that queries have."""
+        return self.query_dtype or self.dtype
+
+    @property
+    def of_cache(self) -> str:
+        """Name of the dtype that the KV cache has."""
+        return self.kv_dtype or self.dtype
 
     @property
     def gqa_group_size(self) -> int:

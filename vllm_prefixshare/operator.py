@@ -1,7 +1,7 @@
 """PrefixShareDecodeWrapper: plan once, run once per layer, in the manner of FlashInfer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -14,6 +14,7 @@ from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.executors import executor_for
+from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import IntArray, PrefixShareError
@@ -50,7 +51,7 @@ class PrefixShareDecodeWrapper:
 
     Args:
         num_qo_heads, num_kv_heads, head_dim, block_size: shape of the layer.
-        dtype: of queries and cache: float32, bfloat16 or float16.
+        dtype: of queries, cache and output: float32, bfloat16 or float16.
         device: "cpu", or a CUDA device of compute capability 8.0 or more.
         divider: strategy, a name in ``planning.dividers.DIVIDERS``; the fastest one measured
             on this kind of device if None.
@@ -61,6 +62,9 @@ class PrefixShareDecodeWrapper:
         cost: cost model; if None, the measured table that fits, else the analytic estimate.
         kernel: "hopper", "portable" or "auto", on a GPU.
         max_query_len: most query tokens of a request in one step, on a GPU.
+        kv_dtype, query_dtype: of the cache and of queries where they are quantised:
+            ``torch.float8_e4m3fn``.
+        features: "sinks", "soft_cap", "alibi": those that a layer's extras may ask for.
 
     Raises:
         PrefixShareError: an argument is out of range, or the device has no executor.
@@ -82,9 +86,17 @@ class PrefixShareDecodeWrapper:
         cost: CostModel | None = None,
         kernel: Literal["auto", "hopper", "portable"] = "auto",
         max_query_len: int = 1,
+        kv_dtype: torch.dtype | str | None = None,
+        query_dtype: torch.dtype | str | None = None,
+        features: Iterable[str] = (),
     ) -> None:
-        name = str(dtype).removeprefix("torch.")
-        self.attention = AttentionConfig(num_qo_heads, num_kv_heads, head_dim, block_size, name)
+        name, kv, queries = (str(x).removeprefix("torch.") for x in (dtype, kv_dtype, query_dtype))
+        self.attention = AttentionConfig(
+            *(num_qo_heads, num_kv_heads, head_dim, block_size, name),
+            kv_dtype=None if kv_dtype is None else kv,
+            query_dtype=None if query_dtype is None else queries,
+            features=tuple(sorted(set(features))),
+        )
         self.dtype = getattr(torch, name)
         try:
             self.device = torch.device(device)
@@ -217,6 +229,7 @@ class PrefixShareDecodeWrapper:
         out: torch.Tensor | None = None,
         *,
         return_lse: Literal[False] = False,
+        extras: LayerExtras | None = None,
     ) -> torch.Tensor: ...
 
     @overload
@@ -230,6 +243,7 @@ class PrefixShareDecodeWrapper:
         out: torch.Tensor | None = None,
         *,
         return_lse: Literal[True],
+        extras: LayerExtras | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
@@ -242,6 +256,7 @@ class PrefixShareDecodeWrapper:
         out: torch.Tensor | None = None,
         *,
         return_lse: bool = False,
+        extras: LayerExtras | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer under the plan in force.
 
@@ -257,6 +272,8 @@ class PrefixShareDecodeWrapper:
                 a query's scaled scores. With it ``merge_states`` merges results over other KV
                 tokens of the same queries. On a GPU, call it so once before a capture: another
                 binary is compiled then.
+            extras: sinks, soft cap, ALiBi slopes and scales of the layer. On a GPU a record is
+                checked, and another binary compiled, at its first call: before a capture.
 
         Returns:
             ``out``, ``[num_tokens, num_qo_heads, head_dim]``; with ``return_lse`` a pair of it
@@ -266,7 +283,7 @@ class PrefixShareDecodeWrapper:
             PrefixShareError: no plan yet, or a tensor of another shape, dtype or device.
         """
         if not self.last_plan.num_reqs:
-            nothing = q if out is None else out
+            nothing = q.to(self.dtype) if out is None else out
             return (nothing, q.new_empty(q.shape[:2]).float()) if return_lse else nothing
         if self.device.type == "cpu":
             self._follow(block_table, seq_lens)
@@ -274,10 +291,10 @@ class PrefixShareDecodeWrapper:
             if not isinstance(x, torch.Tensor):
                 raise PrefixShareError(f"{name} must be a torch tensor, got {type(x).__name__}.")
         self._check_cache(k_cache, v_cache)
-        out = torch.empty_like(q) if out is None else out
+        out = torch.empty_like(q, dtype=self.dtype) if out is None else out
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         arguments = q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale
-        self._executor.run(*arguments, lse=lse)
+        self._executor.run(*arguments, lse=lse, extras=extras)
         return out if lse is None else (out, lse)
 
     def _follow(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from vllm_prefixshare import LayerExtras
 from vllm_prefixshare.workloads.trees import Workload
 
 
@@ -26,6 +27,8 @@ class Case:
     q: ``[num_reqs * query_len, num_qo_heads, head_dim]``.
     k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
     block_table, seq_lens: int32, ``[num_reqs, max_blocks]`` and ``[num_reqs]``.
+    out_dtype: of the output, where queries are quantised. extras: what the layer adds to plain
+        attention; its scales are float32 ``[num_kv_heads]``.
     """
 
     workload: Workload
@@ -34,6 +37,28 @@ class Case:
     v_cache: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
+    out_dtype: torch.dtype
+    extras: LayerExtras
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Of ``config.FEATURES``, those that the layer has."""
+        x = self.extras
+        has = {
+            "sinks": x.sinks is not None,
+            "soft_cap": x.soft_cap != 0,
+            "alibi": x.alibi_slopes is not None,
+        }
+        return tuple(name for name, there in has.items() if there)
+
+    def require_served_by(self, peer: "Peer") -> None:
+        """Raise ``UnavailableError`` unless ``peer.serves`` has the layer's features, and "fp8"
+        where it is quantised; peers without it serve none of them.
+        """
+        quantised = ("fp8",) if self.k_cache.element_size() == 1 else ()
+        for name in (*self.features, *quantised):
+            if name not in getattr(peer, "serves", ()):
+                raise UnavailableError(f"no {name}")
 
     @property
     def num_qo_heads(self) -> int:

@@ -8,6 +8,7 @@ class Ours:
     """The kernel that the wrapper picks for the device: Hopper's, or the CPU executor."""
 
     kernel = "auto"
+    serves = ("sinks", "soft_cap", "alibi", "fp8")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -22,7 +23,10 @@ class Ours:
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,
             block_size=w.block_size,
-            dtype=self.options.dtype,
+            dtype=case.out_dtype,
+            kv_dtype=case.k_cache.dtype if case.k_cache.element_size() == 1 else None,
+            query_dtype=case.q.dtype if case.q.element_size() == 1 else None,
+            features=case.features,
             device=self.options.device,
             divider=self.options.divider,
             **({"kernel": self.kernel, "max_query_len": w.query_len} if cuda else {}),
@@ -34,10 +38,12 @@ class Ours:
         wrapper.plan(w.block_table, w.seq_lens, starts if w.query_len > 1 else None, parents)
         stats = wrapper.stats()
         table, lens = (case.block_table, case.seq_lens) if cuda else (w.block_table, w.seq_lens)
-        out = case.q.new_empty(case.q.shape)
+        out = case.q.new_empty(case.q.shape, dtype=case.out_dtype)
+        tensors = case.q, case.k_cache, case.v_cache, table, lens, out
+        wrapper.run(*tensors, extras=case.extras)  # looks at scales, which a capture cannot
 
         def call():
-            return wrapper.run(case.q, case.k_cache, case.v_cache, table, lens, out)
+            return wrapper.run(*tensors, extras=case.extras)
 
         note = (
             f"{stats.work_tiles} tiles, {stats.partials} partials, "

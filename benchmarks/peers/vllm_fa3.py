@@ -53,6 +53,8 @@ def schedule(
 class FA3:
     """Paged, variable lengths; reads the KV of each request on its own."""
 
+    serves = ("sinks", "soft_cap", "fp8")
+
     def __init__(self, options: Options) -> None:
         require_fa3(options.device)
 
@@ -63,7 +65,12 @@ class FA3:
         if w.query_parents is not None:
             raise UnavailableError("no token trees")
         starts, longest = case.query_start_loc(), int(w.seq_lens.max())
-        out = torch.empty_like(case.q)
+        out = torch.empty_like(case.q, dtype=case.out_dtype)
+        # as vLLM's backend hands them over: a view for each request
+        scales = {
+            f"{x}_descale": None if scale is None else scale.expand(w.num_reqs, -1)
+            for x, scale in zip("qkv", case.extras[3:], strict=True)
+        }
 
         def launch(splits: int) -> Launch:
             metadata = schedule(case, starts, w.query_len, case.seq_lens, longest, True, splits)
@@ -84,6 +91,9 @@ class FA3:
                     scheduler_metadata=metadata,
                     fa_version=3,
                     num_splits=splits,
+                    softcap=case.extras.soft_cap,
+                    s_aux=case.extras.sinks,
+                    **scales,
                 )
                 return out
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from tests.batches import PagedBatch
@@ -23,7 +24,9 @@ from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.portable import launch as portable_launch
+from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.settings import settings
 
@@ -125,7 +128,7 @@ class Group:
             "kv_cache_dtype": "auto",
         }
         self.impl = cuda.PrefixShareCUDAImpl(**{**arguments, **layer_args})
-        layer = Attention.__new__(Attention)
+        layer = self.layer = Attention.__new__(Attention)
         torch.nn.Module.__init__(layer)
         layer.impl = self.impl
         layer.kv_cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
@@ -185,13 +188,15 @@ class Group:
 
     def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
         """Output of all rows; what was not written is NaN."""
-        cache = torch.cat([batch.k_cache, batch.v_cache], dim=-1)  # as vLLM packs them
-        cache = cache.transpose(1, 2)
-        q = torch.zeros(num_tokens, HEADS, HEAD_DIM, dtype=torch.float16)
+        caches = [batch.k_cache, batch.v_cache]
+        if caches[0].element_size() == 1:
+            caches = [cache.view(torch.uint8) for cache in caches]
+        cache = torch.cat(caches, dim=-1).transpose(1, 2)  # as vLLM packs them
+        q = torch.zeros(num_tokens, HEADS, HEAD_DIM, dtype=torch.float16).to(batch.q.dtype)
         q[: len(batch.q)] = batch.q
-        out = torch.full_like(q, torch.nan)
+        out = torch.full(q.shape, torch.nan, dtype=torch.float16)
         k = v = torch.zeros(num_tokens, KV_HEADS, HEAD_DIM, dtype=torch.float16)
-        return self.impl.forward(None, q, k, v, cache, metadata, out)
+        return self.impl.forward(self.layer, q, k, v, cache, metadata, out)
 
     def assert_right(self, batch: PagedBatch) -> None:
         """Build the step's metadata and run the layer: the output is float64's."""
@@ -415,6 +420,68 @@ def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
     metadata = group.builder.build(0, common)
     batch.seq_lens -= 6
     assert relative_error(group.forward(batch, metadata, 8), reference(batch)) < 2e-3
+
+
+SINKS = torch.tensor([2.0, -1.0, 0.5, 4.0])
+SLOPES = [0.5, 0.2, 0.1, 0.05]
+#: what VLLM_PREFIXSHARE_EXPERIMENTAL names -> arguments of the layer, what they stand for
+EXPERIMENTS = {
+    "sinks": ({"sinks": SINKS.to(torch.float16)}, LayerExtras(sinks=SINKS)),
+    "softcap": ({"logits_soft_cap": 2.5}, LayerExtras(soft_cap=2.5)),
+    "alibi": ({"alibi_slopes": SLOPES}, LayerExtras(alibi_slopes=torch.tensor(SLOPES))),
+    "fp8": ({"kv_cache_dtype": "fp8"}, LayerExtras(q_scale=0.8, k_scale=1.3, v_scale=0.7)),
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_no_gpu_has_run_is_served_where_it_is_asked_for(monkeypatch, name):
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
+    supports = "flash_attn_supports_kv_cache_dtype"
+    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True)
+    share_whatever_it_costs(monkeypatch)
+    changes, extras = EXPERIMENTS[name]
+    assert not Group(monkeypatch, **changes).impl.shares
+    assert len(STATS.fallbacks) == 1
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
+    settings.cache_clear()
+    batch = shared_batch([70, 90, 61, 55])
+    spec = FullAttentionSpec(**SPEC)
+    if name == "fp8":
+        fp8 = torch.float8_e4m3fn
+        batch = replace(
+            batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
+        )
+        spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
+    group = Group(monkeypatch, spec=spec, **changes)
+    assert group.impl.shares
+    for letter in "qkv":
+        value = getattr(extras, f"{letter}_scale")
+        scale = torch.tensor(1.0 if value is None else value)
+        setattr(group.layer, f"_{letter}_scale", scale)
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    out = group.forward(batch, metadata, len(batch.q))
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    wanted = reference_attention(batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras)
+    assert relative_error(out, wanted) < 2e-3
+    assert STATS.shared_steps == 1
+    if name == "fp8":  # another scale in its place counts from the next call on
+        group.layer._v_scale.fill_(1.4)
+        again = group.forward(batch, metadata, len(batch.q))
+        assert relative_error(again, 2 * wanted) < 2e-3
+        group.layer._k_scale = torch.tensor(torch.nan)
+        with pytest.raises(PrefixShareError, match="k_scale must be positive and finite"):
+            group.forward(batch, metadata, len(batch.q))
+
+
+def test_a_quantised_cache_is_cleaned_after_sleep(monkeypatch):
+    group, _ = planned(monkeypatch, [70, 90])
+    layer = group.config.compilation_config.static_forward_context["layer"]
+    layer.kv_cache = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 32)
+    cuda_metadata.after_wake_up()
+    numbers = layer.kv_cache.view(torch.float8_e4m3fn).float()
+    assert numbers.isfinite().all()
+    assert (layer.kv_cache.flatten() == torch.arange(256)).sum() == 254
 
 
 @pytest.mark.parametrize(

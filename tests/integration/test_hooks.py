@@ -124,6 +124,26 @@ def test_layers_that_cannot_be_served_are_named(changes, reason):
     assert support.selector_refusal(layer(**changes), DTYPES) == reason
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("sinks", {"has_sink": True}),
+        ("fp8", {"kv_cache_dtype": "fp8"}),
+        ("fp8", {"kv_cache_dtype": "fp8_e4m3"}),
+        ("head_dim", {"head_size": 512}),
+    ],
+)
+def test_what_no_gpu_has_run_is_served_on_gpus_that_ask_for_it(monkeypatch, name, changes):
+    assert support.selector_refusal(layer(**changes), DTYPES) is not None
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
+    settings.cache_clear()
+    assert support.declines(layer(**changes), support.CUDA_DTYPES) is None
+    assert support.declines(layer(**changes), DTYPES) is not None, "a CPU"
+    other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "has_sliding_window": True}
+    for field, value in other.items():
+        assert support.declines(layer(**{field: value}), support.CUDA_DTYPES) is not None
+
+
 def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
 

@@ -17,7 +17,7 @@ from itertools import product
 
 import triton
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.compile import compile_launches
 from vllm_prefixshare.kernels.precompile import stand_in
 from vllm_prefixshare.kernels.registry import candidates, make_kernel
@@ -36,8 +36,40 @@ class Variant:
     dtype: str = "bfloat16"
 
 
+@dataclass(frozen=True)
+class Extra(Variant):
+    """A variant with what a layer may add; ``features`` as in ``AttentionConfig``."""
+
+    kv_dtype: str | None = None
+    query_dtype: str | None = None
+    features: tuple[str, ...] = ()
+
+
+def extras(which: str) -> Iterator[Variant]:
+    """``few-extras``: those of which a change breaks most; ``extras``: all."""
+    yield Extra((32, 8), 128, features=("sinks", "soft_cap"))
+    yield Extra((32, 8), 128, kv_dtype=FP8, query_dtype=FP8)
+    if which == "few-extras":
+        return
+    for features in (("sinks",), ("soft_cap",), ("alibi",), ("alibi", "sinks", "soft_cap")):
+        yield Extra((32, 8), 128, features=features)
+        yield Extra((32, 8), 128, 4, True, features=features)
+    yield Extra((64, 8), 64, features=("sinks",))  # gpt-oss
+    yield Extra((16, 8), 256, features=("soft_cap",))  # Gemma 2
+    yield Extra((16, 2), 512)
+    yield Extra((16, 2), 512, 4, True)
+    yield Extra((32, 8), 128, kv_dtype=FP8)
+    for heads, dim in product(HEADS, (64, 128, 256)):
+        yield Extra(heads, dim, kv_dtype=FP8, query_dtype=FP8)
+    yield Extra((32, 8), 128, 4, True, kv_dtype=FP8, query_dtype=FP8)
+    yield Extra((64, 8), 64, kv_dtype=FP8, query_dtype=FP8, features=("sinks",))
+
+
 def variants(which: str) -> Iterator[Variant]:
     """``few``: the commonest; ``main``: each property beside the commonest; ``all``."""
+    if which.endswith("extras"):
+        yield from extras(which)
+        return
     yield Variant((32, 8), 128)
     yield Variant((32, 8), 128, 4, True)
     if which == "few":
@@ -68,7 +100,8 @@ def compile_variant(
     """
     major, minor = map(int, capability.split("."))
     gpu = stand_in((major, minor))
-    attention = AttentionConfig(*variant.heads, variant.head_dim, 16, variant.dtype)
+    more = {name: getattr(variant, name) for name in set(asdict(variant)) - set(asdict(PLAIN))}
+    attention = AttentionConfig(*variant.heads, variant.head_dim, 16, variant.dtype, **more)
     for name in candidates(attention, gpu):
         if kernel not in (None, name):
             continue
@@ -98,6 +131,7 @@ def compile_variant(
             }
 
 
+PLAIN = Variant((32, 8), 128)
 #: binaries that this process has compiled
 SEEN: set[str] = set()
 
@@ -105,7 +139,9 @@ SEEN: set[str] = set()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", nargs="+", default=CAPABILITIES)
-    parser.add_argument("--variants", default="all", choices=("few", "main", "all"))
+    parser.add_argument(
+        "--variants", default="all", choices=("few", "main", "all", "few-extras", "extras")
+    )
     parser.add_argument("--kernel", choices=("hopper", "portable"))
     parser.add_argument("--lse", action="store_true", help="with the log-sum-exp as a result")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th of them, from the I-th on")

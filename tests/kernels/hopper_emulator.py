@@ -118,10 +118,14 @@ def emulate(
     max_runs: int,
     kv_tile: int = 128,
     tree_mask: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    soft_cap: float = 0.0,
+    scales: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp of the kernel and of merge states; arguments as the kernel's, caches
-    NHD.
+    NHD. ``scales`` of queries, K and V are ``[num_kv_heads]`` each.
     """
+    q_scale, k_scale, v_scale = np.ones((3, k_cache.shape[2])) if scales is None else scales
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_qo_heads // num_kv_heads
@@ -137,6 +141,10 @@ def emulate(
         partial = int(plan["slot_partial"][tile, slot])
         query, qo_head = row // group, head * group + row % group
         if partial < 0:
+            if sinks is not None:  # the kernel begins with it, in a sum that comes out the same
+                most = max(lse, sinks[qo_head])
+                total = np.exp(lse - most) + np.exp(sinks[qo_head] - most)
+                result, lse = result * np.exp(lse - most) / total, most + np.log(total)
             assert np.isnan(out[query_start_loc[request] + query, qo_head]).all(), "written twice"
             out[query_start_loc[request] + query, qo_head] = result
             out_lse[query_start_loc[request] + query, qo_head] = lse
@@ -197,9 +205,13 @@ def emulate(
                     for head in range(num_kv_heads):
                         k = k_cache[block, column, head].astype(np.float64)
                         v = v_cache[block, column, head].astype(np.float64)
-                        s = k @ q[token, head * group + row % group] * head_dim**-0.5
+                        s = k @ q[token, head * group + row % group]
+                        s *= head_dim**-0.5 * q_scale[head] * k_scale[head]
+                        if soft_cap:
+                            s = soft_cap * (1 - 2 / (np.exp(2 * s / soft_cap) + 1))
                         p = np.exp(s - s.max())
-                        write(tile, slot, row, head, p @ v / p.sum(), s.max() + np.log(p.sum()))
+                        o = p @ v / p.sum() * v_scale[head]
+                        write(tile, slot, row, head, o, s.max() + np.log(p.sum()))
             tile = int(plan["tile_info"][tile, 4]) - 1
 
     for request in range(len(seq_lens)):
@@ -208,9 +220,13 @@ def emulate(
             continue
         for query in range(query_start_loc[request + 1] - query_start_loc[request]):
             at = np.arange(low, high) * query_len + query
-            largest = partial_lse[at].max(axis=0)
-            weight = np.exp(partial_lse[at] - largest)[..., None]
-            merged = (weight * partial_out[at]).sum(axis=0) / weight.sum(axis=0)
+            lse, parts = partial_lse[at], partial_out[at]
+            if sinks is not None:  # a state whose output is zero
+                lse = np.concatenate([lse, sinks[None]])
+                parts = np.concatenate([parts, np.zeros_like(parts[:1])])
+            largest = lse.max(axis=0)
+            weight = np.exp(lse - largest)[..., None]
+            merged = (weight * parts).sum(axis=0) / weight.sum(axis=0)
             out[query_start_loc[request] + query] = merged
             out_lse[query_start_loc[request] + query] = largest + np.log(weight.sum(axis=0))[..., 0]
     return out, out_lse

@@ -8,6 +8,7 @@ import torch
 from tests.batches import PagedBatch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
 from vllm_prefixshare.kernels.portable.launch import portable_partial_attention as partial_attention
@@ -27,7 +28,7 @@ def make_plan(
 ) -> DecodePlan:
     heads, head_dim = batch.q.shape[1:]
     block_size, kv_heads = batch.k_cache.shape[1:3]
-    name = str(batch.q.dtype).removeprefix("torch.")
+    name = "float16" if batch.q.element_size() == 1 else str(batch.q.dtype).removeprefix("torch.")
     attention = AttentionConfig(heads, kv_heads, head_dim, block_size, name)
     query_len = int(np.diff(batch.query_start_loc).max())
     rows = query_len * attention.gqa_group_size
@@ -47,13 +48,16 @@ def make_plan(
 class Portable:
     """A plan on the device; ``run`` may follow with other lengths.
 
-    tile: that of an H100 if None.
+    tile: that of an H100 if None. extras: its scales are tensors.
+    bits: quantised numbers are handed over as bytes, as to GPUs without the type.
     """
 
     plan: DecodePlan
     batch: PagedBatch
     workers: int = 3
     tile: QTile | None = None
+    extras: LayerExtras = PLAIN
+    bits: bool = False
 
     def __post_init__(self) -> None:
         b = self.batch
@@ -72,11 +76,14 @@ class Portable:
         """Output on the CPU; what was never written is NaN. ``with_lse`` fills ``lse``, too."""
         b = self.batch
         q, k, v = (t.to(DEVICE) for t in (b.q, b.k_cache, b.v_cache))
+        out_dtype = torch.float16 if q.element_size() == 1 else q.dtype
+        if self.bits:
+            q, k, v = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (q, k, v))
         table, lens, starts = (
             torch.from_numpy(x).to(DEVICE) for x in (b.block_table, b.seq_lens, b.query_start_loc)
         )
         mask = None if tree_mask is None else torch.from_numpy(tree_mask).to(DEVICE)
-        out = torch.full_like(q, torch.nan)
+        out = torch.full_like(q, torch.nan, dtype=out_dtype)
         lse = self.lse.fill_(torch.nan) if with_lse else None
         partial_attention(
             self.tile,
@@ -95,6 +102,7 @@ class Portable:
             out,
             self.head_dim**-0.5,
             lse,
+            self.extras,
         )
         merge_states(
             self.arrays["merge_indptr"],
@@ -104,6 +112,7 @@ class Portable:
             starts,
             self.query_len,
             lse,
+            self.extras.sinks,
         )
         return out.cpu()
 

@@ -65,6 +65,14 @@ def test_the_kernels_that_return_the_log_sum_exp_compile_and_fit():
     assert {row["kernel"] for row in rows} == {"hopper", "portable", "merge_states"}
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES if ALL else ["8.0", "9.0"])
+def test_the_kernels_of_layers_with_extras_compile_and_fit(capability):
+    which = "extras" if ALL else "few-extras"
+    rows = compiled(INSTALLED, which, "--capability", capability)
+    assert "portable" in {row["kernel"] for row in rows}
+    assert ("hopper" in {row["kernel"] for row in rows}) == (capability == "9.0")
+
+
 @pytest.mark.skipif(not ALL, reason="hours of compiling: make kernels")
 @pytest.mark.parametrize("version", tritons.RELEASES)
 def test_every_variant_compiles_and_fits(version):

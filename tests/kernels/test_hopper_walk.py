@@ -8,6 +8,7 @@ from tests.kernels.hopper_emulator import emulate, kv_tiles
 from tests.planning.strategies import document_qa, make_planner
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -26,6 +27,7 @@ def walk(
     query_lens: list[int] | None = None,
     workers: int = 5,
     token_tree: bool = False,
+    extras: LayerExtras = PLAIN,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output of the emulated kernel and of the reference, for a tree that has grown since; behind
     the ``head_dim`` numbers of each head its log-sum-exp.
@@ -63,10 +65,14 @@ def walk(
     result = emulate(
         layout, workers, q, k, v, batch.block_table, seq_lens, starts, query_len, runs,
         tree_mask=mask,
+        sinks=None if extras.sinks is None else extras.sinks.numpy(),
+        soft_cap=extras.soft_cap,
+        scales=None if extras.k_scale is None else tuple(x.numpy() for x in extras[3:]),
     )  # fmt: skip
     if mask is None:
         expected = reference_attention_and_lse(
-            *(torch.from_numpy(x) for x in (q, k, v, batch.block_table, seq_lens, starts))
+            *(torch.from_numpy(x) for x in (q, k, v, batch.block_table, seq_lens, starts)),
+            extras=extras,
         )
     else:
         expected = tree_attention(q, k, v, batch.block_table, seq_lens, starts, mask)
@@ -150,6 +156,25 @@ def test_other_block_sizes(block_size: int) -> None:
 )
 def test_several_queries(spec: str, query_lens: list[int], divider: str) -> None:
     np.testing.assert_allclose(*walk(spec, divider, query_lens=query_lens), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("divider", ["deft_flatten", "per_request"])
+@pytest.mark.parametrize("query_lens", [None, [2, 1, 2, 2, 1, 2]], ids=["one", "ragged"])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_layers_with_extras(block_size, query_lens, divider) -> None:
+    """Requests that one tile finishes and requests that are merged get their sinks once."""
+    extras = LayerExtras(
+        sinks=torch.tensor([3.0, -2.0, 0.0, 6.0], dtype=torch.float64),
+        soft_cap=2.5,
+        q_scale=torch.tensor([0.7, 1.2], dtype=torch.float64),
+        k_scale=torch.tensor([1.3, 0.9], dtype=torch.float64),
+        v_scale=torch.tensor([0.5, 2.0], dtype=torch.float64),
+    )
+    out, expected = walk(
+        f"1,6_{4 * block_size},40", divider, (4, 2), block_size=block_size, query_lens=query_lens,
+        extras=extras,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("query_lens", [[5, 3, 5], [70, 1, 66]])

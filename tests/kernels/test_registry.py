@@ -62,6 +62,28 @@ def test_hopper_comes_first_on_its_gpu_only():
     assert candidates(SHAPE, H100, "portable") == ["portable"]
 
 
+FP8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "extras", "hopper_serves"),
+    [
+        (128, {"features": ("sinks", "soft_cap")}, True),
+        (128, {"features": ("alibi",)}, False),
+        (512, {}, False),
+        (128, {"kv_dtype": FP8, "query_dtype": FP8}, True),
+        (128, {"kv_dtype": FP8}, False),
+        (72, {"kv_dtype": FP8, "query_dtype": FP8}, False),
+    ],
+)
+def test_layers_with_extras_find_the_kernel_that_has_them(head_dim, extras, hopper_serves):
+    shape = AttentionConfig(32, 8, head_dim, 16, **extras)
+    assert candidates(shape, H100) == ["hopper", "portable"][not hopper_serves :]
+    if not hopper_serves:
+        with pytest.raises(PrefixShareError, match="kernel 'hopper' needs compute"):
+            candidates(shape, H100, "hopper")
+
+
 @pytest.mark.parametrize(
     ("shape", "gpu", "kernel", "query_len", "message"),
     [

@@ -55,6 +55,8 @@ def test_defaults():
     [
         ("VLLM_PREFIXSHARE_SHARE", "never", "never"),
         ("VLLM_PREFIXSHARE_SHARE", "ALWAYS", "always"),
+        ("VLLM_PREFIXSHARE_EXPERIMENTAL", "", frozenset()),
+        ("VLLM_PREFIXSHARE_EXPERIMENTAL", "fp8, Sinks", frozenset({"fp8", "sinks"})),
         ("VLLM_PREFIXSHARE_STRICT", "1", True),
         ("VLLM_PREFIXSHARE_STRICT", "0", False),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "1", True),
@@ -77,6 +79,7 @@ def test_values_are_parsed(name, text, value):
     [
         ("VLLM_PREFIXSHARE_SHARE", "sometimes", "auto, always, never"),
         ("VLLM_PREFIXSHARE_SHARE", "", "auto, always, never"),
+        ("VLLM_PREFIXSHARE_EXPERIMENTAL", "fp8,sink", "some of fp8,sinks,softcap,alibi,head_dim"),
         ("VLLM_PREFIXSHARE_STRICT", "yes", "0 or 1"),
         ("VLLM_PREFIXSHARE_STRICT", "", "0 or 1"),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "true", "0 or 1"),
@@ -140,9 +143,9 @@ def test_attention_without_grouped_queries():
         ("block_size", 0, "block_size must be at least 1, got 0."),
         ("num_kv_heads", 5, "num_qo_heads must be a multiple of num_kv_heads, got 32 and 5."),
         ("num_kv_heads", 64, "num_qo_heads must be a multiple of num_kv_heads, got 32 and 64."),
-        ("head_dim", 56, "head_dim must be a multiple of 8 from 64 to 256, got 56."),
-        ("head_dim", 264, "head_dim must be a multiple of 8 from 64 to 256, got 264."),
-        ("head_dim", 100, "head_dim must be a multiple of 8 from 64 to 256, got 100."),
+        ("head_dim", 56, "head_dim must be a multiple of 8 from 64 to 512, got 56."),
+        ("head_dim", 520, "head_dim must be a multiple of 8 from 64 to 512, got 520."),
+        ("head_dim", 100, "head_dim must be a multiple of 8 from 64 to 512, got 100."),
         ("dtype", "int8", "dtype must be one of float32, bfloat16, float16, got int8."),
     ],
 )

@@ -201,15 +201,16 @@ def _layers(layers: list[LayerKind], machine: Machine) -> list[dict[str, Any]]:
 
 
 def _falls_back(layer: LayerKind, on_cpu: bool) -> str | None:
-    from vllm_prefixshare.integration.support import selector_refusal
+    from vllm_prefixshare.integration.support import CUDA_DTYPES, NOTHING, selector_refusal
 
     if layer.chunked:
         return "chunked local attention"
-    if layer.alibi:
+    experimental = NOTHING if on_cpu else settings().experimental
+    if layer.alibi and "alibi" not in experimental:
         return "ALiBi slopes"
-    if layer.logits_soft_cap:
+    if layer.logits_soft_cap and "softcap" not in experimental:
         return "a logits soft cap"
-    return selector_refusal(layer, DTYPES if on_cpu else ("bfloat16", "float16"))
+    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, experimental)
 
 
 def strict(served: list[dict[str, Any]]) -> str:

@@ -49,7 +49,7 @@ def fingerprint(
         gqa_group_size=0,
         head_dim=attention.head_dim,
         dtype=width,
-        kv_dtype=width,
+        kv_dtype="8-bit" if attention.kv_dtype else width,
         block_size=0,
         kernel=KERNELS[executor],
     )

@@ -59,7 +59,8 @@ class AnalyticCost:
     ) -> FloatArray:
         rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
         item = 4 if self.attention.dtype == "float32" else 2
-        moved = (2 * kv_len + 2 * rows) * self._width * item
+        kv_item = 1 if self.attention.kv_dtype else item
+        moved = (2 * kv_len * kv_item + 2 * rows * item) * self._width
         flops = 4.0 * rows * kv_len * self._width
         return np.maximum(moved / bytes_per_us, flops / flops_per_us)
 

@@ -38,14 +38,14 @@ class Fingerprint:
 
     @classmethod
     def of(cls, attention: AttentionConfig, device: str, kernel: str) -> "Fingerprint":
-        """The fingerprint of a layer whose query and cache have the same dtype."""
+        """The fingerprint of a layer."""
         return cls(
             device=device,
             num_kv_heads=attention.num_kv_heads,
             gqa_group_size=attention.gqa_group_size,
             head_dim=attention.head_dim,
             dtype=attention.dtype,
-            kv_dtype=attention.dtype,
+            kv_dtype=attention.of_cache,
             block_size=attention.block_size,
             kernel=kernel,
         )

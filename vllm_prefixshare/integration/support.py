@@ -1,9 +1,9 @@
 """Which layers are served; the others keep vLLM's own backend."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM
+from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME, metrics
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
@@ -12,13 +12,21 @@ from vllm_prefixshare.settings import settings
 
 #: dtypes that the GPU kernels take.
 CUDA_DTYPES = ("bfloat16", "float16")
+#: largest head_dim that a GPU has run
+USUAL_HEAD_DIM = 256
+#: vLLM's names of an e4m3 KV cache with scales of tensors or heads
+FP8_CACHES = ("fp8", "fp8_e4m3")
+NOTHING: frozenset[str] = frozenset()
 
 
-def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
+def selector_refusal(
+    layer: Any, dtypes: Iterable[str], experimental: frozenset[str] = NOTHING
+) -> str | None:
     """Why a layer with this ``AttentionSelectorConfig`` cannot be served, or None.
 
     Args:
         dtypes: those that the platform's executors take.
+        experimental: of ``settings.EXPERIMENTAL``, what is served all the same.
     """
     dtype = str(layer.dtype).removeprefix("torch.")
     named = {
@@ -35,14 +43,18 @@ def selector_refusal(layer: Any, dtypes: Iterable[str]) -> str | None:
         "use_batch_invariant": "batch invariance",
     }
     # not every release has every field
+    if "sinks" in experimental:
+        del named["has_sink"]
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
     if dtype not in dtypes:
         found.append(f"dtype {dtype}")
-    if layer.kv_cache_dtype not in (None, "auto", dtype):
+    caches = FP8_CACHES if "fp8" in experimental else ()
+    if layer.kv_cache_dtype not in (None, "auto", dtype, *caches):
         found.append(f"a {layer.kv_cache_dtype} KV cache")
-    if not MIN_HEAD_DIM <= layer.head_size <= MAX_HEAD_DIM or layer.head_size % 8:
+    widest = MAX_HEAD_DIM if "head_dim" in experimental else USUAL_HEAD_DIM
+    if not MIN_HEAD_DIM <= layer.head_size <= widest or layer.head_size % 8:
         found.append(f"head_dim {layer.head_size}")
     return found[0] if found else None
 
@@ -55,7 +67,9 @@ def declines(layer: Any, dtypes: Iterable[str]) -> str | None:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
     """
     metrics.start_in_worker()
-    reason = selector_refusal(layer, dtypes)
+    dtypes = tuple(dtypes)
+    experimental = settings().experimental if dtypes == CUDA_DTYPES else NOTHING
+    reason = selector_refusal(layer, dtypes, experimental)
     if reason is not None:
         fall_back(reason)
     return reason
@@ -76,22 +90,53 @@ def spec_refusal(spec: Any) -> str | None:
     return None
 
 
-def impl_refusal(impl: Any, full_context: object) -> str | None:
+def impl_refusal(
+    impl: Any, full_context: object, experimental: frozenset[str] = NOTHING
+) -> str | None:
     """Why a layer with this implementation cannot be served, or None; for what is not in the
     selector's configuration.
 
     Args:
         full_context: value of ``sliding_window`` that stands for none.
+        experimental: as in ``selector_refusal``.
     """
+    cache = impl.kv_cache_dtype
+    takes_cache = "fp8" not in cache or ("fp8" in experimental and cache in FP8_CACHES)
+    slopes, cap = impl.alibi_slopes is not None, bool(impl.logits_soft_cap)
     checks = (
-        (impl.alibi_slopes is not None, "ALiBi slopes"),
-        (bool(impl.logits_soft_cap), "a logits soft cap"),
+        (slopes and "alibi" not in experimental, "ALiBi slopes"),
+        (cap and "softcap" not in experimental, "a logits soft cap"),
         (impl.sliding_window != full_context, "a sliding window"),
-        (impl.sinks is not None, "attention sinks"),
+        (impl.sinks is not None and "sinks" not in experimental, "attention sinks"),
         (impl.attn_type != "decoder", f"attention type {impl.attn_type}"),
-        ("fp8" in impl.kv_cache_dtype, f"a {impl.kv_cache_dtype} KV cache"),
+        (not takes_cache, f"a {cache} KV cache"),
     )
     return next((reason for found, reason in checks if found), None)
+
+
+def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> AttentionConfig:
+    """What an executor for these implementations of one shape must serve.
+
+    Args:
+        dtype: of the model, whatever the KV cache holds.
+    """
+    impl = impls[0]
+    has = {
+        "sinks": any(x.sinks is not None for x in impls),
+        "soft_cap": any(x.logits_soft_cap for x in impls),
+        "alibi": any(x.alibi_slopes is not None for x in impls),
+    }
+    kv_dtype = FP8 if "fp8" in impl.kv_cache_dtype else None
+    return AttentionConfig(
+        impl.num_heads,
+        impl.num_kv_heads,
+        impl.head_size,
+        block_size,
+        str(dtype).removeprefix("torch."),
+        kv_dtype,
+        kv_dtype if getattr(impl, "supports_quant_query_input", False) else None,
+        tuple(name for name, there in has.items() if there),
+    )
 
 
 def fall_back(reason: str) -> None:

@@ -6,6 +6,7 @@ from triton.compiler import CompiledKernel
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Gpu, Kernel, Tensors
+from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.launching import only_compile
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.records import PrefixShareError
@@ -56,6 +57,7 @@ def compile_launches(
                 merge_states(
                     words.new_empty(tokens + 1), arguments.partial_out, arguments.partial_lse,
                     out, arguments.query_start_loc, query_len, arguments.out_lse,
+                    arguments.extras.sinks,
                 )  # fmt: skip
     except Exception as e:  # what Triton raises differs between its releases
         raise CompileError(
@@ -79,6 +81,8 @@ def _arguments(
     """Tensors without memory, like an engine's in all that Triton looks at."""
     num_heads, kv_heads, dim = attention.num_qo_heads, attention.num_kv_heads, attention.head_dim
     dtype = getattr(torch, attention.dtype)
+    of_queries = getattr(torch, attention.of_queries)
+    of_cache = getattr(torch, attention.of_cache)
 
     def words(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -87,15 +91,30 @@ def _arguments(
         # not empty_like: on meta tensors that imports SymPy, which takes a second
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q = numbers(64 * query_len, num_heads, dim)
+    q = numbers(64 * query_len, num_heads, dim, dtype=of_queries)
     # vLLM keeps K and V of a token's head side by side
     if layout == "HND":
-        cache = numbers(8, kv_heads, attention.block_size, 2 * dim).transpose(1, 2)
+        cache = numbers(8, kv_heads, attention.block_size, 2 * dim, dtype=of_cache)
+        cache = cache.transpose(1, 2)
     else:
-        cache = numbers(8, attention.block_size, kv_heads, 2 * dim)
+        cache = numbers(8, attention.block_size, kv_heads, 2 * dim, dtype=of_cache)
     k_cache, v_cache = cache.chunk(2, dim=-1)
     partials = 16 * query_len
     lens = words(64)
+
+    def scale(quantised: str | None) -> torch.Tensor | None:
+        return numbers(1, dtype=torch.float32).expand(kv_heads) if quantised else None
+
+    extras = LayerExtras(
+        sinks=numbers(num_heads, dtype=torch.float32) if "sinks" in attention.features else None,
+        soft_cap=50.0 if "soft_cap" in attention.features else 0.0,
+        alibi_slopes=(
+            numbers(num_heads, dtype=torch.float32) if "alibi" in attention.features else None
+        ),
+        q_scale=scale(attention.query_dtype),
+        k_scale=scale(attention.kv_dtype),
+        v_scale=scale(attention.kv_dtype),
+    )
     return Tensors(
         q=q,
         k_cache=k_cache,
@@ -107,6 +126,7 @@ def _arguments(
         partial_out=numbers(partials, num_heads, dim, dtype=torch.float32),
         partial_lse=numbers(partials, num_heads, dtype=torch.float32),
         out=numbers(*q.shape),
+        extras=extras,
         out_lse=numbers(*q.shape[:2], dtype=torch.float32) if lse else None,
     )
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_prefixshare.config import PlannerConfig
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -75,6 +76,7 @@ class Executor(Protocol):
         sm_scale: float,
         *,
         lse: torch.Tensor | None = None,
+        extras: LayerExtras | None = None,
     ) -> torch.Tensor:
         """Attention of one layer under the plan in force. Once per layer.
 
@@ -87,6 +89,7 @@ class Executor(Protocol):
             sm_scale: softmax scale.
             lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: where to write the log-sum-exp
                 of each query's scaled scores, natural logarithm; not computed if None.
+            extras: what the layer adds to plain attention.
 
         Raises:
             PrefixShareError: a tensor of another shape, dtype, device or layout.
@@ -95,7 +98,10 @@ class Executor(Protocol):
 
 
 class Tensors(NamedTuple):
-    """Arguments of one launch, on the device and checked."""
+    """Arguments of one launch, on the device and checked.
+
+    extras: its scales are tensors where numbers are quantised, see ``extras.checked_extras``.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -108,6 +114,7 @@ class Tensors(NamedTuple):
     partial_lse: torch.Tensor
     out: torch.Tensor
     out_lse: torch.Tensor | None
+    extras: LayerExtras = PLAIN
 
 
 class Capacity(NamedTuple):

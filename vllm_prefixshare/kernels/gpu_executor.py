@@ -13,11 +13,15 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.kernels.contract import Capacity, HostBatch, Tensors
+from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
+
+#: records of layers that an executor remembers to have checked
+MOST_EXTRAS = 1024
 
 
 class GpuExecutor:
@@ -72,6 +76,7 @@ class GpuExecutor:
         self._has_tree = False
         self._num_reqs = self._num_tokens = 0
         self._checked: set[tuple[object, ...]] = set()
+        self._extras: dict[int, tuple[LayerExtras | None, LayerExtras]] = {}
 
     def planner_config(
         self, divider: str | None = None, share: str = "always", **options: Any
@@ -203,6 +208,7 @@ class GpuExecutor:
         tree_mask: torch.Tensor | None = None,
         *,
         lse: torch.Tensor | None = None,
+        extras: LayerExtras | None = None,
     ) -> torch.Tensor:
         """Attention of one layer under the plan in force.
 
@@ -220,6 +226,9 @@ class GpuExecutor:
                 this and ``query_start_loc`` are None, causal if there are none.
             lse: as in ``contract.Executor.run``. The first launch with it compiles: before a CUDA
                 graph is captured.
+            extras: what the layer adds to plain attention. The same record for every call of a
+                layer: its tensors are checked at its first call outside of a capture, which waits
+                for the GPU.
 
         Raises:
             PrefixShareError: a tensor of another shape, dtype, device or layout.
@@ -231,13 +240,14 @@ class GpuExecutor:
         if signature not in self._checked:
             self._check(*tensors)
             self._checked.add(signature)
+        given = self._checked_extras(extras)
         work, partials = self.workspace, self.workspace.partials
         work.note_launch()
         if query_start_loc is None:
             query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
         arguments = Tensors(
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
-            partials.out, partials.lse, out, lse,
+            partials.out, partials.lse, out, lse, given,
         )  # fmt: skip
         self._kernel.launch(work.plan.arrays, arguments, sm_scale)
         merge_states(
@@ -248,8 +258,21 @@ class GpuExecutor:
             query_start_loc,
             self.query_len,
             lse,
+            given.sinks,
         )
         return out
+
+    def _checked_extras(self, extras: LayerExtras | None) -> LayerExtras:
+        """The extras of a layer as kernels take them, looked at once."""
+        if (kept := self._extras.get(id(extras))) is not None:
+            return kept[1]
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        checked = checked_extras(extras, self.attention, self.device, read=not capturing)
+        if not capturing:
+            if len(self._extras) >= MOST_EXTRAS:
+                self._extras.clear()
+            self._extras[id(extras)] = extras, checked  # held, so that its id is nobody else's
+        return checked
 
     def _check(
         self,
@@ -265,14 +288,17 @@ class GpuExecutor:
     ) -> None:
         a = self.attention
         dtype = getattr(torch, a.dtype)
+        of_queries, of_cache = getattr(torch, a.of_queries), getattr(torch, a.of_cache)
+        # 16 bytes, where head_dim has them
+        step = 16 if a.kv_dtype and a.head_dim % 16 == 0 else 8
         heads = (a.num_qo_heads, a.head_dim)
         block = (a.block_size, a.num_kv_heads, a.head_dim)
         n = self._num_reqs
         expected: list[tuple[str, torch.Tensor | None, torch.dtype, int, tuple[int, ...]]] = [
-            ("q", q, dtype, 3, heads),
+            ("q", q, of_queries, 3, heads),
             ("out", out, dtype, 3, heads),
-            ("k_cache", k_cache, dtype, 4, block),
-            ("v_cache", v_cache, dtype, 4, block),
+            ("k_cache", k_cache, of_cache, 4, block),
+            ("v_cache", v_cache, of_cache, 4, block),
             ("block_table", block_table, torch.int32, 2, ()),
             ("seq_lens", seq_lens, torch.int32, 1, ()),
             ("query_start_loc", query_start_loc, torch.int32, 1, ()),
@@ -296,10 +322,10 @@ class GpuExecutor:
                     f"{name} has strides {list(t.stride())}: its last dimensions must be "
                     "contiguous, and tokens a multiple of 8 elements apart."
                 )
-        if k_cache.stride() != v_cache.stride() or any(s % 8 for s in k_cache.stride()[:3]):
+        if k_cache.stride() != v_cache.stride() or any(s % step for s in k_cache.stride()[:3]):
             raise PrefixShareError(
                 f"k_cache and v_cache have strides {list(k_cache.stride())} and "
-                f"{list(v_cache.stride())}: they must be the same, in multiples of 8 elements."
+                f"{list(v_cache.stride())}: they must be the same, in multiples of {step} elements."
             )
         for name, t, least in (
             ("block_table", block_table, n),

@@ -26,6 +26,7 @@ def merge_states(
     query_start_loc: torch.Tensor | None = None,
     query_len: int = 1,
     out_lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Merge in the order of the partial results, so that the bits are the same every time.
 
@@ -45,6 +46,7 @@ def merge_states(
             ``query_len``; ``query_len`` each if None. Not read if ``query_len`` is 1.
         out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: the log-sum-exp over all
             partial results, natural logarithm. Not written if None, by a binary without it.
+        sinks: ``[num_qo_heads]``: merged as a state whose output is zero. None: not in the binary.
     """
     num_tokens, num_heads, head_dim = out.shape
     ragged = query_len > 1 and query_start_loc is not None
@@ -55,7 +57,7 @@ def merge_states(
     heads_each, unroll, warps = (2, 8, 1) if num_tokens * num_heads <= 2048 else (32, 4, 8)
     launch(
         _merge_states, (num_reqs, query_len, triton.cdiv(num_heads, heads_each)),
-        merge_indptr, partial_out, partial_lse, out, out_lse,
+        merge_indptr, partial_out, partial_lse, out, out_lse, sinks,
         query_start_loc if ragged else merge_indptr,
         out.stride(0),
         QUERY_LEN=query_len, RAGGED=ragged, HEADS=num_heads, HEAD_DIM=head_dim,
@@ -66,7 +68,7 @@ def merge_states(
 
 # not specialised: one binary serves every batch
 @triton.jit(do_not_specialize=["merge_indptr", "query_start_loc", "stride_out"])
-def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, query_start_loc,
+def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, sinks, query_start_loc,
                   stride_out, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
                   HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
                   HEADS_EACH: tl.constexpr, UNROLL: tl.constexpr):
@@ -89,6 +91,9 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, query_st
         m = tl.full([HEADS_EACH], float("-inf"), tl.float32)
         total = tl.zeros([HEADS_EACH], tl.float32)
         acc = tl.zeros([HEADS_EACH, D], tl.float32)
+        if sinks is not None:
+            m = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
+            total += 1.0
         for start in range(first, last, UNROLL):
             for i in tl.static_range(UNROLL):  # so many loads in flight
                 here = start + i < end

@@ -2,6 +2,8 @@
 
 import torch
 
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
+
 
 def reference_attention(
     q: torch.Tensor,
@@ -11,6 +13,7 @@ def reference_attention(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor | None = None,
     sm_scale: float | None = None,
+    extras: LayerExtras = PLAIN,
 ) -> torch.Tensor:
     """Paged causal attention without sharing.
 
@@ -21,12 +24,13 @@ def reference_attention(
         seq_lens: ``[num_reqs]`` tokens of each request, its queries (the last ones) included.
         query_start_loc: ``[num_reqs + 1]`` token range of each request; one each if None.
         sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
+        extras: of the layer; scales may be numbers or ``[1]`` or ``[num_kv_heads]``.
 
     Returns:
         float64 ``[num_tokens, num_qo_heads, head_dim]``.
     """
     return reference_attention_and_lse(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sm_scale
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sm_scale, extras
     )[0]
 
 
@@ -38,9 +42,10 @@ def reference_attention_and_lse(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor | None = None,
     sm_scale: float | None = None,
+    extras: LayerExtras = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference_attention``, and the log-sum-exp of each query's scaled scores: float64
-    ``[num_tokens, num_qo_heads]``, natural logarithm.
+    """As ``reference_attention``, and the log-sum-exp of each query's scaled scores and its
+    sink: float64 ``[num_tokens, num_qo_heads]``, natural logarithm.
     """
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -49,16 +54,41 @@ def reference_attention_and_lse(
     starts = list(range(len(seq_lens) + 1)) if query_start_loc is None else query_start_loc.tolist()
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float64, device=q.device)
+    q_scale, k_scale, v_scale = (
+        torch.as_tensor(1.0 if x is None else x, dtype=torch.float64, device=q.device)
+        .reshape(-1)
+        .expand(num_kv_heads)
+        .repeat_interleave(group)[:, None]
+        for x in (extras.q_scale, extras.k_scale, extras.v_scale)
+    )
     for request, length in enumerate(seq_lens.tolist()):
         first, last = starts[request], starts[request + 1]
         ids = block_table[request, : -(-length // block_size)].long()
-        k = k_cache[ids].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
-        v = v_cache[ids].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), k) * scale
+        k, v = (
+            _blocks(cache, ids)[:length].double().repeat_interleave(group, dim=1)
+            for cache in (k_cache, v_cache)
+        )
+        queries = q[first:last].double() * q_scale
+        scores = torch.einsum("qhd,khd->hqk", queries, k * k_scale) * scale
+        if extras.soft_cap:
+            scores = torch.tanh(scores / extras.soft_cap) * extras.soft_cap
         position = torch.arange(length - (last - first), length, device=q.device)
-        hidden = torch.arange(length, device=q.device) > position[:, None]
-        scores = scores.masked_fill(hidden, float("-inf"))
+        ahead = torch.arange(length, device=q.device) - position[:, None]
+        if extras.alibi_slopes is not None:
+            scores = scores + extras.alibi_slopes.double()[:, None, None] * ahead
+        scores = scores.masked_fill(ahead > 0, float("-inf"))
+        if extras.sinks is not None:
+            sinks = extras.sinks.double()[:, None, None].expand(-1, last - first, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
         lse[first:last] = torch.logsumexp(scores, dim=-1).T
-        weights = torch.softmax(scores, dim=-1)
-        out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
+        weights = torch.softmax(scores, dim=-1)[..., :length]
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, v * v_scale)
     return out, lse
+
+
+def _blocks(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``[tokens, num_kv_heads, head_dim]`` of the named blocks."""
+    if cache.element_size() > 1:
+        return cache[ids].flatten(0, 1)
+    # as bytes: torch cannot index quantised numbers everywhere
+    return cache.view(torch.uint8)[ids].view(cache.dtype).flatten(0, 1)

@@ -33,9 +33,11 @@ from vllm_prefixshare.integration.cuda.metadata import (
 from vllm_prefixshare.integration.precompiling import load_planning
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
+    attention_of,
     fall_back,
     impl_refusal,
 )
+from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.kernels.workspace import PartialResults
 from vllm_prefixshare.settings import settings
@@ -47,7 +49,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        reason = impl_refusal(self, (-1, -1)) or _config_refusal(config)
+        experimental = settings().experimental
+        reason = impl_refusal(self, (-1, -1), experimental) or _config_refusal(config)
         self.shares = reason is None
         if reason is not None:
             fall_back(reason)
@@ -55,6 +58,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         host_tables.want()
         # allocated here, since vLLM measures the memory left for the KV cache after the layers
         self.partials = _reserve_partials(self, config, this_device())
+        self._extras: LayerExtras | None = None
 
     def forward(
         self,
@@ -88,6 +92,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             super().forward(layer, query[n:], k, v, kv_cache, metadata.prefill_metadata, output[n:])
         if n:
             assert metadata.executor is not None
+            if metadata.executor.attention.kv_dtype is not None:
+                kv_cache = kv_cache.view(torch.float8_e4m3fn)
             k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
             metadata.executor.run(
                 query[:n],
@@ -98,8 +104,25 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
                 output[:n],
                 self.scale,
                 metadata.query_start_loc if metadata.executor.query_len > 1 else None,
+                extras=self._extras_of(layer, metadata.executor.attention),
             )
         return output
+
+    def _extras_of(self, layer: Any, attention: AttentionConfig) -> LayerExtras:
+        """What this layer adds to plain attention; one record, made at its first call, when its
+        weights are there. Scales stay where vLLM has them, and may change there.
+        """
+        quantised, kept = attention.kv_dtype is not None, self._extras
+        if kept is None or (quantised and kept.k_scale is not layer._k_scale):  # loaded anew
+            kept = self._extras = LayerExtras(
+                sinks=self.sinks,
+                soft_cap=float(self.logits_soft_cap or 0.0),
+                alibi_slopes=self.alibi_slopes,  # type: ignore[arg-type]  # made a tensor
+                q_scale=layer._q_scale if attention.query_dtype is not None else None,
+                k_scale=layer._k_scale if quantised else None,
+                v_scale=layer._v_scale if quantised else None,
+            )
+        return kept
 
     def do_kv_cache_update(
         self,
@@ -153,13 +176,8 @@ def this_device() -> torch.device:
 
 def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
     """Room for the partial results of any batch of this configuration."""
-    attention = AttentionConfig(
-        impl.num_heads,
-        impl.num_kv_heads,
-        impl.head_size,
-        config.cache_config.block_size or 16,  # as far as it is known yet
-        str(config.model_config.dtype).removeprefix("torch."),
-    )
+    block_size = config.cache_config.block_size or 16  # as far as it is known yet
+    attention = attention_of([impl], block_size, config.model_config.dtype)
     query_len = decode_query_len(config)
     key = (impl.num_heads, impl.head_size, query_len, device)
     partials = _PARTIALS.get(key)

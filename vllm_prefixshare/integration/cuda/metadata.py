@@ -16,14 +16,13 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import fall_back, spec_refusal
+from vllm_prefixshare.integration.support import attention_of, fall_back, spec_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import PrefixShareError
@@ -68,22 +67,17 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         elif served:
             self._query_len = decode_query_len(vllm_config)
             self.reorder_batch_threshold = self._query_len  # decode rows first
-            self._prepare_executor(served[0])
+            self._prepare_executor(served)
 
-    def _prepare_executor(self, impl: Any) -> None:
-        attention = AttentionConfig(
-            impl.num_heads,
-            impl.num_kv_heads,
-            impl.head_size,
-            self.block_size,
-            str(self.kv_cache_spec.dtype).removeprefix("torch."),
-        )
+    def _prepare_executor(self, impls: list[Any]) -> None:
+        dtype = self.vllm_config.model_config.dtype
+        attention = attention_of(impls, self.block_size, dtype)
         executor = GpuExecutor(
             attention,
             self.device,
             kernel=kernel_for(self.kv_cache_spec),
             query_len=self._query_len,
-            partials=impl.partials,
+            partials=impls[0].partials,
         )
         scheduler = self.vllm_config.scheduler_config
         executor.reserve_for(scheduler.max_num_seqs)
@@ -121,7 +115,11 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
         for name in self.layer_names:
             cache = context[name].kv_cache
             for tensor in cache if isinstance(cache, list) else [cache]:
-                torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+                if tensor.element_size() == 1:  # of e4m3 all bits set is no number
+                    bits = tensor.view(torch.uint8)
+                    bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
+                else:
+                    torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
     def after_wake_up(self, tags: list[str] | None) -> None:
         """Plan anew and clean the KV cache, if it slept.

@@ -68,14 +68,16 @@ class CpuExecutor:
                     f"{name} must be [num_blocks, {', '.join(map(str, block))}], "
                     f"got {list(cache.shape)}."
                 )
-        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            if str(x.dtype) != f"torch.{a.dtype}" or x.device.type != "cpu":
+        caches = ("k_cache", k_cache, a.of_cache), ("v_cache", v_cache, a.of_cache)
+        for name, x, dtype in (("q", q, a.of_queries), *caches):
+            if str(x.dtype) != f"torch.{dtype}" or x.device.type != "cpu":
                 raise PrefixShareError(
-                    f"{name} must be {a.dtype} on the cpu, got {x.dtype} on {x.device}."
+                    f"{name} must be {dtype} on the cpu, got {x.dtype} on {x.device}."
                 )
-        if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+        if out.shape != q.shape or str(out.dtype) != f"torch.{a.dtype}" or out.device != q.device:
             raise PrefixShareError(
-                f"out must be like q, {q.dtype} {list(q.shape)}, got {out.dtype} {list(out.shape)}."
+                f"out must be like q, torch.{a.dtype} {list(q.shape)}, got {out.dtype} "
+                f"{list(out.shape)}."
             )
         if lse is not None and (
             lse.shape != q.shape[:2]

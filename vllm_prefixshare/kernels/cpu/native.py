@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_prefixshare.config import MAX_HEAD_DIM, AttentionConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.base import CpuExecutor
 from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
+from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 from vllm_prefixshare.settings import settings
@@ -32,6 +33,7 @@ SOURCE = Path(__file__).with_name("native.c")
 #: from the runtime that torch has loaded.
 COMPILE = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
 MAX_ROWS = 128  # query rows of a piece: its scores and outputs stay in the L2 cache
+MAX_HEAD_DIM = 256
 MIN_TOKENS = 512  # of a piece, where its run is longer
 
 
@@ -147,8 +149,10 @@ class NativeExecutor(CpuExecutor):
     def __init__(self, attention: AttentionConfig, num_workers: int = 1) -> None:
         super().__init__(attention, num_workers)
         head_dim, block_size = attention.head_dim, attention.block_size
-        if attention.dtype != "bfloat16":
-            raise NativeUnavailableError(f"it computes in bfloat16, not {attention.dtype}")
+        if attention.dtype != "bfloat16" or attention.kv_dtype:
+            raise NativeUnavailableError(f"it computes in bfloat16, not {attention.of_cache}")
+        if attention.features:
+            raise NativeUnavailableError(f"it has no {' and no '.join(attention.features)}")
         if head_dim % 32 or block_size % 32 or head_dim > MAX_HEAD_DIM:
             raise NativeUnavailableError(
                 f"head_dim (at most {MAX_HEAD_DIM}) and block_size must be multiples of 32"
@@ -254,11 +258,13 @@ class NativeExecutor(CpuExecutor):
         sm_scale: float,
         *,
         lse: torch.Tensor | None = None,
+        extras: LayerExtras | None = None,
     ) -> torch.Tensor:
         """As ``contract.Executor.run``, on the views that ``cache_views`` makes of CPU_ATTN's
         KV cache.
         """
         self._check(q, k_cache, v_cache, out, lse)
+        checked_extras(extras, self.attention, q.device)  # none of them is served
         step = self._step
         assert step is not None, "prepare comes first"
         heads, group, dim, size = self._shape

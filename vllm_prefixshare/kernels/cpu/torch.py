@@ -17,6 +17,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.base import CpuExecutor
 from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
+from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -34,6 +35,7 @@ class _SharedPiece:
 
     tokens: torch.Tensor  # [num_tokens] query tokens
     blocks: BlockIds
+    start: int  # position of the first token
     slot: int  # first partial result
 
 
@@ -43,6 +45,7 @@ class _PrivatePiece:
 
     tokens: torch.Tensor  # [num_runs * query_len], padding repeats a token
     blocks: torch.Tensor  # [num_runs * num_blocks]
+    start: torch.Tensor  # [num_runs] positions of the first tokens
     hidden: torch.Tensor  # bool [num_runs, num_blocks, 1, query_len, 1, width]
     beyond: torch.Tensor  # bool [num_runs, num_blocks, 1, width, 1], tokens not of the run
     num_runs: int
@@ -55,6 +58,7 @@ class _Step:
     """A plan made ready for the lengths of one step; serves every layer of it.
 
     tokens: query tokens that are computed, or None for all of them.
+    positions: ``[num_tokens]`` of all query tokens within their requests.
     merge_slots: ``[num_tokens, most partials]`` partial results of each; the slot
         ``num_slots`` stands for none.
     """
@@ -62,6 +66,7 @@ class _Step:
     shared: tuple[_SharedPiece, ...]
     private: tuple[_PrivatePiece, ...]
     tokens: torch.Tensor | None
+    positions: torch.Tensor
     merge_slots: torch.Tensor
     num_slots: int
 
@@ -77,7 +82,8 @@ class TorchExecutor(CpuExecutor):
         self.gqa_group_size = attention.gqa_group_size
         self._buffers = _Buffers()
         self._static: tuple[DecodePlan, bytes, list[_SharedPiece]] | None = None
-        self._step = _Step((), (), None, torch.zeros(0, 1, dtype=torch.int64), 0)
+        nothing = torch.zeros(0, 1, dtype=torch.int64)
+        self._step = _Step((), (), None, nothing[:, 0], nothing, 0)
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
         """As ``contract.Executor.prepare``."""
@@ -114,6 +120,9 @@ class TorchExecutor(CpuExecutor):
             shared=tuple(shared),
             private=tuple(private),
             tokens=None if wanted is None else torch.from_numpy(wanted),
+            positions=torch.from_numpy(
+                np.arange(total) + _first_positions(seq_lens, query_start_loc)
+            ),
             merge_slots=torch.from_numpy(merge if wanted is None else merge[wanted]),
             num_slots=len(tokens),
         )
@@ -134,7 +143,8 @@ class TorchExecutor(CpuExecutor):
             scores = self.num_kv_heads * self.gqa_group_size * len(tokens) * plan.block_size
             step = max(1, MAX_SCORES // scores)
             for start in range(0, len(ids), step):
-                yield _SharedPiece(tokens, _block_ids(ids[start : start + step]), slot)
+                blocks = _block_ids(ids[start : start + step])
+                yield _SharedPiece(tokens, blocks, int(first) + start * plan.block_size, slot)
                 slot += len(tokens)
 
     def _private_pieces(
@@ -191,6 +201,7 @@ class TorchExecutor(CpuExecutor):
         return _PrivatePiece(
             tokens=torch.from_numpy((starts[rows][:, None] + query).astype(np.int64).ravel()),
             blocks=torch.from_numpy(block_table[rows[:, None], columns].astype(np.int64).ravel()),
+            start=torch.from_numpy(kv_start.astype(np.int64)),
             hidden=torch.from_numpy(hidden[:, :, None, :, None, :]),
             beyond=torch.from_numpy(beyond[..., None]),
             num_runs=len(rows),
@@ -209,11 +220,13 @@ class TorchExecutor(CpuExecutor):
         sm_scale: float,
         *,
         lse: torch.Tensor | None = None,
+        extras: LayerExtras | None = None,
     ) -> torch.Tensor:
         """As ``contract.Executor.run``; only the tokens of the prepared rows are written. A K
         cache whose tokens are innermost is read without a transpose.
         """
         self._check(q, k_cache, v_cache, out, lse)
+        x = checked_extras(extras, self.attention, q.device)
         step = self._step
         heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
         partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, dim))
@@ -221,11 +234,28 @@ class TorchExecutor(CpuExecutor):
         partial_out[-1] = 0.0
         partial_lse[-1] = float("-inf")
 
+        if q.element_size() == 1:
+            q = q.float()
+        for scale in (x.q_scale, x.k_scale):
+            if isinstance(scale, torch.Tensor):
+                q = q.float() * scale.repeat_interleave(group)[:, None]
+
         def queries(tokens: torch.Tensor, num_runs: int) -> torch.Tensor:
             """``[num_runs, heads, queries * group, head_dim]`` float32, scaled."""
-            x = q.index_select(0, tokens).float().mul_(sm_scale)
-            x = x.view(num_runs, -1, heads, group, dim).transpose(1, 2)
-            return x.reshape(num_runs, heads, -1, dim)
+            rows = q.index_select(0, tokens).float().mul_(sm_scale)
+            rows = rows.view(num_runs, -1, heads, group, dim).transpose(1, 2)
+            return rows.reshape(num_runs, heads, -1, dim)
+
+        def bias(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor | None:
+            """ALiBi's of the scores of a piece, for K as ``_gather`` returns it."""
+            if x.alibi_slopes is None:
+                return None
+            runs, blocks, *_, width = k.shape
+            offset = torch.arange(blocks)[:, None] * k_cache.shape[1] + torch.arange(width)
+            key = torch.as_tensor(piece.start).view(-1, 1, 1) + offset
+            query = step.positions[piece.tokens].view(runs, 1, -1, 1)
+            ahead = (key[:, :, None] - query)[:, :, None, :, None]
+            return (ahead * x.alibi_slopes.view(heads, 1, group, 1)).flatten(3, 4)
 
         def store(slot: int, o: torch.Tensor, lse: torch.Tensor) -> None:
             """From ``[num_runs, heads, queries * group, ...]`` to token-major slots."""
@@ -238,18 +268,25 @@ class TorchExecutor(CpuExecutor):
 
         for piece in step.shared:
             k, v = self._gather(k_cache, v_cache, piece.blocks, 1)
-            store(piece.slot, *self._attend(queries(piece.tokens, 1), k, v, None))
+            rows = queries(piece.tokens, 1)
+            store(piece.slot, *self._attend(rows, k, v, None, bias(piece, k), x.soft_cap))
         for batch in step.private:
             k, v = self._gather(k_cache, v_cache, batch.blocks, batch.num_runs, batch.width)
             # what lies beyond may be anything; a weight of 0 does not undo a NaN
             v.masked_fill_(batch.beyond, 0.0)
             rows = queries(batch.tokens, batch.num_runs)
-            store(batch.slot, *self._attend(rows, k, v, batch.hidden))
+            added = bias(batch, k)
+            store(batch.slot, *self._attend(rows, k, v, batch.hidden, added, x.soft_cap))
 
         slots = step.merge_slots  # index_select: far quicker than indexing by a matrix
         lses = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)
         parts = partial_out.index_select(0, slots.flatten()).view(*slots.shape, -1, dim)
-        merged = parts.mul_(torch.softmax(lses, dim=1)[..., None]).sum(dim=1)
+        if x.sinks is not None:  # one more partial result, whose output is zero
+            lses = torch.cat([lses, x.sinks.float().expand(len(lses), 1, -1)], dim=1)
+        weights = torch.softmax(lses, dim=1)[:, : parts.shape[1], :, None]
+        merged = parts.mul_(weights).sum(dim=1)
+        if isinstance(x.v_scale, torch.Tensor):
+            merged *= x.v_scale.repeat_interleave(group)[:, None]
         for result, value in ((out, merged), (lse, None if lse is None else lses.logsumexp(1))):
             if result is None or value is None:
                 continue
@@ -272,6 +309,9 @@ class TorchExecutor(CpuExecutor):
         """
 
         def pick(name: str, cache: torch.Tensor, in_place: bool) -> torch.Tensor:
+            if cache.element_size() == 1 and cache.dtype != torch.uint8:
+                # torch cannot index all types of one byte
+                return pick(name, cache.view(torch.uint8), in_place).view(cache.dtype)
             if isinstance(blocks, slice):
                 return cache[blocks]
             if not in_place:
@@ -295,6 +335,8 @@ class TorchExecutor(CpuExecutor):
         k: torch.Tensor,
         v: torch.Tensor,
         hidden: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        soft_cap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Partial attention, block by block, then merged over the blocks.
 
@@ -306,6 +348,7 @@ class TorchExecutor(CpuExecutor):
             k: ``[runs, blocks, heads, head_dim, width]``.
             v: ``[runs, blocks, heads, width, head_dim]``.
             hidden: bool ``[runs, blocks, 1, queries, 1, width]``; None where all is visible.
+            bias: added to the scores ``[runs, blocks, heads, rows, width]`` after the soft cap.
 
         Returns:
             ``[runs, heads, rows, head_dim]`` and the log-sum-exp ``[runs, heads, rows]``.
@@ -315,6 +358,10 @@ class TorchExecutor(CpuExecutor):
         spread = take("q", (*k.shape[:3], *q.shape[2:])).copy_(q[:, None])
         scores = take("scores", shape)
         torch.bmm(spread.flatten(0, 2), k.flatten(0, 2), out=scores.flatten(0, 2))
+        if soft_cap:
+            scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        if bias is not None:
+            scores.add_(bias)
         if hidden is not None:
             scores.unflatten(3, (hidden.shape[3], -1)).masked_fill_(hidden, HIDDEN)
         largest = scores.amax(-1)
@@ -345,6 +392,11 @@ class _Buffers:
         if flat is None or flat.numel() < size or flat.dtype != dtype:
             flat = self._flat[name] = torch.empty(size, dtype=dtype)
         return flat[:size].view(shape)
+
+
+def _first_positions(seq_lens: IntArray, starts: IntArray) -> np.ndarray:
+    """``[num_tokens]``: a query token's position in its request, less its index in the batch."""
+    return np.repeat((seq_lens - starts[1:]).astype(np.int64), np.diff(starts))
 
 
 def _block_ids(ids: IntArray) -> BlockIds:

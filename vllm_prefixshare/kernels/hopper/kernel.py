@@ -9,6 +9,10 @@ Because depth-first order makes the readers of a run neighbours, its mask is one
 rows: DeFT's bit mask (section 3.3) in two bytes. Runs that only one half reads are dealt to the
 halves in turn, and spread evenly between the runs that both read: memory traffic of the
 private parts then hides behind the arithmetic of the shared ones.
+
+A quantised (e4m3) cache is multiplied as it is with quantised queries. V's product takes operands
+of eight bits in another order than the cache has them, so each consumer widens V to float16, in
+shared memory of its own, while K is multiplied. The weights are float16 then.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -43,6 +47,7 @@ from vllm_prefixshare.kernels.hopper.producer import (
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
 MASKED = gl.constexpr(-1e30)
 # where a row's running maximum starts: far above masked scores, so that a row that saw no token
 # yet has weights of exactly zero. (Were it MASKED itself, the fused multiply-add of the exponent
@@ -84,6 +89,22 @@ def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
 
 
 @gluon.jit
+def _widen(wide, narrow, D: gl.constexpr, KV_TILE: gl.constexpr):
+    """float16 from e4m3, both ``[KV_TILE, D]`` in shared memory; a few rows at a time, because the
+    accumulators leave few registers.
+    """
+    ROWS: gl.constexpr = 64 if D <= 128 else 16
+    ACROSS: gl.constexpr = D // 16  # threads that read a row, 16 bytes each
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    barrier()  # every warp is done with what lies there
+    for i in gl.static_range(KV_TILE // ROWS):
+        numbers = narrow.slice(i * ROWS, ROWS, 0).load(LAYOUT)
+        wide.slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, meta,
               Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
               QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -91,13 +112,15 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
               STAGES: gl.constexpr):
     """Attention of 64 rows over the KV tiles that any of them reads."""
     tile_info, slot_row, slot_partial, _, _, _, _ = plan
-    (q, query_start, partial_out, partial_lse, out, out_lse, tree_mask, tree_words, stride_q,
-     stride_out) = io
+    (q, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words, stride_q,
+     stride_out, cap_rate, widening) = io
+    v_scale, wide = widening
     G: gl.constexpr = Q_HEADS // KV_HEADS
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
     NB: gl.constexpr = KV_TILE // BLOCK_SIZE
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    FP8: gl.constexpr = v_scale is not None
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 32 if FP8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
@@ -105,12 +128,20 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     Q_ROW: gl.constexpr = gl.SliceLayout(1, Q)
     dtype: gl.constexpr = out.dtype.element_ty
+    weights: gl.constexpr = gl.float16 if FP8 else dtype
     head = gl.program_id(0) % KV_HEADS
     chunk = (gl.program_id(0) // KV_HEADS) % CHUNKS
     worker = gl.program_id(0) // (KV_HEADS * CHUNKS)
     low = HALF * HALF_ROWS
     high = low + HALF_ROWS
     q_tile = q_smem.index(HALF)
+    out_tile = q_tile  # results pass through it on their way to memory
+    if FP8:
+        wide_v = wide.index(HALF)
+        WIDE: gl.constexpr = gl.NVMMASharedLayout(
+            swizzle_byte_width=128, element_bitwidth=16, rank=2
+        )
+        out_tile = reinterpret(wide_v, dtype, [KV_TILE, D], WIDE).slice(0, HALF_ROWS, 0)
     # rows are counted from the first request of the half, or of a request in several chunks
     base = gl.where(R > HALF_ROWS, chunk * TILE_ROWS + low, 0)
     row_q = base + gl.arange(0, HALF_ROWS, Q_ROW)
@@ -162,6 +193,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         acc = gl.zeros([HALF_ROWS, D], gl.float32, O)
         m = gl.full([HALF_ROWS], LOWEST, gl.float32, S_ROW)
         total = gl.zeros([HALF_ROWS], gl.float32, S_ROW)
+        if sinks is not None:  # the first token of a request that is finished here
+            sink = gl.load(sinks + head_q).to(gl.float32) * LOG2E
+            m = gl.convert_layout(gl.where(there & (partial < 0), sink, LOWEST), S_ROW)
+            m = gl.maximum(m, LOWEST)
+            total = gl.where(m > LOWEST, 1.0, 0.0)
         kind = gl.where(num_runs > 0, 0, LAST_TILE)
         while (kind & LAST_TILE) == 0:
             stage = count % STAGES
@@ -172,7 +208,12 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             if (last > low) & (first < high):
                 s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
                                   use_acc=False, is_async=True)
+                if FP8:
+                    _widen(wide_v, v_smem.index(stage), D, KV_TILE)
                 s = warpgroup_mma_wait(0, [s])
+                if cap_rate is not None:
+                    # see the portable kernel: the hyperbolic tangent, which the cap scales
+                    s = 1.0 - 2.0 / (gl.exp2(s * cap_rate) + 1.0)
                 if ((kind & NEEDS_MASK) != 0) | (first > low) | (last < low + used_rows):
                     ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
                                   QUERY_LEN, TREE, NB, BLOCK_SIZE, KV_TILE, S)
@@ -183,7 +224,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 m = m_new
                 total = total * alpha + gl.sum(p, 1)
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                acc = warpgroup_mma(gl.convert_layout(p.to(dtype), P), v_smem.index(stage), acc,
+                v_tile = wide_v if FP8 else v_smem.index(stage)
+                acc = warpgroup_mma(gl.convert_layout(p.to(weights), P), v_tile, acc,
                                     is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(bars.index(STAGES + stage), count=1)
@@ -193,12 +235,14 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             # a row that saw no token at all has weight zero in the merge
             seen = m > LOWEST
             acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
+            if FP8:
+                acc *= v_scale
             barrier()
-            q_tile.store(acc.to(dtype))
+            out_tile.store(acc.to(dtype))
             barrier()
             at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
             direct = inside & (partial < 0)[:, None]
-            gl.store(out + at[:, None] + dim_q[None, :], q_tile.load(Q), mask=direct)
+            gl.store(out + at[:, None] + dim_q[None, :], out_tile.load(Q), mask=direct)
             if out_lse is not None:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
                 gl.store(out_lse + token.to(gl.int64) * Q_HEADS + head_q,
@@ -221,12 +265,14 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
 # not specialised: one binary serves every batch, block table and KV cache
 @gluon.jit(do_not_specialize=[
     "table", "seq_lens", "num_lengths", "query_start", "tree_mask", "tree_words", "stride_table",
-    "stride_q", "stride_out", "block_rows", "head_rows", "head_cols"])
+    "stride_q", "stride_out", "block_rows", "head_rows", "head_cols", "q_scale_stride",
+    "k_scale_stride", "v_scale_stride"])
 def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
-                      partial_out, partial_lse, out, out_lse, tree_mask, tree_words,
-                      stride_table, stride_q,
-                      stride_out, block_rows, head_rows, head_cols, qk_scale,
+                      partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
+                      stride_table, stride_q, stride_out, block_rows, head_rows, head_cols,
+                      qk_scale, cap_rate, q_scale, k_scale, v_scale, q_scale_stride,
+                      k_scale_stride, v_scale_stride,
                       Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
                       QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
                       D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
@@ -236,19 +282,35 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
     a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
-    out_lse: as ``out`` without its last dimension; None where it is not wanted, for which Triton
-    makes a binary without it.
+    out_lse: as ``out`` without its last dimension. sinks: one for each query head. cap_rate: twice
+    the softmax scale over the soft cap, in powers of two; qk_scale is the cap's then. q_scale,
+    k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``, where queries and cache
+    are e4m3. For each that is None Triton makes a binary without it.
     D: ``HEAD_DIM`` rounded up to a power of two. RUNS: most runs of a tile, a power of two.
     """
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
-    dtype: gl.constexpr = out.dtype.element_ty
+    dtype: gl.constexpr = q.dtype.element_ty
+    ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
     KV: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=16, rank=2
+        swizzle_byte_width=min(128, D * ITEM), element_bitwidth=8 * ITEM, rank=2
     )
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     q_smem = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, D], KV)
+    widening = (v_scale, v_scale)  # None: nothing to widen
+    if v_scale is not None:
+        WIDE: gl.constexpr = gl.NVMMASharedLayout(
+            swizzle_byte_width=128, element_bitwidth=16, rank=2
+        )
+        wide = gl.allocate_shared_memory(gl.float16, [2, KV_TILE, D], WIDE)
+        head = gl.program_id(0) % KV_HEADS
+        scale = gl.load(q_scale + head * q_scale_stride) * gl.load(k_scale + head * k_scale_stride)
+        widening = (gl.load(v_scale + head * v_scale_stride), wide)
+        if cap_rate is not None:
+            cap_rate *= scale
+        else:
+            qk_scale *= scale
     meta = gl.allocate_shared_memory(gl.int32, [STAGES, 32], PLAIN)
     words = reinterpret(meta, gl.int32, [STAGES * 32, 1], PLAIN)
     # the first STAGES barriers say that a stage is filled, the others that it is free
@@ -258,8 +320,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
             run_row, run_kv_start, run_kv_end, run_readers)
-    io = (q, query_start, partial_out, partial_lse, out, out_lse, tree_mask, tree_words, stride_q,
-          stride_out)
+    io = (q, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
+          stride_q, stride_out, cap_rate, widening)
     where = (block_rows, head_rows, head_cols)
     gl.warp_specialize(
         [
@@ -271,10 +333,10 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
                          STAGES)),
             (produce, (True, k_cache, table, seq_lens, num_lengths, query_start, plan,
                        stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                       BLOCK_SIZE, KV_TILE, STAGES, RUNS)),
+                       BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
             (produce, (False, v_cache, table, seq_lens, num_lengths, query_start, plan,
                        stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                       BLOCK_SIZE, KV_TILE, STAGES, RUNS)),
+                       BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
         ],
         [4, 1, 1],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],

@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
@@ -18,8 +19,12 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 LOG2E = 1.4426950408889634
-#: how a KV block lies in shared memory
-KV_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def kv_layout(padded_dim: int, item: int) -> gl.NVMMASharedLayout:
+    """How a KV block of numbers of ``item`` bytes lies in shared memory."""
+    width = min(128, padded_dim * item)
+    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * item, rank=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class HopperShape:
     head_dim: int
     block_size: int
     query_len: int
+    quantised: bool = False
 
     @property
     def rows(self) -> int:
@@ -72,6 +78,8 @@ class HopperShape:
     @property
     def stages(self) -> int:
         """KV tiles in shared memory."""
+        if self.quantised:  # half the bytes, and room for V twice in float16
+            return {64: 6, 128: 4, 256: 3}[self.padded_dim]
         return {64: 4, 128: 3, 256: 2}[self.padded_dim]
 
 
@@ -107,8 +115,9 @@ class CacheView:
         rows = (num_blocks - 1) * self.block_rows + (heads - 1) * self.head_rows + block_size
         cols = head_dim if by_rows or heads == 1 else (heads - 1) * head + head_dim
         self.descriptor = TensorDescriptor(
-            cache, [rows, cols], [token, 1], [block_size, padded_dim], KV_LAYOUT
-        )
+            cache, [rows, cols], [token, 1], [block_size, padded_dim],
+            kv_layout(padded_dim, cache.element_size()),
+        )  # fmt: skip
 
 
 def hopper_partial_attention(
@@ -127,8 +136,11 @@ def hopper_partial_attention(
     out: torch.Tensor,
     sm_scale: float,
     out_lse: torch.Tensor | None = None,
+    extras: LayerExtras = PLAIN,
 ) -> None:
     """Launch; every argument was checked by the executor."""
+    cap = extras.soft_cap
+    scales = extras.q_scale, extras.k_scale, extras.v_scale
     arrays = PlanArrays(**plan)
     small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
     launch(
@@ -152,6 +164,7 @@ def hopper_partial_attention(
         partial_lse,
         out,
         out_lse,
+        extras.sinks,
         seq_lens if tree_mask is None else tree_mask,
         0 if tree_mask is None else tree_mask.stride(0),
         block_table.stride(0),
@@ -160,7 +173,10 @@ def hopper_partial_attention(
         k_view.block_rows,
         k_view.head_rows,
         k_view.head_cols,
-        sm_scale * LOG2E,
+        (cap or sm_scale) * LOG2E,
+        2 * sm_scale / cap * LOG2E if cap else None,
+        *scales,
+        *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales),
         Q_HEADS=shape.num_qo_heads,
         KV_HEADS=shape.num_kv_heads,
         CHUNKS=shape.chunks,
@@ -223,6 +239,7 @@ class HopperKernel:
             t.out,
             sm_scale,
             t.out_lse,
+            t.extras,
         )
 
 
@@ -234,4 +251,5 @@ def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
         attention.head_dim,
         attention.block_size,
         query_len,
+        attention.kv_dtype is not None,
     )

@@ -20,6 +20,7 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 BLOCK_SIZES = (16, 32, 64, 128)
+MAX_HEAD_DIM = 256
 
 
 def kv_tile(head_dim: int) -> int:
@@ -30,7 +31,16 @@ def kv_tile(head_dim: int) -> int:
 def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
     """Whether the Hopper kernel can serve this shape on this compute capability."""
     size = attention.block_size
-    return capability[0] == 9 and size in BLOCK_SIZES and size <= kv_tile(attention.head_dim)
+    return (
+        capability[0] == 9
+        and attention.head_dim <= MAX_HEAD_DIM
+        and size in BLOCK_SIZES
+        and size <= kv_tile(attention.head_dim)
+        and "alibi" not in attention.features
+        # quantised is either both or none, and rows of TMA are multiples of 16 bytes
+        and attention.kv_dtype == attention.query_dtype
+        and not (attention.kv_dtype and attention.head_dim % 16)
+    )
 
 
 def linked_layout(

@@ -113,8 +113,11 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
             stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
             CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
-            RUNS: gl.constexpr):
-    """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile."""
+            RUNS: gl.constexpr, ITEM: gl.constexpr):
+    """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile.
+
+    ITEM: bytes of a number in the cache.
+    """
     tile_info, _, _, run_row, run_kv_start, run_kv_end, run_readers = plan
     block_rows, head_rows, head_cols = where
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -198,7 +201,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
                         is_tail = (lane >= TAILS) & (lane < TAILS + NB)
                         word = gl.where(is_tail, gl.gather(tail, own, 0), word)
                     meta.index(stage).store(word)
-                mbarrier.expect(bars.index(stage), KV_TILE * D * 2)
+                mbarrier.expect(bars.index(stage), KV_TILE * D * ITEM)
                 for j in gl.static_range(NB):
                     block = gl.sum(gl.where(lane == k * NB + j, ids, 0), 0)
                     async_load(

@@ -28,6 +28,7 @@ NEW_KV_TILES = tl.constexpr(words.NEW_KV_TILES)
 WORDS = tl.constexpr(words.WORDS)
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)
 
 
@@ -65,9 +66,41 @@ def _load_kv(cache, at, there, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _widened(x, dtype: tl.constexpr):
+    """``x`` in ``dtype`` if it is quantised (e4m3, or its bits where a GPU has no such type), else
+    as it is. float16 and bfloat16 hold all of its values.
+    """
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        bits = (bits & 0x80) << 8 | (bits & 0x7F) << 7  # the same number, less 8 in the exponent
+        x = (bits.to(tl.float16, bitcast=True) * 256).to(dtype)
+    elif x.dtype == tl.float8e4nv:
+        x = x.to(dtype)
+    return x
+
+
+@triton.jit
+def _scores(q, k, pos, slope, position, cap_rate):
+    """Products of queries and keys, in units of which the caller's scale makes powers of two.
+
+    cap_rate: None for no soft cap; else twice the scores' own scale over the cap, and what comes
+        back is the hyperbolic tangent, to be scaled by the cap.
+    slope, position: of ALiBi, one for each row; slope None for none.
+    """
+    s = tl.dot(q, tl.trans(_widened(k, q.dtype)))
+    if cap_rate is not None:
+        # by this formula the absolute error is that of a float32 near 1; `tanh.approx` has 2**-11
+        s = 1.0 - 2.0 / (tl.exp2(s * cap_rate) + 1.0)
+    if slope is not None:
+        s += slope[:, None] * (pos[None, :] - position[:, None]).to(tl.float32)
+    return s
+
+
+@triton.jit
 def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_block,
-                stride_token, qk_scale, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-                BLOCK_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                stride_token, qk_scale, slope, position, cap_rate, HEAD_DIM: tl.constexpr,
+                D: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
+                STAGES: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
     rows of ``reads`` see. The mask is one of rows, so it costs nothing per score: a row that
     does not read has an infinite maximum for the time being.
@@ -84,14 +117,14 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
         k = _load_kv(k_head, at, is_dim, HEAD_DIM < D)
         ahead = pos + KV_TILE_SIZE
         block = tl.load(table_row + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-        s = tl.dot(q, tl.trans(k))
+        s = _scores(q, k, pos, slope, position, cap_rate)
         m_new = tl.where(reads, tl.maximum(m, tl.max(s, 1) * qk_scale), float("inf"))
         p = tl.exp2(s * qk_scale - m_new[:, None])
         alpha = tl.where(reads, tl.exp2(m - m_new), 1.0)
         m = tl.where(reads, m_new, m)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = _load_kv(v_head, at, is_dim, HEAD_DIM < D)
+        v = _widened(_load_kv(v_head, at, is_dim, HEAD_DIM < D), tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc)
     return m, total, acc
 
@@ -99,10 +132,10 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
 @triton.jit
 def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_table, stride_table,
                   seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row, query,
-                  first_query, token, tree_mask, stride_mask, HEAD_DIM: tl.constexpr,
-                  D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                  UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, TREE: tl.constexpr,
-                  KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                  first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
+                  HEAD_DIM: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                  BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
+                  TREE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones that are listed
     from ``first`` on, then the ``new`` ones from ``opened`` on, again and again, each time a
     unit further.
@@ -152,13 +185,15 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         kv_row = tl.load(part_row + at, mask=more, other=0)
         start = tl.load(part_pos + at, mask=more, other=0)
         readers = tl.load(part_readers + at, mask=more, other=0)
-        s = tl.dot(q, tl.trans(k))
+        if slope is not None:
+            here = _settled(here)
+        s = _scores(q, k, here, slope, position, cap_rate)
         span = _settled(span)
         begin = span & 0xFFFF
         # one comparison: rows before the first wrap around
         reads = (row[:, None] - begin[None, :]).to(tl.uint32, bitcast=True)
         reads = reads < ((span >> 16) - begin).to(tl.uint32, bitcast=True)[None, :]
-        here = _settled(here) if QUERY_LEN > 1 else here
+        here = _settled(here) if QUERY_LEN > 1 and slope is None else here
         ok = _visible(here, reads, query, first_query, token, tree_mask, stride_mask, QUERY_LEN,
                       TREE)
         s = tl.where(ok, s, float("-inf"))
@@ -169,18 +204,20 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         m = m_new
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = _load_kv(v_head, at_kv, there, True)
+        v = _widened(_load_kv(v_head, at_kv, there, True), tl.float16)
         acc = tl.dot(p.to(v.dtype), v, acc)
     return m, total, acc
 
 
 # not specialised: one binary serves every batch and block table
 @triton.jit(do_not_specialize=[
-    "block_table", "seq_lens", "query_start_loc", "tree_mask", "stride_table", "stride_mask"])
+    "block_table", "seq_lens", "query_start_loc", "tree_mask", "stride_table", "stride_mask",
+    "q_scale_stride", "k_scale_stride", "v_scale_stride"])
 def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
                       work_indptr, tile_info, slot_row, slot_partial, slot_end, run_row,
                       run_start, run_end, run_readers, part_row, part_pos, part_readers,
-                      partial_out, partial_lse, out, out_lse,
+                      partial_out, partial_lse, out, out_lse, sinks, alibi_slopes, q_scale,
+                      k_scale, v_scale, q_scale_stride, k_scale_stride, v_scale_stride, cap_rate,
                       stride_block, stride_token, stride_head, stride_table, stride_q, stride_out,
                       stride_mask, qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                       HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -189,19 +226,30 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                       KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
 
-    out_lse: as ``out`` without its last dimension; None where it is not wanted, for which Triton
-    makes a binary without it.
+    out_lse: as ``out`` without its last dimension. sinks, alibi_slopes: one for each query head.
+    q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``. cap_rate:
+    see ``_scores``; qk_scale is the cap's then. For each that is None Triton makes a binary
+    without it.
     """
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
     kv_head = tl.program_id(0) % KV_HEADS
     chunk = (tl.program_id(0) // KV_HEADS) % CHUNKS
     worker = tl.program_id(0) // (KV_HEADS * CHUNKS)
-    # 16-byte loads for every head_dim: the launcher's caller has checked it
-    stride_block = tl.multiple_of(stride_block, 8)
-    stride_token = tl.multiple_of(stride_token, 8)
-    k_head = k_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, 8)
-    v_head = v_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, 8)
+    # 16-byte loads where head_dim has them: the launcher's caller has checked it
+    ALIGN: tl.constexpr = 16 if k_scale is not None and HEAD_DIM % 16 == 0 else 8  # type: ignore
+    stride_block = tl.multiple_of(stride_block, ALIGN)
+    stride_token = tl.multiple_of(stride_token, ALIGN)
+    k_head = k_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, ALIGN)
+    v_head = v_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, ALIGN)
+    if k_scale is not None:
+        scale = tl.load(k_scale + kv_head * k_scale_stride)
+        if q_scale is not None:
+            scale *= tl.load(q_scale + kv_head * q_scale_stride)
+        if cap_rate is not None:
+            cap_rate *= scale
+        else:
+            qk_scale *= scale
     row = chunk * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
     query = row % R // G
     q_head = kv_head * G + row % G
@@ -234,31 +282,43 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             token = tl.where(there, token, 0)
         inside = there[:, None] & (dim < HEAD_DIM)[None, :]
         at = (token.to(tl.int64) * stride_q + q_head * HEAD_DIM)[:, None] + dim[None, :]
-        q_tile = tl.load(q + at, mask=inside, other=0.0)
+        q_tile = _widened(tl.load(q + at, mask=inside, other=0.0), tl.float16)
 
         m = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
         total = tl.zeros([Q_TILE_SIZE], tl.float32)
         acc = tl.zeros([Q_TILE_SIZE, D], tl.float32)
+        if sinks is not None:  # the first token of a request that is finished here
+            partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
+            sink = tl.load(sinks + q_head).to(tl.float32) * LOG2E
+            m = tl.where(partial < 0, sink, m)
+            total = tl.where(partial < 0, 1.0, total)
+        slope = None
+        position = None
+        if alibi_slopes is not None:
+            slope = tl.load(alibi_slopes + q_head) * (LOG2E / qk_scale)
+            position = first_query + query if QUERY_LEN > 1 else length - 1
         for run in range(first_run, last_run):
             readers = tl.load(run_readers + run)
             reads = (row >= (readers & 0xFFFF) * R) & (row < (readers >> 16) * R)
             table_row = block_table + tl.load(run_row + run).to(tl.int64) * stride_table
             m, total, acc = _attend_run(
                 (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
-                table_row, k_head, v_head, stride_block, stride_token, qk_scale, HEAD_DIM, D,
-                BLOCK_SIZE, KV_TILE_SIZE, STAGES)
+                table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope, position,
+                cap_rate, HEAD_DIM, D, BLOCK_SIZE, KV_TILE_SIZE, STAGES)
         steps = packed + new * growth
         opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:
             m, total, acc = _attend_parts(
                 (m, total, acc), q_tile, first, packed, opened, new, steps, parts, block_table,
                 stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
-                query, first_query, token, tree_mask, stride_mask, HEAD_DIM, D, R, BLOCK_SIZE,
-                UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
+                query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
+                HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
 
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0
         result = acc * tl.where(seen, 1.0 / total, 0.0)[:, None]
+        if v_scale is not None:
+            result *= tl.load(v_scale + kv_head * v_scale_stride)
         to_out = there & (partial < 0)
         to_partial = there & (partial >= 0)
         if tl.max(to_out.to(tl.int32), 0) != 0:

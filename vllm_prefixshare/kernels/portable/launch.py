@@ -11,6 +11,7 @@ import triton
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
@@ -49,15 +50,21 @@ class QTile:
         return -(-rows_per_request // self.rows)
 
 
-def q_tile(head_dim: int, shared_memory: int) -> QTile:
+def q_tile(head_dim: int, shared_memory: int, quantised: bool = False) -> QTile:
     """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
     so that one multiplies while the other is at its softmax.
 
     Args:
         shared_memory: bytes that a thread block may have.
+        quantised: the KV cache has one byte a number. Widening them takes registers, and with
+            ``mma`` (not ``wgmma``) those of 64 tokens would spill.
     """
+    if head_dim > 256:  # more rows or tokens spill
+        return QTile(32, 32 if shared_memory >= 160 << 10 else 16, 8, 2, 1)
     if head_dim > 128:
         return QTile(64, 32, 8, 2, 1)
+    if quantised and shared_memory < 227 << 10:
+        return QTile(64, 32, 4, 3, 2)
     if shared_memory >= 160 << 10:  # data-centre GPUs
         return QTile(64, 64, 4, 3 if shared_memory >= 227 << 10 else 2, 2)
     return QTile(64, 64, 4, 2, 1)  # the others have 99 KiB
@@ -80,6 +87,7 @@ def portable_partial_attention(
     out: torch.Tensor,
     sm_scale: float,
     out_lse: torch.Tensor | None = None,
+    extras: LayerExtras = PLAIN,
 ) -> None:
     """Launch; the arguments have been checked by the executor.
 
@@ -89,9 +97,10 @@ def portable_partial_attention(
         num_workers: that the plan was made for.
         query_len: most query tokens of a request.
         plan: the arrays of ``portable.arrays`` on the device.
-        q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16 or float16.
+        q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16, float16 or e4m3.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same
-            strides, multiples of 8 elements; head_dim contiguous. NHD and HND alike.
+            strides, multiples of 8 elements; head_dim contiguous. NHD and HND alike. Of e4m3
+            the type or, as uint8, the bits; then multiples of 16 elements if head_dim is one.
         block_table: int32 ``[num_reqs, max_blocks]``.
         seq_lens: int32 ``[num_reqs]``, the queries included.
         query_start_loc: int32 ``[num_reqs + 1]``, read if ``query_len`` is more than 1; then
@@ -103,12 +112,15 @@ def portable_partial_attention(
         out: like ``q``.
         sm_scale: softmax scale, above 0.
         out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: written where ``out`` is.
+        extras: of the layer, its scales tensors where numbers are quantised.
     """
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     rows_per_request = query_len * num_qo_heads // num_kv_heads
     chunks = tile.chunks(rows_per_request)
     arrays = PlanArrays(**plan)
+    cap = extras.soft_cap
+    scales = extras.q_scale, extras.k_scale, extras.v_scale
     launch(
         partial_attention,
         (num_workers * chunks * num_kv_heads,),
@@ -135,6 +147,11 @@ def portable_partial_attention(
         partial_lse,
         out,
         out_lse,
+        extras.sinks,
+        extras.alibi_slopes,
+        *scales,
+        *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales),
+        2 * sm_scale / cap * LOG2E if cap else None,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
@@ -142,7 +159,7 @@ def portable_partial_attention(
         q.stride(0),
         out.stride(0),
         0 if tree_mask is None else tree_mask.stride(0),
-        sm_scale * LOG2E,
+        (cap or sm_scale) * LOG2E,
         Q_HEADS=num_qo_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -168,7 +185,10 @@ class PortableKernel:
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
-        self.tile = q_tile(attention.head_dim, gpu.shared_memory)
+        quantised = attention.kv_dtype is not None
+        # below, Triton has no such type: the kernel takes its bits
+        self.takes_bits = quantised and gpu.capability < (8, 9)
+        self.tile = q_tile(attention.head_dim, gpu.shared_memory, quantised)
         self.num_workers = self.tile.num_workers(
             gpu.multi_processor_count, attention.num_kv_heads, self.rows
         )
@@ -194,6 +214,10 @@ class PortableKernel:
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""
+        if self.takes_bits:
+            q = t.q.view(torch.uint8) if t.q.element_size() == 1 else t.q
+            caches = t.k_cache.view(torch.uint8), t.v_cache.view(torch.uint8)
+            t = t._replace(q=q, k_cache=caches[0], v_cache=caches[1])
         portable_partial_attention(
             self.tile,
             self.num_workers,
@@ -211,4 +235,5 @@ class PortableKernel:
             t.out,
             sm_scale,
             t.out_lse,
+            t.extras,
         )

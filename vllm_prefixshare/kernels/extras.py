@@ -1,0 +1,124 @@
+"""What a layer adds to plain attention, and the scales of quantised queries and KV."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.records import PrefixShareError
+
+SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+class LayerExtras(NamedTuple):
+    """Values of one layer beyond its scale; None (or 0) where it has none.
+
+    sinks: ``[num_qo_heads]``: the logit of a token without a value that every query of the head
+        sees, one more weight in the denominator. float32 or the layer's dtype. With it a
+        log-sum-exp counts the sink, too: of states to be merged only one may have it.
+    soft_cap: scaled scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; 0 for none.
+    alibi_slopes: float32 ``[num_qo_heads]``: a key ``d`` tokens before the query has ``slope * d``
+        taken off its score, after the soft cap.
+    q_scale, k_scale, v_scale: what quantised numbers are multiplied by; 1 if None. A number, or
+        float32 ``[1]`` or ``[num_kv_heads]``, read where the attention runs.
+    """
+
+    sinks: torch.Tensor | None = None
+    soft_cap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    q_scale: torch.Tensor | float | None = None
+    k_scale: torch.Tensor | float | None = None
+    v_scale: torch.Tensor | float | None = None
+
+
+PLAIN = LayerExtras()
+
+
+def checked_extras(
+    extras: LayerExtras | None,
+    attention: AttentionConfig,
+    device: torch.device,
+    read: bool = True,
+) -> LayerExtras:
+    """The extras as kernels take them: scales as float32 ``[num_kv_heads]`` tensors (of one
+    value, perhaps, with a stride of 0) where their numbers are quantised, None elsewhere.
+
+    Args:
+        read: look at what scales on the device hold, which waits for a GPU.
+
+    Raises:
+        PrefixShareError: a tensor of another shape, dtype or device, scales that are not positive
+            and finite, or a feature that ``attention`` does not name.
+    """
+    x = extras or PLAIN
+    asked = {
+        "sinks": x.sinks is not None,
+        "soft_cap": x.soft_cap != 0,
+        "alibi": x.alibi_slopes is not None,
+    }
+    for feature, is_asked in asked.items():
+        if is_asked and feature not in attention.features:
+            raise PrefixShareError(f"{feature} was not announced: name it among the features.")
+    if not (x.soft_cap >= 0 and math.isfinite(x.soft_cap)):
+        raise PrefixShareError(f"soft_cap must be 0 or more and finite, got {x.soft_cap}.")
+    heads = attention.num_qo_heads
+    dtypes = (torch.float32, getattr(torch, attention.dtype))
+    _require_heads("sinks", x.sinks, heads, dtypes, device)
+    _require_heads("alibi_slopes", x.alibi_slopes, heads, dtypes[:1], device)
+    quantised = {
+        "q_scale": attention.query_dtype is not None,
+        "k_scale": attention.kv_dtype is not None,
+        "v_scale": attention.kv_dtype is not None,
+    }
+    q_scale, k_scale, v_scale = (
+        _scale(name, getattr(x, name), is_quantised, attention, device, read)
+        for name, is_quantised in quantised.items()
+    )
+    return x._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+
+def _require_heads(
+    name: str,
+    values: torch.Tensor | None,
+    heads: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    if values is None:
+        return
+    if not isinstance(values, torch.Tensor) or values.shape != (heads,):
+        shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise PrefixShareError(f"{name} must be [{heads}], one for each query head, got {shape}.")
+    if values.dtype not in dtypes or values.device != device or not values.is_contiguous():
+        wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise PrefixShareError(
+            f"{name} must be contiguous {wanted} on {device}, got {values.dtype} on "
+            f"{values.device}."
+        )
+
+
+def _scale(
+    name: str,
+    value: torch.Tensor | float | None,
+    is_quantised: bool,
+    attention: AttentionConfig,
+    device: torch.device,
+    read: bool,
+) -> torch.Tensor | None:
+    if not is_quantised:
+        if value is not None:
+            raise PrefixShareError(f"{name} is for quantised numbers, and this layer has none.")
+        return None
+    heads = attention.num_kv_heads
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((1,), 1.0 if value is None else float(value), device=device)
+    elif value.dtype != torch.float32 or value.device != device:
+        raise PrefixShareError(
+            f"{name} must be float32 on {device}, got {value.dtype} on {value.device}."
+        )
+    if value.numel() not in (1, heads) or value.dim() > 1:
+        raise PrefixShareError(f"{name} must be [1] or [{heads}], got {list(value.shape)}.")
+    if read and not bool(((value > 0) & value.isfinite()).all()):
+        raise PrefixShareError(f"{name} must be positive and finite, got {value.tolist()}.")
+    return value.reshape(-1).expand(heads)
