@@ -4,6 +4,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTHON ?= python3.11 python3.12 python3  # the first that fits the lock is taken
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))  # test processes; 4 GiB of memory each
 INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys; \
 	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
@@ -13,8 +14,9 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
 
+# In several processes of one thread each; a file's tests stay together, for the engines they share.
 test: lint model
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
 
 # The documentation as a site, in site/.
 docs: venv
