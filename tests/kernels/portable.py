@@ -8,10 +8,10 @@ import torch
 from tests.batches import PagedBatch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.merge_states import merge_states
-from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
-from vllm_prefixshare.kernels.portable.launch import portable_partial_attention as partial_attention
+from vllm_prefixshare.kernels.portable.launch import QTile, portable_partial_attention, q_tile
 from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -85,24 +85,13 @@ class Portable:
         mask = None if tree_mask is None else torch.from_numpy(tree_mask).to(DEVICE)
         out = torch.full_like(q, torch.nan, dtype=out_dtype)
         lse = self.lse.fill_(torch.nan) if with_lse else None
-        partial_attention(
-            self.tile,
-            self.workers,
-            self.query_len,
-            self.arrays,
-            q,
-            k,
-            v,
-            table,
-            lens,
-            starts,
-            mask,
-            self.partial_out,
-            self.partial_lse,
-            out,
-            self.head_dim**-0.5,
-            lse,
-            self.extras,
+        tensors = Tensors(
+            q, k, v, table, lens, starts, mask,
+            self.partial_out, self.partial_lse, out, lse, self.extras,
+        )  # fmt: skip
+        scale = self.head_dim**-0.5
+        portable_partial_attention(
+            self.tile, self.workers, self.query_len, self.arrays, tensors, scale
         )
         merge_states(
             self.arrays["merge_indptr"],

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.costs.roofline import AnalyticCost
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.tracing import trace_to
 from vllm_prefixshare.kernels.contract import Executor
@@ -21,15 +22,19 @@ def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any
         PrefixShareError: a cost table that was named does not fit, or a trace cannot be written.
     """
     chosen = settings()
+    cost = cost_model(attention, executor.name, logger().info_once)
+    share = chosen.share
+    if share == "auto" and executor.name == "torch" and isinstance(cost, AnalyticCost):
+        # wherever it was measured, CPU_ATTN is as fast as sharing in torch operators, or faster
+        share = "never"
     config = executor.planner_config(
         chosen.divider,
-        chosen.share,
+        share,
         null_block_id=NULL_BLOCK_ID,
         # the stages of a pipeline hold as many batches, which take turns
         kept_plans=vllm_config.parallel_config.pipeline_parallel_size,
         check_plans=chosen.check_plans,
     )
-    cost = cost_model(attention, executor.name, logger().info_once)
     trace = None if chosen.trace is None else trace_to(chosen.trace)
     return DecodePlanner(
         config,

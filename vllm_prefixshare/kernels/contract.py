@@ -100,7 +100,22 @@ class Executor(Protocol):
 class Tensors(NamedTuple):
     """Arguments of one launch, on the device and checked.
 
-    extras: its scales are tensors where numbers are quantised, see ``extras.checked_extras``.
+    q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16, float16 or e4m3.
+    k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same strides,
+        multiples of 8 elements; head_dim contiguous. NHD and HND alike. Of e4m3 the type or, as
+        uint8, the bits; then multiples of 16 elements if head_dim is one.
+    block_table: int32 ``[num_reqs, max_blocks]``.
+    seq_lens: int32 ``[num_reqs]``, the queries included.
+    query_start_loc: int32 ``[num_reqs + 1]``, read if requests may have several query tokens;
+        then all have the most if it is None.
+    tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says that it sees
+        query token ``j`` of its request. Causal order if None.
+    partial_out: float32 ``[num_partials * query_len, num_qo_heads, head_dim]``.
+    partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm.
+    out: like ``q``, 16 bits wide.
+    out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: written where ``out`` is.
+    extras: of the layer; its scales are tensors where numbers are quantised, see
+        ``extras.checked_extras``.
     """
 
     q: torch.Tensor
@@ -108,12 +123,12 @@ class Tensors(NamedTuple):
     v_cache: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
+    query_start_loc: torch.Tensor | None
     tree_mask: torch.Tensor | None
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     out: torch.Tensor
-    out_lse: torch.Tensor | None
+    out_lse: torch.Tensor | None = None
     extras: LayerExtras = PLAIN
 
 

@@ -235,21 +235,20 @@ class GpuExecutor:
         """
         if query_start_loc is None and self._has_tree and tree_mask is None:
             tree_mask = self.tree_mask
-        tensors = (q, k_cache, v_cache, block_table, seq_lens, out, query_start_loc, tree_mask, lse)
-        signature = tuple(map(_signature, tensors))
-        if signature not in self._checked:
-            self._check(*tensors)
-            self._checked.add(signature)
-        given = self._checked_extras(extras)
         work, partials = self.workspace, self.workspace.partials
+        t = Tensors(
+            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
+            partials.out, partials.lse, out, lse, self._checked_extras(extras),
+        )  # fmt: skip
+        signature = tuple(map(_signature, t[:-1]))
+        if signature not in self._checked:
+            self._check(t)
+            self._checked.add(signature)
         work.note_launch()
         if query_start_loc is None:
             query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
-        arguments = Tensors(
-            q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
-            partials.out, partials.lse, out, lse, given,
-        )  # fmt: skip
-        self._kernel.launch(work.plan.arrays, arguments, sm_scale)
+            t = t._replace(query_start_loc=query_start_loc)
+        self._kernel.launch(work.plan.arrays, t, sm_scale)
         merge_states(
             work.plan.arrays["merge_indptr"],
             partials.out,
@@ -258,7 +257,7 @@ class GpuExecutor:
             query_start_loc,
             self.query_len,
             lse,
-            given.sinks,
+            t.extras.sinks,
         )
         return out
 
@@ -274,18 +273,7 @@ class GpuExecutor:
             self._extras[id(extras)] = extras, checked  # held, so that its id is nobody else's
         return checked
 
-    def _check(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out: torch.Tensor,
-        query_start_loc: torch.Tensor | None,
-        tree_mask: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _check(self, t: Tensors) -> None:
         a = self.attention
         dtype = getattr(torch, a.dtype)
         of_queries, of_cache = getattr(torch, a.of_queries), getattr(torch, a.of_cache)
@@ -295,56 +283,59 @@ class GpuExecutor:
         block = (a.block_size, a.num_kv_heads, a.head_dim)
         n = self._num_reqs
         expected: list[tuple[str, torch.Tensor | None, torch.dtype, int, tuple[int, ...]]] = [
-            ("q", q, of_queries, 3, heads),
-            ("out", out, dtype, 3, heads),
-            ("k_cache", k_cache, of_cache, 4, block),
-            ("v_cache", v_cache, of_cache, 4, block),
-            ("block_table", block_table, torch.int32, 2, ()),
-            ("seq_lens", seq_lens, torch.int32, 1, ()),
-            ("query_start_loc", query_start_loc, torch.int32, 1, ()),
-            ("tree_mask", tree_mask, torch.int32, 2, ()),
-            ("lse", lse, torch.float32, 2, heads[:1]),
+            ("q", t.q, of_queries, 3, heads),
+            ("out", t.out, dtype, 3, heads),
+            ("k_cache", t.k_cache, of_cache, 4, block),
+            ("v_cache", t.v_cache, of_cache, 4, block),
+            ("block_table", t.block_table, torch.int32, 2, ()),
+            ("seq_lens", t.seq_lens, torch.int32, 1, ()),
+            ("query_start_loc", t.query_start_loc, torch.int32, 1, ()),
+            ("tree_mask", t.tree_mask, torch.int32, 2, ()),
+            ("lse", t.out_lse, torch.float32, 2, heads[:1]),
         ]
-        for name, t, want, dims, tail in expected:
-            if t is None:
+        for name, x, want, dims, tail in expected:
+            if x is None:
                 continue
-            if not isinstance(t, torch.Tensor):
+            if not isinstance(x, torch.Tensor):
                 raise PrefixShareError(f"{name} must be a tensor on {self.device}.")
-            if t.device != self.device or t.dtype != want:
+            if x.device != self.device or x.dtype != want:
                 raise PrefixShareError(
-                    f"{name} must be {want} on {self.device}, got {t.dtype} on {t.device}."
+                    f"{name} must be {want} on {self.device}, got {x.dtype} on {x.device}."
                 )
-            if t.dim() != dims or tuple(t.shape[dims - len(tail) :]) != tail:
+            if x.dim() != dims or tuple(x.shape[dims - len(tail) :]) != tail:
                 shape = ", ".join(["..."] * (dims - len(tail)) + [str(x) for x in tail])
-                raise PrefixShareError(f"{name} must be [{shape}], got {list(t.shape)}.")
-            if t.stride(-1) != 1 or (dims == 3 and (t.stride(1) != a.head_dim or t.stride(0) % 8)):
+                raise PrefixShareError(f"{name} must be [{shape}], got {list(x.shape)}.")
+            if x.stride(-1) != 1 or (dims == 3 and (x.stride(1) != a.head_dim or x.stride(0) % 8)):
                 raise PrefixShareError(
-                    f"{name} has strides {list(t.stride())}: its last dimensions must be "
+                    f"{name} has strides {list(x.stride())}: its last dimensions must be "
                     "contiguous, and tokens a multiple of 8 elements apart."
                 )
-        if k_cache.stride() != v_cache.stride() or any(s % step for s in k_cache.stride()[:3]):
+        strides = t.k_cache.stride(), t.v_cache.stride()
+        if strides[0] != strides[1] or any(s % step for s in strides[0][:3]):
             raise PrefixShareError(
-                f"k_cache and v_cache have strides {list(k_cache.stride())} and "
-                f"{list(v_cache.stride())}: they must be the same, in multiples of {step} elements."
+                f"k_cache and v_cache have strides {list(strides[0])} and {list(strides[1])}: "
+                f"they must be the same, in multiples of {step} elements."
             )
-        for name, t, least in (
-            ("block_table", block_table, n),
-            ("seq_lens", seq_lens, n),
-            ("query_start_loc", query_start_loc, n + 1),
-            ("q", q, self._num_tokens),
-            ("out", out, len(q)),
-            ("lse", lse, len(q)),
+        for name, x, least in (
+            ("block_table", t.block_table, n),
+            ("seq_lens", t.seq_lens, n),
+            ("query_start_loc", t.query_start_loc, n + 1),
+            ("q", t.q, self._num_tokens),
+            ("out", t.out, len(t.q)),
+            ("lse", t.out_lse, len(t.q)),
         ):
-            if t is not None and len(t) < least:
-                raise PrefixShareError(f"{name} has {len(t)} rows, the batch needs {least}.")
-        if lse is not None and not lse.is_contiguous():
-            raise PrefixShareError(f"lse must be contiguous, got strides {list(lse.stride())}.")
-        if tree_mask is not None and (
-            len(tree_mask) < len(q) or 32 * tree_mask.shape[1] < self.query_len
+            if x is not None and len(x) < least:
+                raise PrefixShareError(f"{name} has {len(x)} rows, the batch needs {least}.")
+        if t.out_lse is not None and not t.out_lse.is_contiguous():
+            raise PrefixShareError(
+                f"lse must be contiguous, got strides {list(t.out_lse.stride())}."
+            )
+        if t.tree_mask is not None and (
+            len(t.tree_mask) < len(t.q) or 32 * t.tree_mask.shape[1] < self.query_len
         ):
             raise PrefixShareError(
-                f"tree_mask must be [{len(q)}, {self._mask_words}] or larger, "
-                f"got {list(tree_mask.shape)}."
+                f"tree_mask must be [{len(t.q)}, {self._mask_words}] or larger, "
+                f"got {list(t.tree_mask.shape)}."
             )
 
 

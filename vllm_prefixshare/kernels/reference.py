@@ -1,37 +1,15 @@
 """Attention in float64, one request after the other: what every executor is measured by."""
 
+from typing import Any
+
 import torch
 
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 
 
-def reference_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor | None = None,
-    sm_scale: float | None = None,
-    extras: LayerExtras = PLAIN,
-) -> torch.Tensor:
-    """Paged causal attention without sharing.
-
-    Args:
-        q: ``[num_tokens, num_qo_heads, head_dim]``.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
-        block_table: ``[num_reqs, max_blocks]`` physical block ids.
-        seq_lens: ``[num_reqs]`` tokens of each request, its queries (the last ones) included.
-        query_start_loc: ``[num_reqs + 1]`` token range of each request; one each if None.
-        sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
-        extras: of the layer; scales may be numbers or ``[1]`` or ``[num_kv_heads]``.
-
-    Returns:
-        float64 ``[num_tokens, num_qo_heads, head_dim]``.
-    """
-    return reference_attention_and_lse(
-        q, k_cache, v_cache, block_table, seq_lens, query_start_loc, sm_scale, extras
-    )[0]
+def reference_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The first of what ``reference_attention_and_lse`` returns, for the same arguments."""
+    return reference_attention_and_lse(*args, **kwargs)[0]
 
 
 def reference_attention_and_lse(
@@ -44,8 +22,20 @@ def reference_attention_and_lse(
     sm_scale: float | None = None,
     extras: LayerExtras = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference_attention``, and the log-sum-exp of each query's scaled scores and its
-    sink: float64 ``[num_tokens, num_qo_heads]``, natural logarithm.
+    """Paged causal attention without sharing.
+
+    Args:
+        q: ``[num_tokens, num_qo_heads, head_dim]``.
+        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        block_table: ``[num_reqs, max_blocks]`` physical block ids.
+        seq_lens: ``[num_reqs]`` tokens of each request, its queries (the last ones) included.
+        query_start_loc: ``[num_reqs + 1]`` token range of each request; one each if None.
+        sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
+        extras: of the layer; scales may be numbers or ``[1]`` or ``[num_kv_heads]``.
+
+    Returns:
+        float64 ``[num_tokens, num_qo_heads, head_dim]``, and the log-sum-exp of each query's
+        scaled scores and its sink: float64 ``[num_tokens, num_qo_heads]``, natural logarithm.
     """
     num_qo_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]

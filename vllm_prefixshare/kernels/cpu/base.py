@@ -1,13 +1,26 @@
 """What both executors for CPUs have in common: how plans are made, and what a layer must be."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import PrefixShareError
+
+
+class CpuTensors(NamedTuple):
+    """A layer's arguments of ``contract.Executor.run`` that a CPU executor reads, checked."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    sm_scale: float
+    extras: LayerExtras
 
 
 class CpuExecutor:
@@ -42,6 +55,29 @@ class CpuExecutor:
 
     def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
         """As ``contract.Executor.reserve``; here memory grows when it is needed."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: object,
+        seq_lens: object,
+        out: torch.Tensor,
+        sm_scale: float,
+        *,
+        lse: torch.Tensor | None = None,
+        extras: LayerExtras | None = None,
+    ) -> torch.Tensor:
+        """As ``contract.Executor.run``; only the tokens of the prepared rows are written."""
+        self._check(q, k_cache, v_cache, out, lse)
+        given = checked_extras(extras, self.attention, q.device)
+        self._compute(CpuTensors(q, k_cache, v_cache, out, lse, sm_scale, given))
+        return out
+
+    def _compute(self, t: CpuTensors) -> None:
+        """Write ``t.out`` and ``t.lse`` under the prepared plan."""
+        raise NotImplementedError
 
     def _check(
         self,

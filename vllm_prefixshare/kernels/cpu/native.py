@@ -20,9 +20,8 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
-from vllm_prefixshare.kernels.cpu.base import CpuExecutor
+from vllm_prefixshare.kernels.cpu.base import CpuExecutor, CpuTensors
 from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
-from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 from vllm_prefixshare.settings import settings
@@ -247,24 +246,9 @@ class NativeExecutor(CpuExecutor):
         visible = np.minimum(np.repeat(end, tokens), position)
         return _Pieces(row, start, end, tokens, token_of, visible)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: object,
-        seq_lens: object,
-        out: torch.Tensor,
-        sm_scale: float,
-        *,
-        lse: torch.Tensor | None = None,
-        extras: LayerExtras | None = None,
-    ) -> torch.Tensor:
-        """As ``contract.Executor.run``, on the views that ``cache_views`` makes of CPU_ATTN's
-        KV cache.
-        """
-        self._check(q, k_cache, v_cache, out, lse)
-        checked_extras(extras, self.attention, q.device)  # none of them is served
+    def _compute(self, t: CpuTensors) -> None:
+        # on the views that ``cache_views`` makes of CPU_ATTN's KV cache; extras are not served
+        q, k_cache, v_cache, out, lse, sm_scale, _ = t
         step = self._step
         assert step is not None, "prepare comes first"
         heads, group, dim, size = self._shape
@@ -285,7 +269,6 @@ class NativeExecutor(CpuExecutor):
         self._library.prefix_share_decode(
             ctypes.byref(work), ctypes.c_void_p(-(-scratch // 64) * 64), threads
         )
-        return out
 
     def _buffer(self, name: str, num_bytes: int) -> int:
         """Address of scratch memory that is kept from layer to layer."""

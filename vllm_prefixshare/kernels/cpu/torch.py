@@ -15,9 +15,8 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
-from vllm_prefixshare.kernels.cpu.base import CpuExecutor
+from vllm_prefixshare.kernels.cpu.base import CpuExecutor, CpuTensors
 from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
-from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -209,24 +208,9 @@ class TorchExecutor(CpuExecutor):
             slot=slot,
         )
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: object,
-        seq_lens: object,
-        out: torch.Tensor,
-        sm_scale: float,
-        *,
-        lse: torch.Tensor | None = None,
-        extras: LayerExtras | None = None,
-    ) -> torch.Tensor:
-        """As ``contract.Executor.run``; only the tokens of the prepared rows are written. A K
-        cache whose tokens are innermost is read without a transpose.
-        """
-        self._check(q, k_cache, v_cache, out, lse)
-        x = checked_extras(extras, self.attention, q.device)
+    def _compute(self, t: CpuTensors) -> None:
+        # a K cache whose tokens are innermost is read without a transpose
+        q, k_cache, v_cache, out, lse, sm_scale, x = t
         step = self._step
         heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
         partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, dim))
@@ -294,7 +278,6 @@ class TorchExecutor(CpuExecutor):
                 result.copy_(value)
             else:
                 result.index_copy_(0, step.tokens, value.to(result.dtype))
-        return out
 
     def _gather(
         self,

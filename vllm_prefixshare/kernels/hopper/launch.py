@@ -10,7 +10,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
-from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
@@ -120,80 +119,6 @@ class CacheView:
         )  # fmt: skip
 
 
-def hopper_partial_attention(
-    shape: HopperShape,
-    num_workers: int,
-    plan: Mapping[str, torch.Tensor],
-    q: torch.Tensor,
-    k_view: CacheView,
-    v_view: CacheView,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    tree_mask: torch.Tensor | None,
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    out: torch.Tensor,
-    sm_scale: float,
-    out_lse: torch.Tensor | None = None,
-    extras: LayerExtras = PLAIN,
-) -> None:
-    """Launch; every argument was checked by the executor."""
-    cap = extras.soft_cap
-    scales = extras.q_scale, extras.k_scale, extras.v_scale
-    arrays = PlanArrays(**plan)
-    small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
-    launch(
-        partial_attention,
-        (num_workers * shape.chunks * shape.num_kv_heads,),
-        k_view.descriptor,
-        v_view.descriptor,
-        q,
-        block_table,
-        seq_lens,
-        len(seq_lens),
-        query_start_loc,
-        arrays.tile_info,
-        arrays.slot_row,
-        arrays.slot_partial,
-        arrays.run_row,
-        arrays.run_kv_start,
-        arrays.run_kv_end,
-        arrays.run_readers,
-        partial_out,
-        partial_lse,
-        out,
-        out_lse,
-        extras.sinks,
-        seq_lens if tree_mask is None else tree_mask,
-        0 if tree_mask is None else tree_mask.stride(0),
-        block_table.stride(0),
-        q.stride(0),
-        out.stride(0),
-        k_view.block_rows,
-        k_view.head_rows,
-        k_view.head_cols,
-        (cap or sm_scale) * LOG2E,
-        2 * sm_scale / cap * LOG2E if cap else None,
-        *scales,
-        *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales),
-        Q_HEADS=shape.num_qo_heads,
-        KV_HEADS=shape.num_kv_heads,
-        CHUNKS=shape.chunks,
-        QUERY_LEN=shape.query_len,
-        TREE=tree_mask is not None,
-        HEAD_DIM=shape.head_dim,
-        D=shape.padded_dim,
-        BLOCK_SIZE=shape.block_size,
-        KV_TILE=shape.kv_tile,
-        STAGES=shape.stages,
-        RUNS=shape.max_tile_runs,
-        CONSUMER_REGS=208 if small else 216,
-        PRODUCER_REGS=88 if small else 72,
-        num_warps=4,
-    )
-
-
 class HopperKernel:
     """``kernels.hopper.kernel``, for compute capability 9.0."""
 
@@ -223,23 +148,61 @@ class HopperKernel:
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""
-        hopper_partial_attention(
-            self.shape,
-            self.num_workers,
-            plan,
+        shape = self.shape
+        k_view = CacheView("k_cache", t.k_cache, shape.padded_dim)
+        v_view = CacheView("v_cache", t.v_cache, shape.padded_dim)
+        cap = t.extras.soft_cap
+        scales = t.extras.q_scale, t.extras.k_scale, t.extras.v_scale
+        arrays = PlanArrays(**plan)
+        small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
+        launch(
+            partial_attention,
+            (self.num_workers * shape.chunks * shape.num_kv_heads,),
+            k_view.descriptor,
+            v_view.descriptor,
             t.q,
-            CacheView("k_cache", t.k_cache, self.shape.padded_dim),
-            CacheView("v_cache", t.v_cache, self.shape.padded_dim),
             t.block_table,
             t.seq_lens,
+            len(t.seq_lens),
             t.query_start_loc,
-            t.tree_mask,
+            arrays.tile_info,
+            arrays.slot_row,
+            arrays.slot_partial,
+            arrays.run_row,
+            arrays.run_kv_start,
+            arrays.run_kv_end,
+            arrays.run_readers,
             t.partial_out,
             t.partial_lse,
             t.out,
-            sm_scale,
             t.out_lse,
-            t.extras,
+            t.extras.sinks,
+            t.seq_lens if t.tree_mask is None else t.tree_mask,
+            0 if t.tree_mask is None else t.tree_mask.stride(0),
+            t.block_table.stride(0),
+            t.q.stride(0),
+            t.out.stride(0),
+            k_view.block_rows,
+            k_view.head_rows,
+            k_view.head_cols,
+            (cap or sm_scale) * LOG2E,
+            2 * sm_scale / cap * LOG2E if cap else None,
+            *scales,
+            *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales),
+            Q_HEADS=shape.num_qo_heads,
+            KV_HEADS=shape.num_kv_heads,
+            CHUNKS=shape.chunks,
+            QUERY_LEN=shape.query_len,
+            TREE=t.tree_mask is not None,
+            HEAD_DIM=shape.head_dim,
+            D=shape.padded_dim,
+            BLOCK_SIZE=shape.block_size,
+            KV_TILE=shape.kv_tile,
+            STAGES=shape.stages,
+            RUNS=shape.max_tile_runs,
+            CONSUMER_REGS=208 if small else 216,
+            PRODUCER_REGS=88 if small else 72,
+            num_warps=4,
         )
 
 

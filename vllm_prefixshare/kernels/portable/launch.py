@@ -11,7 +11,6 @@ import triton
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
-from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
@@ -75,19 +74,8 @@ def portable_partial_attention(
     num_workers: int,
     query_len: int,
     plan: Mapping[str, torch.Tensor],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    out: torch.Tensor,
+    t: Tensors,
     sm_scale: float,
-    out_lse: torch.Tensor | None = None,
-    extras: LayerExtras = PLAIN,
 ) -> None:
     """Launch; the arguments have been checked by the executor.
 
@@ -97,40 +85,25 @@ def portable_partial_attention(
         num_workers: that the plan was made for.
         query_len: most query tokens of a request.
         plan: the arrays of ``portable.arrays`` on the device.
-        q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16, float16 or e4m3.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same
-            strides, multiples of 8 elements; head_dim contiguous. NHD and HND alike. Of e4m3
-            the type or, as uint8, the bits; then multiples of 16 elements if head_dim is one.
-        block_table: int32 ``[num_reqs, max_blocks]``.
-        seq_lens: int32 ``[num_reqs]``, the queries included.
-        query_start_loc: int32 ``[num_reqs + 1]``, read if ``query_len`` is more than 1; then
-            ``query_len`` tokens each if None.
-        tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says that
-            it sees query token ``j`` of its request. Causal order if None.
-        partial_out: float32 ``[num_partials * query_len, num_qo_heads, head_dim]``.
-        partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm.
-        out: like ``q``.
         sm_scale: softmax scale, above 0.
-        out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: written where ``out`` is.
-        extras: of the layer, its scales tensors where numbers are quantised.
     """
-    num_qo_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_qo_heads, head_dim = t.q.shape[1:]
+    block_size, num_kv_heads = t.k_cache.shape[1:3]
     rows_per_request = query_len * num_qo_heads // num_kv_heads
     chunks = tile.chunks(rows_per_request)
     arrays = PlanArrays(**plan)
-    cap = extras.soft_cap
-    scales = extras.q_scale, extras.k_scale, extras.v_scale
+    cap = t.extras.soft_cap
+    scales = t.extras.q_scale, t.extras.k_scale, t.extras.v_scale
     launch(
         partial_attention,
         (num_workers * chunks * num_kv_heads,),
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        seq_lens if query_start_loc is None else query_start_loc,
-        seq_lens if tree_mask is None else tree_mask,
+        t.q,
+        t.k_cache,
+        t.v_cache,
+        t.block_table,
+        t.seq_lens,
+        t.seq_lens if t.query_start_loc is None else t.query_start_loc,
+        t.seq_lens if t.tree_mask is None else t.tree_mask,
         arrays.work_indptr,
         arrays.tile_info,
         arrays.slot_row,
@@ -143,22 +116,22 @@ def portable_partial_attention(
         arrays.part_row,
         arrays.part_pos,
         arrays.part_readers,
-        partial_out,
-        partial_lse,
-        out,
-        out_lse,
-        extras.sinks,
-        extras.alibi_slopes,
+        t.partial_out,
+        t.partial_lse,
+        t.out,
+        t.out_lse,
+        t.extras.sinks,
+        t.extras.alibi_slopes,
         *scales,
         *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales),
         2 * sm_scale / cap * LOG2E if cap else None,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        block_table.stride(0),
-        q.stride(0),
-        out.stride(0),
-        0 if tree_mask is None else tree_mask.stride(0),
+        t.k_cache.stride(0),
+        t.k_cache.stride(1),
+        t.k_cache.stride(2),
+        t.block_table.stride(0),
+        t.q.stride(0),
+        t.out.stride(0),
+        0 if t.tree_mask is None else t.tree_mask.stride(0),
         (cap or sm_scale) * LOG2E,
         Q_HEADS=num_qo_heads,
         KV_HEADS=num_kv_heads,
@@ -167,8 +140,8 @@ def portable_partial_attention(
         BLOCK_SIZE=block_size,
         UNIT=math.gcd(block_size, tile.kv_tile),
         QUERY_LEN=query_len,
-        RAGGED=query_len > 1 and query_start_loc is not None,
-        TREE=tree_mask is not None,
+        RAGGED=query_len > 1 and t.query_start_loc is not None,
+        TREE=t.tree_mask is not None,
         CHUNKS=chunks,
         Q_TILE_SIZE=tile.rows,
         KV_TILE_SIZE=tile.kv_tile,
@@ -218,22 +191,4 @@ class PortableKernel:
             q = t.q.view(torch.uint8) if t.q.element_size() == 1 else t.q
             caches = t.k_cache.view(torch.uint8), t.v_cache.view(torch.uint8)
             t = t._replace(q=q, k_cache=caches[0], v_cache=caches[1])
-        portable_partial_attention(
-            self.tile,
-            self.num_workers,
-            self.query_len,
-            plan,
-            t.q,
-            t.k_cache,
-            t.v_cache,
-            t.block_table,
-            t.seq_lens,
-            t.query_start_loc,
-            t.tree_mask,
-            t.partial_out,
-            t.partial_lse,
-            t.out,
-            sm_scale,
-            t.out_lse,
-            t.extras,
-        )
+        portable_partial_attention(self.tile, self.num_workers, self.query_len, plan, t, sm_scale)
