@@ -14,7 +14,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "patches/README.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "patches/README.md"
+)  # fmt: skip
 #: Markdown's links and images, and the attributes of HTML that hold a path.
 LINK = re.compile(r'(\]\(|src="|srcset=")([^)"#:\s]+)(?=[)"#])')
 

@@ -47,12 +47,15 @@ def check(line: str, config: pytest.Config) -> None:
     environment = {}
     while words and re.match(r"[A-Z_]+=", words[0]):
         name, _, environment[name] = words.pop(0).partition("=")
-    if unknown := environment.keys() - OTHERS - VARIABLES.keys():
+    known = OTHERS | VARIABLES.keys() | set(re.findall(r"\b([A-Z_]+)=", MAKEFILE))
+    if unknown := environment.keys() - known:
         raise WrongCommandError(f"{unknown} is not a known variable")
     read({k: v for k, v in environment.items() if k in VARIABLES})
     if not words:
         return
     program, *arguments = words
+    if program == ".venv/bin/python":
+        program = "python"
     if program == "python" and arguments[:2] == ["-m", "pytest"]:
         program, arguments = "pytest", arguments[2:]
     if program == "pytest":
@@ -104,7 +107,9 @@ def vllm_parser() -> argparse.ArgumentParser:
 
 def check_make(arguments: list[str]) -> None:
     for argument in arguments:
-        name, is_variable, _ = argument.partition("=")
+        name, is_variable, value = argument.partition("=")
+        if name == "DEMO_ARGS":
+            check_python(["examples/document_qa.py", *shlex.split(value)])
         known = f"$({name})" in MAKEFILE if is_variable else f"\n{name}:" in MAKEFILE
         if not known:
             raise WrongCommandError(f"make has no {argument}")
