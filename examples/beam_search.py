@@ -61,7 +61,10 @@ def main() -> int:
     print()
     for beam in found.first[common.OURS].shown[:4]:
         print(f"{beam.score:8.2f}  {' '.join(beam.text.split())}")
-    return common.show_gain(found)
+    status = common.show_gain(found)
+    steps = found.ours.stats["decode_steps"]
+    print(f"{steps} of {args.max_tokens} steps were a decode; vLLM ran the others as prompts")
+    return status
 
 
 if __name__ == "__main__":
