@@ -69,7 +69,7 @@ def test_the_demo_beside_stock(document, tmp_path):
         "document_qa", "--document", document, "--questions", questions, "--max-tokens", 16,
         "--block-size", 32, "--pairs", 1, "--max-model-len", 2048, "--log", log,
     )  # fmt: skip
-    assert str(log) in printed and "WARNING" in log.read_text()
+    assert str(log) in printed and log.read_text()
     read, alone = kv_tokens(printed)
     assert alone > 2 * read
     assert re.search(r"^same tokens +yes, all 4 sequences$", printed, re.M)
@@ -125,13 +125,11 @@ def test_rollouts_are_written_for_a_trainer(tmp_path):
 
 
 @pytest.mark.engine
-def test_beams_beside_stock_are_the_same():
-    printed = output(
-        "beam_search", "--width", 4, "--prompt-tokens", 128, "--max-tokens", 4, "--pairs", 0
-    )
+def test_beams_share_one_step_in_a_block():
+    printed = output("beam_search", "--width", 4, "--prompt-tokens", 128, "--max-tokens", 4, *ALONE)
     read, alone = kv_tokens(printed)
-    assert alone > read  # of one step in a block's tokens
-    assert re.search(r"^same tokens +yes, all 4 sequences$", printed, re.M)
+    assert alone > 1.5 * read
+    assert "1 of 4 steps were a decode" in printed
 
 
 @pytest.mark.engine
