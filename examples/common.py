@@ -185,6 +185,7 @@ def run_example(main: Callable[[], int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # a terminal that lacks what trees are drawn with
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines are closed on the way out
     try:
         status = main()
     except PrefixShareError as e:

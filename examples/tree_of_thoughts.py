@@ -36,7 +36,7 @@ Start with 6, add 6, add 5, add 8, add 2.
 17 + 8 = 25
 25 + 2 = 27
 """
-START, STEPS = 5, (9, 3, 6, 7)
+START, STEPS = 3, (4, 5, 6, 2)
 
 
 @dataclass(frozen=True)
