@@ -73,7 +73,7 @@ def engine(args: argparse.Namespace, variant: str, model: Path, folder: Path) ->
         cases = chaos.answered_alone(stock, cases, args.longest)
     options: dict[str, Any] = {"batch": args.batch, "max_gap": args.max_gap}
     if variant == "drafts":
-        # greedy alone: vLLM 0.32's rejection sampler fails on a CPU where only some have a top_k
+        # greedy: on a CPU vLLM 0.32 ends in its rejection sampler beside requests with top_k
         options["sampled"] = ()
     with EngineProcess(**chaos.spec(args.backend, model, variant, dtype=args.dtype)) as ours:
         began = noted = time.monotonic()
