@@ -126,8 +126,10 @@ class Request:
         return self.case.expected(self.sampling["max_tokens"], sorted(stop))
 
 
-def requests(cases: Sequence[Case], count: int, random: Random) -> list[Request]:
-    """Requests of random cases, two in three of them greedy."""
+def requests(
+    cases: Sequence[Case], count: int, random: Random, sampled: Sequence[dict[str, Any]]
+) -> list[Request]:
+    """Requests of random cases, two in three of them greedy, or all if ``sampled`` is empty."""
     found = []
     for _ in range(count):
         case = random.choice(cases)
@@ -136,8 +138,8 @@ def requests(cases: Sequence[Case], count: int, random: Random) -> list[Request]
         sampling: dict[str, Any] = {"max_tokens": length, "ignore_eos": random.random() < 0.7}
         if random.random() < 0.3:
             sampling["stop_token_ids"] = [random.choice(case.tokens)]
-        if random.random() < 1 / 3:
-            sampling |= random.choice(SAMPLED)
+        if sampled and random.random() < 1 / 3:
+            sampling |= random.choice(sampled)
         found.append(Request(case, sampling))
     return found
 
@@ -146,7 +148,7 @@ def requests(cases: Sequence[Case], count: int, random: Random) -> list[Request]
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 5, "n": 2},
-    {"temperature": 1.0, "top_k": 20, "n": 3},  # min_p is refused beside drafts
+    {"temperature": 1.0, "top_k": 20, "n": 3},
     {"temperature": 0.3, "repetition_penalty": 1.3},
     {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
 )
@@ -242,6 +244,7 @@ def endure(
     *,
     batch: int = 32,
     max_gap: float = MAX_GAP,
+    sampled: Sequence[dict[str, Any]] = SAMPLED,
 ) -> Iterator[Report]:
     """Batches of requests without end, each judged; after each the engine is at rest, holds no
     block, and its memory and open files are noted.
@@ -252,7 +255,7 @@ def endure(
     report, began = Report(max_gap), time.monotonic()
     while True:
         random = Random(seed)
-        asked = requests(cases, batch, random)
+        asked = requests(cases, batch, random, sampled)
         run: Run = engine.call(
             drive,
             [r.case.prompt for r in asked],
