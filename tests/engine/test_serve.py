@@ -170,7 +170,6 @@ def test_a_crowd_of_clients_gets_its_answers_or_a_refusal(running):
     assert report.wrong == []
     assert server_faults(report, None) == []
     assert report.statuses.keys() == nonsense(NAME, MAX_LEN).keys()
-    assert all(status >= 400 for statuses in report.statuses.values() for status in statuses)
     assert report.asked["leaves"] > 3 and report.asked["streamed"] > 3 and report.tokens > 100
 
 

@@ -158,10 +158,12 @@ class Load:
         return self.report
 
     async def in_flight(self, count: int) -> list[asyncio.Task[str]]:
-        """Long answers that have begun: each task ends when its connection does, and says how."""
+        """Answers that have begun: each task ends when its connection does, and says how. vLLM lets
+        them come to their end before it ends itself.
+        """
 
         async def ask(begun: asyncio.Event) -> str:
-            body = {**self._prompt(), "max_tokens": self._max_len // 2, "stream": True}
+            body = {**self._prompt(), "max_tokens": 100, "stream": True}
             body["ignore_eos"] = True
             try:
                 forever = aiohttp.ClientTimeout(None)  # whoever waits is to be seen to wait
