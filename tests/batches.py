@@ -1,4 +1,4 @@
-"""Small paged batches with shared prefixes, for the executors."""
+"""Small paged batches with shared prefixes, for tests of the executors."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ import torch
 
 @dataclass
 class PagedBatch:
-    """block_table, seq_lens, query_start_loc on the host; q and caches with random content.
-    Tokens beyond a request's length hold NaN: reading one spoils the result.
+    """A batch on the host (block_table, seq_lens, query_start_loc) with random queries and caches.
+    Tokens beyond a request's length hold NaN, so that reading one spoils the result.
     """
 
     block_table: np.ndarray
@@ -33,7 +33,7 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     query_lens: int | None = 1,
 ) -> PagedBatch:
-    """``documents`` trees of ``requests`` requests each; pairs of them share a second level.
+    """Build ``documents`` trees of ``requests`` requests each; pairs share a second level.
     ``query_lens`` None draws 1 to 4 queries for each request.
     """
     rng = np.random.default_rng(seed)

@@ -1,7 +1,8 @@
-"""Where there is no GPU, Triton's interpreter runs the portable kernels.
+"""Without a GPU, Triton's interpreter runs the portable kernels.
 
-It has to be chosen before anything imports triton, and for all of triton at once. The choice is
-taken back from the environment, which the engines that some tests start inherit.
+The environment variable of the interpreter must be set before anything imports triton, and holds
+for the whole process. It is then removed from the environment, because engines that some tests
+start inherit the environment.
 """
 
 import os
@@ -22,14 +23,14 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
-# how long an example takes says nothing on a busy machine
+# the duration of an example says nothing on a busy machine
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)
 def settings_of_the_test() -> Iterator[None]:
-    """A process reads its settings once; here each test may have an environment of its own."""
+    """Clear the cached settings, because each test may have its own environment."""
     settings.cache_clear()
     yield
     settings.cache_clear()

@@ -1,4 +1,4 @@
-"""Commands as a user's shell runs them."""
+"""Runs commands as a user's shell runs them."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ PROGRAM = "import sys; from vllm_prefixshare.cli.main import main; sys.exit(main
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``vllm-prefixshare`` with these arguments, in a process of its own."""
+    """Run ``vllm-prefixshare`` with these arguments in a separate process."""
     return subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
         env={**os.environ, **environment},

@@ -1,4 +1,4 @@
-"""``bench``: right results are timed, wrong ones are said."""
+"""``bench``: correct results are timed, wrong results are reported."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The commands a user types: what they print, and one sentence with status 2 for a mistake."""
+"""The commands: what each prints, and one sentence with exit status 2 for a mistake."""
 
 import json
 import os
@@ -193,8 +193,8 @@ def test_profile_writes_a_table_that_the_backend_would_load(tmp_path, capsys):
     assert report == {"path": str(path), "table": json.loads(path.read_text())}
     table = CostTable.load(path)
     assert (table.fingerprint.head_dim, table.fingerprint.gqa_group_size) == (64, 2)
-    # how long each took is the machine's affair; what was timed, and that a tile of more tokens
-    # never costs less, is not
+    # The times depend on the machine. Fixed are the sizes that are timed, and that a tile of more
+    # tokens never costs less.
     tile, unshared = table.tile_us, table.unshared_us
     assert unshared is not None
     assert (tile.rows.tolist(), unshared.rows.tolist()) == ([2, 8, 32, 128], [2, 8])

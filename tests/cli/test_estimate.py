@@ -1,4 +1,4 @@
-"""``estimate``: prompts of every form, what vLLM would share of them, and hostile files."""
+"""``estimate``: every form of prompts, what vLLM would share of them, and hostile files."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
 def test_a_shared_document_is_found_and_gains(tmp_path, capsys):
     prompts: list[object] = [[*DOCUMENT, *range(i, i + 48)] for i in range(64)]
     found = report(capsys, write(tmp_path / "p", prompts), "--output-tokens", 0)
-    # all but the document's 4096 tokens is each request's own: 48 and the one to be computed
+    # each request has its own 48 tokens and the token to be computed; the other 4096 are shared
     assert found["kv_tokens"] == 64 * (4096 + 49)
     assert found["kv_tokens_read"] >= 4096 + 64 * 49
     assert 15 < found["share_factor"] <= 64 * 4145 / (4096 + 64 * 49)
@@ -86,7 +86,8 @@ def test_blocks_are_shared_as_vllm_shares_them():
     batch = batch_of([same, same, other, other + 1], 16, generated=20)
     assert batch.seq_lens.tolist() == [53, 53, 61, 61]
     table = batch.block_table
-    # the second block of 32 equal tokens is computed for each, since it has the prompt's last
+    # the second block of 32 equal tokens is computed for each request: it holds the prompt's last
+    # token
     assert table[0, 0] == table[1, 0] == table[2, 0] != table[3, 0]
     assert len({*table[:, 1].tolist()}) == 4
     used = [n for row, k in zip(table, (4, 4, 4, 4), strict=True) for n in row[:k].tolist()]

@@ -1,4 +1,4 @@
-"""``inspect``: block-table files, the schedule, and what is on the pictures."""
+"""``inspect``: block-table files, the schedule, and the contents of the pictures."""
 
 import json
 import re
@@ -131,7 +131,7 @@ def texts(svg: ElementTree.Element) -> list[str]:
 
 
 def boxes(svg: ElementTree.Element) -> dict[str, tuple[float, float]]:
-    """What a rectangle shows on hovering -> its width and height."""
+    """Map each rectangle's tooltip to the width and height of the rectangle."""
     return {
         r.findtext(f"{SVG}title", ""): (float(r.get("width", 0)), float(r.get("height", 0)))
         for r in svg.iter(f"{SVG}rect")

@@ -1,4 +1,4 @@
-"""What docs/cli.md says of each command is so; its commands run in tests/docs."""
+"""docs/cli.md describes every command correctly; tests/docs runs the commands on the page."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``patch``: a series goes in whole, comes out whole, and goes nowhere else."""
+"""``patch``: a series is applied whole, reverted whole, and changes nothing else."""
 
 import base64
 import errno
@@ -45,7 +45,7 @@ def on(root: Path, action: str) -> list[str]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], root: Path, action: str, sentence: str) -> None:
-    """Whether a command says ``sentence``, changes nothing and ends with status 2."""
+    """Assert that a command prints ``sentence``, changes nothing and ends with status 2."""
     before = contents(root)
     capsys.readouterr()
     assert main(on(root, action)) == 2
@@ -125,7 +125,7 @@ def git(root: Path, *arguments: str) -> None:
 
 
 def test_a_checkout_must_be_clean(root, capsys):
-    (root / "vllm" / "_version.py").unlink()  # what a build writes
+    (root / "vllm" / "_version.py").unlink()  # a build writes this file
     for arguments in (["init"], ["add", "."], ["commit", "-m", "vLLM"], ["tag", f"v{RELEASE}"]):
         git(root, *arguments)
     file = root / "vllm" / "__init__.py"
@@ -145,7 +145,7 @@ def test_a_checkout_must_be_clean(root, capsys):
 def test_a_tree_that_cannot_be_written_is_left_as_it_was(root, capsys, monkeypatch, call, action):
     if action == "revert":
         assert main(on(root, "apply")) == 0
-    if call == "replace":  # after some files
+    if call == "replace":  # fail after some files are replaced
         fail_at(monkeypatch, 4, OSError(errno.EROFS, "Read-only file system"))
     else:
         monkeypatch.setattr(Path, "mkdir", no_mkdir)
@@ -159,7 +159,7 @@ def no_mkdir(self: Path, *_: object, **__: object) -> None:
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
-    """Let the replacement of one file fail."""
+    """Make the replacement of file number ``count`` fail with ``error``."""
     calls = []
 
     def replace(self: Path, target: Path) -> None:
@@ -198,7 +198,7 @@ def test_what_is_killed_is_reverted_whole(root, number, capsys):
     released = contents(root)
     command = [sys.executable, "-c", END_AT_FIVE, *on(root, "apply"), str(number)]
     done = subprocess.run(command, capture_output=True, timeout=60)
-    if number == 9:  # there is no time for anything; the next command does it
+    if number == 9:  # SIGKILL leaves no time to undo the change; the next command undoes it
         assert done.returncode == -9
         assert contents(root) != released
         assert main(on(root, "status")) == 0

@@ -1,4 +1,4 @@
-"""The progress bar: on a terminal only, and gone at the end."""
+"""The progress bar: shown on a terminal only, and erased at the end."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""``trace``: what an engine plans for, in a bounded file that ``inspect`` reads."""
+"""``trace`` records the batches of an engine in a bounded file that ``inspect`` reads."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ LENS = np.array([60, 52, 40], np.int32)
 
 
 def planner(monkeypatch: pytest.MonkeyPatch, path: Path | None) -> DecodePlanner:
-    """As an engine has it."""
+    """The planner, made as an engine makes it."""
     if path is not None:
         monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
     settings.cache_clear()
@@ -128,7 +128,7 @@ def test_an_engine_is_recorded_and_drawn(tmp_path):
     document = "The lighthouse was built in 1874. It is 38 metres high. " * 40
     questions = [f"{document} {i}: when was it built?" for i in range(6)]
     with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment) as engine:
-        engine.generate(questions[:1], 1)  # the document into the prefix cache
+        engine.generate(questions[:1], 1)  # puts the document into the prefix cache
         stats = engine.generate(questions, 8, ignore_eos=True).stats
     assert stats["shared_steps"]
     recorded = [read_batch(path, step) for step in range(path.read_text().count("\n"))]

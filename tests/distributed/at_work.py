@@ -1,4 +1,4 @@
-"""What each rank of ``test_ranks.py`` does: a process of its own, over gloo."""
+"""What each rank of ``test_ranks.py`` does in its own process, over gloo."""
 
 import os
 import time
@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one short request": {"documents": 1, "requests": 1},
 }
 WAYS = (*REDUCTIONS, "ring")
-PATIENCE = 60.0  # seconds, where nobody is late on purpose
+PATIENCE = 60.0  # seconds; long, for the cases in which no rank is late on purpose
 SOON = 3.0
 
 
@@ -84,7 +84,7 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     more = [torch.cat([c, c]) if last else c for c in caches]
     found["other cache"] = sentence(lambda: ring.run(batch.q, *more))
 
-    # from here on a rank is late or dead
+    # from here on one rank is late or dead
     held = shard_of(table, lens, caches)
     late, dead, passing = (make(batch, way, SOON) for way in ("gather", "all_reduce", "ring"))
     for decider in (late, dead, passing):
@@ -101,7 +101,7 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     found["dead"] = timed_sentence(lambda: dead.run(batch.q, held))
     found["dead ring"] = timed_sentence(lambda: passing.run(batch.q, *caches))
     results.send(found)
-    os._exit(0)  # the groups are broken: nothing to say goodbye to
+    os._exit(0)  # the process groups are broken and cannot be shut down
 
 
 def make(batch: PagedBatch, way: str, timeout: float = PATIENCE, **options: Any) -> Any:
@@ -128,7 +128,7 @@ def whole(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
 def own_part(
     batch: PagedBatch, rank: int, size: int
 ) -> tuple[np.ndarray, np.ndarray, list[torch.Tensor]]:
-    """The rank's shard; blocks of the others hold NaN in its cache."""
+    """The rank's shard; blocks of the other ranks hold NaN in this rank's cache."""
     block_size = batch.k_cache.shape[1]
     table, lens = shard(batch.block_table, batch.seq_lens, block_size, rank, size)
     own = np.zeros(len(batch.k_cache), bool)
@@ -146,7 +146,7 @@ def bytes_of_the_model(batch: PagedBatch, way: str, caches: list[torch.Tensor], 
     layer = scaling.Layer(requests, 0, 0, heads, kv_heads, head_dim, batch.q.itemsize)
     if way == "gather":
         return scaling.gather_bytes(layer, size)
-    if way == "ring":  # what is passed on here is the whole cache, a shard among it
+    if way == "ring":  # the ring sends the whole cache; a shard counts as part of the cache
         return float((size - 1) * sum(c.nbytes for c in caches))
     return scaling.all_reduce_bytes(layer, size)
 
@@ -156,7 +156,7 @@ def shard_of(table: np.ndarray, lens: np.ndarray, caches: list[torch.Tensor]) ->
 
 
 def sentence(call: Callable[[], object]) -> str:
-    """What ``call`` is refused with."""
+    """The error message with which ``call`` is refused."""
     try:
         call()
     except PrefixShareError as e:

@@ -1,5 +1,5 @@
-"""Tree reduction and ring attention over gloo, with 2, 3 and 8 processes, against attention of all
-tokens in float64; and what ranks that disagree, come late or die are told.
+"""Tree reduction and ring attention over gloo with 2, 3 and 8 processes, against attention of all
+tokens in float64, and the errors for ranks that disagree, come late or die.
 """
 
 import multiprocessing
@@ -18,16 +18,16 @@ from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 from .at_work import CASES, SOON, WAYS, rank_at_work
 
 SIZES = (2, 3, 8)
-#: relative error of the output: its rounding, and for bfloat16 that of each rank's result
+#: relative error of the output: its own rounding, and for bfloat16 the rounding of each rank's
+#: result
 TOLERANCE = {"bfloat16": 6e-3}
-DEADLINE = 240  # seconds for a world on a busy machine; most of a minute at the very worst else
+DEADLINE = 240  # seconds for all worlds on a busy machine; otherwise a run takes under a minute
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[dict[int, list[dict[Any, Any]]]]:
-    """What each rank of each world found, by world size. The worlds run at the same time, because
-    their ranks wait for each other on purpose; their processes are forked from one that has
-    imported torch already.
+    """The results of each rank, by world size. The worlds run at the same time, because their ranks
+    wait for each other on purpose. Their processes are forked from one that has imported torch.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.at_work"])
@@ -68,7 +68,7 @@ def test_every_rank_has_the_attention_over_all_tokens(world, case, way):
         assert result["error"] < TOLERANCE.get(case, 2e-6)
         assert result["lse error"] < 1e-5 and result["dtype"]
         assert result["sent"] == pytest.approx(result["of the model"], abs=len(world))
-    if way != "ring":  # ranks that decode on must choose the same token
+    if way != "ring":  # ranks that continue decoding must choose the same token
         assert len({found[case, way]["bits"] for found in world}) == 1
 
 

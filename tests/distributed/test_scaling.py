@@ -1,4 +1,4 @@
-"""The model of decode over sharded KV, beside the equations of Tree Attention (section 6)."""
+"""The model of decode over sharded KV, against the equations of Tree Attention, section 6."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""Whether a command of the documentation is one that its program takes.
+"""Checks that a program accepts a command of the documentation.
 
-Each program's own parser reads the options; nothing is run.
+The program's own parser reads the options; no command runs.
 """
 
 import argparse
@@ -21,24 +21,25 @@ from vllm_prefixshare.cli.main import COMMANDS, parser
 from vllm_prefixshare.settings import VARIABLES, read
 
 ROOT = Path(__file__).parents[2]
-#: Variables of others that stand before a command.
+#: Variables of other programs that may stand before a command.
 OTHERS = {"VLLM_ATTENTION_BACKEND", "VLLM_LOGGING_LEVEL", "OMP_NUM_THREADS"}
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 class WrongCommandError(Exception):
-    """What the program would say."""
+    """A command that its program does not accept, with the message that the program would print."""
 
 
 def check(line: str, config: pytest.Config) -> None:
     """Check one line of a shell, without its comment.
 
     Args:
-        config: pytest's own, whose parser reads the options of pytest.
+        line: the command, with variables before it.
+        config: pytest's configuration, whose parser reads the options of pytest.
 
     Raises:
-        WrongCommandError: the program would not take it.
+        WrongCommandError: the program does not accept the command.
     """
     words = shlex.split(line, comments=True)
     while "&&" in words:
@@ -67,10 +68,10 @@ def check(line: str, config: pytest.Config) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> Any:
-    """The arguments as the parser reads them.
+    """Parse the arguments of a command.
 
     Raises:
-        WrongCommandError: it does not take them.
+        WrongCommandError: the parser does not accept the arguments.
     """
     try:
         return parser.parse_args(arguments)
@@ -82,9 +83,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> Any:
 
 def check_own(arguments: list[str]) -> None:
     if len(arguments) == 1 and arguments[0] in COMMANDS:
-        return  # a mention of the command, in the text
+        return  # the text only mentions the command
     args = parse(parser(), arguments)
-    if arguments[0] == "trace":  # runs another command
+    if arguments[0] == "trace":  # the rest is another command
         PROGRAMS[args.command[0]](args.command[1:])
 
 
@@ -94,12 +95,12 @@ def check_vllm(arguments: list[str]) -> None:
 
 @cache
 def vllm_parser() -> argparse.ArgumentParser:
-    """That of the command ``vllm``, with ``serve``."""
+    """The parser of the command ``vllm``, with ``serve``."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    load_general_plugins()  # as the command does, for the name of the backend
+    load_general_plugins()  # as the command does, so that the name of the backend is known
     root = FlexibleArgumentParser(prog="vllm")
     ServeSubcommand().subparser_init(root.add_subparsers(dest="subparser"))
     return root
@@ -116,7 +117,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_python(arguments: list[str]) -> None:
-    """Run a program up to the point where it has read its options."""
+    """Run a program until it has read its options."""
     if arguments[0] == "-m":
         module = ROOT / arguments[1].replace(".", "/")
         if not (module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()):
@@ -146,7 +147,7 @@ def check_python(arguments: list[str]) -> None:
 
 
 class _ParsedError(Exception):
-    """The options have been read."""
+    """Raised once the options have been read, to stop the program."""
 
 
 def check_pytest(arguments: list[str], config: pytest.Config) -> None:

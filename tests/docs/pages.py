@@ -1,12 +1,12 @@
 """The pages of the documentation, and the blocks of code in them.
 
-A comment on the line before a block says what a test does with it:
+A comment on the line before a block says what a test does with the block:
 
-    <!-- file: NAME -->        it is the file NAME, for the commands of the page
+    <!-- file: NAME -->        saved as the file NAME, for the commands of the page
     <!-- run: engine -->       Python that starts an engine, run with the embedded model
     <!-- not run: REASON -->   its commands and names are checked, but not run
 
-Without one, Python and commands are run.
+Without a comment, Python and commands are run.
 """
 
 import re
@@ -21,7 +21,7 @@ PAGES = [
     ROOT / "examples" / "README.md",
     *sorted(ROOT.glob("docs/*.md")),
 ]
-#: Languages of blocks; ``text`` is what a program prints, or a sketch.
+#: Languages of blocks; ``text`` is the output of a program, or a sketch.
 LANGUAGES = {"python", "sh", "json", "text", "promql", "yaml"}
 #: Why a block is not run.
 REASONS = {
@@ -39,8 +39,8 @@ MARK = re.compile(r"<!-- (run|file|not run): (.+) -->")
 class Block(NamedTuple):
     """A block of code.
 
-    page: its name from the root. line: of the file, where the code begins.
-    mark, value: what the comment before it says; "" and "" without one.
+    page: path of the page from the root. line: line of the page where the code begins.
+    mark, value: the two parts of the comment before the block; "" and "" without a comment.
     """
 
     page: str
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[str]:
-        """Its lines without comments; one that ends in a backslash goes on in the next."""
+        """The block's lines without comments; a trailing backslash joins two lines."""
         lines = self.code.replace("\\\n", "").splitlines()
         return [line for line in lines if line and not line.startswith("#")]
 
@@ -86,7 +86,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def files_of(page: str) -> dict[str, str]:
-    """The files that a page shows, by their names."""
+    """The files that a page shows, by name."""
     return {b.value: b.code for b in BLOCKS if b.page == page and b.mark == "file"}
 
 

@@ -1,7 +1,8 @@
-"""What the package says to its users, read off its source.
+"""Reads the messages of the package from its source.
 
-``messages()`` are sentences: those of the errors that a user meets, and those in the log.
-``reasons()`` say why a layer keeps vLLM's own backend. What is filled in stands as ``...``.
+``messages()`` lists the sentences of the errors that a user meets, and those in the log.
+``reasons()`` lists the reasons why a layer keeps vLLM's own backend. ``...`` stands for each value
+that is filled in at run time.
 """
 
 import ast
@@ -25,12 +26,12 @@ NAMES = {"BACKEND_NAME": BACKEND_NAME, "ENV_VAR": ENV_VAR, "VARIABLE": VARIABLE}
 
 
 def text_of(node: ast.AST) -> str:
-    """A string as it is written, with ``...`` for what is filled in; "" for other nodes."""
+    """The string as written, with ``...`` for each filled-in value; "" for other nodes."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
         text = "".join(map(_part, node.values))
-        return re.sub(r"\.{4,}", "...", text)  # a full stop after it, or two side by side
+        return re.sub(r"\.{4,}", "...", text)  # a value and a full stop, or two values
     return ""
 
 
@@ -43,7 +44,7 @@ def _part(node: ast.AST) -> str:
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package, by its path."""
+    """Every module of the package, by path."""
     return {
         path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -57,7 +58,7 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def messages() -> dict[str, str]:
-    """Each sentence, and the module that says it. Texts that only wrap another are left out."""
+    """Each sentence, and the module that holds it. Texts that only wrap another are left out."""
     found = {}
     for path, tree in modules().items():
         for name, call in _calls(tree):
@@ -88,7 +89,7 @@ def reasons() -> dict[str, str]:
 
 
 def _said_in(function: ast.FunctionDef) -> list[ast.AST]:
-    """What a function may return as a reason: values of a table, pairs, what it collects."""
+    """The expressions that a function may return as a reason."""
     said: list[ast.AST] = []
     for node in ast.walk(function):
         if isinstance(node, ast.Dict):

@@ -1,4 +1,4 @@
-"""The query and the line of the log in docs/metrics.md are as the code has them."""
+"""The query and the log line in docs/metrics.md match the code."""
 
 import ast
 import re

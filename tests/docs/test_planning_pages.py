@@ -1,4 +1,4 @@
-"""What docs/dividers.md and docs/cost-tables.md list is what there is."""
+"""docs/dividers.md and docs/cost-tables.md list what the code has."""
 
 import dataclasses
 import re

@@ -16,7 +16,7 @@ from vllm_prefixshare.kernels.registry import candidates
 from vllm_prefixshare.records import PrefixShareError
 
 PAGE = (ROOT / "docs" / "served.md").read_text()
-#: What the published config.json of each model says of its attention.
+#: The attention part of each model's published config.json.
 CONFIGS = json.loads((ROOT / "tests" / "docs" / "models.json").read_text())
 
 
@@ -28,7 +28,7 @@ def table(header: str) -> list[list[str]]:
 
 
 def rows_of(model: str) -> list[tuple[str, ...]]:
-    """The rows of one model, without its name; "" as a name goes on with the model above."""
+    """The rows of one model, without names; an empty name continues the model above."""
     found, current = [], ""
     for name, *cells in table("model |"):
         current = name or current

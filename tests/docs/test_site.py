@@ -1,4 +1,4 @@
-"""The site builds without a warning, and no link in it leads nowhere."""
+"""The site builds without a warning, and every link in it has a target."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Links(HTMLParser):
-    """What a page of HTML links to and shows, and the names that others can link to."""
+    """The links and images of an HTML page, and the anchors that other pages can link to."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

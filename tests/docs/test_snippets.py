@@ -1,4 +1,4 @@
-"""Every command and every snippet of the documentation runs, or says why not and is checked."""
+"""Every command and snippet of the documentation runs, or is marked as not run and is checked."""
 
 import ast
 import dataclasses
@@ -23,8 +23,8 @@ RUN = [(b.page, line) for b in SHELL if b.mark == "" for line in b.commands]
 NOT_RUN = [(b, line) for b in SHELL if b.mark == "not run" for line in b.commands]
 CHECKED = [(b.page, line) for b, line in NOT_RUN if b.value != "needs another framework"]
 FOREIGN = [line for b, line in NOT_RUN if b.value == "needs another framework"]
-#: Commands between backticks in the text. Tables that are written from published figures keep the
-#: command of their time.
+#: Commands between backticks in the text. Tables written from published figures are left out: they
+#: keep the command that was current at the time.
 GENERATED = re.compile(r"^<!-- table .*?^<!-- end -->$", re.M | re.S)
 INLINE = sorted(
     {
@@ -58,8 +58,8 @@ def test_snippets_run_from_top_to_bottom(page, tmp_path, monkeypatch):
 
 @pytest.mark.engine
 def test_snippets_for_an_engine_run():
-    """All of them in one process; equal arguments get the engine that runs already, which has
-    short contexts so that it starts soon.
+    """Run all of them in one process. Equal arguments get the engine that already runs, whose
+    contexts are short so that it starts soon.
     """
     short = "functools.partial(vllm.LLM, max_model_len=1024)"
     lines = ["import functools, vllm", f"vllm.LLM = functools.cache({short})"]
@@ -76,7 +76,7 @@ def test_snippets_for_an_engine_run():
     )
     assert done.returncode == 0, done.stderr
     printed = done.stdout.partition("# docs/api.md\n")[2].splitlines()[0]
-    assert float(printed) > 1.2  # one may decode alone at first
+    assert float(printed) > 1.2  # one request may decode alone at first
 
 
 @pytest.mark.parametrize("block", [b for b in PYTHON if b.mark == "not run"], ids=lambda b: b.page)
@@ -111,7 +111,7 @@ def test_the_options_of_a_command_exist(page, line, pytestconfig):
 
 @pytest.mark.parametrize("line", FOREIGN)
 def test_what_other_frameworks_hand_to_vllm_exists(line, pytestconfig):
-    """Their own options were read off their sources; what they hand on is checked."""
+    """Check what a framework passes to vLLM; its own options are not checked."""
     environment = dict(re.findall(r'\b(VLLM_[A-Z_]+)(?:=|": ")(\w+)', line))
     options = re.findall(r"engine_kwargs\.vllm\.(\w+)=(\w+)", line)
     assert environment or options

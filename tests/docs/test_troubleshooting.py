@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes every sentence of the source, and none that is not there."""
+"""docs/troubleshooting.md quotes every sentence of the source, and no other."""
 
 import re
 

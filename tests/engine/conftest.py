@@ -1,4 +1,4 @@
-"""Two real engines on the embedded model, side by side: PREFIX_SHARE and stock."""
+"""Two real engines on the embedded model: PREFIX_SHARE and stock."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,12 +9,12 @@ import pytest
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, STOCK, Batch, EngineProcess
 
-#: The start of a text, as long as max_model_len and the time of a test allow.
+#: The start of a text; the length is limited by max_model_len and the time of a test.
 DOCUMENT = (Path(__file__).parents[2] / "examples" / "document.md").read_text()[:6500]
 
-#: float32, so that a token that differs is a fault and not a rounding of bfloat16 logits.
-#: Few blocks and a small token budget, so that prefill is chunked, batches are mixed and
-#: requests are pre-empted.
+#: float32, so that a differing token is a fault and not a rounding of bfloat16 logits. Few blocks
+#: and a small token budget, so that prefill is chunked, batches are mixed and requests are
+#: pre-empted.
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 3072,
@@ -46,7 +46,7 @@ def stock(model: Path) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="session")
 def both(ours: EngineProcess, stock: EngineProcess) -> Callable[..., tuple[Batch, Batch]]:
-    """Runs the same prompts on both engines: (PREFIX_SHARE, stock)."""
+    """A function that runs the same prompts on both engines: (PREFIX_SHARE, stock)."""
 
     def run(prompts: Any, max_tokens: int, **options: Any) -> tuple[Batch, Batch]:
         batches = [e.generate(prompts, max_tokens, gaps=True, **options) for e in (ours, stock)]

@@ -1,4 +1,4 @@
-"""A little of ``benchmarks/soak.py engine``: an engine that is never left alone."""
+"""A short run of ``benchmarks/soak.py engine``: random events against a real engine."""
 
 from random import Random
 
@@ -25,7 +25,7 @@ def test_chaos_leaves_tokens_right_and_nothing_behind(model, stock):
     with EngineProcess(**chaos.spec(PREFIX_SHARE, model), pause=True) as ours:
         reports = chaos.endure(ours, cases, eos, seed=0, batch=24)
         open_files = []
-        for _ in range(BATCHES):  # each ends with no block in use
+        for _ in range(BATCHES):  # each batch ends with no block in use
             report = next(reports)
             open_files.append(held_by(ours.pid).open_files)
     assert report.wrong == []

@@ -1,4 +1,4 @@
-"""How an engine of the tests ends when nobody closes it."""
+"""An engine of the tests ends when its parent is killed."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.support.processes import alive, tree
 
 pytestmark = pytest.mark.engine
 
-#: As the example and the benchmarks start one.
+#: Starts an engine as the examples and the benchmarks do.
 PARENT = """
 import sys
 from tests.support.engine import STOCK, EngineProcess
@@ -21,7 +21,7 @@ with EngineProcess(STOCK, sys.argv[1], max_model_len=256, enforce_eager=True, pa
 
 
 def test_a_killed_parent_leaves_no_process(model):
-    """Killed while vLLM starts, as soon as it has an engine core of its own."""
+    """Kill the parent while vLLM starts, as soon as an engine core exists."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(model)])
     found: list[psutil.Process] = []
     try:

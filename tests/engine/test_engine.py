@@ -1,7 +1,7 @@
-"""Tokens of a real engine through PREFIX_SHARE against stock vLLM, on real prompts.
+"""Tokens of a real engine through PREFIX_SHARE, compared with stock vLLM on real prompts.
 
-Each test also asserts that what it is about really took place: shared steps, plans reused.
-Pre-emption is in ``test_chaos.py``.
+Each test also asserts that its subject took place: shared steps, reused plans. Pre-emption is in
+``test_chaos.py``.
 """
 
 import pytest
@@ -43,21 +43,21 @@ def assert_shared(batch: Batch, factor: float = 1.2) -> None:
 
 def test_questions_about_one_document(both):
     prompts = [ask(q) for q in QUESTIONS]
-    both(prompts[:1], 1)  # the document into the prefix cache
+    both(prompts[:1], 1)  # puts the document into the prefix cache
     ours, stock = both(prompts, 40, ignore_eos=True)
     assert_same_tokens(ours, stock)
     assert_shared(ours, factor=3.0)
     assert ours.answers[-1].num_cached_tokens >= 1024
     # one request may decode alone while the others are still in prefill
     assert ours.stats["shared_steps"] >= ours.stats["decode_steps"] - 2
-    # a request may join by itself, and then it is planned for; steady decode must not plan
+    # a request that joins alone needs a new plan; steady decode must not plan
     assert ours.stats["plans"] <= len(QUESTIONS) < 30 < ours.stats["decode_steps"]
 
 
 def test_requests_that_end_at_different_times(both):
     half = DOCUMENT[: len(DOCUMENT) // 2]
     prompts = [ask(q, d) for q in QUESTIONS[:4] for d in (DOCUMENT, half)]
-    ours, stock = both(prompts, 60)  # each ends with its own end-of-sequence token
+    ours, stock = both(prompts, 60)  # each request ends with its own end-of-sequence token
     assert_same_tokens(ours, stock)
     assert_shared(ours)
     assert ours.stats["plans"] < ours.stats["decode_steps"]
@@ -81,8 +81,8 @@ def test_chunked_prefill_mixes_with_shared_decode(both):
 
 
 def test_several_samples_of_one_prompt(both):
-    # no seed of their own, which CPU sampling of vLLM 0.32 cannot do: both engines draw from
-    # generators in the same state, as only this test draws
+    # No request has its own seed, which CPU sampling of vLLM 0.32 does not support. Both engines
+    # draw from generators in the same state, because only this test draws.
     options = {"n": 5, "temperature": 0.8, "ignore_eos": True}
     ours, stock = both([ask(QUESTIONS[0])], 24, **options)
     assert len(ours.answers) == 5
@@ -92,7 +92,7 @@ def test_several_samples_of_one_prompt(both):
 
 
 def test_speculative_rows_share_too(model, stock):
-    # rows of 1 to 4 queries, causal among themselves; speculation must not change a token
+    # rows of 1 to 4 query tokens, causal among themselves; speculation must not change a token
     prompts = [ask(q) for q in QUESTIONS[:4]]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     environment = {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_CHECK_PLANS": "1"}

@@ -1,5 +1,5 @@
-"""A KV cache that holds some of the documents: shuffled questions compute as little as grouped
-ones, and the answers stay as they were.
+"""A KV cache that holds only some of the documents: shuffled questions compute as few tokens as
+grouped questions, and the answers stay the same.
 """
 
 import random
@@ -23,7 +23,7 @@ SHUFFLED = random.Random(2).sample(GROUPED, len(PROMPTS))
 
 
 def answered(engine: EngineProcess, places: Sequence[int]) -> Batch:
-    """The answers to ``PROMPTS``, asked in the order of ``places``, in their own order."""
+    """Ask ``PROMPTS`` in the order of ``places``; return the answers in their own order."""
     engine.reset_prefix_cache()
     batch = engine.generate([PROMPTS[i] for i in places], 6, gaps=True, together=True)
     answers = [batch.answers[places.index(i)] for i in GROUPED]
@@ -38,7 +38,7 @@ def computed(batch: Batch) -> int:
 def test_shuffled_questions_compute_as_little_as_grouped_ones(model):
     with EngineProcess(PREFIX_SHARE, model, {"VLLM_PREFIXSHARE_ORDER": "off"}, **CACHE) as engine:
         grouped, shuffled = answered(engine, GROUPED), answered(engine, SHUFFLED)
-    with EngineProcess(PREFIX_SHARE, model, **CACHE) as engine:  # auto: vllm.LLM is ordered
+    with EngineProcess(PREFIX_SHARE, model, **CACHE) as engine:  # auto: requests are ordered
         ordered = answered(engine, SHUFFLED)
     assert computed(shuffled) > 1.2 * computed(grouped), "or the cache holds everything"
     assert computed(ordered) <= computed(grouped)

@@ -37,7 +37,7 @@ ENVIRONMENT = {
     **DEFAULT_ENVIRONMENT,
     "VLLM_ATTENTION_BACKEND": "PREFIX_SHARE",
     "VLLM_PREFIXSHARE_SHARE": "always",
-    "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc
+    "VLLM_SERVER_DEV_MODE": "1",  # enables /collective_rpc
 }
 
 
@@ -73,7 +73,7 @@ def test_streams_share_the_document_and_one_can_be_aborted(server):
     assert counted["kv_tokens_stock"] > 2 * counted["kv_tokens_read"]
     assert counted["plans"] < counted["decode_steps"]
 
-    # the server goes on, and answers as it did in the crowd
+    # the server continues, and gives the same answer as among other requests
     again = client.completions.create(
         model=NAME, prompt=prompts[1], max_tokens=24, temperature=0,
         extra_body={"ignore_eos": True},
@@ -82,8 +82,8 @@ def test_streams_share_the_document_and_one_can_be_aborted(server):
 
 
 def test_metrics_say_what_samples_of_one_prompt_share(server):
-    """What they must share follows from the number of samples, tokens and steps: in each step the
-    samples that decode read the whole blocks of the prompt once.
+    """Check the metrics exactly. The numbers of samples, tokens and steps determine how much is
+    shared: in each step the samples that decode read the whole blocks of the prompt once.
     """
     client = client_of(server)
     prompt = f"{DOCUMENT}\n\nQuestion: What is a work tile?\nAnswer:"
@@ -120,8 +120,8 @@ def test_metrics_say_what_samples_of_one_prompt_share(server):
 
 
 def metrics_at(server: str) -> dict[str, float]:
-    """The backend's metrics, by the name after their prefix and summed over labels, once they
-    hold all that was counted.
+    """The backend's metrics, by name without prefix and summed over labels. Waits until
+    ``/metrics`` has every count of the worker.
     """
     for _ in range(50):
         found: dict[str, float] = {}
@@ -165,7 +165,9 @@ def test_every_query_of_the_dashboard_finds_its_metrics_and_labels(server):
 
 
 def test_a_crowd_of_clients_gets_its_answers_or_a_refusal(running):
-    """A little of ``benchmarks/soak.py server``: it says what is asked, and what must come."""
+    """A short run of ``benchmarks/soak.py server``, which defines the requests and the valid
+    answers.
+    """
     report = asyncio.run(load(running).run(6, running[1].pid, requests=60))
     assert report.wrong == []
     assert server_faults(report, None) == []
@@ -174,7 +176,7 @@ def test_a_crowd_of_clients_gets_its_answers_or_a_refusal(running):
 
 
 def test_sigterm_ends_the_server_with_requests_in_flight(running):
-    """The last test with this server."""
+    """Must be the last test with this server."""
     assert asyncio.run(ends_cleanly(load(running), running[1])) == (0, [])
 
 

@@ -1,7 +1,8 @@
 """Every example runs as a user would run it, on the embedded model, at the smallest useful size.
 
-Stock vLLM beside it is the default for users. Here it costs a second engine, so only some do it;
-for the others the backend's own counters say what reading request by request would have read.
+By default an example also runs stock vLLM. That costs a second engine here, so only some tests do
+it; the others compare with the backend's own counters, which include the KV tokens that reading
+request by request would have read.
 """
 
 import json
@@ -32,7 +33,7 @@ def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def output(name: str, *arguments: object) -> str:
-    """What it prints; it must succeed, and vLLM must print nothing among it."""
+    """Run an example that must succeed; return its output, without warnings of vLLM."""
     done = run(name, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr
@@ -41,7 +42,9 @@ def output(name: str, *arguments: object) -> str:
 
 
 def kv_tokens(printed: str) -> tuple[int, int]:
-    """The table's KV tokens read with PREFIX_SHARE, and without; the gain must be theirs."""
+    """KV tokens in the printed table: read with PREFIX_SHARE, and without. The gain must be their
+    ratio.
+    """
     (cells,) = re.findall(r"^KV tokens read in each layer +(\S+) +(\S+) +(\S+)x$", printed, re.M)
     read, alone, gain = (float(cell.replace(",", "")) for cell in cells)
     assert gain == pytest.approx(alone / read, abs=0.006)
@@ -128,7 +131,7 @@ def test_rollouts_are_written_for_a_trainer(tmp_path):
 def test_beams_share_one_step_in_a_block():
     printed = output("beam_search", "--width", 4, "--prompt-tokens", 128, "--max-tokens", 4, *ALONE)
     read, alone = kv_tokens(printed)
-    assert alone == 4 * 129  # one step: four blocks of the prompt, and a token
+    assert alone == 4 * 129  # one step: four blocks of the prompt, and one token
     assert read <= alone  # beams that arrive late decode by themselves
 
 
@@ -138,7 +141,7 @@ def test_agents_over_a_server(tmp_path):
     read, alone = kv_tokens(printed)
     assert alone > 1.2 * read
     calls = re.findall(r"^    (\w+)\(\"", printed, re.M)
-    assert len(calls) == 4  # the server constrains them
+    assert len(calls) == 4  # the server constrains the output to valid calls
     assert re.search(r"^\d of 4 agents found the answer$", printed, re.M)
 
 
