@@ -1,5 +1,5 @@
-"""What the engine tests on a GPU share: settings, prompts, comparison with stock, and the
-functions that run inside an engine's process.
+"""What the engine tests on a GPU share: settings, prompts, comparison with stock, and functions
+that run in an engine's process.
 """
 
 import os
@@ -25,8 +25,8 @@ STOCK_GPU = "FLASH_ATTN"
 BLOCK_SIZE = 16
 GREEDY = {"ignore_eos": True}
 
-#: float16, because the rounding of bfloat16 would hide a small fault. Several engines are
-#: alive at once, so each is told how much memory to take. kv_cache_memory_bytes: of each GPU.
+#: float16, because the rounding of bfloat16 would hide a small fault. Several engines run at once,
+#: so each gets a fixed amount of memory. kv_cache_memory_bytes: for each GPU.
 SETTINGS: dict[str, Any] = {
     "dtype": "float16",
     "max_model_len": 3072,
@@ -34,30 +34,30 @@ SETTINGS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 1 << 30,
 }
-#: Every plan is checked, and a layer that is not served is an error.
+#: Checks every plan, and raises an error for a layer that is not served.
 ENVIRONMENT = {
     "VLLM_PREFIXSHARE_SHARE": "always",
     "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
     "VLLM_PREFIXSHARE_STRICT": "1",
 }
-#: Full graphs without compilation: starts in half the time, where what is tested is a feature
-#: and not the default mode.
+#: Full graphs without compilation: the engine starts in half the time. For tests of a feature, not
+#: of the default mode.
 QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 
-#: Nats between the log-probability of a token as it was decoded and as stock's prefill has it:
-#: mean over the tokens of a request, and largest. float16 alone makes 0.01 and 0.1 of the small
-#: model; one wrong block out of 75 makes a mean of 0.7.
+#: Nats between the log-probability of a token in decode and in stock's prefill: mean over the
+#: tokens of a request, and largest. On the small model, float16 alone gives a mean of 0.01 and a
+#: largest difference of 0.1; one wrong block of 75 gives a mean of 0.7.
 MEAN_ERROR, MAX_ERROR = 0.05, 0.4
 
 
 def engines(*specs: dict[str, Any]) -> AbstractContextManager[list[EngineProcess]]:
-    """Engines started side by side. specs: arguments of ``EngineProcess``, over ``SETTINGS``."""
+    """Start engines side by side. specs: arguments of ``EngineProcess``, over ``SETTINGS``."""
     return start_engines(*({**SETTINGS, **spec} for spec in specs))
 
 
 def ours(model: Path, runner: str | None = None, **options: Any) -> dict[str, Any]:
-    """Arguments of an engine with PREFIX_SHARE; runner ``None`` leaves the choice to vLLM."""
+    """Arguments of an engine with PREFIX_SHARE; with runner ``None`` vLLM chooses the runner."""
     environment = {**ENVIRONMENT, **RUNNERS.get(runner or "", {}), **options.pop("env", {})}
     return {"backend": PREFIX_SHARE, "model": model, "environment": environment, **options}
 
@@ -67,7 +67,7 @@ def stock(model: Path, **options: Any) -> dict[str, Any]:
 
 
 class Text:
-    """Token ids to make prompts of: a real text for a real model, random ones otherwise."""
+    """Token ids for prompts: a real text for a real model, random ids otherwise."""
 
     def __init__(self, model: Path) -> None:
         from transformers import AutoTokenizer
@@ -87,21 +87,23 @@ class Text:
         return (self._ids * again)[start : start + length]
 
     def asking(self, document: int, private: Sequence[int], start: int = 0) -> list[list[int]]:
-        """Prompts that begin with the same ``document`` tokens and go on with ``private[i]``
-        of their own.
+        """Prompts that begin with the same ``document`` tokens and continue with ``private[i]``
+        other tokens.
         """
         first = self.part(start, document)
         return [first + self.part(7000 + 311 * i, n) for i, n in enumerate(private)]
 
 
 def errors(completions: Sequence[Completion], reference: EngineProcess) -> list[np.ndarray]:
-    """|log-probability as decoded - as stock's prefill has it| of each token of each answer."""
+    """Absolute difference of the log-probability in decode and in stock's prefill, per token and
+    answer.
+    """
     scores = reference.call(score, completions)
     return [np.abs(np.subtract(c.logprobs, s)) for c, s in zip(completions, scores, strict=True)]
 
 
 def assert_as_stock(run: Run, reference: EngineProcess) -> None:
-    """Every token of ``run`` was decoded with the log-probability that stock gives it."""
+    """Assert that stock gives every token of ``run`` the log-probability that decode gave it."""
     assert run.completions
     for i, error in enumerate(errors(run.completions, reference)):
         assert len(error), f"answer {i} has no tokens"
@@ -110,7 +112,7 @@ def assert_as_stock(run: Run, reference: EngineProcess) -> None:
 
 
 def assert_same_texts(run: Run, stock_run: Run) -> None:
-    """Greedy answers as stock decodes them, up to a tie at which they part."""
+    """Assert that greedy answers equal stock's, up to a tie."""
     equal = 0
     for i, (a, b) in enumerate(zip(run.completions, stock_run.completions, strict=True)):
         pairs = enumerate(zip(a.token_ids, b.token_ids, strict=True))
@@ -129,17 +131,17 @@ def assert_shared(run: Run, factor: float = 1.2) -> None:
     assert run.stats["kv_tokens_stock"] > factor * run.stats["kv_tokens_read"]
 
 
-# ---- inside an engine's process; sent there by name ----
+# ---- functions that run in an engine's process; sent there by name ----
 
 
 def abort_at(llm: Any, step: int, ids: Sequence[str], *, when: int, which: Sequence[int]) -> None:
-    """Hook of ``drive``: some requests go away before step ``when``."""
+    """Hook of ``drive``: abort some requests before step ``when``."""
     if step == when:
         llm.llm_engine.abort_request([ids[i] for i in which])
 
 
 def reset_at(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:
-    """Hook of ``drive``: the prefix cache is reset before step ``when``, under the requests."""
+    """Hook of ``drive``: reset the prefix cache before step ``when``, while requests run."""
     if step == when:
         assert llm.reset_prefix_cache(reset_running_requests=True)
 
@@ -153,7 +155,7 @@ def uses_v2(llm: Any) -> bool:
 
 
 def metric(llm: Any, name: str) -> int:
-    """Sum of a counter of vLLM."""
+    """Sum of one of vLLM's counters."""
     return sum(int(m.value) for m in llm.get_metrics() if m.name == name)
 
 
@@ -175,15 +177,16 @@ def beam_search(llm: Any, prompts: Sequence[Sequence[int]], width: int, tokens: 
 
 
 def watched(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, steady: int) -> dict[str, Any]:
-    """Run prompts in an engine that lives in this very process, with synchronising forbidden
-    while the backend builds its metadata and while its layers run.
+    """Run prompts in an engine in this process. Synchronising is forbidden while the backend builds
+    its metadata and while its layers run.
 
     Args:
         steady: step from which on all requests decode.
 
     Returns:
-        run; builds; layers: those called by Python; forwards: of them, from step ``steady`` on,
-        where FULL graphs are replayed instead; caught: whether synchronising raises at all.
+        run: the run. builds: how often metadata was built. layers: how many layers Python called.
+        forwards: how many of these from step ``steady`` on, where FULL graphs should be replayed
+        instead. caught: whether a call that synchronises raises.
     """
     import torch
 

@@ -14,7 +14,7 @@ from vllm_prefixshare.planning.scheduler import longest_first
 from vllm_prefixshare.workloads.trees import Workload
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-SHORTEST_PIECE = 128  # tokens; nobody gains from cutting finer
+SHORTEST_PIECE = 128  # tokens; cutting finer gains nothing
 PIECES_PER_WORKER = (0.5, 0.75, 1, 2, 3, 4)
 
 
@@ -28,8 +28,8 @@ def plan_with(
 def node_plans(
     work: Workload, cost: CostModel, rows_per_request: int, config: PlannerConfig
 ) -> Iterator[tuple[str, DecodePlan]]:
-    """A tile per node (and per private part), every combination of split counts per level of a
-    regular tree, longest first to the least loaded worker.
+    """One tile per node and per private part, with every combination of split counts per level of a
+    regular tree. The longest tile goes first, to the least loaded worker.
     """
     whole = plan_with(work, cost, rows_per_request, replace(config, divider="deft_node"))
     assert whole.num_runs == whole.num_tiles
@@ -51,8 +51,8 @@ def cut(
     cost: CostModel,
     rows_per_request: int,
 ) -> DecodePlan:
-    """``plan``, whose tiles have one run each, with tile ``i`` cut in ``splits[i]`` pieces of
-    whole blocks (fewer where there are not so many blocks), scheduled anew.
+    """Cut tile ``i`` of ``plan`` in ``splits[i]`` pieces of whole blocks, and schedule the pieces.
+    The tiles of ``plan`` have one run each. A run with fewer blocks than pieces gets fewer pieces.
     """
     size = plan.block_size
     pieces: list[tuple[int, int, int, int]] = []  # tile, start, end, tokens
@@ -98,8 +98,8 @@ def cut(
 def flattened_plans(
     work: Workload, cost: CostModel, rows_per_request: int, config: PlannerConfig
 ) -> Iterator[tuple[str, DecodePlan]]:
-    """The depth-first divider with every size of its windows, and with fewer or more pieces
-    than workers.
+    """Plans of the depth-first divider with every size of its windows, and with fewer or more
+    pieces than workers.
     """
     limit = config.max_tile_requests
     windows = [w for w in (limit >> i for i in range(limit.bit_length())) if w]
@@ -114,7 +114,7 @@ def flattened_plans(
 
 
 def dealt(plan: DecodePlan, num_workers: int) -> DecodePlan:
-    """``plan`` with its work lists, taken in order, dealt to another number of workers."""
+    """Deal the work lists of ``plan``, taken in order, to another number of workers."""
     lists = plan.num_workers
     edges = np.minimum(np.arange(num_workers + 1) * -(-lists // num_workers), lists)
     return replace(plan, work_indptr=plan.work_indptr[edges])

@@ -1,6 +1,6 @@
 """One attention layer on a GPU: its tensors, a run, and the float64 result to compare with.
 
-Outputs and partial results hold NaN before each run, so what is not written shows.
+Outputs and partial results hold NaN before each run, so that a missing write shows.
 """
 
 import copy
@@ -23,12 +23,12 @@ DEVICE = "cuda"
 BF16, FP16 = torch.bfloat16, torch.float16
 #: relative error of a request's output: its rounding and that of the attention weights
 TOLERANCE = {BF16: 4e-3, FP16: 5e-4}
-SAMPLES = 12  # requests that are compared; that all the others are finite is checked, too
+SAMPLES = 12  # requests that are compared; the others are only checked to be finite
 
 
 def cache_of(layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype):
-    """Random K and V ``[num_blocks, block_size, num_kv_heads, head_dim]`` as they lie in vLLM:
-    heads inside of tokens or tokens inside of heads, in two tensors, in one, or interleaved.
+    """Random K and V ``[num_blocks, block_size, num_kv_heads, head_dim]`` with vLLM's strides: NHD
+    or HND, in two tensors, in one, or interleaved.
     """
     blocks, tokens, heads, dim = shape
     inner = (heads, tokens, dim) if "HND" in layout else (tokens, heads, dim)
@@ -41,9 +41,9 @@ def cache_of(layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype):
 
 @dataclass
 class Layer:
-    """A workload's tensors in one layer.
+    """The tensors of a workload in one layer.
 
-    counts: query tokens of each request. parents: their token trees, one after the other.
+    counts: query tokens of each request. parents: token trees of all requests, one after the other.
     """
 
     work: Workload
@@ -77,8 +77,8 @@ class Layer:
     def holding(
         self, work: Workload, counts: list[int] | None = None, parents: IntArray | None = None
     ) -> "Layer":
-        """Another batch in the same tensors, which a CUDA graph may have captured. They have
-        room for it; what it does not use is zero.
+        """Put another batch into the same tensors, which a CUDA graph may have captured. The
+        tensors must have room for the batch; the unused rest is set to zero.
         """
         rows, columns = work.block_table.shape
         self.block_table.zero_()[:rows, :columns] = torch.from_numpy(work.block_table)
@@ -134,7 +134,7 @@ class Layer:
         return torch.einsum("hgnt,thd->nhgd", torch.softmax(scores, -1), v).flatten(1, 2)
 
     def visible(self, request: int) -> torch.Tensor:
-        """Which query of a request sees which other one."""
+        """Which query tokens of a request each of its query tokens sees."""
         first, last = self.starts[request : request + 2]
         n = int(last - first)
         if self.parents is None:

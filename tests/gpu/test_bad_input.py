@@ -1,4 +1,4 @@
-"""What the operator refuses on a GPU, and how it says so."""
+"""Bad input to the operator on a GPU: what is refused, and the messages."""
 
 from functools import partial
 
@@ -57,7 +57,7 @@ TENSORS = [
 
 @pytest.mark.parametrize(("name", "change", "sentence"), TENSORS)
 def test_refuses_tensors_of_another_kind(kernel, name, change, sentence):
-    """After a good run, whose checks must not excuse the next one."""
+    """Runs after a valid call, so that cached checks of that call would show."""
     layer = Layer(tree(SMALL))
     wrapper = layer.planned(kernel)
     good = layer.tensors | {"out": layer.run(wrapper)}
@@ -78,7 +78,7 @@ def test_refuses_strides_that_16_byte_loads_cannot_follow(kernel):
         "v_cache": v.as_strided(shape, strides),
     }
     call = partial(wrapper.run, **tensors)
-    if kernel == "portable":  # without a launch: an unchecked one would end the process
+    if kernel == "portable":  # checked without a launch: an unchecked launch would end the process
         call = partial(
             wrapper._executor._check, *tensors.values(), torch.empty_like(layer.q), None, None
         )

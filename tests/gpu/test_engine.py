@@ -1,8 +1,8 @@
 """PREFIX_SHARE inside a real vLLM engine on a GPU, under both model runners.
 
-Each answer's log-probabilities, as they came out of decode, are compared with those that stock
-FLASH_ATTN gives the same tokens in prefill. Unlike texts, these do not part at the first tie,
-so every token counts. Each test also asserts that what it is about really took place.
+The log-probabilities of each answer in decode are compared with those that stock FLASH_ATTN gives
+the same tokens in prefill. Texts part at the first tie; log-probabilities do not, so every token
+counts. Each test also asserts that its subject took place.
 
     python -m pytest -m gpu tests/gpu/test_engine.py
     PREFIXSHARE_TEST_MODEL=FOLDER python -m pytest -m gpu tests/gpu/test_engine.py   # real weights
@@ -44,11 +44,11 @@ TWO_GPUS = pytest.mark.skipif(
 )
 
 DOCUMENT = 1200  # tokens: 75 blocks
-#: Tokens behind the document of each request. So many requests, because for a few the planner
-#: finds it cheaper to read the document of so small a model more than once.
+#: Tokens after the document of each request. There are many requests, because on so small a model
+#: the planner reads the document more than once for a few.
 PRIVATE = [50, 9, 31, 64, 17] * 3
-#: 256 blocks hold 4096 tokens: what several tests need, and one outgrows. 512 tokens a step,
-#: so that prefill is chunked and mixes with decode.
+#: 256 blocks hold 4096 tokens: enough for several tests, too few for one. 512 tokens a step, so
+#: that prefill is chunked and mixes with decode.
 FEW = {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 512}
 
 
@@ -90,7 +90,7 @@ def stock(all_three: dict[str, EngineProcess]) -> EngineProcess:
 
 @pytest.fixture(params=list(RUNNERS))
 def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineProcess]) -> EngineProcess:
-    """PREFIX_SHARE in the default CUDA-graph mode, nothing in its prefix cache."""
+    """PREFIX_SHARE in the default CUDA-graph mode, with an empty prefix cache."""
     host = all_three[request.param]
     assert host.call(cases.reset_between)
     assert host.call(cases.uses_v2) == (request.param == "V2")
@@ -98,8 +98,8 @@ def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineProcess]) 
 
 
 def prime(engine: EngineProcess, prompts: list[list[int]]) -> None:
-    """Leave the document in the prefix cache: requests that are scheduled at once, before any
-    has it, do not share it.
+    """Put the document into the prefix cache. Requests that are scheduled at once with an empty
+    cache do not share the document.
     """
     engine.call(drive, prompts[:1], tokens(1))
 
@@ -116,22 +116,22 @@ def tokens(count: int) -> dict[str, object]:
 
 
 def test_requests_on_one_document(engine, stock, text):
-    prompts = text.asking(DOCUMENT, [64] * 11)  # no captured batch size: rows are padded
+    prompts = text.asking(DOCUMENT, [64] * 11)  # padded: 11 is no captured size
     run = drive_primed(engine, prompts, tokens(96))
     assert_as_stock(run, stock)
     assert_shared(run, factor=1.8)
     assert len(run.completions) == 11 and run.preemptions == 0
     assert run.stats["decode_steps"] >= 95
-    # a plan where a request joins or ends, and where private parts have grown by half
+    # a new plan where a request joins or ends, and where private parts have grown by half
     assert run.stats["plans"] <= 2 * 11 + 4
 
 
 def test_a_wrong_block_would_show(engine, stock, text):
-    """The comparison of all these tests has the power to see a fault."""
+    """A wrong block exceeds the limits that all these tests use."""
     prompts = text.asking(DOCUMENT, [64] * 3)
     run = drive_primed(engine, prompts, tokens(40))
     assert_as_stock(run, stock)
-    # one block, where weights are random; natural text leans less on any single one
+    # one block with random weights; natural text depends less on any single block
     first, last = (0, DOCUMENT // 2) if text.is_real else (512, 528)
     other = tuple(text.part(15000, last - first))
     wrong = [
@@ -161,12 +161,12 @@ def test_nothing_shared(engine, stock, text):
 
 
 def test_chunked_prefill_mixes_with_decode(engine, stock, text):
-    # the short ones decode while the long ones are still in prefill, 512 tokens a step
+    # the short prompts decode while the long ones are still in prefill, 512 tokens a step
     prompts = [*text.asking(400, [16, 24, 40]), text.part(3000, 1100), text.part(5000, 900)]
     run = drive_primed(engine, prompts, tokens(40))
     assert_as_stock(run, stock)
     assert_shared(run)
-    # 39 decode steps of each, of which those of the short ones began at least two steps earlier
+    # each request has 39 decode steps; the short prompts begin at least two steps earlier
     assert run.stats["decode_steps"] >= 41
 
 
@@ -209,15 +209,15 @@ def test_aborted_requests_leave_the_others_right(engine, stock, text):
     assert all(0 < lengths[i] < 60 for i in gone)
     assert_as_stock(run, stock)
     assert_shared(run, factor=2.0)
-    # those who come now get the blocks of those who went
+    # new requests get the blocks of the aborted requests
     assert_as_stock(
         engine.call(drive, text.asking(DOCUMENT, [77] * 3, start=60), tokens(24)), stock
     )
 
 
 def test_beam_search(engine, stock, text):
-    # each step asks for one token more after what is cached, so a beam is a decode row once a
-    # block: where one token alone is new. Whether two beams meet in a step is chance.
+    # Each step computes one token after the cached blocks, so a beam is a decode row once a block:
+    # where exactly one token is new. Whether two beams meet in a step is random.
     prompts = text.asking(480, [5, 40])
     run = engine.call(cases.beam_search, prompts, 3, 36)
     assert len(run.completions) == 6
@@ -246,8 +246,8 @@ def test_head_dim_128(wide, runner):
 
 
 def test_speculative_rows(model, stock, text):
-    # rows of 1 to 4 queries, causal among themselves. Three tokens to choose from make a text
-    # that repeats itself, so that drafts are made and some are accepted.
+    # Rows of 1 to 4 query tokens, causal among themselves. With three tokens to choose from, the
+    # text repeats itself, so that tokens are drafted and some are accepted.
     speculation = {
         "method": "ngram",
         "num_speculative_tokens": 3,
@@ -276,7 +276,7 @@ def drafting(
 ) -> Iterator[dict[str, EngineProcess]]:
     drafter = write_eagle(tmp_path_factory.mktemp("eagle"), random_model)
     speculation = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
-    # its own layers keep the parent's kernel
+    # the layers of the draft model keep the parent's kernel
     lenient = {"env": {"VLLM_PREFIXSHARE_STRICT": "0"}}
     options = {**cases.QUICK, **lenient, "speculative_config": speculation}
     with three(random_model, options, enforce_eager=True) as started:
@@ -285,7 +285,7 @@ def drafting(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_rows_that_a_draft_model_proposed(random_model, drafting, runner):
-    # hardly a draft is accepted, so lengths on the host run ahead of those on the GPU
+    # few drafts are accepted, so lengths on the host run ahead of lengths on the GPU
     engine = drafting[runner]
     prompts = Text(random_model).asking(DOCUMENT, PRIVATE)
     run = drive_primed(engine, prompts, tokens(60))
@@ -306,7 +306,7 @@ def windowed(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_sliding_window_layers_keep_the_parents_kernel(windowed, runner):
-    # two groups of layers, each with its own block table; only one of them is planned for
+    # two groups of layers, each with its own block table; only one group is planned for
     text, started = windowed
     prompts = text.asking(DOCUMENT, PRIVATE)
     run = drive_primed(started[runner], prompts, tokens(64))
@@ -316,14 +316,14 @@ def test_sliding_window_layers_keep_the_parents_kernel(windowed, runner):
 
 
 def test_lora(random_model, tmp_path):
-    # texts are compared: vLLM computes no log-probabilities of prompts under an adapter
+    # texts are compared, because vLLM computes no log-probabilities of prompts under an adapter
     adapter = str(write_lora(tmp_path / "adapter", random_model))
     options = {**cases.QUICK, "enable_lora": True, "max_lora_rank": 8}
     spec = cases.ours(random_model, **options)
     with engines(spec, cases.stock(random_model, **options)) as (engine, reference):
         prompts = Text(random_model).asking(DOCUMENT, PRIVATE) * 2
         adapters = [adapter] * len(PRIVATE) + [None] * len(PRIVATE)
-        # with the adapter and without it KV differs: two trees
+        # KV differs with and without the adapter: two trees
         engine.call(drive, [prompts[0]] * 2, tokens(1), None, [adapter, None])
         run, expected = (
             host.call(drive, prompts, tokens(48), None, adapters) for host in (engine, reference)
@@ -352,14 +352,14 @@ def test_two_gpus(random_model, parallel, runner):
     run = drive_primed(engine, prompts, tokens(64))
     assert_as_stock(run, parallel["stock"])
     assert_shared(run, factor=2.0)
-    # with two pipeline stages the batch travels in two parts, each with a plan of its own
+    # with two pipeline stages the batch is split in two parts, each with its own plan
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text, runner):
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    # 64-token blocks, where nothing else depends on it
+    # blocks of 64 tokens, which only this test uses
     with engines(cases.ours(model, runner, block_size=64, env=env)) as (engine,):
         prompts = text.asking(DOCUMENT, PRIVATE)
         prime(engine, prompts)
@@ -375,7 +375,7 @@ def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text,
 
 
 def test_an_fp8_cache_is_refused_under_strict(random_model):
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # an engine core elsewhere hides the reason
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process hides the reason
     spec = cases.ours(random_model, kv_cache_dtype="fp8", env=env)
     with pytest.raises(PrefixShareError, match=r"fp8\w* KV cache.* STRICT=1"), engines(spec):
         pass
@@ -383,7 +383,7 @@ def test_an_fp8_cache_is_refused_under_strict(random_model):
 
 def test_an_fp8_cache_falls_back_to_the_parent(random_model, capfd):
     env = {"VLLM_PREFIXSHARE_STRICT": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    # FlashAttention reads fp8 for bfloat16 alone
+    # FlashAttention reads fp8 only for bfloat16
     options = {**cases.QUICK, "kv_cache_dtype": "fp8", "dtype": "bfloat16", "env": env}
     with engines(cases.ours(random_model, **options)) as (engine,):
         run = engine.call(drive, Text(random_model).asking(DOCUMENT, [50, 9, 31]), tokens(24))

@@ -163,7 +163,7 @@ def test_one_captured_graph_serves_every_plan_and_smaller_batches(kernel):
         "7_333",
     )
     works = [tree(spec, seed=i) for i, spec in enumerate(specs)]
-    layer = Layer(works[0])  # the one of the largest cache and the widest table
+    layer = Layer(works[0])  # the batch with the largest cache and the widest table
     assert all(w.num_blocks <= works[0].num_blocks for w in works)
     config = AttentionConfig(32, 8, 128, 16)
     executor = GpuExecutor(config, DEVICE, kernel=kernel)

@@ -1,4 +1,4 @@
-"""What a layer may add to plain attention, on a GPU at full size, against attention in float64."""
+"""Extra features of a layer, on a GPU at full size, against attention in float64."""
 
 from itertools import product
 
@@ -14,14 +14,14 @@ from vllm_prefixshare.workloads.trees import tree
 pytestmark = ON_GPU
 FP8 = torch.float8_e4m3fn
 HEADS = (16, 4)
-#: relative error of a request's output. Quantised queries and keys are multiplied as they are on
-#: Hopper, whose sums of such products keep 14 bits or so.
+#: Relative error of a request's output. On Hopper, quantised queries and keys are multiplied as
+#: 8-bit numbers, and the sums of their products keep about 14 bits.
 TOLERANCE, FP8_TOLERANCE = 4e-3, 8e-3
 SPECS = ["1,8,64_1024,200,128", "1,4,16_64,32,1", "5_17", "3_4096"]
 
 
 def extras_of(name: str) -> tuple[dict, LayerExtras]:
-    """What the wrapper is told, what the layer has."""
+    """Options of the wrapper, and the extras of the layer."""
 
     def numbers(first: float, last: float, count: int = HEADS[0]) -> torch.Tensor:
         return torch.linspace(first, last, count, device=DEVICE)
@@ -44,7 +44,7 @@ def extras_of(name: str) -> tuple[dict, LayerExtras]:
 
 
 NAMES = ["sinks", "soft_cap", "alibi", "fp8", "fp8, plain queries", "fp8, sinks, soft_cap"]
-#: those that only the portable kernel serves
+#: extras that only the portable kernel serves
 PORTABLE_ONLY = {"alibi", "fp8, plain queries"}
 RUNS = [(k, n) for k, n in product(KERNELS, NAMES) if k == "portable" or n not in PORTABLE_ONLY]
 
@@ -111,7 +111,7 @@ def test_a_captured_graph_reads_scales_where_they_lie(kernel):
     layer = prepared(Layer(tree(SPECS[0]), HEADS), options)
     wrapper = layer.planned(kernel, **options)
     out = torch.empty(layer.q.shape, dtype=BF16, device=DEVICE)
-    wrapper.run(**layer.tensors, out=out, extras=extras)  # looks at the scales
+    wrapper.run(**layer.tensors, out=out, extras=extras)  # the first run checks the scales
     graph, _ = capture(lambda: wrapper.run(**layer.tensors, out=out, extras=extras))
     extras.v_scale.mul_(2)
     first = out.clone()

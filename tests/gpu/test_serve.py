@@ -30,7 +30,7 @@ SERVER = {
     **DEFAULT_ENVIRONMENT,
     **ENVIRONMENT,
     "VLLM_ATTENTION_BACKEND": "PREFIX_SHARE",
-    "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc
+    "VLLM_SERVER_DEV_MODE": "1",  # enables /collective_rpc
 }
 
 
@@ -60,7 +60,7 @@ def test_streams_share_the_document_and_one_can_be_aborted(server, model):
     assert counted["kv_tokens_stock"] > 2 * counted["kv_tokens_read"]
     assert counted["plans"] < counted["decode_steps"] / 2
 
-    # the server goes on, and begins as it did in the crowd; later tokens may part at a tie
+    # the server continues; the answer begins as before, later tokens may part at a tie
     again = client.completions.create(
         model=NAME, prompt=prompts[1], max_tokens=64, temperature=0,
         extra_body={"ignore_eos": True},

@@ -1,5 +1,5 @@
-"""The plan chosen with a measured cost table against the best one found by timing every
-division that a search can afford.
+"""The plan chosen with a measured cost table, against the best plan found by timing every division
+that a search can afford.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ FINALISTS = 3
 
 
 def on_gpu(test):
-    """Marks a test that needs a GPU; skipped, with the reason, only where there is none."""
+    """Mark a test that needs a GPU; without one it is skipped, with the reason."""
     there = torch.cuda.is_available()
     return pytest.mark.gpu(pytest.mark.skipif(not there, reason="needs an NVIDIA GPU")(test))
 

@@ -1,7 +1,7 @@
 """The CUDA backend without a GPU: vLLM's builder and layer, driven with hand-made metadata.
 
-Our portable kernel runs under Triton's interpreter. FlashAttention does not run here, so
-prefill rows are followed as far as the metadata that it would be given.
+Our portable kernel runs under Triton's interpreter. FlashAttention does not run here, so for
+prefill rows only the metadata that it would get is checked.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ SPEC = {
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
-    """Lets the executor take the CPU for a GPU with four multiprocessors."""
+    """Make the executor treat the CPU as a GPU with four multiprocessors."""
     register.register()
     h100 = Gpu((9, 0), 4, H100_SHARED_MEMORY)
 
@@ -69,7 +69,7 @@ def analytic(attention):
 
 
 def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
-    """What the builder and the layer read of a ``VllmConfig``."""
+    """The fields of a ``VllmConfig`` that the builder and the layer read."""
     speculative = SimpleNamespace(
         num_speculative_tokens=num_speculative_tokens, parallel_drafting=False
     )
@@ -142,7 +142,7 @@ class Group:
         host_tables.keep_v2_tables(self.tables)
 
     def start(self, batch: PagedBatch) -> None:
-        """The requests of ``batch`` take the slots in reverse order."""
+        """Assign the requests of ``batch`` to slots in reverse order."""
         self.slots = np.arange(len(batch.seq_lens))[::-1].copy()
         for row, slot in enumerate(self.slots):
             used = -(-int(batch.seq_lens[row]) // BLOCK)
@@ -176,22 +176,22 @@ class Group:
         return common
 
     def pass_host_table(self, common: CommonAttentionMetadata) -> None:
-        """As the V2 runner of a vLLM with our patches."""
+        """Add the host's block table to the metadata, as the V2 runner of a patched vLLM does."""
         slots = self.tables.prefixshare_slots
         batch = slots.batch
         common.req_idx = np.arange(common.num_reqs) if batch is None else batch
         common.req_serials = None if batch is None else slots.ids[batch]
-        copies = self.tables.prefixshare_copies  # none where no layer is served
+        copies = self.tables.prefixshare_copies  # no copies where no layer is served
         common.block_table_cpu = copies[0].block_table if copies else None
         if copies and batch is None:
             common.block_table_cpu = np.empty((0, 0), np.int32)
 
     def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
-        """Output of all rows; what was not written is NaN."""
+        """Output of all rows; rows that were not written are NaN."""
         caches = [batch.k_cache, batch.v_cache]
         if caches[0].element_size() == 1:
             caches = [cache.view(torch.uint8) for cache in caches]
-        cache = torch.cat(caches, dim=-1).transpose(1, 2)  # as vLLM packs them
+        cache = torch.cat(caches, dim=-1).transpose(1, 2)  # packed as in vLLM
         q = torch.zeros(num_tokens, HEADS, HEAD_DIM, dtype=torch.float16).to(batch.q.dtype)
         q[: len(batch.q)] = batch.q
         out = torch.full(q.shape, torch.nan, dtype=torch.float16)
@@ -199,14 +199,14 @@ class Group:
         return self.impl.forward(self.layer, q, k, v, cache, metadata, out)
 
     def assert_right(self, batch: PagedBatch) -> None:
-        """Build the step's metadata and run the layer: the output is float64's."""
+        """Build the step's metadata, run the layer, and compare the output with float64."""
         metadata = self.builder.build(0, self.common(batch))
         out = self.forward(batch, metadata, len(batch.q))
         assert relative_error(out, reference(batch)) < 2e-3
 
 
 def planned(monkeypatch, seq_lens: list[int]) -> tuple[Group, PagedBatch]:
-    """A group that has a plan for a batch of such lengths."""
+    """A group that has a plan for a batch with these lengths."""
     group = Group(monkeypatch)
     batch = shared_batch(seq_lens)
     group.start(batch)
@@ -247,7 +247,7 @@ def part_of(batch: PagedBatch, rows: slice) -> PagedBatch:
 
 
 def share_whatever_it_costs(monkeypatch) -> None:
-    """The default divider finds that these few tokens are cheaper read twice."""
+    """Share always: for so few tokens the default divider finds reading twice cheaper."""
     monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", "flashforge")
     monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
     settings.cache_clear()
@@ -347,13 +347,14 @@ def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
 
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
-    # synchronous steps: a row with drafts, then the same without; lengths fall by the rejected
+    # Synchronous steps: a row with drafts, then the same row without. Lengths shrink by the
+    # rejected drafts.
     group = Group(monkeypatch, num_speculative_tokens=3)
     group.config.scheduler_config.async_scheduling = False
     rng = np.random.default_rng(0)
     lens = np.array([70, 90, 61])
     batch = shared_batch(lens.tolist(), counts=[4, 4, 4])
-    group.start(shared_batch([190] * 3))  # blocks for what is to come
+    group.start(shared_batch([190] * 3))  # blocks for the tokens of later steps
     for _ in range(20):
         counts = np.where(rng.random(3) < 0.5, 4, 1)
         batch = replace(
@@ -364,11 +365,11 @@ def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
         group.builder.build(0, group.common(batch))
         lens += 1 + np.minimum(counts - 1, accepted)
     assert STATS.decode_steps == 20
-    assert STATS.plans <= 4  # private parts grow
+    assert STATS.plans <= 4  # plans change because private parts grow
 
 
 def test_a_plan_is_made_anew_after_sleep(monkeypatch):
-    # its memory was given away, and the same requests would find it right
+    # sleep frees the memory of the plan; without a reset the plan would look valid
     group, batch = planned(monkeypatch, [70, 90])
     arrays = group.builder._executor.workspace.plan.arrays
     for array in arrays.values():
@@ -411,7 +412,7 @@ def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):
 
 
 def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
-    # the host takes drafts for accepted; up to 6 tokens of two steps may turn out not to be
+    # the host counts drafts as accepted; up to 6 tokens of two steps may be rejected later
     group = Group(monkeypatch, num_speculative_tokens=3)
     batch = shared_batch([64, 64 + 6], counts=[4, 4])
     group.start(batch)
@@ -424,7 +425,7 @@ def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
 
 SINKS = torch.tensor([2.0, -1.0, 0.5, 4.0])
 SLOPES = [0.5, 0.2, 0.1, 0.05]
-#: what VLLM_PREFIXSHARE_EXPERIMENTAL names -> arguments of the layer, what they stand for
+#: name in VLLM_PREFIXSHARE_EXPERIMENTAL -> arguments of the layer, expected extras
 EXPERIMENTS = {
     "sinks": ({"sinks": SINKS.to(torch.float16)}, LayerExtras(sinks=SINKS)),
     "softcap": ({"logits_soft_cap": 2.5}, LayerExtras(soft_cap=2.5)),
@@ -465,7 +466,7 @@ def test_what_no_gpu_has_run_is_served_where_it_is_asked_for(monkeypatch, name):
     wanted = reference_attention(batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras)
     assert relative_error(out, wanted) < 2e-3
     assert STATS.shared_steps == 1
-    if name == "fp8":  # another scale in its place counts from the next call on
+    if name == "fp8":  # a changed scale holds from the next call on
         group.layer._v_scale.fill_(1.4)
         again = group.forward(batch, metadata, len(batch.q))
         assert relative_error(again, 2 * wanted) < 2e-3
@@ -535,7 +536,7 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
         common.block_table_cpu = None
     metadata = group.builder.build_for_cudagraph_capture(common)
     assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
-    # and so it stays: graphs hold the other kernel now
+    # the choice is final: CUDA graphs hold the other kernel now
     metadata = group.builder.build(0, group.common(batch))
     assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
 
@@ -546,7 +547,7 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
 
 
 def test_a_builder_made_from_ours_keeps_flash_attention(monkeypatch):
-    # vLLM derives some that change the metadata on its way
+    # vLLM derives some builders, which change the metadata
     class Derived(cuda_metadata.PrefixShareMetadataBuilder):
         pass
 

@@ -1,4 +1,4 @@
-"""What the hooks rely on in this release of vLLM, imported: names, parameters, fields."""
+"""What the hooks need of the imported vLLM release: names, parameters, fields."""
 
 import dataclasses
 import importlib

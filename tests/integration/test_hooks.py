@@ -1,4 +1,4 @@
-"""The changes made to vLLM: each in force, each once, and the backend survives pickling."""
+"""The hooks on vLLM: each is in force and installed once, and the backend survives pickling."""
 
 import importlib
 import importlib.util
@@ -86,7 +86,7 @@ def test_an_argument_wins_over_the_environment_variable(monkeypatch):
     assert args.attention_backend == "CPU_ATTN"
 
 
-@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASH_ATTN_VLLM_V1"])  # one of an old release
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASH_ATTN_VLLM_V1"])  # one is of an old release
 def test_other_backends_are_left_to_vllm(monkeypatch, name):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
     args = engine_args()
@@ -159,7 +159,7 @@ def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
 
 @pytest.mark.parametrize("invariant", ["0", "1"])
 def test_batch_invariance_is_left_to_the_stock_backend(monkeypatch, invariant):
-    """As vLLM asks for a layer's backend where VLLM_BATCH_INVARIANT is set."""
+    """As vLLM chooses a layer's backend where VLLM_BATCH_INVARIANT is set."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     config = VllmConfig(attention_config={"backend": selection.backend_member()})
     fallbacks = dict(stats.STATS.fallbacks)

@@ -55,7 +55,7 @@ def test_a_table_that_vllm_gave_up_is_forgotten():
 
 
 def v2_tables(blocks_per_kv_block: int = 1):
-    """What the notes read of the V2 runner's tables, which need a GPU."""
+    """A stand-in for the V2 runner's tables, which need a GPU: the fields that the copies read."""
     tables = SimpleNamespace(
         max_num_reqs=4,
         input_block_tables=[torch.zeros(4, 8, dtype=torch.int32) for _ in range(2)],

@@ -1,4 +1,6 @@
-"""What ``/metrics`` and the log are told; ``tests/engine/test_serve.py`` reads a real server's."""
+"""The contents of ``/metrics`` and of the log; ``tests/engine/test_serve.py`` reads a real
+server's.
+"""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The order of waiting requests: the queue by itself under arrivals of all kinds, and inside the
+"""The order of waiting requests: the queue alone under arrivals of all kinds, and inside the
 schedulers of vLLM, whose files differ from release to release.
 """
 
@@ -41,7 +41,7 @@ BLOCK = 16
 
 
 class Waiting:
-    """What the queue reads of a request. path: names of its blocks, from the first on."""
+    """A request as the queue reads it. path: names of its blocks, from the first on."""
 
     def __init__(self, *path: Any, priority: int = 0) -> None:
         self.block_hashes = [repr(path[: i + 1]).encode() for i in range(len(path))]
@@ -49,7 +49,7 @@ class Waiting:
 
 
 class Cache(set[bytes]):
-    """Hashes of cached blocks, and a queue that asks for them. now: its clock, in seconds."""
+    """Hashes of cached blocks, and a queue that reads them. now: the queue's clock, in seconds."""
 
     def __init__(self, bound: float = math.inf, **options: Any) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_a_stride_reads_the_last_hash_of_each_block():
     assert [cache.take() for _ in range(3)] == [first, same, other]
 
 
-#: Few documents and many requests, so that most of what is taken overtakes somebody.
+#: Few documents and many requests, so that most requests that are taken overtake another one.
 ADD = st.tuples(
     st.just("add"),
     st.lists(st.integers(0, 1), min_size=1, max_size=3),
@@ -158,7 +158,9 @@ STEPS = st.lists(st.one_of(ADD, ADD, TAKE, TAKE, OTHER), min_size=10, max_size=8
 
 
 class Oracle:
-    """Who came when, and what each lost to later requests of its priority, summed by hand."""
+    """When each request came, and how long later requests of its priority delayed it, summed
+    directly.
+    """
 
     def __init__(self) -> None:
         self.age: dict[Waiting, int] = {}
@@ -290,7 +292,7 @@ def prompts_about(documents: int, questions: int, tokens: int) -> list[list[int]
 
 
 def prefilled(scheduler: Any, prompts: list[list[int]], answer: int = 3) -> tuple[int, list[str]]:
-    """Serve ``prompts``: how many prefill tokens were computed, and the order of admission."""
+    """Serve ``prompts``: the number of computed prefill tokens, and the order of admission."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     for i, prompt in enumerate(prompts):
@@ -370,7 +372,7 @@ def test_who_gets_which_order(monkeypatch, order, offline, bound):
     else:
         assert issubclass(chosen, Scheduler)
         assert chosen.bound == bound
-        # vLLM checks the types of what it copies
+        # vLLM checks the types of the fields that it copies
         needed = {"max_model_len": 8192, "is_encoder_decoder": False}
         assert replace(config.scheduler_config, **needed).get_scheduler_cls() is chosen
 

@@ -1,4 +1,4 @@
-"""The same tests against the released files of other vLLM versions, whose CUDA build cannot run
+"""The same tests against the released files of other vLLM versions. Their CUDA build cannot run
 here: its modules import, the hooks find their targets, the backend works on its metadata.
 """
 
@@ -24,7 +24,7 @@ RELEASES = {
     "0.32.0": "5e2ecdc5b0baf72921c288486417ca82778456a448e4fe60b62ee43c0dfc8611",
     "0.33.0": "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
 }
-#: Those that `make test` runs: what Ray, verl, OpenRLHF and TRL pin, and the newest.
+#: Releases that `make test` runs: those that Ray, verl, OpenRLHF and TRL pin, and the newest.
 USUAL = ("0.29.0", "0.33.0")
 CHOSEN = RELEASES if os.environ.get("PREFIXSHARE_RELEASES") == "all" else USUAL
 TESTS = (

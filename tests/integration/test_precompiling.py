@@ -1,4 +1,4 @@
-"""What an engine compiles beside its start, and when it need not."""
+"""Code that an engine compiles while it starts, and when no compilation is needed."""
 
 import subprocess
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ CONFIG = SimpleNamespace(speculative_config=None)
 
 @pytest.fixture
 def started(monkeypatch, tmp_path) -> list[list[str]]:
-    """Command lines of the processes that are started; none runs."""
+    """Command lines of the processes that would be started; none runs."""
     found: list[list[str]] = []
 
     def popen(command: list[str], **options: object) -> SimpleNamespace:

@@ -1,5 +1,5 @@
-"""Every way of choosing the backend works, or is refused in our words. The CUDA builds find no
-platform on this machine, which is refused after the choice was understood.
+"""Every way of choosing the backend works, or is refused in one of our own sentences. The CUDA
+builds find no platform on this machine; that is refused after the choice was read.
 """
 
 import json

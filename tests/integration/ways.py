@@ -1,6 +1,6 @@
 """Chooses the backend in every way that vLLM offers, in a process where no plugin was loaded yet,
-and again as if this were an old release. Prints what came of each as JSON:
-``python -m tests.integration.ways MODEL``.
+and again with the version of an old release. Prints the outcome of each as JSON: ``python -m
+tests.integration.ways MODEL``.
 """
 
 import json
@@ -27,7 +27,7 @@ def by_argument(**given: Any) -> Callable[[str], Any]:
 
 
 def by_dictionary_of_llm(model: str) -> Any:
-    """As ``vllm.LLM`` does: it makes the record before ``EngineArgs`` loads plugins."""
+    """Choose as ``vllm.LLM`` does, which makes the record before ``EngineArgs`` loads plugins."""
     from vllm.config.attention import AttentionConfig
 
     config = AttentionConfig(**{"backend": "prefix_share"})
@@ -39,7 +39,7 @@ def by_command_line(*arguments: str) -> Callable[[str], Any]:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
 
-        # a CUDA build without a GPU has no platform, and the parser asks for its device
+        # a CUDA build without a GPU has no platform, but the parser reads its device
         current_platform.device_type = current_platform.device_type or "cpu"
         try:
             from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -53,7 +53,7 @@ def by_command_line(*arguments: str) -> Callable[[str], Any]:
 
 PER_KIND = {"full_attention": "PREFIX_SHARE"}
 WAYS: dict[str, Callable[[str], Any]] = {
-    "attention_config of LLM": by_dictionary_of_llm,  # first: nothing was loaded before it
+    "attention_config of LLM": by_dictionary_of_llm,  # must be first: nothing is loaded before it
     "attention_config": by_argument(attention_config={"backend": "PREFIX_SHARE"}),
     "backend_per_kind": by_argument(attention_config={"backend_per_kind": PER_KIND}),
     "attention_backend": by_argument(attention_backend="Prefix_Share"),
@@ -61,12 +61,12 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "--attention-config": by_command_line("--attention-config", '{"backend": "PREFIX_SHARE"}'),
     "-ac.backend": by_command_line("-ac.backend", "PREFIX_SHARE"),
     "-ac.backend_per_kind": by_command_line("-ac.backend_per_kind.full_attention", "PREFIX_SHARE"),
-    "VLLM_ATTENTION_BACKEND": by_environment,  # last: it stays set
+    "VLLM_ATTENTION_BACKEND": by_environment,  # must be last: the variable stays set
 }
 
 
 def outcome(way: Callable[[str], Any], model: str) -> dict[str, str]:
-    """The backend that vLLM's configuration ends up with, or the error."""
+    """The backend in vLLM's final configuration, or the error."""
     try:
         chosen = way(model).create_engine_config().attention_config
     except Exception as e:
