@@ -1,5 +1,5 @@
-"""Compile the variants of the kernels that a backend can choose, with the Triton that is first
-on the path and its own assembler; no GPU is touched. Prints one JSON object a binary.
+"""Compile the variants of the kernels that a backend can choose, with the first Triton on the path
+and its own assembler; no GPU is needed. Prints one JSON object per binary.
 
     python -m tests.kernels.compile_matrix --capability 9.0 --variants main
 """
@@ -38,7 +38,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Extra(Variant):
-    """A variant with what a layer may add; ``features`` as in ``AttentionConfig``."""
+    """A variant with extra features of a layer; ``features`` as in ``AttentionConfig``."""
 
     kv_dtype: str | None = None
     query_dtype: str | None = None
@@ -46,7 +46,7 @@ class Extra(Variant):
 
 
 def extras(which: str) -> Iterator[Variant]:
-    """``few-extras``: most of them at once; ``extras``: all."""
+    """Variants with extras. ``few-extras``: most extras at once; ``extras``: all."""
     yield Extra((32, 8), 128, kv_dtype=FP8, query_dtype=FP8, features=("sinks", "soft_cap"))
     if which == "few-extras":
         return
@@ -66,7 +66,9 @@ def extras(which: str) -> Iterator[Variant]:
 
 
 def variants(which: str) -> Iterator[Variant]:
-    """``few``: the commonest; ``main``: each property beside the commonest; ``all``."""
+    """``few``: the commonest variants; ``main``: each property changed alone; ``all``: every
+    variant.
+    """
     if which.endswith("extras"):
         yield from extras(which)
         return
@@ -96,7 +98,7 @@ def compile_variant(
     """Registers, bytes spilled by a thread and shared memory of each binary.
 
     Raises:
-        CompileError: it does not compile, or does not fit the shared memory of such a GPU.
+        CompileError: the kernel does not compile, or does not fit the shared memory of such a GPU.
     """
     major, minor = map(int, capability.split("."))
     gpu = stand_in((major, minor))
@@ -114,7 +116,7 @@ def compile_variant(
         assert [a.hash for a in binaries] == [b.hash for b in other], "NHD and HND are one binary"
         spills = re.findall(r"(\d+) bytes spill stores", log.getvalue())
         registers = re.findall(r"Used (\d+) registers", log.getvalue())
-        # merge states depends on less: most of its binaries are in memory already
+        # merge states depends on fewer properties: most of its binaries are compiled already
         fresh = [b for b in binaries if b.hash not in SEEN]
         SEEN.update(b.hash for b in fresh)
         assert len(fresh) == len(spills) == len(registers), log.getvalue()
@@ -148,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     expected = os.environ.get("PREFIXSHARE_EXPECT_TRITON", triton.__version__)
     assert triton.__version__ == expected, f"found Triton {triton.__version__}"
-    triton.knobs.compilation.always_compile = True  # the assembler's log tells what it used
+    triton.knobs.compilation.always_compile = True  # for the assembler's log of resources
     triton.knobs.nvidia.dump_ptxas_log = True
     part, parts = map(int, args.part.split("/"))
     everything = list(product(variants(args.variants), args.capability))

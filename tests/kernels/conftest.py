@@ -5,7 +5,9 @@ import torch
 
 @pytest.fixture(autouse=not torch.cuda.is_available())
 def bfloat16_in_the_interpreter(monkeypatch):
-    """The interpreter keeps a bfloat16 as its 16 bits, and multiplies the bits as integers."""
+    """Make the interpreter compute with bfloat16 values. It keeps a bfloat16 as 16 bits, and
+    multiplies the bits as integers.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -1,8 +1,8 @@
 """The Hopper kernel's walk over the device arrays, in NumPy and float64.
 
-Gluon has no interpreter. What can go wrong without a GPU is the walk: which block lies in which
-slot of which KV tile, which rows read it, where results go. This follows the kernel step by
-step over the same arrays; only the arithmetic of the tiles is plain.
+Gluon has no interpreter. Without a GPU, errors of the walk can be found: which block lies in which
+slot of which KV tile, which rows read it, where results go. The emulator follows the kernel step by
+step over the same arrays; only the arithmetic of the tiles is in plain NumPy.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ HALF_ROWS = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """A block in a KV tile: rows ``[first, last)`` of the tile read its first ``tokens``.
-    ``tail`` is the position of its first token among the query tokens of its request.
+    """A block in a KV tile: rows ``[first, last)`` of the tile read the block's first ``tokens``.
+    ``tail`` is the position of the block's first token among the query tokens of its request.
     """
 
     block: int
@@ -85,7 +85,7 @@ def kv_tiles(
         for slot in range(index * nb, index * nb + nb):
             found = int(np.searchsorted(starts, slot, "right")) - 1
             block = slot - int(starts[found])
-            if block >= blocks[found]:  # padding repeats the tile's first block, if it has one
+            if block >= blocks[found]:  # padding repeats the tile's first block, if any
                 slots.append(Slot(slots[0].block if slots else 0, 0, 0, 0, -block_size))
                 continue
             at = int(start[found]) + block * block_size
@@ -122,8 +122,8 @@ def emulate(
     soft_cap: float = 0.0,
     scales: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Output and log-sum-exp of the kernel and of merge states; arguments as the kernel's, caches
-    NHD. ``scales`` of queries, K and V are ``[num_kv_heads]`` each.
+    """Output and log-sum-exp of the kernel and of merge states. The arguments are those of the
+    kernel, with NHD caches. ``scales`` of queries, K and V are ``[num_kv_heads]`` each.
     """
     q_scale, k_scale, v_scale = np.ones((3, k_cache.shape[2])) if scales is None else scales
     num_qo_heads, head_dim = q.shape[1:]
@@ -141,7 +141,7 @@ def emulate(
         partial = int(plan["slot_partial"][tile, slot])
         query, qo_head = row // group, head * group + row % group
         if partial < 0:
-            if sinks is not None:  # the kernel begins with it, in a sum that comes out the same
+            if sinks is not None:  # the kernel starts the sum with the sink; the result is the same
                 most = max(lse, sinks[qo_head])
                 total = np.exp(lse - most) + np.exp(sinks[qo_head] - most)
                 result, lse = result * np.exp(lse - most) / total, most + np.log(total)
@@ -197,7 +197,7 @@ def emulate(
                                 elif key > query:
                                     continue
                                 keys.append((s.block, c))
-                    if not keys:  # a piece of the request that lies after this query
+                    if not keys:  # this piece of the request lies after this query
                         for head in range(num_kv_heads):
                             write(tile, slot, row, head, np.zeros(head_dim), -np.inf)
                         continue
@@ -221,7 +221,7 @@ def emulate(
         for query in range(query_start_loc[request + 1] - query_start_loc[request]):
             at = np.arange(low, high) * query_len + query
             lse, parts = partial_lse[at], partial_out[at]
-            if sinks is not None:  # a state whose output is zero
+            if sinks is not None:  # the sink is a state whose output is zero
                 lse = np.concatenate([lse, sinks[None]])
                 parts = np.concatenate([parts, np.zeros_like(parts[:1])])
             largest = lse.max(axis=0)

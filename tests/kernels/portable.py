@@ -46,10 +46,10 @@ def make_plan(
 
 @dataclass
 class Portable:
-    """A plan on the device; ``run`` may follow with other lengths.
+    """A plan on the device; ``run`` may be called again after lengths have changed.
 
-    tile: that of an H100 if None. extras: its scales are tensors.
-    bits: quantised numbers are handed over as bytes, as to GPUs without the type.
+    tile: the Q tile, of an H100 if None. extras: extras of the layer, with scales as tensors.
+    bits: pass quantised numbers as bytes, as for GPUs without the type.
     """
 
     plan: DecodePlan
@@ -73,7 +73,7 @@ class Portable:
         self.partial_lse = torch.full(shape[:2], torch.nan, device=DEVICE)
 
     def run(self, tree_mask: np.ndarray | None = None, with_lse: bool = False) -> torch.Tensor:
-        """Output on the CPU; what was never written is NaN. ``with_lse`` fills ``lse``, too."""
+        """Output on the CPU; rows not written are NaN. ``with_lse`` also fills ``lse``."""
         b = self.batch
         q, k, v = (t.to(DEVICE) for t in (b.q, b.k_cache, b.v_cache))
         out_dtype = torch.float16 if q.element_size() == 1 else q.dtype
@@ -107,7 +107,7 @@ class Portable:
 
 
 def reference(batch: PagedBatch, tree_mask: np.ndarray | None = None) -> torch.Tensor:
-    """Attention in float64, one request after the other; ``tree_mask`` as the kernel's."""
+    """Attention in float64, one request after the other; ``tree_mask`` as for the kernel."""
     heads, head_dim = batch.q.shape[1:]
     block_size, kv_heads = batch.k_cache.shape[1:3]
     out = torch.empty(batch.q.shape, dtype=torch.float64)
@@ -133,6 +133,6 @@ def reference(batch: PagedBatch, tree_mask: np.ndarray | None = None) -> torch.T
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest over the query tokens, so that one wrong row cannot hide."""
+    """Largest error over the query tokens, so that one wrong row cannot hide."""
     difference = (out.double() - expected).flatten(1).norm(dim=1)
     return float((difference / expected.flatten(1).norm(dim=1)).max())

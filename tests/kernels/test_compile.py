@@ -1,8 +1,8 @@
-"""Every kernel compiles, and fits, under every Triton that vLLM brings, without a GPU.
+"""Every kernel compiles, and fits, under every Triton that vLLM installs, without a GPU.
 
-``make test`` takes a share of it: the installed Triton on the commonest variants, and the
-others on so much that a changed name shows. ``make kernels`` takes all, and keeps what each
-binary uses in ``benchmarks/published/kernel_resources.json``, from which
+``make test`` takes a share: the installed Triton on the commonest variants, and every other Triton
+on enough variants to show a changed name. ``make kernels`` takes all, and writes the resources of
+each binary to ``benchmarks/published/kernel_resources.json``, from which
 ``docs/kernel-resources.md`` is written.
 """
 
@@ -21,7 +21,7 @@ from .compile_matrix import CAPABILITIES
 ALL = bool(os.environ.get("PREFIXSHARE_ALL_KERNELS"))
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "published" / "kernel_resources.json"
 INSTALLED = triton.__version__
-#: Triton -> where to compile what, beside all of it
+#: Triton -> pairs of variants and compute capabilities to compile
 SHARE = {version: [("few", ("9.0",))] for version in tritons.RELEASES}
 SHARE[INSTALLED] = [("few", ("8.0", "9.0", "12.0"))]
 
@@ -36,8 +36,8 @@ def compiled(version: str, variants: str, *options: str) -> list[dict]:
 
 
 def keep_resources(version: str, rows: list[dict]) -> list[dict]:
-    """Write what the binaries of a Triton use in place of what is published; each once, because
-    processes that compile at the same time do not know what the others have compiled.
+    """Replace the published resources of one Triton. Each binary is written once: processes that
+    compile at the same time may compile the same binary.
     """
     uses = ("registers", "spilled", "shared")
     known = {tuple(v for k, v in row.items() if k not in uses): row for row in rows}

@@ -1,6 +1,6 @@
-"""The portable kernel and merge states with what a layer may add, against float64.
+"""The portable kernel and merge states with the extra features of a layer, against float64.
 
-Without a GPU under Triton's interpreter, as ``test_partial_attention``.
+Without a GPU under Triton's interpreter, as in ``test_partial_attention``.
 """
 
 from dataclasses import replace
@@ -40,7 +40,9 @@ EXTRAS = {
 
 
 def layer(dtype: torch.dtype = FP16, cache: torch.dtype | None = None, **shape) -> PagedBatch:
-    """A batch whose queries have ``dtype``, and its cache ``cache`` if that is named."""
+    """A batch whose queries have type ``dtype`` and whose cache has type ``cache``, or ``dtype`` if
+    None.
+    """
     batch = paged_batch(**{"heads": HEADS, "documents": 1, "dtype": FP16, **shape})
     batch.q = batch.q.to(dtype)
     cache = cache or dtype
@@ -66,7 +68,7 @@ def check(kernel: Portable) -> None:
     ids=str,
 )
 def test_features(name, divider, queries, block_size, hnd):
-    """Of requests that are finished by one tile, and of those that are merged."""
+    """Requests that one tile finishes, and requests that are merged."""
     batch = layer(query_lens=queries, block_size=block_size)
     if hnd:
         batch.k_cache, batch.v_cache = (
@@ -85,7 +87,7 @@ def test_long_runs_with_all_features():
 
 
 def test_sinks_beyond_all_scores():
-    """Those of a head that sees nothing but its sink, and of one that has none."""
+    """A head that sees only its sink, and a head without a sink."""
     sinks = torch.tensor([300.0, -torch.inf, 0.0, -300.0, 90.0, 1.0], device=DEVICE)
     batch = layer()
     for divider in ("per_request", "deft_node"):
@@ -114,9 +116,9 @@ def test_a_quantised_cache(dtype, head_dim, block_size, queries, bits):
 
 @pytest.mark.parametrize("bits", [False, True], ids=["type", "bits"])
 def test_every_number_of_eight_bits_is_read_as_it_is(bits):
-    """One token a request, so that the output is V itself."""
+    """One token per request, so that the output is V itself."""
     numbers = torch.arange(256, dtype=torch.uint8)
-    numbers = numbers[(numbers & 0x7F) != 0x7F]  # all but the two that are none
+    numbers = numbers[(numbers & 0x7F) != 0x7F]  # all but the two NaN values
     batch = paged_batch(documents=1, requests=4, heads=(1, 1), dtype=FP16)
     batch.block_table = np.arange(4, dtype=np.int32)[:, None]
     batch.seq_lens = np.ones(4, np.int32)

@@ -1,4 +1,6 @@
-"""The Hopper kernel's walk over the device arrays, emulated: every token of every request once."""
+"""The Hopper kernel's walk over the device arrays, emulated: every token of every request is read
+once.
+"""
 
 import numpy as np
 import pytest
@@ -29,8 +31,8 @@ def walk(
     token_tree: bool = False,
     extras: LayerExtras = PLAIN,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Output of the emulated kernel and of the reference, for a tree that has grown since; behind
-    the ``head_dim`` numbers of each head its log-sum-exp.
+    """Output of the emulated kernel and of the reference, for a tree that has grown since it was
+    planned. The log-sum-exp of each head follows the ``head_dim`` numbers of the head.
     """
     batch = tree(spec, block_size, spare=GROWTH)
     n, (q_heads, kv_heads), head_dim = len(batch.seq_lens), heads, 64
@@ -89,7 +91,7 @@ def tree_attention(
     starts: np.ndarray,
     mask: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention and log-sum-exp of query tokens that see the context and what their masks say."""
+    """Attention and log-sum-exp of query tokens that see the context and their masks' tokens."""
     out, lse = np.empty_like(q), np.empty(q.shape[:2])
     group = q.shape[1] // k.shape[2]
     for r, n in enumerate(seq_lens.tolist()):
@@ -162,7 +164,7 @@ def test_several_queries(spec: str, query_lens: list[int], divider: str) -> None
 @pytest.mark.parametrize("query_lens", [None, [2, 1, 2, 2, 1, 2]], ids=["one", "ragged"])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_layers_with_extras(block_size, query_lens, divider) -> None:
-    """Requests that one tile finishes and requests that are merged get their sinks once."""
+    """Requests that one tile finishes and requests that are merged both get their sinks once."""
     extras = LayerExtras(
         sinks=torch.tensor([3.0, -2.0, 0.0, 6.0], dtype=torch.float64),
         soft_cap=2.5,

@@ -1,4 +1,4 @@
-"""The arrays that kernels walk, against the plan read one tile at a time."""
+"""The arrays that kernels walk, compared with the plan, one tile at a time."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def kind(run: tuple, num_reqs: int, rows: int) -> int:
 
 
 def linked_tile(layout: dict[str, np.ndarray], place: int) -> tuple:
-    """Slots and runs of a tile, as ``tile_in_plan``."""
+    """Slots and runs of a tile, in the form of ``tile_in_plan``."""
     n, num_runs = layout["tile_info"][place, :2].tolist()
     slots = [layout[name][place, :n].tolist() for name in ("slot_row", "slot_partial")]
     runs = [
@@ -90,7 +90,7 @@ def test_every_worker_finds_its_tiles_from_its_own_place(divider, workers, rows)
 
 
 def test_runs_of_both_halves_come_first_then_those_of_the_low_half():
-    """Five requests, three of them in the low half; ``kind`` is not asked here."""
+    """Five requests, three of them in the low half; the expected order is written out."""
     runs = [(0, 0, 1), (0, 4, 5), (0, 2, 4), (0, 0, 3), (0, 3, 5), (0, 0, 5)]
     first, last = np.array([run[1:] for run in runs], np.int32).T.copy()
     start = np.arange(len(runs), dtype=np.int32)
@@ -122,8 +122,8 @@ def test_a_plan_for_larger_tiles_is_refused():
 
 
 def tokens_by_reader(plan: DecodePlan, tile: int) -> list[tuple[int, int, int]]:
-    """(place among the tile's requests, batch row read from, position) of every token that is
-    read under the planned lengths.
+    """(place among the tile's requests, batch row read from, position) of every token that is read
+    with the planned lengths.
     """
     found = []
     for run in range(*plan.tile_run_indptr[tile : tile + 2]):
@@ -140,7 +140,9 @@ Tokens = list[tuple[int, int, int]]
 def tokens_in_layout(
     layout: dict[str, np.ndarray], place: int, seq_lens: np.ndarray, grid: Grid
 ) -> tuple[Tokens, Tokens]:
-    """What the kernel reads for ``seq_lens``, as ``tokens_by_reader``: of runs and of parts."""
+    """Tokens that the kernel reads with ``seq_lens``, in the form of ``tokens_by_reader``: those of
+    runs, and those of parts.
+    """
     slots, num_reqs, run, last_run, part, packed, new, _ = layout["tile_info"][place].tolist()
     rows, ends = (layout[n][slots : slots + num_reqs] for n in ("slot_row", "slot_end"))
     growth = max(0, int((-(-(seq_lens[rows] - ends) // grid.unit)).max()))

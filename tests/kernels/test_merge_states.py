@@ -17,7 +17,7 @@ def test_the_log_sum_exp_of_what_was_merged(heads, queries):
     query_len = max(queries)
     partial_out = torch.randn(14 * query_len, heads, 64)
     partial_lse = torch.randn(14 * query_len, heads) * 5
-    partial_lse[12 * query_len :] = -torch.inf  # the last request saw nothing at all
+    partial_lse[12 * query_len :] = -torch.inf  # the last request saw no token
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     lse = torch.full((starts[-1], heads), torch.nan, device=DEVICE)
     merge_states(
@@ -63,12 +63,12 @@ def test_matches_float64(heads, head_dim, queries, dtype):
     query_len = max(queries)
     partial_out = torch.randn(14 * query_len, heads, head_dim)
     partial_lse = torch.randn(14 * query_len, heads) * 5
-    partial_lse[5 * query_len :: 7] = -torch.inf  # a query that saw nothing there
+    partial_lse[5 * query_len :: 7] = -torch.inf  # a query that saw no token there
     partial_out[5 * query_len :: 7] = 0
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     ragged = len(set(queries)) > 1
     out = torch.full((starts[-1], heads, head_dim), torch.nan, dtype=dtype, device=DEVICE)
-    # room behind the batch repeats the last entry, as in a captured CUDA graph
+    # entries behind the batch repeat the last entry, as in a captured CUDA graph
     merge_states(
         torch.tensor([*INDPTR, 14, 14], dtype=torch.int32, device=DEVICE),
         partial_out.to(DEVICE),

@@ -16,9 +16,9 @@ from vllm_prefixshare.tree.token_tree import ancestor_masks
 
 from .portable import Portable, make_plan, reference, relative_error
 
-#: rounding the attention weights and the result, for one query token
+#: error of rounding the attention weights and the result, for one query token
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# rows without any token divide by zero before they are discarded, as on a GPU
+# rows without any token divide by zero and are then discarded, as on a GPU
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -50,7 +50,7 @@ def test_every_head_shape_and_dtype(heads, head_dim, dtype):
 @pytest.mark.parametrize("divider", DIVIDERS)
 @pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
 def test_the_plans_of_every_divider(divider, queries):
-    """Among them tiles with several runs that different rows read."""
+    """The plans include tiles with several runs that different rows read."""
     batch = paged_batch(query_lens=queries, requests=5, dtype=FP16)
     plan = check(batch, divider).plan
     if divider == "deft_flatten":
@@ -60,7 +60,7 @@ def test_the_plans_of_every_divider(divider, queries):
 @pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
 @pytest.mark.parametrize("divider", ["depth_first", "deft_flatten"])
 def test_long_runs_that_some_rows_read(divider, queries):
-    """Long enough for a loop of their own: those of a document, and of one request alone."""
+    """Runs long enough for their own loop: a document's, and a single request's."""
     batch = paged_batch(
         requests=3, document_blocks=18, private_blocks=20, query_lens=queries, dtype=FP16
     )
@@ -72,7 +72,7 @@ def test_long_runs_that_some_rows_read(divider, queries):
 @pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
 @pytest.mark.parametrize("divider", ["per_request", "deft_node"])
 def test_the_log_sum_exp(divider, queries):
-    """Of requests with one work tile, written with the output, and of those that are merged."""
+    """Requests with one work tile, written with the output, and requests that are merged."""
     batch = paged_batch(query_lens=queries, requests=3, heads=(6, 2), head_dim=80, dtype=FP16)
     plan = make_plan(batch, divider)
     assert (plan.num_partials > 0) == (divider == "deft_node")
@@ -124,7 +124,7 @@ def test_a_plan_serves_sequences_that_grow():
     kernel.run()
     free = iter(range(1, 999))
     batch.block_table = np.pad(batch.block_table, ((0, 0), (0, 2)))
-    for row in batch.block_table:  # new blocks may repeat ids: what they hold does not matter
+    for row in batch.block_table:  # new blocks may repeat ids: their contents do not matter
         row[row == 0] = [next(free) % len(batch.k_cache) for _ in range((row == 0).sum())]
     batch.seq_lens = batch.seq_lens + np.arange(11, 11 + len(batch.seq_lens), dtype=np.int32)
     kernel.partial_out.fill_(torch.nan)
@@ -182,7 +182,7 @@ def test_a_tile_larger_than_its_kernel_is_walked_in_pieces():
 
 
 def with_queries(batch: PagedBatch, counts: list[int]) -> None:
-    """Replace the queries by so many of each request."""
+    """Replace the queries by ``counts[i]`` queries of request ``i``."""
     batch.query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     batch.q = torch.randn(sum(counts), *batch.q.shape[1:]).to(batch.q.dtype)
 

@@ -1,4 +1,4 @@
-"""What is compiled ahead in a process of its own is what an engine would compile."""
+"""Code that is compiled ahead in another process is the code that an engine would compile."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def test_planning_is_compiled_once(tmp_path: Path):
     assert file.is_file()
     compiled = {path.name for path in tmp_path.rglob("*.nbc")}
     assert {name.split(".")[0] for name in compiled} >= {"depth_first", "layout", "prefix_tree"}
-    # other heads, as another engine on this machine may have
+    # other heads, as another engine on this machine may use
     other = ["--num-qo-heads", "16", "--num-kv-heads", "16", "--head-dim", "64"]
     done = precompile("planning", "--capability", "9.0", *other, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

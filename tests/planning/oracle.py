@@ -1,4 +1,4 @@
-"""Brute-force answers: nothing here is shared with the code under test."""
+"""Brute-force answers, which share nothing with the code under test."""
 
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -11,8 +11,8 @@ Requests = Mapping[Hashable, Sequence[int]]
 
 
 def shared_runs(blocks: Requests) -> dict[frozenset, tuple[int, int]]:
-    """Block range ``[start, end)`` of every maximal run that two or more requests share,
-    by the set of requests that share it.
+    """Block range ``[start, end)`` of every maximal run that two or more requests share, by the set
+    of requests that share it.
     """
     sharers: dict[tuple[int, ...], set] = {}
     for request, ids in blocks.items():
@@ -43,7 +43,7 @@ def longest_shared_prefix(blocks: Requests, request: Hashable) -> int:
 def assert_forest(
     forest: Forest, blocks: Requests, order: Sequence[Hashable], block_size: int
 ) -> None:
-    """``forest`` is the shared part of ``blocks``, for the batch rows ``order``."""
+    """Assert that ``forest`` is the shared part of ``blocks``, for the batch rows ``order``."""
     assert sorted(forest.request_rows.tolist()) == list(range(len(order)))
     assert forest.num_reqs == len(order)
     by_position = [order[row] for row in forest.request_rows.tolist()]
@@ -77,7 +77,7 @@ def filled_blocks(
     query_len: int = 1,
     null_block_id: int | None = None,
 ) -> list[list[int]]:
-    """Per row, the block ids that may be shared: filled before this step's queries."""
+    """Block ids of each row that may be shared: filled before this step's queries."""
     rows = []
     for ids, length in zip(block_table.tolist(), seq_lens.tolist(), strict=True):
         ids = ids[: max(0, length - query_len) // block_size]
@@ -126,7 +126,7 @@ def tile_tokens(plan: DecodePlan, tile: int, seq_lens: np.ndarray) -> int:
 
 
 def assert_reads_once(plan: DecodePlan, block_table: np.ndarray, seq_lens: np.ndarray) -> None:
-    """Each request reads each of its tokens once, from blocks that are its own."""
+    """Assert that each request reads each of its tokens once, from its own blocks."""
     counts = [np.zeros(int(n), int) for n in seq_lens]
     assert plan.num_reqs == len(seq_lens)
     for tile in range(plan.num_tiles):
@@ -145,7 +145,7 @@ def assert_reads_once(plan: DecodePlan, block_table: np.ndarray, seq_lens: np.nd
 def attend(
     plan: DecodePlan, block_table: np.ndarray, seq_lens: np.ndarray, k: np.ndarray, v: np.ndarray
 ) -> np.ndarray:
-    """Attention with one query of value 1 and head_dim 1, run as the plan says.
+    """Attention with one query of value 1 and head_dim 1, computed by following the plan.
 
     Args:
         k, v: ``[num_blocks * block_size]`` one number per KV slot.
@@ -187,7 +187,7 @@ def attend(
 def attend_dense(
     block_table: np.ndarray, seq_lens: np.ndarray, block_size: int, k: np.ndarray, v: np.ndarray
 ) -> np.ndarray:
-    """The same, each request alone."""
+    """The same attention, computed for each request alone."""
     out = []
     for ids, length in zip(block_table, seq_lens.tolist(), strict=True):
         t = np.arange(length)

@@ -1,4 +1,4 @@
-"""A server in small: which requests run, in which rows, with which blocks."""
+"""A small model of a server: which requests run, in which rows, with which blocks."""
 
 from random import Random
 
@@ -10,13 +10,13 @@ PROMPT_BLOCKS = 1000  # ids up to here hold prompts and stay cached
 
 
 class Server:
-    """Random events, as between two steps of an engine: requests join (some on blocks that
-    others generated), leave, are pre-empted and resumed with other blocks, move between rows
-    and take each other's rows.
+    """Random events between two steps of an engine: requests join (some on blocks that other
+    requests generated), leave, are pre-empted and resumed with other blocks, move between rows and
+    take each other's rows.
 
     Args:
         query_len: most query tokens of a request in one step.
-        reuse_blocks: the block that was freed last goes to the next who needs one.
+        reuse_blocks: give the block that was freed last to the next request that needs one.
     """
 
     def __init__(self, random: Random, block_size: int, query_len: int, reuse_blocks: bool) -> None:
@@ -43,7 +43,7 @@ class Server:
     )
 
     def event(self) -> None:
-        """Anything but growth."""
+        """Any event except growth."""
         names, weights = zip(*self.EVENTS, strict=True)
         getattr(self, self.random.choices(names, weights)[0])()
 
@@ -77,7 +77,7 @@ class Server:
             self._release(request)
 
     def resume(self) -> None:
-        """With the prompt's blocks, where they are cached, and new ones for the rest."""
+        """Resume with the prompt's blocks, where they are cached, and new blocks for the rest."""
         if self.preempted:
             ids, length = self.preempted.pop()
             kept = [b for b in ids[: self.random.randint(0, 4)] if b <= PROMPT_BLOCKS]
@@ -93,14 +93,14 @@ class Server:
             self._release(request)
 
     def decode(self) -> None:
-        """Every request keeps between one token and all of its queries."""
+        """Every request keeps between one token and all of its query tokens."""
         for request in self.ids:
             self.lens[request] += self.random.randint(1, self.query_len)
             while len(self.ids[request]) * self.block_size < self.lens[request]:
                 self.ids[request].append(self._fresh())
 
     def propose_fewer_tokens(self) -> bool:
-        """All drafts of one request were rejected, and it has fewer of them now."""
+        """Reject all drafts of one request, and let it propose fewer tokens."""
         if not self.ids or self.query_len < 3:
             return False
         request = self._pick()

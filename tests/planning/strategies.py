@@ -29,8 +29,8 @@ def quick(max_examples: int, **more: int) -> settings:
 
 
 def forest_of_ids(requests: list[list[int]], block_size: int, null: int | None = None) -> Forest:
-    """The forest of requests with these filled blocks, one row each. What follows in a row is
-    the same in all of them, and no part of it.
+    """The forest of requests with these filled blocks, one row each. All rows continue with the
+    same block ids, which are no part of the forest.
     """
     lengths = np.array([len(ids) for ids in requests], np.int32)
     table = np.full((len(requests), lengths.max(initial=0) + 3), 7777, np.int32)
@@ -41,7 +41,7 @@ def forest_of_ids(requests: list[list[int]], block_size: int, null: int | None =
 
 @dataclass(frozen=True)
 class LinearCost:
-    """A cost model whose answers are easy to work out by hand."""
+    """A cost model whose values are easy to compute by hand."""
 
     launch: float = 1.0
     per_token: float = 1.0
@@ -66,8 +66,8 @@ def fingerprint(**changes: object) -> Fingerprint:
 
 
 def flashforge_table() -> CostTable:
-    """Table 2 of FlashForge (thread block execution time), in microseconds. Note the entry
-    for two queries over 512 tokens: less than for one query.
+    """Table 2 of FlashForge (thread block execution time), in microseconds. Two queries over 512
+    tokens take less time there than one query.
     """
     milliseconds = [
         [0.036, 0.035, 0.036, 0.043, 0.048, 0.074, 0.112],
@@ -97,14 +97,14 @@ COSTS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """What the planner is given, and the block size that it belongs to."""
+    """The planner's input, and the block size of the table."""
 
     block_table: np.ndarray
     seq_lens: np.ndarray
     block_size: int
 
     def grown(self, tokens: list[int]) -> "Batch":
-        """Each request longer by so many tokens, in new blocks of its own."""
+        """The batch with request ``i`` longer by ``tokens[i]``, in new blocks of its own."""
         seq_lens = self.seq_lens + np.array(tokens, np.int32)
         width = int((-(-seq_lens // self.block_size)).max(initial=0))
         table = np.pad(self.block_table, ((0, 0), (0, max(0, width - self.block_table.shape[1]))))
@@ -116,13 +116,13 @@ class Batch:
         return Batch(table, seq_lens, self.block_size)
 
     def taken(self, rows: list[int]) -> "Batch":
-        """Only these rows, in this order."""
+        """The batch with only these rows, in this order."""
         return Batch(self.block_table[rows], self.seq_lens[rows], self.block_size)
 
 
 def make_batch(prefixes: list[list[int]], tails: list[int], block_size: int) -> Batch:
-    """One row per request: its ``prefixes`` entry as filled blocks, then ``tails`` tokens in
-    blocks that nobody else has. Unused columns hold the null block.
+    """One row per request: its ``prefixes`` entry as filled blocks, then ``tails`` tokens in blocks
+    of its own. Unused columns hold the null block.
     """
     fresh = 1 + max((b for ids in prefixes for b in ids), default=0)
     rows = []
@@ -138,14 +138,14 @@ def make_batch(prefixes: list[list[int]], tails: list[int], block_size: int) -> 
 
 
 def block_ids(symbols: int = 5, max_size: int = 5) -> st.SearchStrategy[list[int]]:
-    """Block ids of one request: distinct, from so few that prefixes often coincide."""
+    """Block ids of one request: distinct, from so few ids that prefixes often coincide."""
     return st.lists(st.integers(1, symbols), unique=True, max_size=max_size)
 
 
 @st.composite
 def batches(draw: st.DrawFn, min_reqs: int = 1, max_reqs: int = 9) -> Batch:
-    """Forests of every shape: several roots, equal requests, one a prefix of another,
-    requests that share nothing.
+    """Forests of every shape: several roots, equal requests, requests that are prefixes of others,
+    and requests that share nothing.
     """
     block_size = draw(st.sampled_from([1, 4, 16]))
     stretch = draw(st.integers(1, 6))  # blocks per symbol
@@ -159,7 +159,7 @@ def batches(draw: st.DrawFn, min_reqs: int = 1, max_reqs: int = 9) -> Batch:
 def document_qa(
     documents: int, readers: int, document_blocks: int, tail: int, block_size: int = 16
 ) -> Batch:
-    """So many documents, each shared by so many requests."""
+    """``documents`` documents, each shared by equally many requests."""
     prefixes = [
         list(range(1 + d * document_blocks, 1 + (d + 1) * document_blocks))
         for d in range(documents)
@@ -171,6 +171,6 @@ def document_qa(
 def make_planner(
     block_size: int = 16, cost: object = COSTS["h200"], gqa: int = 4, **config: object
 ) -> DecodePlanner:
-    """A planner that shares whatever it can, unless told otherwise."""
+    """A planner that shares all that it can, unless ``share`` is given."""
     settings_ = {"share": "always", "null_block_id": NULL_BLOCK, **config}
     return DecodePlanner(PlannerConfig(**settings_), cost, block_size, gqa)

@@ -19,7 +19,7 @@ from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, quick
 
 @st.composite
 def grids(draw: st.DrawFn, rising: bool = False) -> Grid:
-    """Any grid; ``rising``: dearer with every row and token, as a launch and reads are."""
+    """Any grid; ``rising``: the cost grows with every row and token, as launches and reads do."""
 
     def axis() -> np.ndarray:
         steps = draw(st.lists(st.integers(1, 500), min_size=2, max_size=5))
@@ -35,7 +35,7 @@ def grids(draw: st.DrawFn, rising: bool = False) -> Grid:
 
 
 def saved(tmp_path, **changes: object):
-    """A table on disk whose JSON is ``changes`` away from a good one."""
+    """Save a table whose JSON differs from a good one by ``changes``."""
     path = tmp_path / "table.json"
     flashforge_table().save(path)
     data = json.loads(path.read_text())
@@ -196,7 +196,9 @@ def test_without_a_grid_of_its_own_an_unshared_request_costs_what_its_tile_does(
 @quick(60)
 @given(grids(), grids(), st.integers(1, 200), st.integers(1, 9000), st.integers(1, 100))
 def test_kv_that_others_read_too_costs_between_memory_and_cache(tile, cached, rows, kv, readers):
-    """The first reader's price is spread over all of them."""
+    """The sum of one read from memory and the other reads from the cache is spread over all
+    readers.
+    """
     table = CostTable(fingerprint(), tile, 1.0, tile_l2_us=cached)
     first, rest = float(tile(rows, kv)), float(cached(rows, kv))
     assert table.tile(rows, kv) == pytest.approx(first)

@@ -1,4 +1,4 @@
-"""The depth-first divider: what its windows and its cut promise, on forests of every shape."""
+"""The depth-first divider: limits and balance of windows and cuts, on forests of every shape."""
 
 from itertools import pairwise
 
@@ -69,7 +69,9 @@ def test_every_plan_is_right_and_within_its_limits(work, limits):
 @quick(200)
 @given(forests(), st.fixed_dictionaries({**LIMITS, "max_tile_runs": st.just(1 << 30)}))
 def test_the_latest_worker_is_near_the_mean(work, limits):
-    """But for less than twice of what is worth a tile of its own, which is not cut."""
+    """The excess is less than twice the work that is worth its own tile, because such work is not
+    cut.
+    """
     load = loads(plan_of(work, **limits))
     assert load.max() <= 1.05 * load.mean() + 4 * OVERHEAD
     if load.mean() > 40 * OVERHEAD:
@@ -94,7 +96,7 @@ def test_the_latest_worker_is_near_the_mean(work, limits):
 )
 @pytest.mark.parametrize("num_workers", [1, 16, 33])
 def test_little_is_wasted_where_there_is_enough_work(spec, num_workers):
-    """The finish against all runs read as fast as can be, and one tile each."""
+    """The finish, compared with all runs read at full speed and one overhead per tile."""
     work = tree(spec)
     plan = plan_of(work, num_workers=num_workers)
     rates = TileRates.of(COST)
@@ -102,7 +104,7 @@ def test_little_is_wasted_where_there_is_enough_work(spec, num_workers):
     read = int(plan.kv_tokens_read(work.seq_lens))
     least = (distinct * rates.memory[0] + (read - distinct) * rates.cached[0]) / num_workers
     overheads = plan.num_tiles * OVERHEAD / num_workers
-    # half as much again where 128 rows are bound by arithmetic, not by memory
+    # allow half as much again where 128 rows are bound by arithmetic, not by memory
     assert least + overheads - 1e-9 <= loads(plan).max() + rates.memory[0] * KV_TILE
     assert loads(plan).max() <= 1.35 * (least + overheads) + OVERHEAD
     assert plan.num_tiles <= num_workers + -(-work.num_reqs // 8)
@@ -134,7 +136,7 @@ def test_windows_below_one_node_read_it_in_step():
 
 
 def test_neighbouring_windows_are_read_at_the_same_time():
-    """Twice as many windows as workers: first the first half, then the second."""
+    """Twice as many windows as workers: the first half runs first, then the second half."""
     plan = plan_of(tree("1,16,32,64,128,1024_256,128,64,32,32,32"), max_tile_runs=64)
     assert np.all(np.diff(plan.work_indptr) == 2)
     first_rows = plan.tile_req_indices[plan.tile_req_indptr[:-1]]
@@ -143,7 +145,7 @@ def test_neighbouring_windows_are_read_at_the_same_time():
 
 
 def test_a_run_that_both_halves_read_costs_arithmetic_and_others_memory():
-    """Halves split the requests of a window: 3 + 3 here."""
+    """The requests of a window are split between the halves: 3 + 3 here."""
     rates = TileRates.of(COST)
     work = forest("halves", [-1, 0, 0, 1, 1, 1, 2, 2, 2], [4096, 2048, 1024] + [64] * 6)
     filled = ((work.seq_lens - 1) // 16).astype(np.int32)
@@ -160,7 +162,7 @@ def test_a_run_that_both_halves_read_costs_arithmetic_and_others_memory():
     assert found[0, 3] == found[3, 6] == found[5, 6] == pytest.approx(half)
     wide = rates_of(1, 128)  # a single request in both halves
     assert wide[5, 6] > rates.cached[1] and rates_of(1, 4)[5, 6] < wide[5, 6]
-    # two windows: each reads the root, which comes from memory once
+    # two windows: each reads the root, which is read from memory once
     assert rates_of(3, 4)[0, 3] == pytest.approx(
         np.average([(rates.cached[1] + rates.memory[1]) / 2, rates.memory[1]], weights=[4096, 2048])
     )
@@ -216,7 +218,7 @@ def test_a_short_prefix_is_read_again_rather_than_merged():
 
 
 def test_windows_end_where_trees_do():
-    """Ten documents of 24 readers in windows of up to 32: no document is read by two windows."""
+    """Ten documents of 24 readers each, in windows of up to 32: no document spans two windows."""
     work = tree("10,240_8192,64")
     plan = plan_of(work, num_workers=10)
     assert plan.num_tiles == 10

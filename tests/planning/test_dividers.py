@@ -1,5 +1,5 @@
-"""Every divider covers every batch exactly, for as long as the plan is used, and keeps the
-promises of the paper it comes from.
+"""Every divider covers every batch exactly, for as long as the plan is used, and keeps the promises
+of its paper.
 """
 
 from collections import Counter
@@ -52,7 +52,7 @@ NODE_BY_NODE = ("flashforge", "deft_node", "deft_node_chunk", "deft_flatten", "f
 
 @st.composite
 def settings_of(draw: st.DrawFn) -> dict:
-    """Any planner settings, divider left out."""
+    """Any planner settings, without the divider."""
     return {
         "cost": draw(st.sampled_from(sorted(COSTS)).map(COSTS.get)),
         "gqa": draw(st.sampled_from([1, 4, 7])),
@@ -72,7 +72,7 @@ def plan_of(batch: Batch, **config: object) -> DecodePlan:
 
 
 def pieces(plan: DecodePlan, batch: Batch) -> dict[frozenset, list[int]]:
-    """Planned tokens of each tile, by the set of requests in it."""
+    """Planned tokens of each tile, by the tile's set of requests."""
     found: dict[frozenset, list[int]] = {}
     for tile in range(plan.num_tiles):
         tokens = tile_tokens(plan, tile, batch.seq_lens)
@@ -256,7 +256,7 @@ def test_deft_flatten_tiles_are_equal_but_the_last_of_each_window(batch, num_wor
     config = {"divider": "deft_flatten", "num_workers": num_workers, "max_tile_requests": limit}
     plan = plan_of(batch, **config)
     sizes = [tile_blocks(plan, batch, t) for t in range(plan.num_tiles)]
-    windows = 2 * ceil(len(batch.seq_lens) / limit)  # neighbours that are more than one tile
+    windows = 2 * ceil(len(batch.seq_lens) / limit)  # windows that fill more than one tile
     assert sum(n < max(sizes) for n in sizes) <= windows
 
 
@@ -311,7 +311,7 @@ def test_flashforge_splits_the_document_and_not_the_questions():
 
 
 def test_flashforge_splits_by_cost_and_not_by_tokens():
-    """Twice the same tokens, eight times the query rows in one of them."""
+    """Two groups with the same tokens, one with eight times the query rows."""
     batch = make_batch([list(range(1, 41))] * 8 + [list(range(50, 90))], [1] * 9, 16)
     cost = LinearCost(launch=0.1, per_token=0.0, per_row_token=1.0)
     groups = pieces(plan_of(batch, divider="flashforge", num_workers=8, cost=cost), batch)

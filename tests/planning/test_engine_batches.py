@@ -1,5 +1,5 @@
-"""What an engine adds to planning: rows in slots, numbers for who holds them, lengths that may
-turn out shorter, and room that was made beforehand.
+"""What an engine adds to planning: rows in slots, ids of the requests in them, lengths that may
+turn out shorter, and buffers that are reserved in advance.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from .strategies import batches, document_qa, make_planner, quick
 
 
 def in_slots(table: np.ndarray, spare: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """The same rows in a larger table in another order, and where they are."""
+    """The same rows in a larger table in another order, and their row numbers there."""
     rng = np.random.default_rng(len(table))
     slots = rng.permutation(len(table) + spare)[: len(table)]
     large = rng.integers(1, 9, (len(table) + spare, table.shape[1] + 2)).astype(np.int32)
@@ -73,7 +73,7 @@ def test_a_forgotten_plan_is_made_again():
 
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_batches_that_take_turns_have_a_plan_each(with_ids):
-    # as the stages of a pipeline see them; the third is one more than was foreseen
+    # batches as the stages of a pipeline see them; the third is one more than the planner keeps
     whole = document_qa(3, 4, document_blocks=8, tail=3)
     planner = make_planner(16, kept_plans=2)
 

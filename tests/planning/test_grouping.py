@@ -1,4 +1,4 @@
-"""Query groups, and FastTree's edge assignment against every other one."""
+"""Query groups, and FastTree's edge assignment compared with every other assignment."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -42,7 +42,7 @@ MODELS = (
 
 
 def forest_of(requests: list[list[int]], tails: list[int]) -> tuple[Forest, np.ndarray]:
-    """Their forest and lengths, for rows in the order given."""
+    """The forest and lengths of requests, for rows in the given order."""
     lens = [len(ids) * BLOCK_SIZE + tail for ids, tail in zip(requests, tails, strict=True)]
     return forest_of_ids(requests, BLOCK_SIZE), np.array(lens, np.int32)
 
@@ -57,14 +57,14 @@ def trees(draw: st.DrawFn, max_reqs: int = 8) -> tuple[list[list[int]], list[int
 
 
 def modelled_cost(groups: list[QueryGroup], cost: object, gqa: int) -> float:
-    """A tile for each group, and for each of its requests a partial result to merge."""
+    """Cost of one tile per group, plus one partial result to merge per request of the group."""
     rows = np.array([len(g.rows) * gqa for g in groups])
     lens = np.array([g.kv_len for g in groups])
     return float((cost.tile(rows, lens) + cost.merge(rows)).sum())
 
 
 def assert_covers(groups: list[QueryGroup], requests: list[list[int]], kv_lens: np.ndarray) -> None:
-    """Each request reads each of its tokens in one group, from blocks that it has."""
+    """Assert that each request reads each of its tokens in one group, from its own blocks."""
     counts = [np.zeros(n, int) for n in kv_lens.tolist()]
     for group in groups:
         row, start, stop = group.segment
@@ -86,8 +86,8 @@ def assert_covers(groups: list[QueryGroup], requests: list[list[int]], kv_lens: 
 def every_edge_assignment(
     requests: list[list[int]], kv_lens: np.ndarray, cost: object, gqa: int
 ) -> list[float]:
-    """Modelled cost of all 2^E assignments (FastTree, section 4.1), worked out on the
-    oracle's tree: an edge leads from a node to a child or to a private part.
+    """Modelled cost of all 2^E assignments (FastTree, section 4.1), computed on the oracle's tree:
+    an edge leads from a node to a child or to a private part.
     """
     runs = shared_runs(dict(enumerate(requests)))
     nodes = sorted(runs, key=lambda s: runs[s][0])  # parents first
@@ -160,8 +160,8 @@ def test_with_concatenation_every_token_is_still_covered_once(tree, cost, gqa):
 @quick(150)
 @given(trees(), MODELS, st.sampled_from([1, 4]))
 def test_concatenation_never_adds_to_the_modelled_cost(tree, cost, gqa):
-    """Each edge is cut only where that is cheaper, with all the edges before it as they are,
-    and merging costs the same for each row: so the sum only falls.
+    """An edge is cut only where that is cheaper with all edges before it fixed, and merging costs
+    the same for each row. So the sum only falls.
     """
     forest, kv_lens = forest_of(*tree)
     together = group_queries(forest, kv_lens, cost, gqa)
@@ -181,7 +181,7 @@ def test_concatenation_is_one_of_all_edge_assignments(tree, cost, gqa):
 
 
 def test_the_gap_between_greedy_and_the_best_edge_assignment(record_property):
-    """For the record; FastTree promises no bound."""
+    """Records the gap; FastTree promises no bound."""
     rng = np.random.default_rng(0)
     for name, cost in COSTS.items():
         gaps, gains = [], []

@@ -24,7 +24,7 @@ def mutation(function: Mutation) -> Mutation:
 
 
 def batch() -> Batch:
-    """Two trees, the first of three levels, and three requests alone, one of one block."""
+    """Two trees, the first of three levels, and three requests alone, one with a single block."""
     prefixes = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7], [1, 2, 7]]
     prefixes += [[8, 9, 10], [8, 9, 10], [11], [12, 13], []]
     return make_batch(prefixes, [9, 3, 6, 1, 2, 12, 30, 4, 2], BLOCK_SIZE)
@@ -303,7 +303,9 @@ def test_a_shared_block_that_one_reader_does_not_hold_is_refused(divider):
 
 @pytest.mark.parametrize("block_size", [3, 48])
 def test_blocks_of_any_size_may_be_shared(block_size):
-    """A run of blocks 1 and 2: where 48 tokens are a block, 48 | 144 is no multiple of it."""
+    """A run of blocks 1 and 2. With blocks of 48 tokens, 48 | 144 (bitwise or) is no multiple of
+    48.
+    """
     b = make_batch([[1, 2, 3]] * 2, [5, 7], block_size)
     planner = make_planner(block_size, divider="fixed", num_splits=3, num_workers=3, grouping=False)
     plan = planner.update(b.block_table, b.seq_lens)

@@ -1,5 +1,5 @@
-"""The planner over the life of a batch: when it plans, and that what it returns is right for
-the batch of that moment, whatever happened before.
+"""The planner over the life of a batch: when it plans, and that each plan is right for the current
+batch after any history.
 """
 
 from random import Random
@@ -34,7 +34,7 @@ BLOCK_SIZE = 4
 
 
 def update(planner: DecodePlanner, batch: Batch, query_len: int = 1) -> DecodePlan:
-    """The plan for ``batch``, found right by the oracle and by the invariants."""
+    """The plan for ``batch``, checked by the oracle and by the invariants."""
     plan = planner.update(batch.block_table, batch.seq_lens, query_len)
     assert_reads_once(plan, batch.block_table, batch.seq_lens)
     invariants.check(plan, batch.block_table, batch.seq_lens)
@@ -53,13 +53,13 @@ def assert_shares_all(plan: DecodePlan, batch: Batch, query_len: int = 1) -> Non
 
 
 def sharing_planner(block_size: int = BLOCK_SIZE, **config: object) -> DecodePlanner:
-    """Reads every shared block once, so that a missed chance to share shows."""
+    """A planner that reads every shared block once, so that a missed chance to share shows."""
     return make_planner(block_size, **{"divider": "deft_node", **config})
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[Server, int]:
-    """A server to be, and how many of its steps to look at."""
+    """A new server, and the number of its steps to check."""
     server = Server(
         Random(draw(st.integers(0, 2**32))),
         block_size=draw(st.sampled_from([1, 4, 16])),
@@ -70,7 +70,7 @@ def histories(draw: st.DrawFn) -> tuple[Server, int]:
 
 
 def run(server: Server, steps: int, planner: DecodePlanner):
-    """Yields (plan, batch, what happened since the last one) for every step."""
+    """Yield (plan, batch, events since the step before) for every step."""
     for _ in range(4):
         server.join()
     last, happened = None, "events"
@@ -175,7 +175,7 @@ def test_a_request_shorter_than_the_most_queries_does_not_force_plans():
 
 
 def test_a_row_without_tokens_is_planned_once():
-    """Graph padding: a row of the batch with nothing in it."""
+    """Graph padding: a row of the batch without tokens."""
     planner = make_planner(16)
     batch = make_batch([[5, 6], [5, 6], []], [3, 4, 0], 16)
     first = update(planner, batch)
@@ -255,7 +255,7 @@ def test_a_block_given_to_another_request_is_followed():
 
 
 def test_a_request_that_joins_on_generated_blocks_shares_them():
-    """Blocks that were filled after the running request was planned."""
+    """The blocks were filled after the running request was planned."""
     planner = sharing_planner()
     batch = make_batch([[1, 2], [8, 9]], [1, 1], BLOCK_SIZE)
     first = update(planner, batch)
@@ -272,7 +272,9 @@ def test_a_request_that_joins_on_generated_blocks_shares_them():
 
 @pytest.mark.parametrize("left", [[], [1, 2]], ids=["short prompt", "common system prompt"])
 def test_a_request_that_takes_the_row_of_one_that_left_shares_at_once(left):
-    """As many requests as before, and the blocks known of the row are still its first."""
+    """The number of requests is unchanged, and the known blocks of the row are still its first
+    blocks.
+    """
     planner = sharing_planner()
     document = [1, 2, 3, 4, 5, 6]
     update(planner, make_batch([left, document], [2, 3], BLOCK_SIZE))

@@ -1,4 +1,4 @@
-"""The prefix tree against an oracle that looks at every prefix of every request."""
+"""The prefix tree, compared with an oracle that checks every prefix of every request."""
 
 from random import Random
 
@@ -51,7 +51,7 @@ def test_forest_of_many_requests_with_ids_that_collide_in_the_hash_table(seed):
 @quick(150)
 @given(st.lists(block_ids(5, 5), max_size=10), st.integers(1, 5))
 def test_a_null_block_ends_what_a_row_shares(requests, null):
-    """As if the filled blocks ended there."""
+    """The result is the same as if the filled blocks ended there."""
     cut = [ids[: ids.index(null)] if null in ids else ids for ids in requests]
     found = forest_of_ids(requests, BLOCK_SIZE, null)
     assert_forest(found, dict(enumerate(cut)), list(range(len(cut))), BLOCK_SIZE)

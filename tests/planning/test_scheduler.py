@@ -1,4 +1,4 @@
-"""The schedule, and how far it is from the best one."""
+"""The schedule, and its distance from the best schedule."""
 
 from itertools import pairwise
 
@@ -42,7 +42,7 @@ def test_every_tile_goes_to_one_worker_longest_first(costs, num_workers):
 @quick(100)
 @given(COST_LISTS, st.integers(2, 12))
 def test_a_tile_never_waits_while_a_worker_is_idle(costs, num_workers):
-    """List scheduling: without its last tile, the busiest worker is no busier than others."""
+    """List scheduling: without its last tile, the busiest worker is no busier than the others."""
     costs = np.array(costs)
     order, work_indptr, _ = longest_first(costs, num_workers)
     busy = loads(order, work_indptr, costs)
@@ -101,7 +101,7 @@ def test_the_exact_division_cuts_the_long_group():
     assert finish < 62
 
 
-# (shared blocks, requests below them or 1) per tree, private blocks; at most four groups
+# per tree (shared blocks, requests below them or 1), then private blocks; at most four groups
 CASES = {
     "one long request": ([(240, 1)], 12),
     "two requests, one document": ([(120, 2)], 12),
@@ -139,8 +139,8 @@ def problem(trees: list[tuple[int, int]], tail: int, cost: str, num_workers: int
 
 
 def ratios(p: DivisionProblem) -> tuple[float, float]:
-    """FlashForge's finish over the least one possible, and over the least one possible with
-    the split counts that equation 5 allows.
+    """FlashForge's finish relative to the optimum, and relative to the optimum with the split
+    counts that equation 5 allows.
     """
     workers = p.config.num_workers
     groups = p.groups(False)

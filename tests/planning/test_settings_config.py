@@ -1,4 +1,4 @@
-"""Environment variables and configuration: what is refused, and in which words."""
+"""Environment variables and configuration: which values are refused, and the messages."""
 
 import os
 from dataclasses import FrozenInstanceError

@@ -1,4 +1,4 @@
-"""Ancestor masks against a walk up the tree, one token after the other."""
+"""Ancestor masks, compared with a walk up the tree, one token after the other."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def starts_of(counts: list[int]) -> np.ndarray:
 
 
 def walked(parents: np.ndarray, counts: list[int]) -> list[set[int]]:
-    """What each token sees of its request's tokens: itself and all above it."""
+    """Tokens of its request that each token sees: itself and all its ancestors."""
     found, begin = [], 0
     for count in counts:
         for token in range(count):
@@ -71,7 +71,7 @@ def test_no_requests():
         ([-1, 1, 0], [3], r"query_parents\[1\] = 1: a parent must come before its child"),
         ([-1, 0, 5], [3], r"query_parents\[2\] = 5: .* here among 0 to 1, or be -1"),
         ([-1, -2, 0], [3], r"query_parents\[1\] = -2"),
-        # a token of the request before is not a parent
+        # a token of another request is not a parent
         ([-1, 0, 1, 0], [2, 2], r"query_parents\[2\] = 1"),
     ],
 )
