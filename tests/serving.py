@@ -1,4 +1,6 @@
-"""``vllm serve`` for tests: start it, ask it as clients do, read the backend's counters."""
+"""``vllm serve`` for tests: starts a server, sends requests as clients do, reads the backend's
+counters.
+"""
 
 import ctypes
 import json
@@ -24,7 +26,7 @@ from tests.support.processes import alive, tree
 _SCRIPT = Path(sys.executable).with_name("vllm")
 #: The command ``vllm``, or the module behind it where no script is installed.
 VLLM = [str(_SCRIPT)] if _SCRIPT.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-#: What the server calls its model.
+#: The model's name on the server.
 NAME = "small"
 
 
@@ -38,7 +40,9 @@ def free_port() -> int:
 def serving(
     model: Path, log: Path, environment: dict[str, str], *arguments: str, patience: int = 300
 ) -> Iterator[str]:
-    """The address of a server of ``model``; stopped on leaving. Arguments as ``server_process``."""
+    """The address of a server of ``model``, which ends on leaving. Arguments as for
+    ``server_process``.
+    """
     with server_process(model, log, environment, *arguments, patience=patience) as (url, _):
         yield url
 
@@ -47,14 +51,14 @@ def serving(
 def server_process(
     model: Path, log: Path, environment: dict[str, str], *arguments: str, patience: int = 300
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address of a server of ``model``, and its process; stopped on leaving with all that it
-    has started, and with this process if that is killed.
+    """The address of a server of ``model``, and its process. The server and all that it has started
+    end on leaving, and when this process is killed.
 
     Args:
-        log: file for what it prints.
-        environment: all of its environment.
-        arguments: further ones of ``vllm serve``.
-        patience: seconds that it may take to start.
+        log: file for the server's output.
+        environment: the server's whole environment.
+        arguments: further arguments of ``vllm serve``.
+        patience: seconds within which the server must start.
     """
     port = free_port()
     command = [
@@ -84,7 +88,7 @@ def server_process(
 
 
 def _end_with_parent() -> None:
-    """In a child before it becomes a server: terminate it when its parent ends."""
+    """Runs in the child before it becomes a server: terminate the server when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
@@ -124,8 +128,8 @@ def client_of(url: str) -> openai.OpenAI:
 def stream(
     client: openai.OpenAI, prompts: Sequence[str | list[int]], tokens: int, leave_after: int
 ) -> list[str]:
-    """Greedy answers to all prompts at once, streamed, each by a client of its own; the first
-    client goes away after ``leave_after`` pieces of its answer.
+    """Greedy answers to all prompts at once, streamed, with one client per prompt. The first client
+    disconnects after ``leave_after`` pieces of its answer.
     """
     texts = [""] * len(prompts)
     failures: list[Exception] = []
@@ -145,7 +149,7 @@ def stream(
                 if i == 0 and n == leave_after:
                     pieces.close()
                     break
-        except Exception as e:  # of a thread, which would lose it
+        except Exception as e:  # an exception in a thread would be lost
             failures.append(e)
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]

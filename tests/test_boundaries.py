@@ -9,8 +9,8 @@ import vllm_prefixshare
 
 PACKAGE = Path(vllm_prefixshare.__file__).parent
 
-#: floor -> (floors that it may import, libraries beyond the standard one). A floor is a module or
-#: a folder of the package; the longest name that fits counts.
+#: floor -> (floors that it may import, libraries beyond the standard one). A floor is a module or a
+#: folder of the package; the longest matching name applies.
 BASE = {"records", "config"}
 JIT = {
     "kernels.hopper.gluon_names",
@@ -79,7 +79,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def floor_of(module: str) -> str:
-    """The level of ``module``, named without the package."""
+    """The floor of ``module``, named without the package."""
     names = module.split(".")
     candidates = [".".join(names[:n]) for n in range(len(names), 0, -1)]
     return next((name for name in candidates if name in FLOORS), "__init__")

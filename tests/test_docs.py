@@ -1,4 +1,4 @@
-"""The tables of docs/api.md name what the code has; links lead to files."""
+"""The tables of docs/api.md match the code; links lead to files."""
 
 import re
 from pathlib import Path

@@ -16,7 +16,7 @@ from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 from .batches import PagedBatch, paged_batch
 
-#: relative error of rounding the result, times a little
+#: relative error of rounding the result, with a margin
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
 
 
@@ -32,7 +32,7 @@ def wrapper_for(batch: PagedBatch, **options: object) -> PrefixShareDecodeWrappe
 
 
 def reference(batch: PagedBatch, sm_scale: float | None = None) -> torch.Tensor:
-    # NaN marks what must not be read; the reference multiplies it by nothing
+    # NaN marks slots that must not be read; the reference reads none of them
     return reference_attention(
         batch.q,
         batch.k_cache,
@@ -138,7 +138,7 @@ def test_a_plan_serves_growing_sequences():
     plan = wrapper.plan(batch.block_table, batch.seq_lens)
     caches = batch.k_cache, batch.v_cache
     batch.block_table = np.pad(batch.block_table, ((0, 0), (0, 3)))
-    for _ in range(40):  # over the end of the planned blocks into new ones
+    for _ in range(40):  # beyond the planned blocks into new ones
         batch.seq_lens = batch.seq_lens + 1
         for row, length in zip(batch.block_table, batch.seq_lens.tolist(), strict=True):
             block, offset = divmod(length - 1, 16)

@@ -14,7 +14,7 @@ HEADS = (6, 2)
 SINKS = torch.tensor([3.0, -2.0, 0.0, 6.0, -1.0, 1.0])
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.01])
 PER_HEAD = torch.tensor([0.7, 1.6])
-#: name -> what the wrapper is told, what the layer has
+#: name -> options of the wrapper, extras of the layer
 CASES = {
     "sinks": ({"features": ["sinks"]}, LayerExtras(sinks=SINKS)),
     "soft_cap": ({"features": ["soft_cap"]}, LayerExtras(soft_cap=2.5)),
@@ -32,7 +32,7 @@ CASES = {
 
 
 def quantised(batch: PagedBatch, options: dict) -> PagedBatch:
-    """The batch with its cache and queries in the types that the wrapper is made for."""
+    """The batch with its cache and queries in the wrapper's types."""
     if "kv_dtype" in options:
         batch.k_cache, batch.v_cache = batch.k_cache.to(FP8), batch.v_cache.to(FP8)
     if "query_dtype" in options:
@@ -176,9 +176,9 @@ def test_refuses_tensors_of_other_types():
 
 
 def test_every_number_of_eight_bits_is_read_as_it_is():
-    """One token a request, so that the output is V itself."""
+    """One token per request, so that the output is V itself."""
     bits = torch.arange(256, dtype=torch.uint8)
-    numbers = bits[(bits & 0x7F) != 0x7F]  # all but the two that are none
+    numbers = bits[(bits & 0x7F) != 0x7F]  # all but the two NaN values
     values = torch.cat([numbers, numbers[:66]]).view(FP8).view(5, 1, 1, 64)
     batch = paged_batch(documents=1, requests=5, heads=(1, 1))
     table = np.arange(5, dtype=np.int32)[:, None]

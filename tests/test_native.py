@@ -38,7 +38,7 @@ needs_native = pytest.mark.skipif(missing() is not None, reason=f"no native exec
 
 
 def packed(batch: PagedBatch) -> torch.Tensor:
-    """The batch's caches as CPU_ATTN lays them out."""
+    """The batch's caches in the layout of CPU_ATTN."""
     blocks, size, heads, dim = batch.k_cache.shape
     cache = torch.empty(blocks, heads, size, 2 * dim, dtype=batch.k_cache.dtype)
     for view, source in zip(cache_views(cache), (batch.k_cache, batch.v_cache), strict=True):
@@ -153,7 +153,7 @@ def test_flat_and_sharp_scores(factor):
     batch.q *= factor
     out = run(batch)
     assert torch.isfinite(out).all()
-    # one weight of nearly 1 leaves only the rounding of the result
+    # with one weight of nearly 1, only the rounding of the result remains
     assert relative_error(out, reference(batch)) < TOLERANCE
 
 

@@ -1,4 +1,6 @@
-"""What pyproject.toml says of the package is true of its files, its sdist and its wheel."""
+"""The statements of pyproject.toml about the package are true of its files, its sdist and its
+wheel.
+"""
 
 import json
 import os
@@ -29,9 +31,9 @@ POINTS = [
     )
     for name, value in points.items()
 ]
-#: In the checkout beside the package: not all of it may be shipped.
+#: Folders in the checkout beside the package, of which not all files may be shipped.
 OTHERS = ("patches", "tests", "benchmarks", "docs", "examples", "requirements")
-#: Without a path to the checkout.
+#: The environment without a path to the checkout.
 PYTHON_ALONE = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
 
@@ -69,7 +71,7 @@ def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     source = folder / "source"
     source.mkdir()
-    for path in ROOT.iterdir():  # not what an earlier build, a tool or an environment left here
+    for path in ROOT.iterdir():  # without the files of builds, tools or environments
         if path.is_file() and not path.name.startswith("."):
             shutil.copy2(path, source)
         elif path.name in (PACKAGE.name, *OTHERS):
@@ -80,7 +82,9 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory) -> Path:
-    """Built from the sdist, as an installer does: so the sdist lacks nothing."""
+    """A wheel built from the sdist, as an installer does, so that a file missing in the sdist
+    shows.
+    """
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
@@ -89,7 +93,7 @@ def wheel(sdist, tmp_path_factory) -> Path:
 
 
 def in_checkout() -> set[str]:
-    """The package's files, and the patches, by their paths in the checkout."""
+    """The files of the package and the patches, by path in the checkout."""
     own = {p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     patches = {*ROOT.glob("patches/*/*.patch"), ROOT / "patches" / "README.md"}
     return {p.relative_to(ROOT).as_posix() for p in own | patches}
@@ -114,7 +118,7 @@ def test_the_sdist_has_what_the_wheel_is_built_from_and_nothing_else(sdist):
 
 
 def needed(names: Iterable[str]) -> list[Distribution]:
-    """These distributions, as they are installed here, and what they need in turn."""
+    """These distributions, as installed here, with all that they require."""
     found: dict[str, Distribution] = {}
     names = list(names)
     while names:
@@ -127,10 +131,10 @@ def needed(names: Iterable[str]) -> list[Distribution]:
 
 
 def environment(folder: Path, available: Iterable[Distribution], archive: Path) -> Path:
-    """A new environment with links to ``available`` and the archive installed; its ``bin``.
+    """The ``bin`` of a new environment with links to ``available`` and with the archive installed.
 
-    There is no network: pip finds every requirement among the links, or fails. Links and not the
-    site-packages of this environment as a whole, because that would bring the checkout along.
+    There is no network: pip finds every requirement among the links, or fails. The site-packages of
+    this environment are not linked as a whole, because they would bring the checkout along.
     """
     venv.create(folder, with_pip=False)
     (site_packages,) = folder.glob("lib/python*/site-packages")
@@ -149,7 +153,7 @@ def environment(folder: Path, available: Iterable[Distribution], archive: Path) 
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Outside the checkout, and without a path to it."""
+    """Run a command outside the checkout, and without a path to it."""
     return subprocess.run(
         [*map(str, command)], cwd=cwd, env=PYTHON_ALONE, capture_output=True, text=True
     )
@@ -183,7 +187,7 @@ def check_installed(bin_: Path, cwd: Path) -> None:
 
 
 def test_the_wheel_works_with_what_it_declares_and_no_more(wheel, tmp_path):
-    """Nothing but NumPy, Numba and packaging: what needs more says so in a sentence."""
+    """Only NumPy, Numba and packaging are installed: commands that need more print one sentence."""
     available = needed(SETTINGS["project"]["dependencies"])
     bin_ = environment(tmp_path / "bare", available, wheel)
     check_installed(bin_, tmp_path)

@@ -1,5 +1,5 @@
-"""A GPU's cost table without a GPU: the plans that are timed, the arithmetic on the times,
-where tables are looked for, and the ablation benchmark on the CPU.
+"""A GPU's cost table without a GPU: the plans that are timed, the arithmetic on the times, the
+folders of tables, and the ablation benchmark on the CPU.
 """
 
 import importlib.util
@@ -48,7 +48,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_a_timed_plan_holds_every_invariant(repeats):
-    """One request each, whose last run is opened: what is timed has only closed ones."""
+    """Timed plans have only closed runs. Here the last run of each request is opened, as in other
+    plans.
+    """
     plan = repeated_tiles(2, 1, 32, repeats, 16, partials=repeats > 1)
     ends = np.where(plan.run_kv_end == 32 * repeats, OPEN_END, plan.run_kv_end)
     table = scattered_blocks(2, 1, 2 * repeats, 0)
@@ -58,7 +60,7 @@ def test_a_timed_plan_holds_every_invariant(repeats):
 
 @pytest.mark.parametrize(("repeats", "shared"), [(1, 0), (3, 0), (3, 2)])
 def test_a_timed_plan_computes_attention(repeats, shared):
-    """Several requests a tile, read from blocks of their worker's or of everybody's."""
+    """Several requests per tile, read from blocks of one worker or from blocks of all workers."""
     torch.manual_seed(0)
     plan = repeated_tiles(2, 3, 32, repeats, 16, partials=repeats > 1)
     table = scattered_blocks(2, 3, 2 * repeats, shared)
@@ -97,10 +99,10 @@ def test_many_tiles_are_more_than_few_and_bounded():
 
 
 class ModelledGpu:
-    """An executor whose time follows a formula; the timer reads it off.
+    """An executor whose time follows a formula; the timer returns that time.
 
-    A launch takes 6 us, a tile 2 us and per token 0.01 us from its own blocks or 0.006 us from
-    blocks that all workers read, 0.02 us a row, and a merged row 0.03 us.
+    A launch takes 6 us, a tile 2 us, a token 0.01 us from the worker's own blocks or 0.006 us from
+    blocks that all workers read, a row 0.02 us, and a merged row 0.03 us.
     """
 
     name, num_workers, max_tile_requests = "hopper", 2, 32

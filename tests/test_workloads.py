@@ -43,7 +43,7 @@ def forests(draw):
 
 
 def requests_of(parents, tokens):
-    """The path of each leaf, as the token nodes on it, in depth-first order."""
+    """The path to each leaf, as the nodes with tokens on the path, in depth-first order."""
 
     def below(i):
         children = [j for j, p in enumerate(parents) if p == i]
@@ -70,7 +70,7 @@ def test_two_requests_share_a_block_just_where_its_tokens_are_the_same(shape, si
     for row, stream in zip(w.block_table.tolist(), streams, strict=True):
         blocks = -(-len(stream) // size)
         for column in range(blocks):
-            # whole blocks are known by all tokens up to their end; a last one is private
+            # a whole block depends on all tokens up to its end; a last, partial block is private
             end = (column + 1) * size
             whole = end <= len(stream)
             shared = whole and sum(s[:end] == stream[:end] for s in streams) > 1

@@ -1,4 +1,4 @@
-"""The GPU executor's workspace: what is copied, what stays, and that there is always room."""
+"""The GPU executor's workspace: what is copied, what stays, and that reserved room suffices."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(kernel, heads, div
 @pytest.mark.parametrize(
     ("kernel", "divider", "share", "asked"),
     [
-        (HopperKernel, None, "auto", "always"),  # depth first weighs by itself
+        (HopperKernel, None, "auto", "always"),  # depth first makes this decision itself
         (HopperKernel, None, "never", "never"),
         (HopperKernel, "flashforge", "auto", "auto"),
         (PortableKernel, None, "auto", "always"),

@@ -1,4 +1,4 @@
-"""What the operator refuses, and how it says so."""
+"""Bad input to the operator: what is refused, and the messages."""
 
 import subprocess
 import sys
@@ -125,8 +125,8 @@ def test_an_empty_batch_has_a_log_sum_exp():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_merge_into_attention_over_all_tokens(dtype):
-    """Of three parts of the tokens, at once and one after the other; the last part is empty for
-    two queries, and one query sees nothing at all.
+    """Merge three parts of the tokens, at once and one after the other. The last part is empty for
+    two queries, and one query sees no token.
     """
     torch.manual_seed(0)
     scores, values = torch.randn(5, 4, 30).double() * 8, torch.randn(5, 4, 30, 64).double()

@@ -1,1 +1,1 @@
-"""What the tests, the benchmarks and the example share."""
+"""Helpers of the tests, the benchmarks and the examples."""

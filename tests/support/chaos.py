@@ -1,8 +1,8 @@
-"""Engine chaos: requests that an engine has no room for, aborted and pre-empted at random.
+"""Engine chaos: more requests than an engine has room for, aborted and pre-empted at random.
 
 The KV cache holds little more than the longest request and a step computes few tokens, so the
-scheduler pre-empts all the time. What must come out is known all the same: each greedy request is
-one of a small number of cases, and stock vLLM has answered each of those alone.
+scheduler pre-empts all the time. The expected output is known: each greedy request is one of a
+small number of cases, and stock vLLM has answered each case alone.
 """
 
 import time
@@ -17,9 +17,9 @@ from tests.support.engine_steps import Completion, Run, drive
 from tests.support.processes import Held, held_by
 
 MAX_LEN, BLOCK_SIZE = 256, 32
-#: float32, so that a token that differs is a fault and not a rounding of bfloat16 logits.
-#: 9 blocks beside the null block, where the longest request needs 8: two requests with a
-#: document and some tokens of their own outgrow it.
+#: float32, so that a differing token is a fault and not a rounding of bfloat16 logits. 9 blocks
+#: beside the null block, where the longest request needs 8: two requests with a document and some
+#: tokens of their own need more.
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": MAX_LEN,
@@ -35,25 +35,25 @@ ENVIRONMENT = {
     "VLLM_PREFIXSHARE_STRICT": "1",
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-#: What else may be switched in, as arguments of the engine.
+#: Features that may be switched on, as arguments of the engine.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts": {"speculative_config": NGRAM},
     "lora": {"enable_lora": True, "max_lora_rank": 8},
 }
-#: Nats by which stock's best token may lead where a float32 answer parts from it; see
+#: Nats by which stock's best token may lead where a float32 answer differs; see
 #: ``docs/fidelity.md``.
 MAX_GAP = 0.005
-#: Chance of each before a step.
+#: Probability of each event before a step.
 ABORT, RESET = 0.02, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt, and what stock answers alone, up to the greatest length.
+    """A prompt, and stock's answer to the prompt alone, up to the greatest length.
 
     lora: folder of the adapter that answers, or None.
-    gaps: of stock's best token over its second best, per token, in nats.
+    gaps: lead of stock's best token over its second best, per token, in nats.
     """
 
     prompt: tuple[int, ...]
@@ -69,13 +69,13 @@ class Case:
 
 
 def prompts(text: Sequence[int], count: int, random: Random) -> list[tuple[int, ...]]:
-    """Prompts with nested documents in front and a few tokens of their own; besides them one of
-    a single token, one as long as an engine takes, one whose answer may reach that length, and
-    two that are the same to the last token.
+    """Prompts with nested documents in front and a few tokens of their own. Added to these: one
+    prompt of a single token, one as long as an engine accepts, one whose answer may reach that
+    length, and two equal prompts.
 
     Args:
-        text: token ids to take them from.
-        count: of all prompts, at least 5.
+        text: token ids to build the prompts from.
+        count: number of all prompts, at least 5.
     """
     shared = text[: 4 * BLOCK_SIZE]
     long = [tuple(text[: MAX_LEN - room]) for room in (1, 20)]
@@ -89,10 +89,10 @@ def prompts(text: Sequence[int], count: int, random: Random) -> list[tuple[int, 
 
 
 def answered_alone(engine: EngineProcess, cases: Sequence[Case], longest: int) -> list[Case]:
-    """Cases with what ``engine`` answers to each while it serves nothing else.
+    """The cases with the answers that ``engine`` gives to each alone.
 
     Args:
-        longest: tokens of an answer at most.
+        longest: most tokens of an answer.
     """
     found = []
     for case in cases:
@@ -115,11 +115,11 @@ class Request:
 
     @property
     def greedy(self) -> bool:
-        """Whether stock's answer says what must come out."""
+        """Whether stock's answer is the expected output."""
         return self.sampling.get("temperature", 0.0) == 0.0
 
     def expected(self, eos: int) -> Answer:
-        """What stock answers alone."""
+        """Stock's answer to the case alone."""
         stop = set(self.sampling.get("stop_token_ids", ()))
         if not self.sampling.get("ignore_eos", False):
             stop.add(eos)
@@ -129,7 +129,7 @@ class Request:
 def requests(
     cases: Sequence[Case], count: int, random: Random, sampled: Sequence[dict[str, Any]]
 ) -> list[Request]:
-    """Requests of random cases, two in three of them greedy, or all if ``sampled`` is empty."""
+    """Requests of random cases: two in three are greedy, or all if ``sampled`` is empty."""
     found = []
     for _ in range(count):
         case = random.choice(cases)
@@ -144,7 +144,7 @@ def requests(
     return found
 
 
-#: Sampling parameters whose answers are not known, only their number and length.
+#: Sampling parameters for which only the number and the length of the answers are known.
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 5, "n": 2},
@@ -155,15 +155,15 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 
 
 class Disturber:
-    """A hook for ``drive``: before some steps it aborts a request, or empties the prefix cache,
-    with or without pre-empting all that runs.
+    """A hook for ``drive``: before some steps it aborts a request, or resets the prefix cache, with
+    or without pre-empting all running requests.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 
     def __call__(self, llm: Any, step: int, ids: Sequence[str]) -> None:
-        """As ``StepHook``."""
+        """Arguments as for ``StepHook``."""
         drawn = self._random.random()
         if drawn < ABORT:
             llm.llm_engine.abort_request([self._random.choice(ids)])
@@ -173,13 +173,15 @@ class Disturber:
 
 @dataclass
 class Report:
-    """What was tried so far, and what came of it.
+    """Everything tried so far, with the results.
 
     finished, aborted: answers, of which a request may have several.
-    equal: greedy answers that are stock's to the last token. ties: those that part where stock's
-        two best tokens are at most ``max_gap`` apart; widest_tie: the largest such gap, in nats.
-    wrong: what should not have been, in words.
-    held: by the engine's processes, at rest: seconds since the start, and what.
+    equal: greedy answers that equal stock's. ties: greedy answers that differ where stock's two
+    best
+        tokens are at most ``max_gap`` apart; widest_tie: the largest such gap, in nats.
+    wrong: the faults, in words.
+    held: resources of the engine's processes between batches: seconds since the start, and the
+    resources.
     """
 
     max_gap: float = MAX_GAP
@@ -199,11 +201,11 @@ class Report:
     held: list[tuple[float, Held]] = field(default_factory=list)
 
     def add(self, run: Run, batch: Sequence[Request], eos: int, seed: int) -> None:
-        """Judge what ``drive`` saw of ``batch``."""
+        """Judge the answers of ``drive`` to ``batch``."""
         self.requests += len(batch)
         self.steps += run.steps
         self.preemptions += run.preemptions
-        if run.stats:  # stock has none
+        if run.stats:  # stock has no counters
             self.shared_steps += int(run.stats["shared_steps"])
             self.plans += int(run.stats["plans"])
             if run.stats["fallbacks"]:
@@ -246,11 +248,11 @@ def endure(
     max_gap: float = MAX_GAP,
     sampled: Sequence[dict[str, Any]] = SAMPLED,
 ) -> Iterator[Report]:
-    """Batches of requests without end, each judged; after each the engine is at rest, holds no
-    block, and its memory and open files are noted.
+    """Run batches of requests without end and judge each. After each batch the engine must hold no
+    block, and its memory and open files are recorded.
 
     Raises:
-        RuntimeError: the engine failed, or holds a block that nobody uses.
+        RuntimeError: the engine failed, or holds a block that no request uses.
     """
     report, began = Report(max_gap), time.monotonic()
     while True:
@@ -271,8 +273,8 @@ def endure(
 
 
 def grown(held: Sequence[tuple[float, Held]]) -> tuple[int, int]:
-    """By how many bytes and open files the last fifth of the notes exceeds the second fifth, in
-    their least values: the first fifth fills caches and pools.
+    """How many bytes and open files the last fifth of the records has more than the second fifth.
+    Least values are compared. The first fifth fills caches and pools.
     """
     part = max(1, len(held) // 5)
     early, late = ([h for _, h in some] for some in (held[part : 2 * part], held[-part:]))
@@ -290,7 +292,8 @@ def spec(
     """Arguments of ``EngineProcess``.
 
     Args:
-        alone: for ``answered_alone``: with room for the longest request, and without drafts.
+        alone: make an engine for ``answered_alone``, with room for the longest request, without
+            drafts.
         options: over ``SETTINGS``.
     """
     environment: Mapping[str, str] = ENVIRONMENT if backend == PREFIX_SHARE else {}

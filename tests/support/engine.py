@@ -1,7 +1,7 @@
-"""A real vLLM engine in a process of its own, for the example, the tests and the benchmarks.
+"""A real vLLM engine in its own process, for the examples, the tests and the benchmarks.
 
-Its own process, because two engines that are compared must not share hooks, environment or
-memory, and because vLLM's CPU settings are read at import.
+Each engine has its own process, because two engines that are compared must not share hooks,
+environment or memory, and because vLLM's CPU settings are read at import.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from vllm_prefixshare.records import PrefixShareError
 STOCK = "stock"
 PREFIX_SHARE = "PREFIX_SHARE"
 
-#: What a machine without network, and with few cores, needs; whatever is set already wins.
+#: Defaults for a machine without network and with few cores; variables that are set already win.
 DEFAULT_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -38,8 +38,8 @@ DEFAULT_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One greedy completion. top2_gaps: per token, log-probability of the best token minus
-    that of the second best, in nats (empty unless asked for).
+    """One greedy completion. top2_gaps: per token, log-probability of the best token minus that of
+    the second best, in nats (empty unless requested).
     """
 
     text: str
@@ -51,11 +51,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One engine step that gave out tokens.
+    """One engine step that produced tokens.
 
-    time: when the engine core had its tokens, seconds of a monotonic clock.
-    num_reqs, num_tokens: requests that got tokens, and how many those were.
-    latency: seconds since each of these requests got its last token, added up.
+    time: when the engine core had the tokens, in seconds of a monotonic clock.
+    num_reqs, num_tokens: number of requests that got tokens, and number of these tokens.
+    latency: sum over these requests of the seconds since their last token.
     """
 
     time: float
@@ -69,11 +69,12 @@ class Batch:
     """Completions of one ``generate`` call.
 
     seconds: wall time of the call; with ``together`` from the moment all requests are queued.
-    seconds_per_token: decode time per output token, from the moment all requests had their
-        first one; exact where the answers are equally long and end together.
+    seconds_per_token: decode time per output token, from the moment all requests had their first
+    token;
+        exact where the answers are equally long and end together.
     steps: all engine steps of the call, in order.
-    stats: ``BackendStats`` of this call (empty for stock).
-    preemptions: requests that the scheduler pre-empted during it.
+    stats: ``BackendStats`` of the call (empty for stock).
+    preemptions: number of pre-emptions during the call.
     """
 
     answers: tuple[Answer, ...]
@@ -89,9 +90,9 @@ class Batch:
 
     @property
     def full_batch_seconds_per_token(self) -> float | None:
-        """Time per output token while all requests decode: from the step in which the last
-        one got its first token to the one in which the first one ends. None if there are no
-        two such steps in a row.
+        """Time per output token while all requests decode: from the step in which the last request
+        got its first token to the step in which the first request ends. None without two such steps
+        in a row.
         """
         num_reqs = len(self.answers)
         full = [
@@ -104,8 +105,8 @@ class Batch:
 
     @property
     def mean_seconds_per_token(self) -> float:
-        """Mean over all output tokens of the time since their request's token before, whatever
-        else the engine did meanwhile; the first token of a request has none.
+        """Mean over all output tokens of the time since the previous token of the request, whatever
+        else the engine did in between. The first token of a request is not counted.
         """
         tokens = sum(s.num_tokens for s in self.steps) - len(self.answers)
         return sum(s.latency for s in self.steps) / max(1, tokens)
@@ -118,17 +119,18 @@ class EngineProcess:
         backend: name of an attention backend, or ``STOCK`` for vLLM's choice. It is passed as
             ``attention_backend``, or in ``attention_config`` where ``engine_args`` have one.
         model: checkpoint folder.
-        environment: variables for this engine alone.
-        pause: stop its processes between calls: even an idle engine polls, and on few cores
-            that slows the engine it is compared with.
+        environment: variables for this engine only.
+        pause: stop the engine's processes between calls. Even an idle engine polls, and on few
+            cores that
+            slows the engine that it is compared with.
         engine_args: further arguments of ``vllm.LLM``.
 
     Attributes:
-        kv_cache_tokens: capacity of its KV cache.
+        kv_cache_tokens: capacity of the KV cache.
 
     Raises:
         PrefixShareError: the engine refused its configuration.
-        RuntimeError: it failed otherwise; carries the traceback.
+        RuntimeError: another failure; the message has the traceback.
     """
 
     def __init__(
@@ -160,13 +162,13 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that leads all of the engine's."""
+        """Id of the process that leads the engine's process group."""
         assert self._process.pid is not None
         return self._process.pid
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)  # it leads a group, see _serve
+            os.killpg(self.pid, number)  # this process leads a group, see _serve
 
     def _receive(self) -> Any:
         try:
@@ -176,7 +178,7 @@ class EngineProcess:
         if kind == "refused":
             raise PrefixShareError(value)
         if kind == "failed":
-            self.close()  # it serves no more, and would let the next call wait for ever
+            self.close()  # the engine has ended; without this the next call would wait for ever
             raise RuntimeError(value)
         return value
 
@@ -195,13 +197,13 @@ class EngineProcess:
 
         Args:
             prompts: texts, or token ids.
-            max_tokens: of all answers, or of each prompt's.
+            max_tokens: for all answers, or one number per prompt.
             chat: put each text into the model's chat template as a user's message.
             gaps: fill ``Answer.top2_gaps``.
             progress: show vLLM's progress bar.
-            together: schedule nothing before all requests are queued. Otherwise the first of
-                many long prompts may have its answer before the last one has arrived. Not
-                with ``chat``.
+            together: schedule nothing before all requests are queued. Otherwise the first of many
+                long
+                prompts may have its answer before the last one has arrived. Not with ``chat``.
             sampling: further ``SamplingParams``.
         """
         if chat and together:
@@ -216,23 +218,23 @@ class EngineProcess:
         return batch
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Reset the prefix cache."""
         if not self.call(_reset_prefix_cache):
             raise RuntimeError("the prefix cache is in use")
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of vLLM's workers or their extension: the results of all ranks."""
+        """Call a method of vLLM's workers or their extension; return the results of all ranks."""
         results: list[Any] = self.call(_collective_rpc, method, args)
         return results
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(llm, *args)`` in the engine's process.
+        """Run ``function(llm, *args)`` in the engine's process.
 
         Args:
-            function: of a module, so that it can be sent by name.
+            function: defined in a module, so that it can be sent by name.
 
         Returns:
-            what it returns; it must pickle.
+            the function's result, which must pickle.
 
         Raises:
             RuntimeError: the function failed, with the traceback; the engine has ended.
@@ -247,7 +249,7 @@ class EngineProcess:
         return result
 
     def close(self) -> None:
-        """Stop the engine with all the processes it started."""
+        """Stop the engine with all the processes that it started."""
         if self._process.is_alive():
             self._signal(signal.SIGCONT)
             with contextlib.suppress(OSError):
@@ -286,22 +288,22 @@ def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str,
         llm.llm_engine.engine_core.shutdown()
     except PrefixShareError as e:
         pipe.send(("refused", str(e)))
-    except Exception:  # crosses a process: the traceback is all the parent can see
+    except Exception:  # another process cannot get the exception, only its text
         pipe.send(("failed", traceback.format_exc()))
 
 
 def _end_with_parent(pipe: Connection) -> None:
     """Start a process that ends this group once its leader or the other end of ``pipe`` is gone.
 
-    A parent that is killed cannot close its engine, and an engine that is paused, or whose
-    interpreter is busy, cannot notice. So the watch is kept from outside the group.
+    A parent that is killed cannot close its engine. An engine that is paused, or whose interpreter
+    is busy, cannot notice. Therefore a process outside the group watches.
     """
     leader = os.getpid()
-    if os.fork():  # nothing has started a thread yet
+    if os.fork():  # no thread has been started yet
         return
     os.setpgid(0, 0)
     gone = select.poll()
-    gone.register(pipe, 0)  # it says by itself when the other end is closed
+    gone.register(pipe, 0)  # poll reports a closed pipe without being asked to
     gone.register(os.pidfd_open(leader))
     gone.poll()
     with contextlib.suppress(ProcessLookupError):
@@ -377,8 +379,8 @@ def _generate(
 
 @contextlib.contextmanager
 def _recorded_steps(llm: Any) -> Iterator[list[Step]]:
-    """Note each engine step as its outputs arrive. vLLM keeps the first and the last time of a
-    request only, and those do not tell how many requests ran in between.
+    """Record each engine step as its outputs arrive. vLLM keeps only the first and the last time of
+    a request, from which the number of requests in between does not follow.
     """
     steps: list[Step] = []
     processor = llm.llm_engine.output_processor
@@ -391,7 +393,7 @@ def _recorded_steps(llm: Any) -> Iterator[list[Step]]:
             steps.append(Step(kwargs["engine_core_timestamp"], len(tokens), sum(tokens), latency))
         return result
 
-    processor.process_outputs = process_outputs  # of this instance alone
+    processor.process_outputs = process_outputs  # for this instance only
     try:
         yield steps
     finally:
@@ -412,7 +414,7 @@ def _gaps(logprobs: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two greedy completions part. gap: how sure stock was of its token there, in nats."""
+    """Where two greedy completions differ. gap: the lead of stock's token there, in nats."""
 
     answer: int
     position: int
@@ -420,7 +422,7 @@ class Divergence:
 
 
 def divergences(ours: Batch, stock: Batch) -> list[Divergence]:
-    """First difference of each pair of answers; after it they continue other texts."""
+    """First difference of each pair of answers; after a difference they continue other texts."""
     found = []
     for i, (a, b) in enumerate(zip(ours.answers, stock.answers, strict=True)):
         pairs = zip(a.token_ids, b.token_ids, strict=False)

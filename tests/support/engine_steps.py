@@ -1,7 +1,7 @@
-"""Functions to be sent to an ``EngineProcess``, which drive its engine step by step.
+"""Functions that are sent to an ``EngineProcess`` and drive its engine step by step.
 
-``EngineProcess.generate`` gives completions; here the caller says what happens between two steps:
-requests come and go, the cache is reset, tokens are forced, the backend is watched.
+``EngineProcess.generate`` gives completions. Here the caller controls what happens between two
+steps: requests come and go, the cache is reset, tokens are forced, counters are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,17 +12,17 @@ from typing import Any, TypeAlias
 
 from tests.support.engine import EngineProcess
 
-#: As vLLM's argument ``logits_processors`` names it; a name, because that module imports vLLM.
+#: Value of vLLM's argument ``logits_processors``; a name, because that module imports vLLM.
 FORCED_TOKENS = "tests.support.forced_tokens:ForcedTokens"
 
 
 @contextmanager
 def start_engines(*specs: Mapping[str, Any]) -> Iterator[list[EngineProcess]]:
-    """Engines started side by side, closed together.
+    """Start engines side by side, and close them together.
 
     Args:
-        specs: arguments of ``EngineProcess``. On one GPU each should set
-            ``kv_cache_memory_bytes``: what vLLM measures while others start is not its own.
+        specs: arguments of ``EngineProcess``. On one GPU each should set ``kv_cache_memory_bytes``,
+            because vLLM's measurement of free memory is wrong while other engines start.
     """
     with ExitStack() as stack, ThreadPoolExecutor(len(specs)) as pool:
         started = [pool.submit(EngineProcess, **spec) for spec in specs]
@@ -30,7 +30,7 @@ def start_engines(*specs: Mapping[str, Any]) -> Iterator[list[EngineProcess]]:
         for future in started:
             try:
                 stack.enter_context(future.result())
-            except Exception as e:  # the others are to be closed first, whatever it was
+            except Exception as e:  # any exception: the other engines must be closed first
                 failures.append(e)
         if failures:
             raise failures[0]
@@ -42,9 +42,10 @@ class Completion:
     """One answer of a request.
 
     logprobs: log-probability of each of ``token_ids``, in nats, before any temperature.
-    top2_gaps: that of the best token minus that of the second best.
-    finished: False if the request was aborted. One aborted before its first token has none.
-    request: place of its prompt among those of the run.
+    top2_gaps: log-probability of the best token minus that of the second best.
+    finished: False if the request was aborted. A request aborted before its first token has no
+    answer.
+    request: index of the answer's prompt in the run.
     """
 
     prompt_ids: tuple[int, ...]
@@ -57,7 +58,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What ``drive`` saw. stats: ``BackendStats`` of it, empty where the backend has none."""
+    """The results of ``drive``. stats: ``BackendStats`` of the run, empty where the backend has
+    none.
+    """
 
     completions: tuple[Completion, ...]
     stats: dict[str, float] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class Run:
     steps: int = 0
 
 
-#: Called before each step with the engine, the step's number and the requests' ids.
+#: Called before each step with the engine, the step's number and the ids of the requests.
 StepHook: TypeAlias = Callable[[Any, int, Sequence[str]], None]
 
 
@@ -76,12 +79,12 @@ def drive(
     hook: StepHook | None = None,
     lora: Sequence[str | None] | None = None,
 ) -> Run:
-    """Run prompts step by step, to be sent with ``EngineProcess.call``.
+    """Run prompts step by step; to be sent with ``EngineProcess.call``.
 
     Args:
         prompts: token ids.
-        sampling: ``SamplingParams`` of all requests, or of each; greedy unless it says more.
-        hook: called before each step; of a module.
+        sampling: ``SamplingParams`` of all requests, or of each; greedy by default.
+        hook: called before each step; defined in a module.
         lora: folder of an adapter, or None, for each prompt.
 
     Returns:
@@ -121,8 +124,8 @@ def drive(
 
 
 def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
-    """Log-probabilities of the generated tokens of ``sequences``, each read as one prompt:
-    through the prefill of the engine, without its decode. For ``EngineProcess.call``.
+    """Log-probabilities of the generated tokens of ``sequences``, each read as one prompt: by the
+    prefill of the engine, without decode. For ``EngineProcess.call``.
     """
     from vllm import SamplingParams
 
@@ -137,7 +140,7 @@ def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
     return found
 
 
-#: What vLLM knows adapters by: the same number for a folder in every call.
+#: Adapter numbers for vLLM: a folder has the same number in every call.
 _ADAPTERS: dict[str, int] = {}
 
 
@@ -166,7 +169,7 @@ def _completion(output: Any, answer: Any, place: int) -> Completion:
 
 
 def _counts(llm: Any) -> bool:
-    # an extension of the worker is the plugin's, or one made from it
+    # a worker extension is the plugin's, or derived from it
     return bool(llm.llm_engine.vllm_config.parallel_config.worker_extension_cls)
 
 

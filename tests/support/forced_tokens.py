@@ -1,13 +1,13 @@
-"""Teacher forcing through decode: a logits processor that leaves a request one choice a step.
+"""Teacher forcing in decode: a logits processor that allows a request one token per step.
 
-vLLM's ``prompt_logprobs`` come out of prefill. Here a given text is decoded token by token, and
-the log-probabilities that vLLM reports are those from before the processor.
+vLLM's ``prompt_logprobs`` come from prefill. Here a given text is decoded token by token, and the
+log-probabilities that vLLM reports are those before the processor.
 
     LLM(..., logits_processors=[engine_steps.FORCED_TOKENS])
     SamplingParams(temperature=0, max_tokens=len(tokens), logprobs=1, ignore_eos=True,
                    extra_args={"forced_tokens": tokens})
 
-vLLM's V2 model runner takes no logits processors: set VLLM_USE_V2_MODEL_RUNNER=0.
+vLLM's V2 model runner supports no logits processors: set VLLM_USE_V2_MODEL_RUNNER=0.
 """
 
 from typing import Any

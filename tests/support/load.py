@@ -1,5 +1,5 @@
-"""A closed loop of clients for ``vllm serve``: some read their answers to the end, some go away,
-some send nonsense, some ask for too much.
+"""A closed loop of clients for ``vllm serve``: some read their answers to the end, some disconnect,
+some send invalid requests, some send prompts that are too long.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import aiohttp
 
 from tests.support.processes import Held, alive, held_by, tree
 
-#: Seconds within which an answer must be complete. Nothing that works takes so long.
+#: Seconds within which an answer must be complete; far more than a working server needs.
 PATIENCE = 180
 
 
@@ -26,7 +26,7 @@ PATIENCE = 180
 class Nonsense:
     """A request that no server can serve.
 
-    body: sent as it is, or as JSON.
+    body: bytes are sent unchanged, other values as JSON.
     """
 
     path: str
@@ -38,7 +38,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def nonsense(model: str, max_len: int) -> dict[str, Nonsense]:
-    """By name: malformed bodies, wrong values, prompts longer than ``max_len`` tokens."""
+    """Invalid requests by name: malformed bodies, wrong values, prompts longer than ``max_len``
+    tokens.
+    """
     good = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
 
     def bad(**changed: Any) -> Nonsense:
@@ -83,11 +85,11 @@ def nonsense(model: str, max_len: int) -> dict[str, Nonsense]:
 
 @dataclass
 class Report:
-    """What was tried so far, and what came of it.
+    """Everything tried so far, with the results.
 
-    asked: requests of each kind. statuses: HTTP statuses of each kind of nonsense.
-    tokens: of complete answers. wrong: what should not have been, in words.
-    held: by the server's processes: seconds since the start, and what.
+    asked: number of requests of each kind. statuses: HTTP statuses of each kind of invalid request.
+    tokens: number of tokens of complete answers. wrong: the faults, in words.
+    held: resources of the server's processes: seconds since the start, and the resources.
     """
 
     asked: Counter[str] = field(default_factory=Counter)
@@ -101,12 +103,12 @@ class Load:
     """Clients of one server.
 
     Args:
-        url: of the server.
-        model: its name there.
-        max_len: its ``--max-model-len``.
-        text: token ids to take prompts from, longer than ``document``.
-        document: tokens that many prompts share.
-        seed: of all that is random.
+        url: address of the server.
+        model: the model's name on the server.
+        max_len: the server's ``--max-model-len``.
+        text: token ids to build prompts from, longer than ``document``.
+        document: number of tokens that many prompts share.
+        seed: seed of all random choices.
     """
 
     def __init__(
@@ -127,11 +129,11 @@ class Load:
     async def run(
         self, clients: int, pid: int, *, seconds: float = math.inf, requests: float = math.inf
     ) -> Report:
-        """``clients`` requests in flight, until there were so many or for so long; then all
-        nonsense once more.
+        """Keep ``clients`` requests in flight until ``requests`` were sent or ``seconds`` have
+        passed. Then send every invalid request once more.
 
         Args:
-            pid: of the server, whose memory is noted every second.
+            pid: process id of the server, whose memory is recorded every second.
         """
         began, asked = time.monotonic(), self.report.asked
         async with self._session() as session:
@@ -151,22 +153,22 @@ class Load:
         return self.report
 
     async def talk_nonsense(self) -> Report:
-        """All nonsense, once."""
+        """Send every invalid request once."""
         async with self._session() as session:
             for name in self._nonsense:
                 await self._talk_nonsense(session, name)
         return self.report
 
     async def in_flight(self, count: int) -> list[asyncio.Task[str]]:
-        """Answers that have begun: each task ends when its connection does, and says how. vLLM lets
-        them come to their end before it ends itself.
+        """Start answers and return their tasks. Each task ends when its connection does, with the
+        reason. vLLM lets running answers finish before it ends.
         """
 
         async def ask(begun: asyncio.Event) -> str:
             body = {**self._prompt(), "max_tokens": 100, "stream": True}
             body["ignore_eos"] = True
             try:
-                forever = aiohttp.ClientTimeout(None)  # whoever waits is to be seen to wait
+                forever = aiohttp.ClientTimeout(None)  # so that endless waiting shows
                 async with (
                     aiohttp.ClientSession(timeout=forever) as session,
                     session.post(self._url + COMPLETIONS, json=body) as answer,
@@ -188,7 +190,7 @@ class Load:
         return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE))
 
     def _prompt(self) -> dict[str, Any]:
-        """A document that others have, too, and some text of its own."""
+        """A shared document of random length, and some tokens of the request's own."""
         shared = self._random.choice((1, self._document // 2, self._document))
         at = self._random.randrange(len(self._text) - 64)
         own = self._text[at : at + self._random.randint(1, 64)]
@@ -240,7 +242,7 @@ class Load:
             self._check(answer.status, last, tokens, body)
 
     async def _leaves(self, session: aiohttp.ClientSession) -> None:
-        """A client that goes away in the middle of its answer."""
+        """A client that disconnects in the middle of its answer."""
         body = {**self._prompt(), "max_tokens": 100, "ignore_eos": True, "stream": True}
         left = self._random.randint(1, 12)
         async with session.post(self._url + COMPLETIONS, json=body) as answer:
@@ -249,10 +251,10 @@ class Load:
             async for line in answer.content:
                 left -= line.startswith(b"data: ")
                 if not left:
-                    return  # and the connection is closed
+                    return  # leaving the block closes the connection
 
     async def _leaves_at_once(self, session: aiohttp.ClientSession) -> None:
-        """A client that does not wait for a whole answer."""
+        """A client that disconnects before its answer is complete."""
         body = {**self._prompt(), "max_tokens": 100, "ignore_eos": True, "n": 2}
         body["temperature"] = 0.8
         answer = session.post(self._url + COMPLETIONS, json=body)
@@ -288,7 +290,7 @@ class Load:
             await asyncio.sleep(1)
 
     async def _comes_to_rest(self, session: aiohttp.ClientSession) -> None:
-        """Without clients nothing runs, waits or holds a block."""
+        """Check that without clients no request runs or waits, and no block is in use."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -314,8 +316,7 @@ async def ends_cleanly(
     """Terminate a server while it answers ``clients``.
 
     Returns:
-        its exit status, and what should not have been: a client that waits for ever, a process
-        that stays.
+        exit status, and the faults: a client that waits for ever, a process that stays.
     """
     started = tree(process.pid)
     tasks = await load.in_flight(clients)
@@ -335,7 +336,7 @@ async def ends_cleanly(
 
 
 async def all_gone(started: Sequence[Any], seconds: float = 30) -> list[str]:
-    """What is left of these processes after so many seconds, in words."""
+    """The processes that still run after ``seconds`` seconds, in words."""
     deadline = time.monotonic() + seconds
     while (left := [p for p in started if alive(p)]) and time.monotonic() < deadline:
         await asyncio.sleep(0.1)
@@ -343,7 +344,7 @@ async def all_gone(started: Sequence[Any], seconds: float = 30) -> list[str]:
 
 
 def server_faults(ours: Report, stock: Report | None) -> list[str]:
-    """Nonsense that the server answers by a status of 500 or more, unless ``stock`` does, too."""
+    """Invalid requests with a status of 500 or more, except where ``stock`` answers the same."""
     found = []
     for name, statuses in ours.statuses.items():
         allowed = set(stock.statuses[name]) if stock else set()

@@ -1,4 +1,4 @@
-"""What a process and all that it has started hold: memory and open files."""
+"""Resources of a process and of all processes that it has started: memory and open files."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Of a process and its descendants. rss: resident bytes, pages that they share counted once
-    for each.
+    """Resources of a process and its descendants. rss: resident bytes; pages that processes share
+    are counted for each process.
     """
 
     processes: int
@@ -17,7 +17,7 @@ class Held:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it still runs; one that has ended and waits for its parent does not."""
+    """Whether a process runs; a process that has ended and waits for its parent does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -25,7 +25,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """The process and its descendants, as far as they are alive."""
+    """The process and its descendants that run."""
     try:
         root = psutil.Process(pid)
         found = [root, *root.children(recursive=True)]
@@ -35,12 +35,12 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def held_by(pid: int) -> Held:
-    """What the process and its descendants hold now."""
+    """The resources that the process and its descendants hold now."""
     rss = open_files = count = 0
     for process in tree(pid):
         try:
             memory, files = process.memory_info().rss, process.num_fds()
-        except psutil.NoSuchProcess:  # it ended just now
+        except psutil.NoSuchProcess:  # the process has just ended
             continue
         rss, open_files, count = rss + memory, open_files + files, count + 1
     return Held(count, rss, open_files)

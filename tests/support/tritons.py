@@ -1,4 +1,4 @@
-"""Other releases of Triton than the one that is installed, each with its own assembler."""
+"""Other releases of Triton than the installed one, each with its own assembler."""
 
 import os
 import subprocess
@@ -33,8 +33,8 @@ RELEASES = {
 
 
 def folder(version: str) -> Path:
-    """Where this release lies unpacked, downloaded once; first on PYTHONPATH it wins over the
-    one that is installed. Skips the test without a network, except under CI.
+    """The folder of this unpacked release, downloaded once. First on PYTHONPATH, it is imported
+    instead of the installed release. Without a network the test is skipped, except under CI.
     """
     found = settings().cache / "triton" / version
     if found.is_dir():
@@ -62,7 +62,7 @@ def folder(version: str) -> Path:
 
 
 def run(version: str, *command: str, timeout: float = 3600) -> subprocess.CompletedProcess[str]:
-    """This Python with that release of Triton, from the root of the repository."""
+    """Run this Python with the given release of Triton, from the root of the repository."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(folder(version)), str(root)])
     env = {**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_TRITON": version}
