@@ -6,7 +6,7 @@ KEY = "prefixshare_trust"
 
 
 def pytest_sessionfinish(session):
-    """A worker of pytest-xdist hands its lines to the process that prints."""
+    """A worker of pytest-xdist sends its lines to the process that prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput[KEY] = scale.REPORT
 

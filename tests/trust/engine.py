@@ -1,9 +1,9 @@
-"""What vLLM does around the planner, in small: a pool of KV blocks with prefix caching, a
-scheduler that pre-empts, and the block tables of its V1 and V2 model runners.
+"""A small model of vLLM around the planner: a pool of KV blocks with prefix caching, a scheduler
+that pre-empts, and the block tables of the V1 and V2 model runners.
 
-The KV memory holds, in place of keys and values, a number for each token that stands for the
-token and all before it. So a plan can be followed into memory, to see whether it reads what the
-request has written there.
+The KV memory holds, instead of keys and values, one number per token that stands for the token and
+all tokens before it. So the blocks that a plan reads can be compared with what each request has
+written.
 """
 
 from collections import deque
@@ -14,12 +14,13 @@ import numpy as np
 
 from vllm_prefixshare.integration.host_tables import Slots, SlotTable
 
-GARBAGE = -1  # in memory: never written, or a rejected draft
+GARBAGE = -1  # a slot that was never written, or holds a rejected draft
 
 
 class BlockPool:
-    """Blocks 1 to ``num_blocks - 1``: handed out oldest first, found again by their content
-    until then, as ``vllm.v1.core.block_pool.BlockPool`` does. Block 0 is the null block.
+    """Blocks 1 to ``num_blocks - 1``, given out oldest first. A free block can be found by its
+    content until it is given out, as in ``vllm.v1.core.block_pool.BlockPool``. Block 0 is the null
+    block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -48,7 +49,7 @@ class BlockPool:
             self.cached[content] = block
 
     def release(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):  # the end of a prefix goes first
+        for block in reversed(blocks):  # the end of a prefix is given out first
             self.users[block] -= 1
             if not self.users[block]:
                 self.free.append(block)
@@ -66,8 +67,10 @@ class BlockPool:
 
 @dataclass(eq=False)
 class Request:
-    """tokens: the last one has no KV yet. chain: for each token, its number in memory.
-    turn: of the batches that take turns, the one it is in.
+    """One request.
+
+    tokens: the last one has no KV yet. chain: for each token, its number in memory.
+    turn: which of the batches that take turns holds the request.
     """
 
     tokens: list[int]
@@ -78,11 +81,11 @@ class Request:
 
 
 class V1Rows:
-    """The persistent batch of the V1 runner: requests keep their rows, and the last ones fill
-    the rows of those that left.
+    """The persistent batch of the V1 runner: requests keep their rows, and the last requests move
+    to the rows of requests that left.
 
     Args:
-        clears: rows that were left are zeroed, as newer releases do.
+        clears: rows without a request are zeroed, as in newer releases.
     """
 
     blocks_per_id = 1
@@ -95,7 +98,7 @@ class V1Rows:
         self.clears = clears
 
     def prepare(self, batch: list[Request], new_blocks: dict[Request, list[int]]) -> None:
-        """The rows of this step's batch; all others leave."""
+        """Set the rows of this step's batch; all other requests leave."""
         stay = [r in batch and r not in self.left for r in self.rows]
         self.left.clear()
         rows: list[Request | None] = [
@@ -132,7 +135,9 @@ class V1Rows:
             self.swap(*random.sample(range(len(self.rows)), 2))
 
     def leave(self, request: Request) -> None:
-        """Its row is empty when the next batch is prepared, even if it is back by then."""
+        """The request's row is empty when the next batch is prepared, even if the request is back
+        by then.
+        """
         self.left.add(request)
 
     def order(self) -> list[Request]:
@@ -143,7 +148,7 @@ class V1Rows:
         return self.table[: len(self.rows)], {}
 
     def batch_table(self) -> np.ndarray:
-        """``[num_reqs, max_blocks]``: what the GPU reads."""
+        """``[num_reqs, max_blocks]``: the table that the GPU reads."""
         return self.table[: len(self.rows)]
 
     def _append(self, row: int, ids: list[int]) -> None:
@@ -159,8 +164,8 @@ class V1Rows:
 
 
 class V2Slots:
-    """The V2 runner: a request keeps its slot from its first step to its last, and each batch
-    is an order of slots. The host's copy is the one of ``integration.host_tables``.
+    """The V2 runner: a request keeps its slot from its first step to its last, and each batch is an
+    order of slots. The host's copy is that of ``integration.host_tables``.
 
     Args:
         blocks_per_id: kernel blocks in a block of the pool.
@@ -211,9 +216,10 @@ class V2Slots:
 class Step:
     """A batch of decode rows as the planner and the kernels see it.
 
-    block_table: ``[num_reqs, max_blocks]``. host_lens: lengths that the host knows, which take
-    drafts for accepted. true_lens: those on the GPU. queries: ``[num_reqs]`` of each request.
-    chains: of each request.
+    block_table: ``[num_reqs, max_blocks]``. host_lens: lengths on the host, which count drafts as
+    accepted.
+    true_lens: lengths on the GPU. queries: ``[num_reqs]`` query tokens of each request.
+    chains: ``Request.chain`` of each request.
     """
 
     block_table: np.ndarray
@@ -228,10 +234,10 @@ class Engine:
 
     Args:
         runner: V1Rows or V2Slots.
-        block_size: of the kernels.
+        block_size: block size of the kernels.
         query_len: most query tokens of a request in a step: 1 and its drafts.
-        slack: by how much a length on the host may be too long.
-        turns: batches in flight, as in a pipeline; each step runs the next.
+        slack: how much too long a length on the host may be.
+        turns: batches in flight, as in a pipeline; each step runs the next batch.
     """
 
     MAX_REQS = 12
@@ -261,8 +267,8 @@ class Engine:
         self.waiting.append(Request(tokens[: self.max_len]))
 
     def admit(self) -> None:
-        """Let the first who waits in: cached blocks first, new ones for the rest, and a prefill
-        that fills them.
+        """Admit the first waiting request: it gets cached blocks first, new blocks for the rest,
+        and a prefill that fills them.
         """
         if not self.waiting or len(self.running) == self.MAX_REQS:
             return
@@ -293,12 +299,14 @@ class Engine:
         request.blocks = []
 
     def preempt(self, request: Request) -> None:
-        """All blocks go back; it waits to start anew with what it has said so far."""
+        """Release all blocks; the request waits to start again with its tokens so far."""
         self.finish(request)
         self.waiting.insert(0, request)
 
     def schedule(self, random: Random, reorder: bool) -> Step:
-        """The next batch, with room for its tokens: who came last makes room."""
+        """The next batch, with room for its tokens; the newest requests are pre-empted to make
+        room.
+        """
         batch, drafts, host_lens = [], {}, {}
         new_blocks: dict[Request, list[int]] = {}
         for request in [r for r in self.running if r.turn == self.turn]:
@@ -334,11 +342,11 @@ class Engine:
         )
 
     def accept(self, step: Step, random: Random) -> None:
-        """Some drafts of each request were right. Whoever reaches the greatest length leaves."""
+        """Accept some drafts of each request. A request that reaches the greatest length leaves."""
         for request, queries in zip(list(self.runner.order()), step.queries.tolist(), strict=True):
             computed = len(request.tokens) - 1
             kept = random.randint(1, queries)
-            for _ in range(kept):  # as greedy decoding does: the same text goes on the same way
+            for _ in range(kept):  # as in greedy decoding, equal texts continue equally
                 request.tokens.append(request.chain[-1] % 3)
                 self._extend_chain(request)
             self._write(request, computed, computed + kept)

@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-#: what keys and queries are like
+#: distributions of keys and queries
 VALUES = ("plain", "large", "equal", "one key beats all", "overflow", "tiny")
 
 
 @dataclass(frozen=True)
 class ForestCase:
-    """A batch when it is planned, and by how many tokens each request is longer, or shorter
-    where ``slack`` allows it, when the kernel runs.
+    """A batch as planned, and the change of each request's length until the kernel runs: longer, or
+    shorter where ``slack`` allows it.
 
-    prefixes: blocks of each request that others may hold too, by number.
-    tails: tokens after them.
+    prefixes: numbers of each request's blocks that other requests may hold too.
+    tails: tokens after the prefixes.
     grown: tokens by which each request has grown since the plan.
     """
 
@@ -53,7 +53,9 @@ class ForestCase:
         return np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
 
     def block_table(self) -> np.ndarray:
-        """Every prefix block is one of the first ids, all others belong to one request."""
+        """The block table: prefix blocks have the first ids, and every other block belongs to one
+        request.
+        """
         fresh = 1 + max((b for p in self.prefixes for b in p), default=0)
         longest = np.maximum(self.planned_lens, self.true_lens)
         blocks = -(-longest // self.block_size)
@@ -87,7 +89,7 @@ class ForestCase:
             k[int(table[-1, 0]), 0] = 60.0
             q = q.abs()
         elif self.values == "overflow":
-            # finite, as the backend keeps what it writes, but too large for the products
+            # finite, as the backend keeps the values that it writes, but too large for the products
             spoiled = self.seed % len(table)
             own = int(table[spoiled, (int(self.true_lens[spoiled]) - 1) // self.block_size])
             k[own] = v[own] = torch.finfo(self.dtype).max
@@ -96,7 +98,7 @@ class ForestCase:
         nobody[torch.from_numpy(held[held > 0]).long()] = False
         for cache, value in ((k, torch.nan), (v, torch.inf)):
             cache[nobody] = value
-        k[0] = v[0] = 0.0  # the null block is vLLM's, which zeroes it
+        k[0] = v[0] = 0.0  # vLLM zeroes the null block
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), spoiled
 
 
@@ -110,7 +112,9 @@ def forest_cases(
     most_reqs: int,
     longest_tail: int,
 ) -> ForestCase:
-    """Lengths lie at the borders of blocks, KV tiles and pieces of the walk, or anywhere."""
+    """Random cases. Lengths are at the borders of blocks, KV tiles and pieces of the walk, or
+    anywhere.
+    """
     block = draw(st.sampled_from(block_sizes))
     borders = sorted(
         {
@@ -130,7 +134,7 @@ def forest_cases(
     ]
     query_len = draw(st.sampled_from([1, 1, 1, 2, 5]))
     slack = draw(st.sampled_from([0, query_len - 1, 2 * (query_len - 1)]))
-    # a request has its queries, whatever becomes of its drafts
+    # a request has its query tokens even if all drafts are rejected
     tails = [draw(lengths) + query_len + slack for _ in range(num_reqs)]
     some_queries = st.integers(1, query_len)
     return ForestCase(

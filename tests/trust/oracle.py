@@ -1,4 +1,4 @@
-"""What a plan must do, found out without the code that makes plans."""
+"""Properties of a plan, computed without the code that makes plans."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ Node = tuple[frozenset[int], int, int]  # batch rows, first and last block
 
 
 def shared_nodes(step: Step, query_len: int, slack: int, block_size: int) -> set[Node]:
-    """The prefix tree by definition: maximal runs of filled blocks that the same two or more
-    rows hold. A block counts as filled if no query of this step can write to it.
+    """The prefix tree by definition: maximal runs of filled blocks that the same two or more rows
+    hold. A block counts as filled if no query of this step can write to it.
     """
     held = []
     for ids, length in zip(step.block_table.tolist(), step.host_lens.tolist(), strict=True):
@@ -41,7 +41,7 @@ def shared_nodes(step: Step, query_len: int, slack: int, block_size: int) -> set
 
 
 def assert_tree(forest: Forest, expected: set[Node], block_size: int, may_drop: bool) -> None:
-    """The forest that a divider was given is the expected one; whole trees may be missing if
+    """Assert that the forest given to a divider is the expected one; whole trees may be missing if
     sharing them does not pay.
     """
     found = set()
@@ -67,9 +67,9 @@ def assert_tree(forest: Forest, expected: set[Node], block_size: int, may_drop: 
 def assert_reads_what_was_written(
     plan: DecodePlan, step: Step, memory: np.ndarray, block_size: int
 ) -> int:
-    """Each request reads each of its tokens once, and finds there what it has written, or what
-    another has with the same text. Blocks that this step writes to are nobody else's. Returns
-    the tokens read.
+    """Assert that each request reads each of its tokens once, and finds there a value that it
+    wrote, or that another request with the same text wrote. Blocks that this step writes to belong
+    to one request only. Returns the tokens read.
     """
     assert plan.num_reqs == len(step.true_lens)
     reads = [np.zeros(n, np.int64) for n in step.true_lens.tolist()]

@@ -1,5 +1,5 @@
-"""The ways on which vLLM decodes with this package by default: kernel, divider and limits, as
-the integration puts them together. A GPU is not needed to plan for one.
+"""The default ways of decoding with this package in vLLM: kernel, divider and limits, as the
+integration combines them. Planning for a GPU needs no GPU.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ H200 = "NVIDIA H200 x132"
 
 @contextmanager
 def as_on_a_gpu(multiprocessors: int) -> Iterator[None]:
-    """The executor is told that the machine has one of an H200's kind."""
+    """Make the executor find a GPU like an H200, with this number of multiprocessors."""
     gpu = Gpu((9, 0), multiprocessors, 227 << 10)
 
     def choose(
@@ -46,7 +46,7 @@ def executor(
     num_reqs: int,
     multiprocessors: int = 132,
 ) -> GpuExecutor:
-    """The GPU executor with its workspace, in host memory, as it is once graphs were captured."""
+    """The GPU executor with its workspace in host memory, as after graphs were captured."""
     with as_on_a_gpu(multiprocessors):
         found = GpuExecutor(attention, CPU, kernel=path, query_len=query_len)
     found.reserve_for(num_reqs)
@@ -63,7 +63,7 @@ def planner_config(
     multiprocessors: int = 132,
     **options: object,
 ) -> PlannerConfig:
-    """As ``integration`` makes it where no variable is set."""
+    """The configuration that ``integration`` makes where no variable is set."""
     options["null_block_id"] = 0
     if path == "cpu":
         return PlannerConfig(divider="flashforge", share="auto", **options)
@@ -72,5 +72,5 @@ def planner_config(
 
 
 def default_cost(path: str, attention: AttentionConfig) -> object:
-    """What ``costs.lookup`` finds: a shipped table on an H200, an estimate on a CPU."""
+    """The result of ``costs.lookup``: a shipped table on an H200, an estimate on a CPU."""
     return cost_model(attention, "torch" if path == "cpu" else path, device_name=H200)

@@ -1,4 +1,4 @@
-"""How much each test tries: CI's share by default, the full run of ``make trust`` by variables."""
+"""The size of each test: CI's share by default, the full run of ``make trust`` by variables."""
 
 import os
 
@@ -8,12 +8,12 @@ SEQUENCES = int(os.environ.get("TRUST_SEQUENCES", "300"))
 FORESTS = int(os.environ.get("TRUST_FORESTS", "24"))
 PLANS_AGAIN = 1 if FORESTS < 100 else 5
 
-#: what was really tried, shown at the end: figures for ``docs/fidelity.md``
+#: what was tried, shown at the end: figures for ``docs/fidelity.md``
 REPORT: list[str] = []
 
 
 def progress(line: str) -> None:
-    """Say how far a long test has come, in the file that TRUST_PROGRESS names."""
+    """Write the progress of a long test to the file that TRUST_PROGRESS names."""
     if path := os.environ.get("TRUST_PROGRESS"):
         with open(path, "a") as file:
             print(line, file=file)

@@ -1,4 +1,4 @@
-"""What lies on the disk may be anything: it is refused in one sentence, or done without."""
+"""Damaged files on the disk: each is refused in one sentence, or the package works without it."""
 
 import json
 import os
@@ -45,7 +45,9 @@ def load(path: Path, content: bytes | str) -> CostTable:
 
 
 def assert_refused_or_usable(path: Path, content: bytes | str) -> None:
-    """A sentence that names the file and the remedy, or a table whose prices are numbers."""
+    """Assert that loading raises a sentence with the file and the remedy, or gives a table of
+    finite prices.
+    """
     refused = None
     try:
         table = load(path, content)
@@ -125,7 +127,7 @@ def test_a_table_of_another_machine_is_refused_and_says_what_differs(tmp_path):
 
 @pytest.mark.parametrize("prices", [1e-300, 1e300])
 def test_absurd_prices_do_not_hang_the_planner(good_table, tmp_path, prices):
-    """In a process of its own, because compiled loops cannot be interrupted."""
+    """Runs in a separate process, because compiled loops cannot be interrupted."""
     data = json.loads(good_table)
     us = np.array(data["tile"]["microseconds"])
     rng = np.random.default_rng(0)
@@ -215,10 +217,10 @@ sys.exit(2)
 
 
 def give_away(path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the file or folder such that others can change it."""
+    """Make the file or folder such that other users can change it."""
     if fault == "anybody may write":
         path.chmod(0o777)
-    elif os.getuid() == 0:  # root's own files are anybody's to trust: give this one away
+    elif os.getuid() == 0:  # root's own files are always trusted: give this file to another user
         os.chown(path, 65534, 65534)
     else:
         monkeypatch.setattr(trusted.os, "getuid", lambda: path.stat().st_uid + 1)
@@ -278,7 +280,7 @@ def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fau
     native._find_library.cache_clear()
 
 
-# -- the cache of compiled code, which is Numba's
+# -- Numba's cache of compiled code
 
 CODE = """
 from vllm_prefixshare.compiled import compiled
@@ -391,7 +393,7 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
 
     def fails_twice(*args, **kwargs):
         calls.append(args)
-        if len(calls) in (1, 3 if place == "build_plan" else 2):  # each failure builds one, too
+        if len(calls) in (1, 3 if place == "build_plan" else 2):  # a failure builds one
             raise IndexError("planted")
         return real(*args, **kwargs)
 
@@ -440,7 +442,9 @@ def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
 
 
 def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypatch):
-    """As CUDA's errors do: attention cannot be made up, so the engine must hear of it."""
+    """The failure reaches the caller as CUDA's errors do: attention has no result without the
+    launch.
+    """
     batch = paged_batch(requests=4)
     wrapper = wrapper_for(batch, num_workers=2)
     executor = wrapper._executor

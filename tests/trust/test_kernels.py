@@ -1,5 +1,5 @@
-"""Both GPU kernels on random forests, against attention in float64: the portable one itself
-under Triton's interpreter, the Hopper one by the emulator of its walk.
+"""Both GPU kernels on random forests, against attention in float64: the portable kernel under
+Triton's interpreter, the Hopper kernel by the emulator of its walk.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from . import paths, scale
 from .forests import ForestCase, forest_cases
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # overflow is what is tried
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the cases include overflow
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this at full size"),
 ]
 #: rounding the attention weights and the result, for one query token
@@ -60,7 +60,7 @@ def plan_for(path: str, case: ForestCase) -> tuple[DecodePlan, GpuExecutor]:
 
 
 def expected_output(case: ForestCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-    """In float64, from blocks that are held; what nobody holds must not matter."""
+    """Attention in float64 from blocks that a request holds; other blocks must not matter."""
     table, lens, starts = (
         torch.from_numpy(x) for x in (case.block_table(), case.true_lens, case.query_start_loc)
     )
@@ -70,7 +70,7 @@ def expected_output(case: ForestCase, q: torch.Tensor, k: torch.Tensor, v: torch
 def assert_close(
     case: ForestCase, out: torch.Tensor, expected: torch.Tensor, spoiled: int, tolerance: float
 ) -> None:
-    """Per query token and head, so that one wrong row cannot hide."""
+    """Compare per query token and head, so that one wrong row cannot hide."""
     starts = case.query_start_loc
     compared = torch.ones(len(out), dtype=torch.bool)
     if spoiled >= 0:
@@ -121,7 +121,7 @@ def test_the_walk_of_the_hopper_kernel():
             kernel.shape.kv_tile,
         )
         if case.values == "overflow":
-            spoiled = -1  # not in float64
+            spoiled = -1  # float64 does not overflow
         assert_close(case, torch.from_numpy(out), expected_output(case, q, k, v), spoiled, 1e-9)
         note(tried, case, plan)
 
@@ -157,7 +157,7 @@ def test_the_portable_kernel():
 
     one()
     scale.report(f"portable kernel: {dict(tried)}")
-    # depth_first reads short prefixes twice where that is cheaper, as it is in most of these
+    # depth_first reads short prefixes twice where that is cheaper: in most of these cases
     assert tried["shared"] > tried["forests"] / 8
 
 

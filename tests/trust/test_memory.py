@@ -1,4 +1,4 @@
-"""The largest batch that anybody runs: planning it takes memory that is known beforehand."""
+"""The largest batch in practice: planning it takes a known amount of memory."""
 
 import gc
 import sys
@@ -12,17 +12,17 @@ from vllm_prefixshare.planning.planner import DecodePlanner
 
 from . import paths, scale
 
-NUM_REQS, BLOCK_SIZE, BLOCKS = 4096, 16, 8192  # of 128k tokens each
+NUM_REQS, BLOCK_SIZE, BLOCKS = 4096, 16, 8192  # BLOCKS of each request: 128k tokens
 MIB = 1 << 20
 
 
 def table_of(kind: str) -> np.ndarray:
     """``[4096, 8192]`` block ids.
 
-    one prefix: all share 96k tokens. a deep tree: each block is shared by half of those that
-    share the one 16 blocks before, down to pairs. a comb: request ``i`` leaves the others after
-    ``2 * i`` blocks, so there are as many nodes as requests, each within the one before.
-    nothing: no block is shared.
+    one prefix: all requests share 96k tokens. a deep tree: each block is shared by half of the
+    requests that share the block 16 before it, down to pairs. a comb: request ``i`` leaves the
+    others after ``2 * i`` blocks, so there are as many nodes as requests, each below the one
+    before. nothing: no block is shared.
     """
     table = np.arange(1, 1 + NUM_REQS * BLOCKS, dtype=np.int32).reshape(NUM_REQS, BLOCKS)
     rows = np.arange(NUM_REQS)
@@ -40,7 +40,7 @@ def table_of(kind: str) -> np.ndarray:
 
 
 def resident(name: str) -> int:
-    """Bytes of ``VmRSS`` or ``VmHWM``, its highest value since it was last reset."""
+    """Bytes of ``VmRSS`` or of ``VmHWM``, the highest value since its last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
@@ -49,9 +49,9 @@ def resident(name: str) -> int:
 @pytest.mark.parametrize("kind", ["one prefix", "a deep tree", "a comb", "nothing"])
 @pytest.mark.parametrize("path", paths.PATHS)
 def test_4096_requests_of_128k_tokens_in_bounded_memory(path, kind):
-    """Beside the copy of the block table that later ones are compared with, which has room for
-    a quarter more requests and blocks, planning takes less than 64 MiB at any time: nothing
-    else grows with the tokens. Nor does planning again and again take more.
+    """Planning keeps a copy of the block table, to compare later tables with, which has room for a
+    quarter more requests and blocks. Beside this copy, planning takes less than 64 MiB at any time:
+    nothing else grows with the tokens. Planning again takes no more.
     """
     attention = AttentionConfig(32, 8, 128, BLOCK_SIZE)
     table, lens = table_of(kind), np.full(NUM_REQS, BLOCKS * BLOCK_SIZE, np.int32)
@@ -60,7 +60,7 @@ def test_4096_requests_of_128k_tokens_in_bounded_memory(path, kind):
     planner = DecodePlanner(config, cost, BLOCK_SIZE, attention.gqa_group_size)
     planner.warm_up()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest value starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the highest value
     before = resident("VmRSS")
     plan = planner.update(table, lens)
     copy = planner._known[0]._block_ids.nbytes

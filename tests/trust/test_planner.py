@@ -1,5 +1,6 @@
-"""Random lives of an engine. After every event the plan reads each token of each request once,
-from memory that holds that token, and shares what the prefix tree by definition has in common.
+"""Random event sequences of an engine. After every event the plan reads each token of each request
+once, from memory that holds that token, and shares all that the prefix tree by definition has in
+common.
 """
 
 from collections import Counter
@@ -35,18 +36,18 @@ HEADS = [(32, 8), (32, 2), (64, 2), (8, 8)]
 
 
 class InjectedError(RuntimeError):
-    """A bug of the planner, planted."""
+    """An error raised on purpose during planning."""
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """One engine, one planner. Subclasses name the path."""
+    """One engine and one planner. Subclasses set the path."""
 
     path: str
     tried: Counter[str]
 
     @initialize(
         heads=st.sampled_from(HEADS),
-        multiprocessors=st.sampled_from([132, 16, 8]),  # of small parts of a GPU, too
+        multiprocessors=st.sampled_from([132, 16, 8]),  # small parts of a GPU, too
         block_size=st.sampled_from([16, 32]),
         runner=st.sampled_from(["v1", "v1 of older releases", "v2", "v2 with divided blocks"]),
         spare_blocks=st.sampled_from([0, 4, 12, 40, 80]),
@@ -77,10 +78,10 @@ class PlannerMachine(RuleBasedStateMachine):
             "v2": lambda: V2Slots(Engine.MAX_REQS, width, 1),
             "v2 with divided blocks": lambda: V2Slots(Engine.MAX_REQS, width, 2),
         }[runner]()
-        # a CPU has no drafts in flight: its lengths are the true ones
+        # a CPU has no drafts in flight: its lengths are exact
         slack = 0 if self.path == "cpu" else drafts * steps_in_flight
         query_len, self.stretch = drafts + 1, stretch
-        # one request of the greatest length must fit, or it would wait for ever
+        # one request of the greatest length must fit, or it would never run
         blocks = 2 + width // rows.blocks_per_id + spare_blocks
         self.engine = Engine(rows, block_size, blocks, MAX_LEN, query_len, slack, turns)
         costs = {
@@ -111,7 +112,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
         self.planner._divide = noted
         self.tried["sequences"] += 1
-        for copy in range(6):  # something to begin with: three and three alike
+        for copy in range(6):  # the first requests: two groups of three
             engine = self.engine
             engine.arrive([100 * (1 + copy % 2) + i for i in range(stretch)] + [copy] * 9)
             engine.admit()
@@ -127,7 +128,7 @@ class PlannerMachine(RuleBasedStateMachine):
         copies=st.integers(1, 4),
     )
     def arrive(self, words, tail, seed, copies):
-        """Requests with a few common texts in front, some of them the same to the last token."""
+        """Requests that begin with a few common texts; some copies are equal to the last token."""
         random = Random(seed)
         for copy in range(copies):
             text = [100 * word + i for word in words for i in range(self.stretch)]
@@ -139,7 +140,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.running)
     @rule(seed=SEEDS, tail=st.integers(1, 40))
     def go_on_from_another(self, seed, tail):
-        """A request whose prompt is what another has said so far, and more."""
+        """A request whose prompt begins with the tokens of another request so far."""
         random = Random(seed)
         other = random.choice(self.engine.running)
         prefix = other.tokens[: random.randint(1, len(other.tokens))]
@@ -157,8 +158,8 @@ class PlannerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.running)
     @rule(seed=SEEDS, alike=st.booleans())
     def finish_and_hand_over(self, seed, alike):
-        """One leaves, and one as long or a little longer comes in the same step: to the same
-        blocks if its text is ``alike``, or to others, maybe in the same row or slot.
+        """One request leaves, and one as long or a little longer arrives in the same step. It gets
+        the same blocks if its text is ``alike``, else other blocks, maybe in the same row or slot.
         """
         random = Random(seed)
         last = [r for r in self.engine.runner.order() if r in self.engine.running][-1:]
@@ -188,7 +189,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, preempt_all=st.booleans())
     def reset_the_cache(self, seed, preempt_all):
-        """As after new weights: nobody finds a block again, its id goes to others."""
+        """As after new weights: no cached block can be found, and block ids are used again."""
         if preempt_all:
             for request in list(self.engine.running):
                 self.engine.preempt(request)
@@ -209,7 +210,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def planning_fails(self, seed):
-        """At the next plan, whenever that is asked for."""
+        """The next plan fails."""
         self.fails = True
         self.decode_once(Random(seed))
 
@@ -256,7 +257,7 @@ def test_every_event_leaves_a_plan_that_is_right(path):
     machine = type(f"{path.title()}Machine", (PlannerMachine,), {"path": path, "tried": tried})
     left, part = -(-scale.SEQUENCES // len(paths.PATHS)), 0
     try:
-        while left > 0:  # in parts, because Hypothesis remembers all that it has tried
+        while left > 0:  # in parts, because Hypothesis keeps every case in memory
             run_state_machine_as_test(
                 seed(part)(machine),
                 settings=settings(
@@ -271,6 +272,6 @@ def test_every_event_leaves_a_plan_that_is_right(path):
             scale.progress(f"planner, {path}: {dict(tried)}")
     finally:
         scale.report(f"planner, {path}: {dict(tried)}")
-    # Hypothesis tries other lives where other modules are loaded: 2 to 18% of the tokens were
-    # saved, least on a CPU, whose estimate rarely finds sharing worth while at these lengths
+    # Hypothesis tries other sequences where other modules are loaded: 2 to 18% of the tokens were
+    # saved, the fewest on a CPU, whose estimate rarely finds sharing worthwhile at these lengths
     assert tried["failures"] and tried["tokens saved"] > 0.005 * tried["tokens"]

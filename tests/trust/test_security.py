@@ -1,4 +1,4 @@
-"""What the package must not do, read from its source."""
+"""What the package must not do, checked in its source."""
 
 import ast
 from pathlib import Path
@@ -13,14 +13,14 @@ SOURCES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-#: What makes code out of data.
+#: Modules and calls that can turn data into code.
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
 CALLS = {
     "eval", "exec", "compile", "__import__", "torch.load", "np.load", "numpy.load", "os.system",
     "os.popen", "runpy.run_path", "runpy.run_module", "torch.hub.load",
 }  # fmt: skip
 
-#: What writes, deletes or renames. A method is found by its name, whoever has it.
+#: Calls that write, delete or rename. A method is matched by name on any object.
 WRITING = {
     "write_text", "write_bytes", "mkdir", "makedirs", "touch", "unlink", "os.remove", "rmdir",
     "rmtree", "rename", "symlink", "link", "chmod", "chown", "truncate", "ftruncate", "copy2",
@@ -28,7 +28,7 @@ WRITING = {
     "mkstemp", "mkdtemp", "NamedTemporaryFile", "MmapedDict", "torch.save", "np.save",
     "json.dump", "extractall",
 }  # fmt: skip
-#: Every module that writes, what it calls for that, and where.
+#: Every module that writes: the calls, and a comment on where it writes.
 WRITERS = {
     # the lock, in the folder of temporary files
     "compiled.py": {"os.open"},
@@ -43,7 +43,7 @@ WRITERS = {
     "cli/canvas.py": {"write_bytes", "unlink"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "integration/metrics.py": {"makedirs", "TemporaryDirectory", "MmapedDict"},
-    # the vLLM that the command is given
+    # the copy of vLLM that the command names
     "cli/patch.py": {
         "TemporaryDirectory", "mkdir", "write_bytes", "touch", "unlink", "rmtree", "copyfile",
         "copy2", "copymode",
@@ -52,7 +52,7 @@ WRITERS = {
 
 
 def called(tree: ast.AST) -> list[tuple[str, ast.Call]]:
-    """Every call: ``name`` or ``module.name`` of what is called, or the name of a method."""
+    """Every call: ``name`` or ``module.name`` of the called function, or the name of a method."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -74,7 +74,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def writes(name: str, call: ast.Call) -> str | None:
-    """What a call is in terms of ``WRITING``, or None if it only reads."""
+    """The name of a call in ``WRITING``, or None if it only reads."""
     last = name.rpartition(".")[2]
     if last == "open" and name != "os.open":
         arguments = [*call.args, *(k.value for k in call.keywords)]
