@@ -1,12 +1,12 @@
-"""What ``bench_fidelity.py`` asks a real model beside the comparison of tokens.
+"""Accuracy measurements of ``bench_fidelity.py`` on a real model, besides the comparison of tokens.
 
-- questions about facts in one document, whose right answers are known;
-- the protocol of vLLM issue 22103, in which cascade attention failed: many copies of two prompts
-  in one batch;
-- sampled tokens, whose log-probabilities are compared with a forward pass over the whole text,
-  as users of reinforcement learning do. With ``r`` the probability of a token in the forward pass
-  over that with which it was sampled, ``k1 = -log r`` and ``k3 = r - 1 - log r`` estimate the
-  KL divergence (J. Schulman, "Approximating KL divergence", 2020); the second is never negative.
+- questions about facts in one document, whose answers are known;
+- the protocol of vLLM issue 22103, in which cascade attention failed: many copies of two prompts in
+  one batch;
+- sampled tokens, whose log-probabilities are compared with a forward pass over the whole text, as
+  in reinforcement learning. With ``r`` the probability of a token in the forward pass over that
+  with which it was sampled, ``k1 = -log r`` and ``k3 = r - 1 - log r`` estimate the KL divergence
+  (J. Schulman, "Approximating KL divergence", 2020); ``k3`` is never negative.
 
 Intervals are of 95%: bootstrapped over requests, Wilson's for shares.
 """
@@ -25,7 +25,7 @@ NAMES = (
     "Iverness", "Jarrow", "Kestrel", "Lorne", "Marlow", "Norwick", "Oakham", "Penrith",
     "Quarley", "Rosedale", "Selwick", "Thornby", "Ulverton", "Varley", "Westmere", "Yarrow",
 )  # fmt: skip
-#: Copies of each prompt in issue 22103, of which those of the second are judged.
+#: Copies of each prompt in issue 22103; the copies of the second prompt are judged.
 COPIES_A, COPIES_B = 32, 18
 WORKED = (
     "Q: A shelf holds 4 red books and 5 blue books. How many books does it hold?\n"
@@ -43,11 +43,11 @@ RIGHT_B = "The answer is 12."
 def mean_interval(
     requests: Sequence[np.ndarray], finish: Callable[[float], float] = float
 ) -> list[float]:
-    """Mean over all values, and where it lies in 95% of resamples of whole requests.
+    """Mean over all values, and the bounds that hold it in 95% of resamples of whole requests.
 
     Args:
         requests: values of the tokens of each request.
-        finish: monotonic, applied to all three.
+        finish: monotonic function, applied to mean and bounds.
     """
     sums = np.array([r.sum() for r in requests], np.float64)
     counts = np.array([len(r) for r in requests], np.float64)
@@ -67,12 +67,12 @@ def share_interval(right: int, of: int) -> list[float]:
 
 
 def same_until(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens before the first difference."""
+    """Number of tokens before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(b))
 
 
 class Questions:
-    """Prompts of a real model.
+    """Prompts for a real model.
 
     Args:
         model: checkpoint folder, with a tokenizer that has a chat template.
@@ -106,7 +106,7 @@ class Questions:
         return [a] * COPIES_A + [b] * COPIES_B
 
     def text(self, completion: Completion) -> str:
-        """What the model said."""
+        """The text of an answer."""
         text: str = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         return text
 
@@ -114,11 +114,11 @@ class Questions:
 def ask(
     engines: Sequence[EngineProcess], model: Path, prompts: list[list[int]], tokens: int
 ) -> list[dict[str, Any]]:
-    """For each engine what its answers are worth; the first one is stock.
+    """Measurements of each engine's answers; the first engine is stock.
 
     Args:
-        prompts: for sampling.
-        tokens: to sample for each prompt.
+        prompts: prompts for sampling.
+        tokens: number of tokens to sample for each prompt.
     """
     questions = Questions(model)
     facts, years = questions.facts()
@@ -127,7 +127,7 @@ def ask(
     alone: Run = stock.call(drive, copies[-1:], {"max_tokens": 24, "ignore_eos": True})
     found = []
     for engine in engines:
-        engine.call(drive, facts[:1], {"max_tokens": 1})  # the document into the prefix cache
+        engine.call(drive, facts[:1], {"max_tokens": 1})  # puts the document into the prefix cache
         answers: Run = engine.call(drive, facts, {"max_tokens": 24})
         said = [questions.text(c) for c in answers.completions]
         right = sum(year in text for year, text in zip(years, said, strict=True))
@@ -153,7 +153,7 @@ def ask(
 
 
 def divergence(sampled: Sequence[Completion], forward: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Sampled tokens against a forward pass over the whole text."""
+    """Compare sampled tokens with a forward pass over the whole text."""
     logs = [np.subtract(f, c.logprobs) for c, f in zip(sampled, forward, strict=True)]
     ratios = [np.exp(log) for log in logs]
     return {
@@ -172,7 +172,7 @@ def compare(
     forced: Sequence[Completion],
     forced_stock: Sequence[Completion],
 ) -> dict[str, Any]:
-    """Greedy and forced tokens of one backend against stock's, with intervals."""
+    """Compare greedy and forced tokens of one backend with stock's, with intervals."""
     agree, differences = [], []
     for a, b in zip(free, free_stock, strict=True):
         same = same_until(a.token_ids, b.token_ids)

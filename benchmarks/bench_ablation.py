@@ -1,7 +1,7 @@
-"""What each part of the planner is worth on a GPU: one kernel, many ways to divide the work.
+"""The effect of each part of the planner on a GPU: one kernel, many ways to divide the work.
 
-Every variant runs over the same trees, heads and caches; its output is checked against float64
-before its time counts, and a wrong one makes the exit status 1. Times are medians of CUDA-graph
+Every variant runs over the same trees, heads and caches. Its output is checked against float64
+before its time counts, and a wrong output makes the exit status 1. Times are medians of CUDA-graph
 replays with the L2 cache flushed before each.
 
     python benchmarks/bench_ablation.py --out benchmarks/published/ablation.json
@@ -38,7 +38,7 @@ from vllm_prefixshare.workloads.sets import ANCHORS
 from vllm_prefixshare.workloads.trees import tree
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
-#: Relative error of a request's output that a right kernel stays below.
+#: A correct kernel's relative error of a request's output is below this.
 MOST_ERROR = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 CHECKED_REQUESTS = 8
 
@@ -73,7 +73,7 @@ VARIANTS = (
 
 
 class Layer:
-    """Random content of one attention layer over a tree, and the right answer for some of it."""
+    """Random tensors of one attention layer over a tree, and float64 results of some requests."""
 
     def __init__(self, attention: AttentionConfig, spec: str, device: str) -> None:
         torch.manual_seed(0)
@@ -107,8 +107,8 @@ class Layer:
         ]
 
     def error(self) -> float:
-        """Largest relative error of a checked request in ``out``; infinite if any output of
-        the batch is not finite.
+        """Largest relative error of a checked request in ``out``; infinite if any output of the
+        batch is not finite.
         """
         if not torch.isfinite(self.out).all():
             return math.inf
@@ -118,7 +118,7 @@ class Layer:
 
 
 class CpuRunner:
-    """Runs plans with the torch executor: tries this program out where there is no GPU."""
+    """Runs plans with the torch executor, to try this program out without a GPU."""
 
     def __init__(self, attention: AttentionConfig) -> None:
         self.name, self.device, self.kernel = processor(), "cpu", "torch"
@@ -148,7 +148,7 @@ class GpuRunner:
     """Runs plans with the GPU executor."""
 
     def __init__(self, attention: AttentionConfig, kernel: str) -> None:
-        # only here: triton is missing on some machines without a GPU
+        # imported here, because some machines without a GPU have no triton
         from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
         from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
@@ -167,7 +167,7 @@ class GpuRunner:
 
     def measure(self, plan: DecodePlan, layer: Layer, repeats: int) -> tuple[float, float]:
         """Relative error and milliseconds of ``plan``."""
-        # a new executor: the workspace of a captured graph does not grow
+        # a new executor, because the workspace of a captured graph does not grow
         executor = self._make(self._attention)
         executor.prepare(plan)
 
@@ -195,7 +195,7 @@ class GpuRunner:
 def choose_table(
     runner: CpuRunner | GpuRunner, attention: AttentionConfig, path: Path | None
 ) -> tuple[CostModel, str]:
-    """The cost model of all variants but the analytic ones, and where it comes from."""
+    """The cost model of all variants but the analytic ones, and its source."""
     if path is not None:
         return CostTable.load(path, fingerprint(attention, runner.kernel)), str(path)
     if isinstance(runner, CpuRunner):
@@ -214,7 +214,7 @@ def run_variant(
     layer: Layer,
     repeats: int,
 ) -> dict[str, object]:
-    """One cell: figures, or the reason why there are none."""
+    """One cell: measurements, or the reason why there are none."""
     try:
         config = replace(
             runner.planner_config(variant),
@@ -268,7 +268,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(MOST_ERROR))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernel", default="auto", choices=("auto", "hopper", "portable"))
-    parser.add_argument("--table", type=Path, help="cost table (default: the one that fits here)")
+    parser.add_argument("--table", type=Path, help="cost table (default: the one that matches)")
     parser.add_argument("--repeats", type=int, default=20, help="timed replays of each cell")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args()

@@ -1,10 +1,10 @@
 """Decode time per output token on the CPU: PREFIX_SHARE against stock CPU_ATTN, whole engine.
 
-Two engines take turns on the same prompts in many short runs, the waiting one stopped, so that
-whatever else the machine does meets both. The speed-up is the median of the ratios of these pairs.
-Tokens are compared before a time counts; the exit status is 1 if they differ where stock was sure
-of its token. At 16 requests on 4096 shared tokens it should reach 1.5 on two cores with AVX-512
-BF16; without it the torch executor runs, and gains nothing.
+Two engines take turns on the same prompts in many short runs, and the waiting engine is stopped, so
+that other load on the machine affects both. The speed-up is the median of the ratios of these
+pairs. Tokens are compared before a time counts; the exit status is 1 if they differ where stock's
+token had a clear lead. At 16 requests on 4096 shared tokens the speed-up should reach 1.5 on two
+cores with AVX-512 BF16; without AVX-512 BF16 the torch executor runs, which gains nothing.
 
     python benchmarks/bench_cpu.py --out benchmarks/published/cpu.json
 """
@@ -35,8 +35,8 @@ MAX_GAP = 0.26
 
 
 def read_tokens(model: Path) -> list[int]:
-    """The project's documentation, as token ids. Real text, because on random tokens every
-    choice is a tie and the comparison of tokens would say nothing.
+    """The project's documentation, as token ids. The text is real, because on random tokens every
+    choice is a tie and a comparison of tokens shows nothing.
     """
     from transformers import AutoTokenizer
 
@@ -45,8 +45,8 @@ def read_tokens(model: Path) -> list[int]:
 
 
 def prompts_for(text: list[int], document: int, private: int, batch: int) -> list[list[int]]:
-    """``batch`` prompts that begin with the same ``document`` tokens of ``text`` and go on
-    with ``private`` tokens from places of their own.
+    """``batch`` prompts that begin with the same ``document`` tokens of ``text`` and continue with
+    ``private`` tokens from different places.
     """
     endless = text * (-(-(document + private) // len(text)) + 1)
     rng = random.Random(f"{document}-{private}-{batch}")
@@ -60,12 +60,12 @@ def measure(
     """One row of the table."""
     checked = {}
     for name, engine in engines.items():
-        engine.generate(prompts[:1], 1)  # the document into the prefix cache
+        engine.generate(prompts[:1], 1)  # puts the document into the prefix cache
         checked[name] = engine.generate(prompts, 16, gaps=True, ignore_eos=True)
     wrong = [d for d in divergences(checked[PREFIX_SHARE], checked[STOCK]) if d.gap > MAX_GAP]
     times: dict[str, list[float]] = {name: [] for name in engines}
     for pair in range(pairs):
-        for name in sorted(engines, reverse=bool(pair % 2)):  # neither always comes first
+        for name in sorted(engines, reverse=bool(pair % 2)):  # neither engine always runs first
             batch = engines[name].generate(prompts, tokens, ignore_eos=True)
             times[name].append(batch.seconds_per_token * 1e3)
             if name == PREFIX_SHARE:

@@ -1,19 +1,20 @@
 r"""The whole engine on a GPU: stock FLASH_ATTN against PREFIX_SHARE, with the same settings.
 
-Both engines live on the GPU at once and take turns, the waiting one stopped. (--apart: each has a
-GPU of its own, and the long workloads run on both at the same time.) Unless a checkpoint is given,
-the model has Llama-3.1-8B's shape and random weights. Greedy tokens are compared in an untimed
-call; the exit status is 1 if they part where stock was sure of its token.
+Both engines live on the GPU at once and take turns; the waiting engine is stopped. (--apart: each
+engine has its own GPU, and the long workloads run on both at the same time.) Unless a checkpoint is
+given, the model has Llama-3.1-8B's shape and random weights. Greedy tokens are compared in an
+untimed call; the exit status is 1 if they differ where stock's token had a clear lead.
 
     python benchmarks/bench_engine.py --mooncake TRACE.jsonl --deft keywordToT.json \
         --out benchmarks/published/engine.json
 
-Rows of shared documents: milliseconds per output token while all requests decode, documents
-cached, each run with other tokens behind them. Other rows (GRPO, Mooncake, DeFT) start with an
-empty cache and include prefill: mean time between the tokens of a request, and output tokens per
-second of the whole call. The floor: as many requests with 16-token contexts in the stock engine,
-plus the time to read every KV token once at --bandwidth-tbs. Host time: of each engine's
-attention metadata in the decode-only steps that made no plan.
+Rows of shared documents have milliseconds per output token while all requests decode. The documents
+are cached, and each run continues them with other tokens. Other rows (GRPO, Mooncake, DeFT) start
+with an empty cache and include prefill; they have the mean time between the tokens of a request,
+and output tokens per second of the whole call. The floor is the time of as many requests with
+16-token contexts in the stock engine, plus the time to read every KV token once at --bandwidth-tbs.
+Host time is the time to build each engine's attention metadata, in decode-only steps that made no
+plan.
 """
 
 import argparse
@@ -51,16 +52,16 @@ Engines = dict[str, EngineProcess]
 
 RECORDED = ("mooncake", "deft")
 WORKLOADS = (*work.FIXED, "grpo", *RECORDED)
-#: of the requests whose decoding is the floor
+#: context of the requests whose decode time is part of the floor, in tokens
 FLOOR_CONTEXT = 16
-#: requests of the trace whose tokens are compared, and tokens of each answer
+#: number of requests of the trace whose tokens are compared, and tokens of each answer
 CHECKED_REQUESTS, CHECKED_TOKENS = 16, 16
-#: generated text is not looked at, only counted
+#: generated text is only counted
 SAMPLING = {"ignore_eos": True, "detokenize": False}
 
 
 class Bench:
-    """Both engines, and what all rows share."""
+    """Both engines, and the data that all rows share."""
 
     def __init__(self, args: argparse.Namespace, model: Path, engines: Engines) -> None:
         self.args, self.engines = args, engines
@@ -72,7 +73,7 @@ class Bench:
         """The row of one workload.
 
         Raises:
-            PrefixShareError: it cannot be run in these engines.
+            PrefixShareError: these engines cannot run the workload.
         """
         if name in work.FIXED:
             return self.fixed(work.FIXED[name].scaled(self.args.scale))
@@ -91,9 +92,9 @@ class Bench:
         for repeat in range(self.args.repeats):
             prompts = w.prompts(self.vocab, seed=repeat + 1)
             for name, engine in self.engines.items():
-                # again, because runs in between may have pushed some of it out of the cache
+                # again, because runs in between may have evicted parts of the documents
                 engine.generate(documents, 1, **SAMPLING)
-                engine.collective_rpc("metadata_times")  # of what was not timed
+                engine.collective_rpc("metadata_times")  # discards the times so far
                 found[name].append(engine.generate(prompts, tokens, together=True, **SAMPLING))
                 metadata[name] += engine.collective_rpc("metadata_times")[0]
         floor = self.floor(w.num_reqs) + self.kv_ms(w.distinct_tokens(tokens / 2))
@@ -106,7 +107,7 @@ class Bench:
         }
 
     def grpo(self) -> Row:
-        """Samples of prompts, growing from nothing. Sampled tokens are not compared."""
+        """Samples of prompts that grow from an empty cache. Sampled tokens are not compared."""
         w, tokens = work.GRPO.scaled(self.args.scale), self.args.grpo_tokens
         sampling = {"n": work.GRPO_SAMPLES, "temperature": 1.0, **SAMPLING}
         prompts = w.cached_prompts(self.vocab)
@@ -117,7 +118,7 @@ class Bench:
         )
         row = report.make_row(f"{w.title} + {tokens}", num_reqs, tokens, found, decode_only=False)
         if any(row[name]["preemptions"] for name in self.engines):
-            return row  # they did not decode all at once: there is no floor
+            return row  # no floor, because the requests did not decode all at once
         held = w.documents * w.document_tokens + num_reqs * tokens / 2
         return {**row, "floor_ms": self.floor(num_reqs) + self.kv_ms(held)}
 
@@ -143,8 +144,8 @@ class Bench:
         return {**row, "agreement": agreement}
 
     def deft(self) -> Row:
-        """Tree-of-thoughts runs, level by level. Not compared: one level's tokens are part of
-        the next one's prompts, so one tie makes other prompts.
+        """Tree-of-thoughts runs, level by level. Tokens are not compared: a level's tokens are part
+        of the next level's prompts, so one tie changes the prompts.
         """
         trees = work.thought_trees(self.args.deft, self.args.deft_trees)
         tokens = max(n["value"] for tree in trees for n in tree)
@@ -163,8 +164,8 @@ class Bench:
     def alternate(
         self, run: Callable[[EngineProcess], list[Batch]], repeats: int
     ) -> dict[str, list[Batch]]:
-        """``run`` on both engines in turns, each time with an empty prefix cache; at the same
-        time if each has GPUs of its own.
+        """Call ``run`` on both engines in turns, each time with an empty prefix cache; at the same
+        time if each engine has its own GPUs.
         """
 
         def one(engine: EngineProcess) -> list[Batch]:
@@ -180,7 +181,7 @@ class Bench:
         return found
 
     def floor(self, num_reqs: int) -> float:
-        """Milliseconds per token of that many requests with hardly any context."""
+        """Milliseconds per token of ``num_reqs`` requests with hardly any context."""
         if num_reqs not in self._floors:
             w = work.SharedDocuments("floor", num_reqs, 1, 0, FLOOR_CONTEXT)
             times = []
@@ -194,14 +195,15 @@ class Bench:
         return self._floors[num_reqs]
 
     def kv_ms(self, tokens: float) -> float:
-        """Milliseconds to read so many KV tokens of all layers once."""
+        """Milliseconds to read ``tokens`` KV tokens of all layers once."""
         rate = self.args.bandwidth_tbs * 1e12 * self.args.tensor_parallel_size
         return tokens * work.kv_bytes_per_token(self.config) / rate * 1e3
 
     def compare(self, prompts: list[list[int]]) -> Row:
-        """Greedy tokens of both engines; log-probabilities slow decoding, so this is untimed.
+        """Compare greedy tokens of both engines. The run is untimed, because log-probabilities slow
+        decoding.
 
-        gaps: stock's log-probability of its best token minus that of its second, in nats.
+        gaps: stock's log-probability of its best token minus that of its second best, in nats.
         """
         tokens = min(CHECKED_TOKENS, self.args.tokens)
         batches = {
@@ -220,7 +222,7 @@ class Bench:
 
 
 def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Engines, Row]:
-    """Both engines, stopped, and what they hold of the GPU."""
+    """Both engines, stopped, and the GPU memory that they hold."""
     settings: Row = {
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
@@ -262,7 +264,7 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         if args.start_together:
             with ThreadPoolExecutor() as pool:
                 starting = {name: pool.submit(one, name) for name in names}
-            # first those that started, so that they are closed if the other one did not
+            # engines that started come first, so that they are closed if the other failed
             for name in sorted(names, key=lambda n: starting[n].exception() is not None):
                 engines[name] = starting[name].result()
             engines = {name: engines[name] for name in names}
@@ -276,7 +278,7 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
     memory: Row = {
         "kv_cache_tokens": {n: e.kv_cache_tokens for n, e in engines.items()},
         "kv_cache_ratio": engines[PREFIX_SHARE].kv_cache_tokens / engines[STOCK].kv_cache_tokens,
-        # an engine takes what starts beside it for its own, so these say little then
+        # engines that start at once count each other's memory, so the capacities say little
         "started_together": args.start_together and not args.apart,
         "used_gib": used if args.cuda and not args.start_together else None,
     }
@@ -300,7 +302,7 @@ def gpus_needed(args: argparse.Namespace) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` names, or all."""
+    """The GPUs in ``CUDA_VISIBLE_DEVICES``, or all."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
@@ -311,29 +313,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    add("--workloads", help=f"of {','.join(WORKLOADS)} (default: all with their files given)")
+    add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: all with their files given)")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")
     add("--trace-repeats", type=int, default=1, help="timed runs of the other workloads")
-    # more than fits on one H200 beside another engine: both then pre-empt
-    add("--grpo-tokens", type=int, default=4096, help="growth of each GRPO sample")
+    # more than fits on one H200 beside another engine, so that both pre-empt
+    add("--grpo-tokens", type=int, default=4096, help="output tokens of each GRPO sample")
     add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
-    add("--mooncake-requests", type=int, default=128, help="how many that fit are taken")
+    add("--mooncake-requests", type=int, default=128, help="number of requests, of those that fit")
     add("--mooncake-tokens", type=int, default=256, help="cut longer answers")
     add("--deft", type=Path, help="one of DeFT's recorded *ToT.json")
-    add("--deft-trees", type=int, default=4, help="its largest runs, replayed at once")
+    add("--deft-trees", type=int, default=4, help="number of its largest runs, replayed at once")
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
     add("--tensor-parallel-size", type=int, default=1)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--max-model-len", type=int, default=36864)
     add("--max-num-seqs", type=int, default=1024)
     add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")
-    add("--start-together", action="store_true", help="sooner, but capacities say less")
-    add("--apart", action="store_true", help="each engine on GPUs of its own: raise --memory")
-    add("--bandwidth-tbs", type=float, default=4.35, help="of the floor, TB/s; an H200's measured")
-    # TRITON_ATTN parted from FLASH_ATTN at gaps of 0.25 to 0.28 in runs of bench_fidelity.py
-    add("--max-gap", type=float, default=0.3, help="nats; tokens may part below it")
-    add("--scale", type=float, default=1.0, help="shrink documents and batches, for trying")
+    add("--start-together", action="store_true", help="faster, with less exact capacities")
+    add("--apart", action="store_true", help="each engine on its own GPUs: raise --memory")
+    add("--bandwidth-tbs", type=float, default=4.35, help="TB/s for the floor (default: an H200's)")
+    # in runs of bench_fidelity.py, TRITON_ATTN differed from FLASH_ATTN at gaps of 0.25 to 0.28
+    add("--max-gap", type=float, default=0.3, help="nats; tokens may differ at smaller gaps")
+    add("--scale", type=float, default=1.0, help="factor for smaller documents and batches")
     add("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args(argv)
     given = {"mooncake": args.mooncake, "deft": args.deft}

@@ -1,15 +1,17 @@
-"""Does PREFIX_SHARE give the tokens and log-probabilities of stock vLLM?
+"""Compare tokens and log-probabilities of PREFIX_SHARE with those of stock vLLM.
 
-Kernels round differently, so two correct ones differ a little. The measure is therefore how much
-vLLM's own TRITON_ATTN differs from its FLASH_ATTN on the same prompts, which share a document:
+Kernels round differently, so two correct kernels differ a little. The reference is therefore the
+difference between vLLM's own TRITON_ATTN and FLASH_ATTN on the same prompts, which share a
+document:
 
 - greedy: each engine decodes freely; texts are compared up to their first difference,
 - forced: each engine decodes a given text, so all its tokens can be compared; perplexity;
 - with a real model, ``accuracy.py``: questions, copies of prompts, sampled tokens.
 
-Real weights (--model) force the continuation of a fixed text; random ones of the Llama-3.1-8B
-shape force the greedy answers of the first backend. The exit status is 1 if PREFIX_SHARE differs
-from it by more than the others do, plus the tolerances below.
+With real weights (--model), the forced text is the continuation of a fixed text. With random
+weights of the Llama-3.1-8B shape, it is the greedy answers of the first backend. The exit status is
+1 if PREFIX_SHARE differs from the first backend by more than the others do, plus the tolerances
+below.
 
     python benchmarks/bench_fidelity.py --model FOLDER --out benchmarks/published/fidelity.json
     python benchmarks/bench_fidelity.py --cpu --out benchmarks/published/fidelity_cpu.json
@@ -46,7 +48,7 @@ from vllm_prefixshare.costs.lookup import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", PREFIX_SHARE)
-#: ``--cpu``: what two cores do in a quarter of an hour, with the embedded model.
+#: ``--cpu``: a quarter of an hour on two cores, with the embedded model.
 CPU = {
     "backends": (STOCK, PREFIX_SHARE),
     "no_random": True,
@@ -59,18 +61,18 @@ CPU = {
 }
 LLAMA_VOCAB = 128256
 
-#: What PREFIX_SHARE may differ more than the largest of the others does. One step of bfloat16
-#: logits between 16 and 32, in nats: for the gap at a first difference and single tokens.
+#: By how much PREFIX_SHARE's difference may exceed the largest of the others. One step of bfloat16
+#: logits between 16 and 32, in nats: for the gap at a first difference and for single tokens.
 STEP = 0.125
-#: For means over all tokens: a share of the others' own, and nats.
+#: For means over all tokens: a share of the others' own difference, and nats.
 MEAN_SHARE, MEAN_NATS = 0.1, 0.001
-#: Of stock's perplexity on the fixed text.
+#: A share of stock's perplexity on the fixed text.
 PERPLEXITY = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts, and the text that each is forced along; None to force stock's answers."""
+    """Prompts, and the text that each must decode; None to use stock's answers as text."""
 
     prompts: list[list[int]]
     forced: list[list[int]] | None
@@ -78,14 +80,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One backend against the first. Differences of log-probabilities are in nats.
+    """Differences of one backend from the first. Differences of log-probabilities are in nats.
 
     equal: tokens before the first difference of each answer, of ``tokens``.
-    parted: answers that differ. gap: the largest lead that the first backend's token had over
-        its second best at a first difference.
-    mean, largest: |difference of the chosen token's log-probability|, of tokens before the
-        first difference; ``forced_``: of all tokens of the forced text.
-    perplexity, perplexity_stock: of the forced text.
+    parted: answers that differ. gap: the largest lead that the first backend's token had over its
+        second best at a first difference.
+    mean, largest: |difference of the chosen token's log-probability|, of tokens before the first
+        difference; ``forced_``: of all tokens of the forced text.
+    perplexity, perplexity_stock: perplexity of the forced text.
     """
 
     model: str
@@ -108,7 +110,7 @@ class Difference:
 
 
 def text_batch(model: Path, files: Sequence[Path], args: argparse.Namespace) -> Batch:
-    """Prompts that share the start of a text and go on at places of their own in the rest."""
+    """Prompts that share the start of a text and continue at different places in the rest."""
     from transformers import AutoTokenizer
 
     text = "\n\n".join(file.read_text() for file in files)
@@ -133,13 +135,13 @@ def random_batch(args: argparse.Namespace) -> Batch:
 
 
 def randomize(llm: Any) -> None:
-    """For ``EngineProcess.call``: weights at which attention decides tokens."""
+    """For ``EngineProcess.call``: draw random weights with which attention affects tokens."""
     llm.collective_rpc("randomize_weights")
     llm.reset_prefix_cache()
 
 
 def greedy(engine: EngineProcess, prompts: list[list[int]], tokens: int) -> Run:
-    engine.call(drive, prompts[:1], {"max_tokens": 1})  # the document into the prefix cache
+    engine.call(drive, prompts[:1], {"max_tokens": 1})  # puts the document into the prefix cache
     run: Run = engine.call(drive, prompts, {"max_tokens": tokens, "ignore_eos": True})
     return run
 
@@ -179,7 +181,7 @@ def compare_greedy(model: str, backend: str, other: Run, stock: Run) -> Differen
 
 
 def compare_forced(other: Run, stock: Run) -> dict[str, Any]:
-    """The fields of ``Difference`` that the forced text fills."""
+    """The fields of ``Difference`` for the forced text."""
     theirs, ours = (np.concatenate([c.logprobs for c in r.completions]) for r in (stock, other))
     size = np.abs(ours - theirs)
     return {
@@ -214,8 +216,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def measure(
     name: str, model: Path, batch: Batch, random: bool, args: argparse.Namespace
 ) -> tuple[list[Difference], dict[str, float], list[dict[str, Any]]]:
-    """All backends on one model: the differences, PREFIX_SHARE's counters of both runs and, of a
-    real model, what ``accuracy`` finds of each backend.
+    """All backends on one model: the differences, PREFIX_SHARE's counters of both runs and, for a
+    real model, the results of ``accuracy`` for each backend.
     """
     settings = engine_settings(args)
     if random:
@@ -258,8 +260,8 @@ def measure(
 
 
 def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
-    """Where PREFIX_SHARE, the last of a model's rows, differs by more than the others do.
-    Random weights have no perplexity to speak of: their text was stock's own choice.
+    """Where PREFIX_SHARE, the last of a model's rows, differs by more than the others do. With
+    random weights perplexity means nothing, because the text was stock's own choice.
     """
     *others, ours = rows
     found = []
@@ -269,7 +271,7 @@ def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
         if not getattr(ours, what) <= allowed:
             found.append(f"{ours.model}: {what} {getattr(ours, what):.4f}, allowed {allowed:.4f}")
 
-    if not others:  # on a CPU there is no other backend to be measured by
+    if not others:  # on a CPU there is no other backend to compare with
         within("gap", 2 * STEP)
         return found
     within("gap", STEP)
@@ -308,16 +310,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, help="checkpoint folder of a real model")
     add("--no-random", action="store_true", help="leave out random weights of the 8B shape")
     add("--cpu", action="store_true", help=f"on a CPU, the embedded model: {CPU}")
-    add("--backends", nargs="+", default=BACKENDS, help="the first is stock, the last is judged")
+    add("--backends", nargs="+", default=BACKENDS, help="the first is stock, the last is tested")
     add("--text", type=Path, nargs="+", help="fixed text (default: docs/*.md)")
     add("--document", type=int, default=2048, help="tokens that all prompts share")
-    add("--own", type=int, default=64, help="tokens of each prompt's own")
+    add("--own", type=int, default=64, help="private tokens of each prompt")
     add("--forced", type=int, default=448, help="tokens of fixed text for each request to decode")
     add("--tokens", type=int, default=160, help="greedy tokens of each request")
     add("--most", type=int, default=32, help="requests of the real model; fewer if --text ends")
     add("--concurrent", type=int, default=32, help="requests that an engine serves at once")
     add("--requests", type=int, default=16, help="requests to the random model")
-    add("--runner", choices=("v1", "v2"), default="v1", help="v2: greedy only, it cannot force")
+    add("--runner", choices=("v1", "v2"), default="v1", help="v2: greedy only, no forced text")
     add("--dtype", help="default: the model's own")
     add("--kv-gib", type=int, default=4, help="KV cache of each engine on a GPU")
     add("--out", type=Path, help="write the results here as JSON")
@@ -381,7 +383,7 @@ def main() -> int:
                 "mean_nats": MEAN_NATS,
                 "perplexity": PERPLEXITY,
             },
-            # no number stands for what was not measured: JSON knows no NaN
+            # values that were not measured become null: JSON has no NaN
             "rows": [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows],
             "accuracy": asked,
             "counters": counters,

@@ -1,14 +1,14 @@
 r"""Decode attention of one layer: this project's kernels and their peers, in one run.
 
-Every peer's output is compared with float32 attention, all requests of it, before its time
-counts; one that is wrong is reported as wrong, and the exit status is 1. GPU times are medians
-of CUDA-graph replays with the L2 cache flushed before each; plans and metadata are made outside.
+Every peer's output is compared with float32 attention, for all requests, before its time counts. A
+wrong output is reported as wrong, and the exit status is 1. GPU times are medians of CUDA-graph
+replays with the L2 cache flushed before each; plans and metadata are made outside the timed region.
 
     python benchmarks/bench_kernel.py --workloads anchors --heads 32:8,32:32,64:8,16:1 \
         --out results/kernel.json --plot results/kernel.png
 
-Layers with an fp8 KV cache, sinks, a soft cap or ALiBi: each option is handed to the peers that
-serve it, the others are named as unavailable.
+Layers with an fp8 KV cache, sinks, a soft cap or ALiBi: each option is passed to the peers that
+support it, and the others are listed as unavailable.
 
     python benchmarks/bench_kernel.py --kv-dtype fp8 --peers ours,portable,fa3 \
         --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256 --tree 128_2048
@@ -47,20 +47,20 @@ from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare.workloads.trees import Workload, tree
 
-#: largest relative error of a request that still counts as right; FA3's own is about 0.003
+#: largest relative error of a correct output of a request; FA3's is about 0.003
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
-#: where queries are quantised: FlashAttention-3 then rounds the weights to e4m3 as well
+#: tolerance for quantised queries: FlashAttention-3 then also rounds the weights to e4m3
 FP8_TOLERANCE = 6e-2
 FP8 = torch.float8_e4m3fn
-#: roofline rates of known GPUs, so that fractions of different days can be compared; elsewhere
-#: the rates measured at the start of the run count
+#: roofline rates of known GPUs, so that fractions of different days can be compared; for other GPUs
+#: the rates measured at the start of the run are used
 KNOWN_RATES = {"NVIDIA H200": MachineRates(4.35e12, 700e12)}
-#: a peer slower than this many times the fastest so far is looked at once and not again
+#: a peer slower than this many times the fastest so far is timed only once
 HOPELESS, HOPELESS_MS = 8, 1.0
 
 
 def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> Case:
-    """Random queries and cache for a workload, and what the layer adds to plain attention."""
+    """Random queries and cache for a workload, and the extra features of the layer."""
     torch.manual_seed(0)
     dtype, device = getattr(torch, args.dtype), args.device
     fp8, fp8_queries = args.kv_dtype == "fp8", args.kv_dtype == "fp8" and not args.plain_queries
@@ -139,13 +139,13 @@ def blocks(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest over the requests; NaN if any output is not finite."""
+    """The largest relative error over the requests; NaN if any output is not finite."""
     difference = (out.reshape(expected.shape).float() - expected).norm(dim=1)
     return (difference / expected.norm(dim=1)).max().item()
 
 
 class CpuTimer:
-    """Stands in for ``GpuTimer`` where the harness itself is tested."""
+    """Replaces ``GpuTimer`` where the harness itself is tested."""
 
     def time(self, call: Callable[[], object], repeats: int) -> Timing:
         times: list[float] = []
@@ -172,7 +172,7 @@ def measure(
     repeats: int,
     hopeless_ms: float,
 ) -> dict[str, object]:
-    """Time one launch, then check what the timed calls wrote."""
+    """Time one launch, then check the output of the timed calls."""
     call, result, graph = launch.call, None, None
     if launch.graph:
         graph, result = capture(launch.call)
@@ -228,12 +228,12 @@ def run_peer(
         return best
     except UnavailableError as e:
         return {"status": "unavailable", "reason": str(e)}
-    except Exception as e:  # foreign code: one peer's failure must not end the run
+    except Exception as e:  # other projects' code: one peer's failure must not end the run
         return {"status": "failed", "reason": first_line(e)}
 
 
 def roof_bytes_and_flops(case: Case) -> tuple[int, int]:
-    """Each KV token, query and output once; the FLOPs of all scores and weighted sums."""
+    """Bytes of each KV token, query and output once; FLOPs of all scores and weighted sums."""
     w = case.workload
     kv = 2 * w.kv_tokens * case.num_kv_heads * case.head_dim * case.k_cache.element_size()
     flops = 4 * int(w.seq_lens.sum()) * w.query_len * case.num_qo_heads * case.head_dim
@@ -271,7 +271,7 @@ def run_cell(
         cell["peers"][name] = found
         gc.collect()
         if args.device.type == "cuda":
-            torch.cuda.synchronize()  # raises if the peer broke the context: nothing can follow
+            torch.cuda.synchronize()  # raises if the CUDA context is broken: no peer can run
             torch.cuda.empty_cache()
     return cell
 
@@ -298,16 +298,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
     parser.add_argument("--peers", default=",".join(PEERS), help="names separated by commas")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache; that of --dtype")
+    parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache (default: --dtype)")
     parser.add_argument(
         "--plain-queries", action="store_true", help="with --kv-dtype: queries not quantised"
     )
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
-    parser.add_argument("--soft-cap", type=float, default=0.0, help="of the scores, such as 50")
+    parser.add_argument("--soft-cap", type=float, default=0.0, help="for the scores, such as 50")
     parser.add_argument("--alibi", action="store_true", help="ALiBi slopes")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--divider", help="of our plans; the device's default if absent")
+    parser.add_argument("--divider", help="divider of our plans (default: the device's)")
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--repeats", type=int, default=20, help="timed replays of each kernel")
     parser.add_argument("--quick", action="store_true", help="few workloads of each set")
@@ -394,7 +394,7 @@ def main(argv: list[str] | None = None) -> int:
     except PrefixShareError as e:
         print(f"bench_kernel: error: {e}", file=sys.stderr)
         return 2
-    except RuntimeError as e:  # torch's CUDA errors; what was measured before still counts
+    except RuntimeError as e:  # CUDA errors of torch; earlier measurements still count
         broken = True
         print(f"stopped: {first_line(e)}", file=sys.stderr)
     print(report.summary(result))

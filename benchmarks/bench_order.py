@@ -28,14 +28,14 @@ from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.costs.lookup import processor
 
-#: nats; the batches differ with the order, so bfloat16 logits differ by a rounding or two
+#: nats; batches differ with the order, so bfloat16 logits may differ by one or two roundings
 MAX_GAP = 0.26
 
 
 def answered(
     engine: EngineProcess, prompts: list[list[int]], places: Sequence[int], tokens: int
 ) -> Batch:
-    """The answers to ``prompts``, asked in the order of ``places``, in their own order."""
+    """Ask ``prompts`` in the order of ``places``; the answers in the order of ``prompts``."""
     engine.reset_prefix_cache()
     asked = [prompts[i] for i in places]
     batch = engine.generate(asked, tokens, gaps=True, ignore_eos=True)
