@@ -1,8 +1,8 @@
-"""``LLM.generate`` on questions about more documents than the KV cache holds: grouped by document,
-shuffled, and shuffled with ``VLLM_PREFIXSHARE_ORDER=prefix``.
+"""The time of ``LLM.generate`` on questions about more documents than the KV cache holds: grouped
+by document, shuffled, and shuffled with ``VLLM_PREFIXSHARE_ORDER=prefix``.
 
-On a GPU: an engine of Llama-3.1-8B's shape with random weights. On a CPU, in miniature: the
-embedded model. The exit status is 1 if answers differ where the engine was sure of its token.
+On a GPU the engine has Llama-3.1-8B's shape and random weights. On a CPU a smaller run uses the
+embedded model. The exit status is 1 if answers differ where the engine's token had a clear lead.
 
     python benchmarks/bench_order.py --out order.json
 """
@@ -76,11 +76,11 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--documents", type=int, default=24 if gpu else 4)
-    parser.add_argument("--questions", type=int, default=8 if gpu else 4, help="of each document")
+    parser.add_argument("--questions", type=int, default=8 if gpu else 4, help="per document")
     parser.add_argument("--document-tokens", type=int, default=16384 if gpu else 512)
-    parser.add_argument("--tokens", type=int, default=64 if gpu else 8, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=64 if gpu else 8, help="per answer")
     parser.add_argument("--cache", type=float, nargs="+", default=[0.5],
-                        help="KV-cache sizes, in parts of what the documents need")  # fmt: skip
+                        help="KV-cache sizes, as fractions of the documents' KV")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; the fastest counts")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args()

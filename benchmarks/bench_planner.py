@@ -1,5 +1,5 @@
-"""Planning time on one core: from scratch, after a join or a leave, and per step in between,
-and the plan's layout for its kernel, for both kernels as an H200 runs them.
+"""Planning time on one core: from scratch, after a join or a leave, and per step in between. Also
+the time of the plan's layout, for both kernels as they run on an H200.
 
 Every plan is checked before its time counts; the exit status is 1 if one is wrong. Times are
 medians of ``--repeats`` calls, the best of five rounds.
@@ -39,7 +39,7 @@ ROUNDS = 5
 
 
 def documents(count: int, readers: int, blocks: int = 512) -> Workload:
-    """So many documents, each read by requests with 4 to 16 blocks of their own."""
+    """``count`` documents, each read by ``readers`` requests with 4 to 16 blocks of their own."""
     parents = [-1] * count + [d for d in range(count) for _ in range(readers)]
     private = [(4 + (5 * i) % 13) * 16 for i in range(count * readers)]
     return forest(f"{count * readers}/{count}", parents, [blocks * 16] * count + private)
@@ -47,8 +47,8 @@ def documents(count: int, readers: int, blocks: int = 512) -> Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """A batch with the most microseconds for each kind of step, the layout included, where
-    there is a limit.
+    """A batch, with the most microseconds for each kind of step, the layout included; None without
+    a limit.
     """
 
     name: str
@@ -69,7 +69,7 @@ def budgets() -> list[Budget]:
 
 @cache
 def kernel_of(name: str) -> Kernel:
-    """A kernel with the workers that it has on an H200."""
+    """A kernel with the number of workers that it has on an H200."""
     return KERNELS[name](ATTENTION, 1, H200)
 
 
@@ -90,8 +90,8 @@ def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanne
 def microseconds(
     call: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Median of ``repeats`` calls, the best of a few rounds; ``before`` each, something that
-    does not count.
+    """Median of ``repeats`` calls, the best of a few rounds. ``before`` runs before each call and
+    is not timed.
     """
     medians = []
     for _ in range(ROUNDS):
@@ -109,7 +109,7 @@ def measure(
     kernel: Kernel, work: Workload, divider: str, repeats: int, share: str = "always"
 ) -> dict[str, float]:
     """Microseconds from scratch, after a join or leave, where the plan still holds, and of the
-    layout that follows a new plan.
+    layout after a new plan.
 
     Raises:
         InvariantError: a plan is wrong.

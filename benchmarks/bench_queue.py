@@ -1,7 +1,7 @@
-"""CPU time of the queue that orders waiting requests, beside vLLM's own.
+"""CPU time of the queue that orders waiting requests, compared with vLLM's own queue.
 
-Random requests on 1, 100 and as many documents as requests; the cache of the simulation holds the
-blocks of the last 8 requests that started.
+Random requests on 1, 100 and as many documents as requests; the simulated cache holds the blocks of
+the last 8 requests that started.
 
     python benchmarks/bench_queue.py
 """
@@ -20,14 +20,16 @@ from vllm_prefixshare.integration.order import PrefixQueue
 
 
 class Waiting:
-    """What a queue reads of a request."""
+    """The fields of a request that a queue reads."""
 
     def __init__(self, block_hashes: list[bytes]) -> None:
         self.block_hashes = block_hashes
 
 
 def requests_about(documents: int, waiting: int, blocks: int) -> list[Waiting]:
-    """``waiting`` requests, shuffled. All their ``blocks`` but one belong to a document."""
+    """``waiting`` requests in random order. All blocks of a request except one belong to a
+    document.
+    """
     rng = random.Random(0)
     texts = [[rng.randbytes(32) for _ in range(blocks - 1)] for _ in range(documents)]
     found = [Waiting([*texts[i % documents], rng.randbytes(32)]) for i in range(waiting)]
@@ -36,7 +38,9 @@ def requests_about(documents: int, waiting: int, blocks: int) -> list[Waiting]:
 
 
 def measure(queue: Any, requests: list[Waiting], cache: set[bytes]) -> tuple[float, float]:
-    """Microseconds to add a request, and to see and take one, each the mean over all."""
+    """Microseconds to add a request, and to look at and take one; each is the mean over all
+    requests.
+    """
     began = time.process_time()
     for request in requests:
         queue.add_request(request)
@@ -56,7 +60,7 @@ def measure(queue: Any, requests: list[Waiting], cache: set[bytes]) -> tuple[flo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--waiting", type=int, default=10_000, help="requests")
+    parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests")
     parser.add_argument("--blocks", type=int, default=1024, help="blocks of each request")
     args = parser.parse_args()
     if args.waiting < 1 or args.blocks < 1:

@@ -4,11 +4,11 @@
     python benchmarks/bench_scale.py --out scale.json
     python benchmarks/bench_scale.py --device cpu --ranks 2 --tokens 4096 --requests 1,4
 
-All requests share one context, which no rank holds whole. Every row is checked first against one
-rank's attention over all tokens, in float32, on the last request and the first. Then it is
-timed, both ways in turns, each rank from a barrier to the end of its work on the device; a row's
-time is the slowest rank's, and the median over the repeats. The bound is the time in which a rank
-attends to its own shard, measured, plus that of one small all-reduce, measured.
+All requests share one context, of which each rank holds a shard. Every row is checked first: the
+last and the first request are compared with one rank's attention over all tokens, in float32. Then
+both ways are timed in turns, on each rank from a barrier to the end of its work on the device. The
+time of a row is the slowest rank's, and the median over the repeats. The bound is the measured time
+in which a rank attends to its own shard, plus the measured time of one small all-reduce.
 """
 
 import argparse
@@ -85,9 +85,9 @@ def main() -> int:
 
 
 def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
-    """One rank: every row in the same order; the first one reports."""
+    """Run one rank: every row in the same order. The first rank reports."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    # multicast of NVLink is not there on every host that has NVLink
+    # some hosts with NVLink have no multicast of NVLink
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
@@ -123,7 +123,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def make_decoders(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Each way, once: they connect when they are made."""
+    """Each way, made once, because it connects when it is made."""
 
     def wrapper() -> PrefixShareDecodeWrapper:
         return PrefixShareDecodeWrapper(
@@ -150,14 +150,14 @@ def measure(
     tokens: int,
     num_reqs: int,
 ) -> dict[str, Any]:
-    """One row, on every rank alike."""
+    """Measure one row; every rank runs the same."""
     dtype = dtype_on(device)
     layer = scaling.Layer(num_reqs, tokens, 0, args.qo_heads, args.kv_heads, 128, dtype.itemsize)
     blocks = -(-tokens // BLOCK_SIZE)
     table = np.tile(np.arange(blocks, dtype=np.int32), (num_reqs, 1))
     lens = np.full(num_reqs, tokens, np.int32)
     _, own_lens = shard(table, lens, BLOCK_SIZE, rank, args.ranks)
-    # a rank's cache holds its own blocks only, the same number on every rank
+    # each rank's cache holds only its own blocks, the same number on every rank
     held = -(-blocks // args.ranks)
     local = np.tile(np.arange(held, dtype=np.int32), (num_reqs, 1))
     generator = torch.Generator(device).manual_seed(rank)
@@ -217,7 +217,7 @@ def measure(
             "all_reduce": scaling.all_reduce_bytes(layer, args.ranks),
             "ring": scaling.ring_bytes(layer, args.ranks),
         },
-        # beside the shard, the queries and the plan, which lie there before
+        # without the shard, the queries and the plan, which were allocated before
         "peak_bytes": peaks,
         "peak_model": {
             "gather": scaling.tree_peak_bytes(layer, args.ranks) - layer.kv_bytes / args.ranks,
@@ -229,8 +229,8 @@ def measure(
 def whole_context(
     args: argparse.Namespace, q: torch.Tensor, caches: list[torch.Tensor], own_tokens: int
 ) -> torch.Tensor:
-    """Attention of the first and the last request over all tokens, in float32 and chunks, from
-    every rank's own shard: no kernel and no collective of the ways that are compared.
+    """Attention of the first and the last request over all tokens, in float32 and in chunks, from
+    every rank's own shard. It uses no kernel and no collective of the ways that are compared.
     """
     group = args.qo_heads // args.kv_heads
     rows = q[[0, -1]].float().view(2, args.kv_heads, group, 128)
@@ -253,7 +253,7 @@ def whole_context(
 def in_turns(
     runs: dict[str, Callable[[], Any]], repeats: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of each repeat of each way, by turns; the second level cache is written over."""
+    """Seconds of each repeat of each way, in turns; the L2 cache is overwritten before each run."""
     flush = (
         torch.empty(256 << 20, dtype=torch.uint8, device=device) if device.type == "cuda" else None
     )

@@ -1,11 +1,11 @@
-"""How long an engine takes to start: stock FLASH_ATTN and PREFIX_SHARE in turns.
+"""The time in which an engine starts: stock FLASH_ATTN and PREFIX_SHARE in turns.
 
     python benchmarks/bench_startup.py --out startup.json
 
 A fresh start has empty caches: vLLM's, Triton's, Inductor's, Numba's and this project's. A warm
-start has those that the fresh start of the same backend left. Each start is a process of its own,
-timed from its launch to the moment when ``LLM(...)`` has returned. The model has Llama-3.1-8B's
-shape and random weights, unless a checkpoint is given.
+start uses the caches that the fresh start of the same backend left. Each start is a separate
+process, timed from its launch to the moment when ``LLM(...)`` has returned. The model has
+Llama-3.1-8B's shape and random weights, unless a checkpoint is given.
 """
 
 import argparse
@@ -38,10 +38,10 @@ print("started", flush=True)
 
 
 def seconds_to_start(backend: str, options: dict[str, Any], caches: Path, log: Path) -> float:
-    """Seconds until an engine is ready; it is ended then.
+    """Seconds until an engine is ready; the engine is then ended.
 
     Raises:
-        RuntimeError: it did not start.
+        RuntimeError: the engine did not start.
     """
     options = {**options, "attention_backend": BACKENDS[backend]}
     env = {**os.environ, **{name: str(caches / name.lower()) for name in CACHES}}
@@ -65,7 +65,7 @@ def seconds_to_start(backend: str, options: dict[str, Any], caches: Path, log: P
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, help="a checkpoint")
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: random weights)")
     parser.add_argument("--fresh", type=int, default=3, help="fresh starts of each backend")
     parser.add_argument("--warm", type=int, default=5, help="warm starts of each backend")
     parser.add_argument("--log", type=Path, default=Path("startup.log"))

@@ -1,4 +1,4 @@
-"""What benchmarks mix into vLLM's worker: ``worker_extension_cls="bench_worker.BenchWorker"``."""
+"""The benchmarks' worker extension: ``worker_extension_cls="bench_worker.BenchWorker"``."""
 
 import time
 import zlib
@@ -6,28 +6,32 @@ from typing import Any
 
 from vllm_prefixshare.integration.stats import STATS, PrefixShareWorkerExtension
 
-#: Standard deviation of attention scores. With 3 the softmax over a long random context rests
-#: on a few tokens, as in trained models; with 1 it would be their mean, which is nearly zero.
+#: Standard deviation of attention scores. With 3, the softmax over a long random context picks a
+#: few tokens, as in trained models. With 1, the output would be the mean of all tokens, which is
+#: nearly zero.
 SCORE_DEVIATION = 3.0
 
 
 class BenchWorker(PrefixShareWorkerExtension):
-    """Methods for ``llm.collective_rpc``; the statistics too, as a worker takes one extension."""
+    """Methods for ``llm.collective_rpc``. It includes the statistics, because a worker takes one
+    extension.
+    """
 
     def randomize_weights(self, seed: int = 0) -> int:
-        """Draw all weights of a Llama model anew, in place, so that captured CUDA graphs stay
+        """Draw all weights of a Llama model again, in place, so that captured CUDA graphs stay
         valid. The same seed, shapes and device give the same weights.
 
         vLLM's ``load_format="dummy"`` draws all weights, norms included, from ±0.001. Attention
-        then adds less to the residual stream than bfloat16 can hold: every kernel, right or
-        wrong, gives the same tokens. A comparison needs weights as large as trained ones.
+        then adds less to
+        the residual stream than bfloat16 can represent: every kernel, right or wrong, gives the
+        same tokens. A comparison needs weights as large as trained ones.
 
         Returns:
-            How many weights were drawn.
+            The number of weights drawn.
 
         Raises:
-            ValueError: a parameter that a Llama model does not have, or that is packed, as
-                vLLM does on CPUs.
+            ValueError: a parameter that a Llama model does not have, or that is packed, as vLLM
+            does on CPUs.
         """
         worker: Any = self
         config, parallel = worker.model_config, worker.parallel_config
@@ -41,8 +45,9 @@ class BenchWorker(PrefixShareWorkerExtension):
         return drawn
 
     def metadata_times(self) -> list[float]:
-        """Host microseconds in which the first KV-cache group built its attention metadata, of
-        each decode-only step that made no plan, since the last call. The first call begins.
+        """Host microseconds in which the first KV-cache group built its attention metadata, for
+        each decode-only step that made no plan, since the last call. The first call starts the
+        measurement.
         """
         worker: Any = self
         builder = worker.model_runner.attn_groups[0][0].get_metadata_builder()
@@ -67,8 +72,11 @@ def _timed(build: Any, builder: Any) -> Any:
 
 
 def _draw(name: str, weight: Any, qk_share: float, seed: int) -> None:
-    """weight: ``[out, in]``, or ``[hidden]`` of a norm. qk_share: the part of the rows of a
-    fused QKV projection that make queries and keys.
+    """Draw one weight.
+
+    weight: ``[out, in]``, or ``[hidden]`` of a norm. qk_share: the part of the rows of a fused QKV
+        projection
+        that makes queries and keys.
     """
     import torch
 
@@ -79,7 +87,7 @@ def _draw(name: str, weight: Any, qk_share: float, seed: int) -> None:
         shape = tuple(weight.shape)
         raise ValueError(f"parameter {name} of shape {shape}: not a Llama model, or packed")
     generator = torch.Generator(weight.device).manual_seed(seed + zlib.crc32(name.encode()))
-    # embeddings are looked up, all others keep the variance of what they multiply
+    # embeddings are looked up; every other weight keeps the variance of its input
     deviation = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
     weight.normal_(0.0, deviation, generator=generator)
     if "qkv_proj" in name:  # a score is a product of a query and a key

@@ -1,17 +1,18 @@
 """The chart of README.md as SVG text, drawn from the engine's published figures.
 
-``tables.py`` writes it beside the tables and checks it with them. It is plain text on purpose:
-no plotting library, so that ``make lint`` can compare it byte for byte.
+``tables.py`` writes the chart beside the tables and checks it with them. The chart is plain text
+without a plotting library, so that ``make lint`` can compare it byte for byte.
 """
 
 from html import escape
 
-#: theme -> colours; the background stays transparent, so that a page's own shows through.
+#: theme -> colours; the background is transparent, so that the page's background shows
 THEMES = {
     "light": {"text": "#1f2328", "grid": "#d1d9e0", "stock": "#9aa4af", "ours": "#0969da"},
     "dark": {"text": "#e6edf3", "grid": "#3d444d", "stock": "#6e7781", "ours": "#58a6ff"},
 }
-#: Pixels: where the bars begin, the longest they may be, room for what stands right of them.
+#: Pixels: left end of the bars, length of the longest bar, room for the text to the right of the
+#: bars.
 LEFT, WIDTH, RIGHT = 320, 520, 60
 #: Pixels: the height of a bar, the distance from one workload to the next.
 BAR, STEP = 13, 36

@@ -1,4 +1,4 @@
-"""Rows of ``bench_engine.py``: what is computed from measured batches, and how it is printed."""
+"""Rows of ``bench_engine.py``: computed from measured batches, and printed."""
 
 import statistics
 from typing import Any
@@ -15,7 +15,7 @@ def decode_ms(batch: Batch) -> float:
     """Milliseconds per output token while all requests decode.
 
     Raises:
-        PrefixShareError: they never do.
+        PrefixShareError: the requests never decode all at once.
     """
     seconds = batch.full_batch_seconds_per_token
     if seconds is None:
@@ -39,10 +39,11 @@ def make_row(
     """A row of the table.
 
     Args:
-        tokens: of the longest answer.
+        tokens: number of tokens of the longest answer.
         found: measured batches of each engine.
         decode_only: the batches repeat one measurement of decoding with all requests running;
-            else they are everything that the engines did, prefill included.
+            otherwise
+            they hold all work of the engines, prefill included.
     """
     sides: dict[str, Row] = {}
     for name, batches in found.items():
@@ -78,7 +79,7 @@ def cached_share(batches: list[Batch]) -> float:
 
 
 def host_times(batches: list[Batch]) -> Row:
-    """What PREFIX_SHARE counted over these calls."""
+    """PREFIX_SHARE's counters and host times over these calls."""
     names = batches[0].stats
     total = {name: sum(b.stats[name] for b in batches) for name in names}
     steps, plans = total["decode_steps"], total["plans"]

@@ -1,7 +1,7 @@
-"""What ``bench_engine.py`` runs: batches with shared documents, samples, and two recordings.
+"""The workloads of ``bench_engine.py``: batches with shared documents, samples, and two recordings.
 
-All tokens are random, from fixed seeds; what counts is who shares which of them. Lengths are in
-tokens throughout.
+All tokens are random, from fixed seeds; the workload decides which requests share them. Lengths are
+in tokens.
 """
 
 import json
@@ -22,7 +22,7 @@ MOONCAKE_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class SharedDocuments:
-    """Documents, each with as many requests that add tokens of their own."""
+    """Documents, each with the same number of requests that add tokens of their own."""
 
     title: str
     documents: int
@@ -35,12 +35,12 @@ class SharedDocuments:
         return self.documents * self.per_document
 
     def cached_prompts(self, vocab: int) -> list[list[int]]:
-        """The documents alone."""
+        """The documents without requests."""
         rng = np.random.default_rng([1, self.documents, self.document_tokens])
         return rng.integers(0, vocab, (self.documents, self.document_tokens)).tolist()
 
     def prompts(self, vocab: int, seed: int) -> list[list[int]]:
-        """The requests; another seed gives the same documents other tokens behind them."""
+        """The requests; another seed continues the same documents with other tokens."""
         rng = np.random.default_rng([2, seed, self.num_reqs, self.document_tokens])
         own = rng.integers(0, vocab, (self.num_reqs, self.own_tokens)).tolist()
         documents = self.cached_prompts(vocab)
@@ -51,7 +51,7 @@ class SharedDocuments:
         return self.documents * self.document_tokens + self.num_reqs * (self.own_tokens + generated)
 
     def scaled(self, scale: float) -> "SharedDocuments":
-        """A smaller one for trying the benchmark: fewer requests, shorter texts."""
+        """A smaller workload for a trial of the benchmark: fewer requests, shorter texts."""
         if scale == 1:
             return self
         return replace(
@@ -63,8 +63,8 @@ class SharedDocuments:
         )
 
 
-#: The last ones share nothing: each request has a document to itself, cached beforehand so that
-#: repeating it costs no prefill.
+#: The last two share nothing: each request has its own document, cached beforehand so that a repeat
+#: costs no prefill.
 FIXED = {
     "doc32k": SharedDocuments("64 requests on one 32k document", 1, 64, 32768, 64),
     "docs8k": SharedDocuments("8 documents x 16 requests, 8k each", 8, 16, 8192, 64),
@@ -81,7 +81,7 @@ GRPO_SAMPLES = 16
 
 
 def kv_bytes_per_token(config: dict[str, Any], bytes_per_number: int = 2) -> int:
-    """Of all layers and ranks; the model's ``config.json``."""
+    """Bytes per token in all layers and ranks. config: the model's ``config.json``."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -99,11 +99,11 @@ class Requests:
 def mooncake(path: Path, count: int, limit: int, longest_answer: int, vocab: int) -> Requests:
     """The first ``count`` requests of a Mooncake trace that fit into ``limit`` tokens.
 
-    Requests with the same leading hash ids begin with the same blocks of 512 tokens. Answers
-    have the recorded lengths, cut at ``longest_answer``.
+    Requests with the same leading hash ids begin with the same blocks of 512 tokens. Answers have
+    the recorded lengths, cut at ``longest_answer``.
 
     Raises:
-        PrefixShareError: the file cannot be read, is of another format, or nothing fits.
+        PrefixShareError: the file cannot be read, has another format, or no request fits.
     """
     blocks: dict[int, list[int]] = {}
     found = Requests([], [])
@@ -142,11 +142,11 @@ Nodes = list[dict[str, Any]]
 
 
 def thought_trees(path: Path, count: int) -> list[Nodes]:
-    """The ``count`` largest tree-of-thoughts runs of one of DeFT's recordings: nodes with
-    ``id``, ``value`` (its tokens) and ``children``.
+    """The ``count`` largest tree-of-thoughts runs of one of DeFT's recordings: nodes with ``id``,
+    ``value`` (the node's tokens) and ``children``.
 
     Raises:
-        PrefixShareError: the file cannot be read or is of another format.
+        PrefixShareError: the file cannot be read or has another format.
     """
     try:
         runs = [list(run["data"].values()) for run in json.loads(path.read_text())]
@@ -161,16 +161,16 @@ def thought_trees(path: Path, count: int) -> list[Nodes]:
     return found
 
 
-#: (prompts, max_tokens) -> their answers
+#: (prompts, max_tokens) -> answers
 Generate = Callable[[Sequence[list[int]], Sequence[int]], Batch]
 
 
 def replay_thoughts(trees: Sequence[Nodes], generate: Generate, vocab: int) -> list[Batch]:
     """Grow all trees at once, level by level, by branching requests.
 
-    The root is a prompt of random tokens. Each further node is a request: the tokens on the
-    path to it, one random token that tells it from its siblings, and as many generated ones as
-    complete its recorded length. Its children continue what was really generated.
+    The root is a prompt of random tokens. Each further node is a request: the tokens on the path to
+    the node, one random token that separates it from its siblings, and generated tokens up to the
+    recorded length. Its children continue the generated text.
     """
     rng = np.random.default_rng(4)
     nodes = {(t, n["id"]): n for t, tree in enumerate(trees) for n in tree}

@@ -1,13 +1,13 @@
-"""What bench_kernel.py prints and draws of its results."""
+"""The text and the chart that bench_kernel.py makes of its results."""
 
 from collections import Counter
 from math import exp, log
 from pathlib import Path
 
 NAME, COLUMN = 42, 15
-#: names of this project's own kernels among the peers; the first one is what users get
+#: names of this project's own kernels among the peers; users get the first by default
 OURS = ("ours", "portable")
-#: (shortest roof in milliseconds, fraction of it that is aimed at, in words)
+#: (shortest roof in milliseconds, fraction of the roof to reach, text)
 ROOF_GOALS = ((0.1, 0.80, "of 0.1 ms or more"), (0.04, 0.65, "of 0.04 to 0.1 ms"))
 
 Result = dict[str, object]
@@ -50,7 +50,7 @@ def row(result: Result, cell: Cell) -> str:
 
 
 def best_peer(cell: Cell) -> tuple[str, float] | None:
-    """Name and milliseconds of the fastest right peer."""
+    """Name and milliseconds of the fastest peer with a correct output."""
     right = [
         (found["ms"], name)
         for name, found in cell["peers"].items()
@@ -64,7 +64,9 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def bad_results(result: Result) -> list[str]:
-    """What makes the exit status 1: a wrong output of anyone, a failure of our own."""
+    """The results that make the exit status 1: a wrong output of any kernel, or a failure of our
+    own.
+    """
     return [
         f"{cell['workload']} {cell['heads']}: {result['titles'][name]} is {found['status']}"
         + (f" (relative error {found['error']})" if found["status"] == "wrong" else "")
@@ -89,7 +91,7 @@ def summary(result: Result) -> str:
 
 
 def _standing(cells: list[Cell], titles: dict[str, str], us: str) -> list[str]:
-    """One of our kernels against the peers, the roofline and FA3's error."""
+    """One of our kernels compared with the peers, the roofline and FA3's error."""
     right = [c for c in cells if c["peers"][us]["status"] == "ok"]
     lines = [*_speedups(right, titles, us), *_roofline(right, us), *_errors(right, us)]
     return [line if line.startswith(" ") else f"{titles[us]}: {line}" for line in lines] + [""]
@@ -164,7 +166,7 @@ def _errors(cells: list[Cell], us: str) -> list[str]:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Bars of each workload: roofline over time, so that longer is better and 1 is the roof."""
+    """Draw bars of each workload: roofline over time, so longer is better and 1 is the roof."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Makes ``tests.support`` importable: benchmarks run from a checkout, and share its helpers."""
+"""Makes ``tests.support`` importable: benchmarks run from a checkout and use its helpers."""
 
 import sys
 from pathlib import Path

@@ -1,12 +1,13 @@
-"""Does PREFIX_SHARE keep working, and give the right tokens, under load that never lets up?
+"""Test whether PREFIX_SHARE keeps running, and gives the right tokens, under constant load.
 
     python benchmarks/soak.py engine --minutes 30 --out engine.json
     python benchmarks/soak.py server --minutes 30 --out server.json
 
-``engine``: requests that the engine has no room for, with random aborts, pre-emption and cache
-resets; every greedy answer is compared with what stock gives for it alone. ``server``: ``vllm
-serve`` under a closed loop of clients, of which some disconnect, some send nonsense and some ask
-for too much; then the same nonsense to stock. The exit status is 1 if anything was wrong.
+``engine``: more requests than the engine has room for, with random aborts, pre-emption and cache
+resets; every greedy answer is compared with stock's answer to the same request alone. ``server``:
+``vllm serve`` under a closed loop of clients, of which some disconnect, some send invalid requests
+and some send prompts that are too long; then stock gets the same invalid requests. The exit status
+is 1 if anything was wrong.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_LEN = 1024
-#: Bytes and open files by which a run may grow between its second fifth and its end. A server
-#: has as many connections as clients.
+#: Bytes and open files by which a run may grow between its second fifth and its end. A server has
+#: as many connections as clients.
 MOST_GROWTH, MOST_FILES = 64 << 20, 0
 
 
@@ -52,18 +53,19 @@ def text_ids(model: Path) -> tuple[list[int], int]:
 
 
 def leaks(growth: tuple[int, int], most_files: int) -> list[str]:
-    """What grew by more than it may, in words."""
+    """The resources that grew by more than allowed, in words."""
     rss, files = growth
     found = [f"memory grew by {rss / 2**20:.0f} MiB"] if rss > MOST_GROWTH else []
     return found + ([f"{files} more files are open"] if files > most_files else [])
 
 
 def engine(args: argparse.Namespace, variant: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Chaos on one variant of the engine."""
+    """Run chaos on one variant of the engine."""
     text, eos = text_ids(model)
     adapters: list[str | None] = [None]
     if variant == "lora":
-        # no request without one: beside others, vLLM 0.32 on a CPU gives it other tokens
+        # every request has an adapter: beside other requests, vLLM 0.32 on a CPU gives one without
+        # an adapter other tokens
         adapters = [str(write_lora(folder / str(i), model, seed=i)) for i in range(2)]
     cases = [
         chaos.Case(prompt, adapters[i % len(adapters)])
@@ -73,7 +75,7 @@ def engine(args: argparse.Namespace, variant: str, model: Path, folder: Path) ->
         cases = chaos.answered_alone(stock, cases, args.longest)
     options: dict[str, Any] = {"batch": args.batch, "max_gap": args.max_gap}
     if variant == "drafts":
-        # greedy: on a CPU vLLM 0.32 ends in its rejection sampler beside requests with top_k
+        # greedy only: on a CPU, vLLM 0.32 ends in its rejection sampler beside requests with top_k
         options["sampled"] = ()
     with EngineProcess(**chaos.spec(args.backend, model, variant, dtype=args.dtype)) as ours:
         began = noted = time.monotonic()
@@ -96,7 +98,7 @@ def engine(args: argparse.Namespace, variant: str, model: Path, folder: Path) ->
 
 
 def server(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
-    """``vllm serve`` under load, its end, and what stock does with the same nonsense."""
+    """Run ``vllm serve`` under load, end it, and send stock the same invalid requests."""
     text, _ = text_ids(model)
     options = [f"--max-model-len={SERVER_LEN}", "--max-num-seqs=8", "--enforce-eager"]
     options += ["--block-size=32", "--num-gpu-blocks-override=80", *args.options]
@@ -181,24 +183,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for kind in ("engine", "server"):
         sub = kinds.add_parser(kind)
         add = sub.add_argument
-        add("--minutes", type=float, default=5, help="of load, for each variant of the engine")
+        add("--minutes", type=float, default=5, help="minutes of load, per variant of the engine")
         add("--seed", type=int, default=0)
         add("--model", type=Path, help="checkpoint folder (default: the embedded model)")
         add("--out", type=Path, help="write the report here as JSON")
         if kind == "engine":
-            add("--requests", type=int, default=10_000, help="of each variant, at most")
+            add("--requests", type=int, default=10_000, help="most requests of each variant")
             add("--variants", nargs="+", choices=chaos.VARIANTS, default=list(chaos.VARIANTS))
             add("--cases", type=int, default=24, help="different prompts")
-            add("--longest", type=int, default=chaos.MAX_LEN, help="tokens of an answer, at most")
-            add("--batch", type=int, default=32, help="requests between two rests")
-            add("--backend", default=PREFIX_SHARE, help=f"that endures; {STOCK} for comparison")
+            add("--longest", type=int, default=chaos.MAX_LEN, help="most tokens of an answer")
+            add("--batch", type=int, default=32, help="requests between two checks")
+            add("--backend", default=PREFIX_SHARE, help=f"backend to test; {STOCK} for comparison")
             add("--dtype", default=chaos.SETTINGS["dtype"])
             add("--max-gap", type=float, default=chaos.MAX_GAP, help="nats; see docs/fidelity.md")
         else:
-            add("--clients", type=int, default=8, help="requests in flight, at most")
+            add("--clients", type=int, default=8, help="most requests in flight")
             sub.set_defaults(variants=())
-            add("--options", nargs="*", default=[], help="further ones of vllm serve")
-            add("--no-stock", action="store_true", help="do not ask stock the same nonsense")
+            add("--options", nargs="*", default=[], help="further options of vllm serve")
+            add("--no-stock", action="store_true", help="send stock no invalid requests")
     args = parser.parse_args(argv)
     if args.minutes <= 0:
         parser.error("--minutes must be more than 0")
@@ -222,7 +224,7 @@ def main() -> int:
                 rows.append(run(args, model=model, folder=Path(folder)))
                 row = rows[-1]
                 print(f"{row['variant']}: {row['seconds']:.0f} s, {summary(row)}", flush=True)
-                save(args, model, rows)  # the next variant may fail to start
+                save(args, model, rows)  # saved now, because the next variant may fail to start
     except PrefixShareError as e:
         print(f"soak: error: {e}", file=sys.stderr)
         return 2

@@ -70,7 +70,7 @@ def cpu_table() -> str:
 
 
 def kernel_summary() -> str:
-    """One line a workload: all peers at the first head shape, the gain at the others."""
+    """One line per workload: all peers at the first head shape, the gain at the others."""
     result = published("kernel")
     heads = list(dict.fromkeys(cell["heads"] for cell in result["cells"]))
     titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
@@ -135,7 +135,7 @@ def gain(cell: dict) -> str:
 
 
 def engine_table(name: str) -> str:
-    """One line a workload: both engines, the floor, what planning cost, the same tokens."""
+    """One line per workload: both engines, the floor, the cost of planning, the same tokens."""
     result = published(name)
     memory = result["memory"]["kv_cache_tokens"]
     used = result["memory"]["used_gib"]
@@ -178,7 +178,7 @@ def engine_table(name: str) -> str:
 
 
 def headline() -> str:
-    """What the engine's first row says, in a sentence."""
+    """One sentence with the figures of the engine's first row."""
     result = published("engine")
     row = result["rows"][0]
     return (
@@ -189,7 +189,7 @@ def headline() -> str:
 
 
 def chart_configuration() -> str:
-    """What stands under the engine's chart."""
+    """The configuration under the engine's chart."""
     result = published("engine")
     how = "run on a GPU each, at once," if result.get("apart") else "take turns on one GPU"
     return (
@@ -206,7 +206,7 @@ def engine_time(side: dict) -> str:
 
 
 def fidelity_table() -> str:
-    """One line a backend: how much it differs from stock FLASH_ATTN."""
+    """One line per backend: its difference from stock FLASH_ATTN."""
     result = published("fidelity")
     lines = [
         f"{result['device']}; {versions(result)}; runner {result['runner'].upper()}. "
@@ -230,7 +230,7 @@ def fidelity_table() -> str:
     return "\n".join(lines)
 
 
-#: What a column of the accuracy table is called, and which results it is of.
+#: title of a column of the accuracy table -> file and backend of its results
 ACCURACY = (
     ("CPU, stock", "fidelity_cpu", "stock"),
     ("CPU, PREFIX_SHARE", "fidelity_cpu", "PREFIX_SHARE"),
@@ -249,7 +249,7 @@ def interval(of: list[float], form: str) -> str:
 
 
 def accuracy_table() -> str:
-    """One column a backend: what ``bench_fidelity.py`` found with a real model."""
+    """One column per backend: the results of ``bench_fidelity.py`` with a real model."""
     found = []
     for _, name, backend in ACCURACY:
         rows = published(name).get("accuracy", ()) if exists(name) else ()
@@ -297,7 +297,7 @@ def accuracy_table() -> str:
 
 
 def soak_table() -> str:
-    """One line a variant of the engine, and the server: what was tried, and what failed."""
+    """One line per variant of the engine, and the server: what was tried, and what failed."""
     lines = [
         "| what | tried | compared with stock alone | failed | memory, open files | minutes |",
         "|---|---|---|---|---|---|",
@@ -346,8 +346,8 @@ def ablation_table() -> str:
 
 
 def resources_table() -> str:
-    """One line a kernel, GPU, head_dim and kind of queries: what the binaries of all heads and
-    dtypes use at most, under each Triton.
+    """One line per kernel, GPU, head_dim and kind of queries: the most that the binaries of all
+    heads and dtypes use, under each Triton.
     """
     rows = json.loads((PUBLISHED / "kernel_resources.json").read_text())
     tritons = sorted({row["triton"] for row in rows})
@@ -355,7 +355,7 @@ def resources_table() -> str:
     for row in rows:
         queries = "token tree" if row["tree"] else str(row["queries"])
         key = row["kernel"], float(row["capability"]), row["head_dim"], queries
-        if row["kernel"] == "merge_states":  # much the same in all of its binaries
+        if row["kernel"] == "merge_states":  # its binaries use nearly the same
             key = *key[:2], 0, ""
         found.setdefault(key, {}).setdefault(row["triton"], []).append(row)
 
@@ -403,7 +403,7 @@ def triton_table() -> str:
 
 
 def portable_table() -> str:
-    """The portable kernel now, before, and its peers of the run before."""
+    """The portable kernel now and before, and its peers in the earlier run."""
     now = published("kernel_portable")
     before = {
         c["workload"]: c["peers"] for c in published("kernel")["cells"] if c["heads"] == "32:8"
@@ -438,7 +438,6 @@ def kernel_entry(found: dict[str, object]) -> str:
     return f"{found['ms']:.4f}{'' if found['graph'] else '*'} ({found['roofline']:.0%})"
 
 
-#: table -> (file, results, what writes it)
 def startup_table() -> str:
     """Seconds to start, stock and ours in turns: medians, and each pair."""
     found = published("startup")
@@ -461,9 +460,9 @@ def startup_table() -> str:
     )
 
 
-#: H200s of 8 to a node. Reading, multiplying and the fixed time: as in kernel.json, whose
-#: `256_1024` takes 14 us more than its roof. Links: data sheets of NVLink 4 and of InfiniBand NDR
-#: with one port a GPU, and latencies that are assumed.
+#: A cluster of H200s, 8 to a node. Times of reading and multiplying, and the fixed time: from
+#: kernel.json, whose `256_1024` takes 14 us more than its roof. Links: data sheets of NVLink 4 and
+#: of InfiniBand NDR with one port per GPU; the latencies are assumed.
 H200S = Cluster(4.35e6, 7e8, 14.0, 8, Link(10.0, 4.5e5), Link(20.0, 5e4))
 
 
@@ -502,6 +501,7 @@ def scale_table() -> str:
     return "\n".join(lines)
 
 
+#: table -> (file that holds the table, its results, the function that writes it)
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
     "startup": ("docs/performance.md", "startup", startup_table),

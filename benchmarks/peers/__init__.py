@@ -1,7 +1,7 @@
 """Kernels to compare, behind one interface: make the peer once, prepare it for each workload.
 
-Plans and metadata are made in ``prepare``, outside of the timed region; a launch is the
-attention of one layer and nothing else.
+Plans and metadata are made in ``prepare``, outside of the timed region; a launch is only the
+attention of one layer.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from vllm_prefixshare.workloads.trees import Workload
 
 
 class UnavailableError(Exception):
-    """The peer cannot run here, or cannot serve this workload; the message says why."""
+    """The peer cannot run here, or cannot serve this workload; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Case:
     q: ``[num_reqs * query_len, num_qo_heads, head_dim]``.
     k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
     block_table, seq_lens: int32, ``[num_reqs, max_blocks]`` and ``[num_reqs]``.
-    out_dtype: of the output, where queries are quantised. extras: what the layer adds to plain
-        attention; its scales are float32 ``[num_kv_heads]``.
+    out_dtype: dtype of the output, where queries are quantised. extras: extra features of the
+        layer; their
+        scales are float32 ``[num_kv_heads]``.
     """
 
     workload: Workload
@@ -42,7 +43,7 @@ class Case:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Of ``config.FEATURES``, those that the layer has."""
+        """The layer's features, of those in ``config.FEATURES``."""
         x = self.extras
         has = {
             "sinks": x.sinks is not None,
@@ -53,7 +54,7 @@ class Case:
 
     def require_served_by(self, peer: "Peer") -> None:
         """Raise ``UnavailableError`` unless ``peer.serves`` has the layer's features, and "fp8"
-        where it is quantised; peers without it serve none of them.
+        where the layer is quantised. Peers without ``serves`` serve none of them.
         """
         quantised = ("fp8",) if self.k_cache.element_size() == 1 else ()
         for name in (*self.features, *quantised):
@@ -86,8 +87,8 @@ class Case:
             raise UnavailableError("one query a request only")
 
     def token_ids(self, row: int, start: int, end: int) -> torch.Tensor:
-        """int64 slots of the tokens ``[start, end)`` of a request, in a cache viewed as one
-        token a slot.
+        """int64 slots of the tokens ``[start, end)`` of a request, in a cache viewed as one token
+        per slot.
         """
         size = self.workload.block_size
         at = torch.arange(start, end)
@@ -106,20 +107,22 @@ class Launch:
 
 
 class Peer(Protocol):
-    """Made once; ``__init__`` raises ``UnavailableError`` where the peer is not installed."""
+    """A kernel to compare. ``__init__`` raises ``UnavailableError`` where the peer is not
+    installed.
+    """
 
     def prepare(self, case: Case) -> list[Launch]:
         """The ways to run this case; the fastest one counts.
 
         Raises:
-            UnavailableError: the peer cannot serve it.
+            UnavailableError: the peer cannot serve the case.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Options:
-    """What peers are made with: the device, and the user's checkouts of some of them."""
+    """Options of all peers: the device, and the user's checkouts of some peers."""
 
     device: torch.device
     dtype: torch.dtype
@@ -143,21 +146,21 @@ PEERS = {
 
 
 def make(name: str, options: Options) -> Peer:
-    """A peer by name.
+    """Make a peer by name.
 
     Raises:
-        UnavailableError: it does not import, build or support the device.
+        UnavailableError: the peer does not import, build or support the device.
     """
     module, cls, _ = PEERS[name]
     try:
         return getattr(import_module(f"peers.{module}"), cls)(options)
     except UnavailableError:
         raise
-    except Exception as e:  # foreign code: anything may go wrong in an import or a build
+    except Exception as e:  # other projects' code: an import or a build may raise anything
         raise UnavailableError(first_line(e)) from e
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line."""
+    """The first line of an exception."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

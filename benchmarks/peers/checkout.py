@@ -1,4 +1,4 @@
-"""Finding the user's own checkouts of research kernels."""
+"""Finds the user's own checkouts of research kernels."""
 
 import sys
 
@@ -6,7 +6,7 @@ from peers import Options, UnavailableError
 
 
 def use_checkout(options: Options, name: str, marker: str) -> None:
-    """Put on ``sys.path`` the folder of ``--NAME PATH`` in which ``marker`` lies.
+    """Put the folder of ``--NAME PATH`` that holds ``marker`` on ``sys.path``.
 
     Raises:
         UnavailableError: the option is missing, or its folder is not such a checkout.

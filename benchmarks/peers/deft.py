@@ -1,6 +1,6 @@
 """DeFT (github.com/LINs-lab/DeFT), from the user's own checkout.
 
-Its output is added up atomically, so it starts from zeros in each run; it is float32 here.
+DeFT adds up its output atomically, so each run starts from zeros; the output is float32 here.
 """
 
 from types import SimpleNamespace
@@ -66,14 +66,14 @@ class DeFT:
         return [Launch(flatten, "flatten"), Launch(node_chunk, "node chunk")]
 
     def tree(self, case: Case) -> SimpleNamespace:
-        """What DeFT's planner reads of its tree cache: nodes with token slots and the leaves
-        below them. Leaves are numbered by request; a forest hangs below an empty root.
+        """The parts of a tree cache that DeFT's planner reads: nodes with token slots, and the
+        leaves below them. Leaves are numbered by request; a forest hangs below an empty root.
         """
         w = case.workload
         inner = {n.parent for n in w.nodes}
         made = []
         for i, n in enumerate(w.nodes):
-            # a leaf's number is its request
+            # the number of a leaf is that of its request
             node = self.cache.TreeNode(n.first if i not in inner else w.num_reqs + i)
             end = min(n.end * w.block_size, int(w.seq_lens[n.first : n.last].min()))
             node.kv_indices = case.token_ids(n.first, n.start * w.block_size, end).tolist()

@@ -1,7 +1,7 @@
 """FastTree (github.com/PanZaifeng/FastTree-Artifact), from the user's own checkout.
 
-Its preparation takes nodes of tokens that lie one after the other; the token slots it lists are
-exchanged for those of the paged cache. A forest hangs below an empty root.
+FastTree's preparation takes nodes of contiguous tokens; the token slots that it lists are replaced
+by those of the paged cache. A forest hangs below an empty root.
 """
 
 import io
@@ -13,7 +13,7 @@ import torch
 from peers import Case, Launch, Options, UnavailableError
 from peers.checkout import use_checkout
 
-# The settings of the artifact's run_benchmark.sh; query tiles there hold 64 and 16 rows.
+# The settings of the artifact's run_benchmark.sh, whose query tiles hold 64 and 16 rows.
 Q_TILE_ROWS = (64, 16)
 KV_TILES = (32, 32)
 KV_SPLITS = (1024, 128)
@@ -65,7 +65,7 @@ class FastTree:
         out = torch.empty_like(case.q)
 
         def call() -> torch.Tensor:
-            # the preparation may have changed the tile sizes that its plan is for
+            # the preparation may have changed the tile sizes for which the plan was made
             self.fasttree.fasttree_decode(
                 case.q, k, v, out, entries, *aux, params.TSQs, params.TSKs, case.sm_scale
             )
@@ -74,7 +74,7 @@ class FastTree:
         return [Launch(call)]
 
     def tree(self, case: Case) -> tuple[list, torch.Tensor]:
-        """FastTree's nodes, the root first, and the cache slots of their tokens in order."""
+        """FastTree's nodes, the root first, and the cache slots of the nodes' tokens in order."""
         w = case.workload
         single = w.nodes[0].last - w.nodes[0].first == w.num_reqs
         nodes, slots = [], []

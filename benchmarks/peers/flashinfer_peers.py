@@ -1,6 +1,6 @@
 """FlashInfer: batch decode with a paged cache, and the multi-level cascade.
 
-Its kernels are compiled when they are first planned, some minutes with a cold cache.
+FlashInfer compiles its kernels at the first plan, which takes some minutes with a cold cache.
 """
 
 import numpy as np
@@ -20,8 +20,8 @@ def int32(values) -> torch.Tensor:
 
 
 class FlashInfer:
-    """``BatchDecodeWithPagedKVCacheWrapper``, on tensor cores from 4 heads a KV head on as its
-    documentation advises. Several queries a request, and token trees, run in
+    """``BatchDecodeWithPagedKVCacheWrapper``, on tensor cores from 4 query heads per KV head on, as
+    its documentation advises. Several queries per request, and token trees, run in
     ``BatchPrefillWithPagedKVCacheWrapper``.
     """
 
@@ -86,8 +86,8 @@ def token_tree_mask(case: Case) -> torch.Tensor:
 
 
 class FlashInferCascade:
-    """``MultiLevelCascadeAttentionWrapper``: a level of the forest each, the requests' private
-    blocks last. A request without a node on some level reads nothing there.
+    """``MultiLevelCascadeAttentionWrapper``: one level for each level of the forest, and the last
+    one for the requests' private blocks. A request without a node on a level reads nothing there.
     """
 
     def __init__(self, options: Options) -> None:
@@ -139,8 +139,8 @@ def page_arrays(w: Workload, spans: list[Span]) -> tuple[torch.Tensor, ...]:
 
 
 def levels_of(case: Case) -> list[list[Span]]:
-    """``(first, last, start, end)`` of the requests and columns of each level, top down; the
-    spans of a level cover all requests in order, with ``start == end`` where there is none.
+    """``(first, last, start, end)`` of the requests and columns of each level, top down. The spans
+    of a level cover all requests in order; ``start == end`` where a request has no node.
     """
     w = case.workload
     depth: list[int] = []

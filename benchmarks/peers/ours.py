@@ -5,7 +5,7 @@ from vllm_prefixshare import PrefixShareDecodeWrapper
 
 
 class Ours:
-    """The kernel that the wrapper picks for the device: Hopper's, or the CPU executor."""
+    """The wrapper's choice for the device: the Hopper kernel, or the CPU executor."""
 
     kernel = "auto"
     serves = ("sinks", "soft_cap", "alibi", "fp8")
@@ -40,7 +40,7 @@ class Ours:
         table, lens = (case.block_table, case.seq_lens) if cuda else (w.block_table, w.seq_lens)
         out = case.q.new_empty(case.q.shape, dtype=case.out_dtype)
         tensors = case.q, case.k_cache, case.v_cache, table, lens, out
-        wrapper.run(*tensors, extras=case.extras)  # looks at scales, which a capture cannot
+        wrapper.run(*tensors, extras=case.extras)  # reads the scales, as a capture cannot
 
         def call():
             return wrapper.run(*tensors, extras=case.extras)

@@ -1,7 +1,7 @@
 """PAT (github.com/flashserve/PAT), from the user's own checkout with its extension built.
 
-It launches on the default stream and on streams of its own, so it cannot be captured in a CUDA
-graph and is timed without one.
+PAT launches on the default stream and on streams of its own. A CUDA graph cannot capture that, so
+PAT is timed without one.
 """
 
 import os
@@ -11,8 +11,8 @@ import torch
 from peers import Case, Launch, Options, UnavailableError, first_line
 from peers.checkout import use_checkout
 
-#: PAT's tiles (query rows, KV tokens, warps) without (16, 128, 1), which needs blocks of 32
-#: tokens or more: the first one listed takes its place
+#: PAT's tiles (query rows, KV tokens, warps) without (16, 128, 1), which needs blocks of 32 tokens
+#: or more; the first tile listed replaces it
 SMALL_BLOCK_TILES = [
     [16, 64, 1],
     *([64, n, 4] for n in (128, 64, 32)),
@@ -59,7 +59,7 @@ class PAT:
 
             try:
                 call()
-            except RuntimeError as e:  # what it supports is only checked there
+            except RuntimeError as e:  # unsupported cases are refused only there
                 raise UnavailableError(first_line(e)) from e
             return Launch(call, "one stream" if one_stream else "streams", graph=False)
 

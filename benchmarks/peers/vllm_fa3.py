@@ -1,6 +1,6 @@
 """vLLM 0.26's FlashAttention 3, as its FLASH_ATTN backend calls it for decode, and its cascade.
 
-The scheduler metadata is made once a step there, so it is made in ``prepare`` here.
+vLLM makes the scheduler metadata once per step, so it is made in ``prepare`` here.
 """
 
 import torch
@@ -51,7 +51,7 @@ def schedule(
 
 
 class FA3:
-    """Paged, variable lengths; reads the KV of each request on its own."""
+    """Paged attention with variable lengths, which reads the KV of each request separately."""
 
     serves = ("sinks", "soft_cap", "fp8")
 
@@ -66,7 +66,7 @@ class FA3:
             raise UnavailableError("no token trees")
         starts, longest = case.query_start_loc(), int(w.seq_lens.max())
         out = torch.empty_like(case.q, dtype=case.out_dtype)
-        # as vLLM's backend hands them over: a view for each request
+        # as vLLM's backend passes them: one view per request
         scales = {
             f"{x}_descale": None if scale is None else scale.expand(w.num_reqs, -1)
             for x, scale in zip("qkv", case.extras[3:], strict=True)
@@ -103,9 +103,9 @@ class FA3:
 
 
 class FA3Cascade:
-    """vLLM's ``cascade_attention``: one pass over the prefix that the whole batch shares, one
-    over the rest of each request, and a merge. Used wherever there is such a prefix, whatever
-    vLLM's heuristic would say.
+    """vLLM's ``cascade_attention``: one pass over the prefix that the whole batch shares, one pass
+    over the rest of each request, and a merge. Used wherever there is such a prefix, without vLLM's
+    heuristic.
     """
 
     def __init__(self, options: Options) -> None:

@@ -51,7 +51,7 @@ class XFormers:
         for name in ("triton_splitk", "flash", "flash3"):
             try:
                 found.append(launch(getattr(self.fmha, name).FwOp))
-            except Exception as e:  # what an operator does not support it says in many ways
+            except Exception as e:  # operators report unsupported cases with many exception types
                 reasons.append(f"{name}: {first_line(e)}")
         if not found:
             raise UnavailableError("; ".join(reasons))
