@@ -63,8 +63,8 @@ class SharedDocuments:
         )
 
 
-#: The last two share nothing: each request has its own document, cached beforehand so that a repeat
-#: costs no prefill.
+#: The last three share nothing: each request has its own document, cached beforehand so that a
+#: repeat costs no prefill.
 FIXED = {
     "doc32k": SharedDocuments("64 requests on one 32k document", 1, 64, 32768, 64),
     "docs8k": SharedDocuments("8 documents x 16 requests, 8k each", 8, 16, 8192, 64),

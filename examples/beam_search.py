@@ -1,10 +1,11 @@
 """Wide beam search over a document, with vLLM's own ``LLM.beam_search``.
 
-vLLM runs a step of beam search as one new request for each beam, of one token. What a beam has in
-full KV blocks comes from the prefix cache, the tokens after them are computed again as a prompt,
-and attention over prompts is vLLM's own. So a step decodes, and can share, only where all but the
-last token of a beam fill whole blocks: one step in ``--block-size``. The table says how much that
-is. Many samples of one prompt (majority_vote.py) decode, and share, at every step.
+vLLM runs a step of beam search as one new request of one output token for each beam. The full KV
+blocks of a beam come from the prefix cache, and the tokens after them are computed again as a
+prompt, for which vLLM's own attention is used. So a step decodes, and can share, only where all but
+the last token of a beam
+fill whole blocks: one step in ``--block-size``. The table shows the saving in these steps. Many
+samples of one prompt (majority_vote.py) decode, and share, at every step.
 
     python examples/beam_search.py
     python examples/beam_search.py --model MODEL --width 32 --max-tokens 64 --block-size 16
@@ -20,7 +21,7 @@ DOCUMENT = Path(__file__).resolve().parent / "document.md"
 
 
 class Beam(NamedTuple):
-    """A beam without its prompt. score: its log-probability."""
+    """The output of a beam, without the prompt. score: log-probability of the beam."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -28,12 +29,12 @@ class Beam(NamedTuple):
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Beam], list[Beam]]:
-    """Search; the beams, the best first."""
+    """Search; return the beams, the best first."""
     from vllm.sampling_params import BeamSearchParams
 
     tokenizer = llm.get_tokenizer()
     text = DOCUMENT.read_text(encoding="utf-8")
-    # with two tokens more, a beam has whole blocks and one token: a step that can share
+    # after two more tokens, a beam has whole blocks and one token: a step that can share
     prompt = tokenizer.encode(text)[: args.prompt_tokens // args.block_size * args.block_size - 1]
     found = llm.beam_search(
         [{"prompt_token_ids": prompt}],
@@ -47,10 +48,10 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Beam], list[Beam]]:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the example; the exit status."""
     parser = common.options(__doc__, max_model_len=4096, block_size=32, pairs=3)
-    parser.add_argument("--width", type=int, default=8, help="beams")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="of the document")
+    parser.add_argument("--width", type=int, default=8, help="number of beams")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="tokens of the document")
     parser.add_argument("--max-tokens", type=int, default=8, help="length of a beam")
     args = parser.parse_args()
     common.at_least(args, 1, "width", "max_tokens")

@@ -1,9 +1,9 @@
-"""What the examples share: options, engines that take turns, and the table at the end.
+"""The common part of the examples: options, engines that take turns, and the table at the end.
 
-Each engine is vLLM's own ``LLM`` in a process of its own, because vLLM reads its settings when
-it is imported. The stock one and the one with PREFIX_SHARE differ in ``attention_backend`` alone.
-An example is a function ``work(llm, args)``: it calls ``llm.generate`` as any program would, and
-returns the completions with whatever it wants to show of them.
+Each engine is vLLM's own ``LLM`` in a separate process, because vLLM reads its settings when it is
+imported. The stock engine and the engine with PREFIX_SHARE differ only in ``attention_backend``. An
+example is a function ``work(llm, args)``: it calls ``llm.generate`` as any program would, and
+returns the completions and the values to show.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from vllm_prefixshare.settings import PREFIX, VARIABLES
 
 OURS, STOCK = "PREFIX_SHARE", "stock vLLM"
 
-#: Set for both engines where the environment does not say otherwise: no network, and two
-#: engines side by side on a machine with few cores.
+#: Defaults of both engines for variables that are not set: no network, and two engines side by side
+#: on a machine with few cores.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -43,23 +43,24 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-#: Tokens may differ where stock's two best are no further apart, in nats: below it rounding
-#: decides. bfloat16 logits between 16 and 32 come in steps of 0.125; two steps are rounding.
+#: Tokens may differ where stock's two best tokens are at most this many nats apart, because
+#: rounding decides between them. bfloat16 logits between 16 and 32 come in steps of 0.125; two
+#: steps are rounding.
 MAX_GAP = {"float32": 0.05, "bfloat16": 0.26, "float16": 0.05}
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of an example over an engine made.
+    """The result of one pass of an example over an engine.
 
     tokens: token ids of every sequence, in order.
     gaps: for each token of a sequence, the log-probability of the best token minus that of the
-        second best, in nats; empty where the example did not ask for them.
-    shown: what the example returned to be shown.
-    seconds: of the pass. ms_per_token: mean time of an output token after that before it, as
-        vLLM's own metrics have it; None where no request has two.
+        second best, in nats; empty where the example requested no gaps.
+    shown: the values that the example returned to be shown.
+    seconds: duration of the pass. ms_per_token: mean time from an output token to the next, from
+        vLLM's own metrics; None where no request has two tokens.
     stats: ``prefix_share_stats`` of the pass; empty for stock.
-    dtype: of the model. note: why the fastest kernel is not in use, if there is something to say.
+    dtype: dtype of the model. note: why the fastest kernel is not used, or empty.
     """
 
     tokens: list[tuple[int, ...]]
@@ -77,7 +78,7 @@ class Pass:
         return sum(map(len, self.tokens))
 
 
-#: ``work(llm, args)`` of an example: the completions, and what is to be shown of them.
+#: ``work(llm, args)`` of an example: the completions, and the values to show.
 Work = Callable[[Any, argparse.Namespace], tuple[Sequence[Any], Any]]
 
 
@@ -85,23 +86,23 @@ class Runner(Protocol):
     """An engine or a server that is starting."""
 
     def wait(self) -> None:
-        """Return when it can serve."""
+        """Wait until the engine or server can serve."""
 
     def run(self, work: Any, args: argparse.Namespace) -> Pass:
-        """One pass."""
+        """Run one pass."""
 
     def pause(self) -> None:
-        """Stop its processes until the next pass: even an idle engine takes time of the cores."""
+        """Stop all processes until the next pass, because even an idle engine uses CPU time."""
 
     def close(self) -> None:
-        """End all of its processes."""
+        """End all processes."""
 
 
 # ---- options
 
 
 def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with what all examples understand; ``defaults`` are the example's own."""
+    """A parser with the options of all examples; ``defaults`` are the example's own defaults."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,7 +126,7 @@ def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run stock vLLM beside it",
+        help="compare with stock vLLM",
     )
     group.add_argument(
         "--pairs", type=int, default=5, help="timed passes of each engine; 0: no times"
@@ -139,7 +140,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Fill in the model and the log file.
 
     Raises:
-        PrefixShareError: an option of ``options`` is not usable, or a setting of ours is not.
+        PrefixShareError: an option of ``options``, or one of our settings, is not usable.
     """
     unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES]
     if unknown:
@@ -180,12 +181,12 @@ def at_least(args: argparse.Namespace, least: int, *names: str) -> None:
 
 
 def run_example(main: Callable[[], int]) -> None:
-    """End the process with ``main``'s status; 2 with one sentence for a user's mistake."""
+    """End the process with ``main``'s status, or with 2 and one sentence for a user's mistake."""
     name = Path(sys.argv[0]).stem
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # a terminal that lacks what trees are drawn with
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines are closed on the way out
+            stream.reconfigure(errors="replace")  # a terminal may lack the characters of trees
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting closes engines
     try:
         status = main()
     except PrefixShareError as e:
@@ -197,7 +198,7 @@ def run_example(main: Callable[[], int]) -> None:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file. ``what`` names it in the error if it is empty or cannot be read."""
+    """The text of a file. ``what`` names the file in the error if it is empty or cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -209,7 +210,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def on_cpu() -> bool:
-    """Whether the vLLM that is installed is its CPU build."""
+    """Whether the installed vLLM is its CPU build."""
     try:
         return bool(metadata.version("vllm-cpu"))
     except metadata.PackageNotFoundError:
@@ -220,11 +221,12 @@ def on_cpu() -> bool:
 
 
 class Engine:
-    """``vllm.LLM`` in a process of its own. Its output goes to ``args.log``.
+    """``vllm.LLM`` in a separate process, with its output in ``args.log``.
 
     Args:
         args: options of ``options``, ``max_num_seqs``, and ``trace``: a file that records the
-            batches with PREFIX_SHARE, for ``draw_tree``.
+            batches with
+            PREFIX_SHARE, for ``draw_tree``.
         backend: ``OURS`` or ``STOCK``.
         environment: further variables for this engine.
     """
@@ -244,26 +246,26 @@ class Engine:
         theirs.close()
 
     def wait(self) -> None:
-        """Return when the engine can serve.
+        """Wait until the engine can serve.
 
         Raises:
-            PrefixShareError: it refused its settings.
+            PrefixShareError: the engine refused its settings.
         """
         self._receive()
 
     def run(self, work: Work, args: argparse.Namespace) -> Pass:
-        """One pass of ``work``, which a module must define so that it can be sent by name."""
+        """Run one pass of ``work``, which a module must define so that it can be sent by name."""
         self._signal(signal.SIGCONT)
         self._pipe.send((work, args))
         result: Pass = self._receive()
         return result
 
     def pause(self) -> None:
-        """Stop its processes until the next pass."""
+        """Stop all processes until the next pass."""
         self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """End all of its processes."""
+        """End all processes."""
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._pipe.send(None)
@@ -285,12 +287,12 @@ class Engine:
     def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)  # it leads a group, see _serve
+            os.killpg(self._process.pid, number)  # this process leads a group, see _serve
 
 
 def _quiet_tracker(log: Path) -> None:
-    """Start Python's tracker of semaphores, which warns of those that vLLM leaves, with ``log`` as
-    its standard error.
+    """Start Python's tracker of semaphores with ``log`` as its standard error. The tracker warns of
+    semaphores that vLLM leaves behind.
     """
     terminal = os.dup(2)
     with log.open("ab") as file:
@@ -306,7 +308,7 @@ def _serve(
     pipe: Connection, args: argparse.Namespace, backend: str, variables: dict[str, str]
 ) -> None:
     """The process of an ``Engine``."""
-    os.setpgid(0, 0)  # with all that vLLM starts, so that one signal reaches it
+    os.setpgid(0, 0)  # a group with all processes that vLLM starts, so that one signal reaches them
     with args.log.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -316,7 +318,7 @@ def _serve(
 
         settings = {"model": str(args.model), "seed": 0, "disable_log_stats": False}
         settings["dtype"] = args.dtype or default_dtype()
-        if on_cpu():  # an engine starts sooner: it warms up with as many tokens
+        if on_cpu():  # faster start: an engine warms up with this many tokens
             settings.update(enforce_eager=True, max_num_batched_tokens=512)
         for name in ("max_model_len", "max_num_seqs", "max_logprobs", "block_size"):
             if getattr(args, name, None) is not None:
@@ -341,14 +343,14 @@ def _serve(
 
 
 def default_dtype() -> str:
-    """``auto``, but float32 on a CPU on which sharing has no bfloat16 kernel: there bfloat16
-    gains nothing, and float32 shows that tokens are the same.
+    """``auto``, or float32 on a CPU on which sharing has no bfloat16 kernel: bfloat16 gains nothing
+    there, and float32 shows that tokens are the same.
     """
     return "float32" if note() else "auto"
 
 
 def note() -> str:
-    """Why sharing runs in torch operators on this CPU; empty where it does not, and on GPUs."""
+    """Why sharing runs in torch operators on this CPU; empty on other CPUs, and on GPUs."""
     if not on_cpu():
         return ""
     from vllm_prefixshare.config import AttentionConfig
@@ -361,7 +363,7 @@ def note() -> str:
 
 def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
     if backend == OURS:
-        llm.collective_rpc("prefix_share_stats", args=(True,))  # from zero
+        llm.collective_rpc("prefix_share_stats", args=(True,))  # resets the counters
     before = _latencies(llm)
     began = time.perf_counter()
     completions, shown = work(llm, args)
@@ -381,7 +383,7 @@ def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
 
 
 def _latencies(llm: Any) -> tuple[float, int]:
-    """Seconds from each token to the next, added up, and how many."""
+    """Sum of the seconds from each token to the next, and the number of such intervals."""
     found = [m for m in llm.get_metrics() if m.name == "vllm:inter_token_latency_seconds"]
     return sum(m.sum for m in found), sum(m.count for m in found)
 
@@ -398,7 +400,9 @@ def _gaps(completion: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """first: a pass of each engine, not timed. timed: the others, in the order of their turns."""
+    """The passes of the engines. first: one untimed pass of each engine. timed: the timed passes,
+    in order.
+    """
 
     first: dict[str, Pass]
     timed: dict[str, list[Pass]]
@@ -412,7 +416,7 @@ class Comparison:
 def compare(
     args: argparse.Namespace, work: Any, start: Callable[[argparse.Namespace, str], Runner] = Engine
 ) -> Comparison:
-    """``work`` on an engine with PREFIX_SHARE and, with ``args.compare``, on a stock one."""
+    """Run ``work`` on an engine with PREFIX_SHARE and, with ``args.compare``, on a stock engine."""
     backends = [OURS, STOCK] if args.compare else [OURS]
     if not getattr(args, "base_url", None):
         print(f"starting {' and '.join(backends)}; what vLLM prints goes to {args.log}", flush=True)
@@ -448,11 +452,11 @@ def started(
 def take_turns(
     runners: dict[str, Runner], args: argparse.Namespace, work: Any, progress: Progress
 ) -> Comparison:
-    """A first pass of each, then ``args.pairs`` in turns, so that whatever else the machine does
-    meets both. The engine whose turn it is not is stopped.
+    """Run a first pass of each engine, then ``args.pairs`` passes in turns, so that other load on
+    the machine affects both. The waiting engine is stopped.
 
-    ``args.logprobs`` is 2 in the first pass, for ``SamplingParams`` of greedy examples, and None
-    in those that are timed.
+    ``args.logprobs`` is 2 in the first pass, for ``SamplingParams`` of greedy examples, and None in
+    the timed passes.
     """
 
     def turn(name: str, logprobs: int | None) -> Pass:
@@ -465,17 +469,17 @@ def take_turns(
     first = {name: turn(name, 2) for name in runners}
     timed: dict[str, list[Pass]] = {name: [] for name in runners}
     for pair in range(args.pairs):
-        for name in sorted(runners, reverse=bool(pair % 2)):  # neither always comes first
+        for name in sorted(runners, reverse=bool(pair % 2)):  # neither engine always runs first
             timed[name].append(turn(name, None))
     return Comparison(first, timed)
 
 
-# ---- what came out
+# ---- the results
 
 
 def parted(ours: Pass, stock: Pass) -> list[float]:
-    """For each sequence that differs: how sure stock was of its token there, in nats; infinite
-    where that is not known.
+    """For each sequence that differs: the lead of stock's token at the first difference, in nats;
+    infinite where the lead is not known.
     """
     gaps = []
     for i, (a, b) in enumerate(zip(ours.tokens, stock.tokens, strict=False)):
@@ -492,7 +496,7 @@ def show_gain(found: Comparison) -> int:
     """Print the table.
 
     Returns:
-        exit status: 1 if tokens differ that rounding does not explain.
+        exit status: 1 if tokens differ and rounding does not explain it.
     """
     stats, first = found.ours.stats, found.first
     read, alone = stats["kv_tokens_read"], stats["kv_tokens_stock"]
@@ -527,8 +531,8 @@ def _row(name: str, ours: str, stock: str, gain: float | None) -> None:
 def medians(
     found: Comparison, value: Callable[[Pass], float | None]
 ) -> tuple[dict[str, float], list[float]]:
-    """The median of each engine of a ``value`` that is better the smaller it is, and how many
-    times smaller it is with PREFIX_SHARE in each pair.
+    """The median of each engine of a ``value`` for which smaller is better, and for each pair how
+    many times smaller it is with PREFIX_SHARE.
     """
     values = {
         backend: [x for result in results if (x := value(result)) is not None]
@@ -541,7 +545,7 @@ def medians(
 
 
 def same_tokens(found: Comparison) -> tuple[str, int]:
-    """What is to be said of the tokens of both engines, and the exit status."""
+    """A text that compares the tokens of both engines, and the exit status."""
     if STOCK not in found.first:
         return "not compared", 0
     ours, stock = found.first[OURS], found.first[STOCK]
@@ -553,7 +557,7 @@ def same_tokens(found: Comparison) -> tuple[str, int]:
     if max(gaps) <= MAX_GAP[ours.dtype]:
         return f"yes, but for {len(gaps)} ties of {total}", 0
     if ours.dtype != "float32" and max(gaps) == float("inf"):
-        return f"{same}; {ours.dtype} rounds", 0  # what was drawn may differ by rounding
+        return f"{same}; {ours.dtype} rounds", 0  # rounding may change random samples
     return f"NO, {same}", 1
 
 
@@ -568,10 +572,10 @@ def new_trace() -> Path:
 
 
 def largest_batch(trace: Path) -> int:
-    """Which line of ``trace`` has the most requests.
+    """The line of ``trace`` with the most requests.
 
     Raises:
-        PrefixShareError: it has none.
+        PrefixShareError: ``trace`` has no line.
     """
     sizes = [len(json.loads(line)["kv_lens"]) for line in trace.read_text().splitlines()]
     if not sizes:
@@ -580,7 +584,7 @@ def largest_batch(trace: Path) -> int:
 
 
 def draw_tree(trace: Path) -> None:
-    """Print the prefix tree of the largest batch in ``trace``, which is deleted."""
+    """Print the prefix tree of the largest batch in ``trace``, and delete ``trace``."""
     import numpy as np
 
     from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch

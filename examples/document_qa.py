@@ -1,14 +1,16 @@
 """Questions about one document: ``make demo``.
 
-All questions share the document's KV blocks. Every decode step reads them once for all questions
-instead of once for each. Answers are checked against the text, tokens against stock vLLM's.
+All questions share the document's KV blocks. Every decode step reads these blocks once for all
+questions instead of once per question. Answers are checked against the text, tokens against stock
+vLLM's.
 
     python examples/document_qa.py                       the handbook beside this file
     python examples/document_qa.py --document F --questions F    your own
-    python examples/document_qa.py --no-compare          without stock vLLM beside it
+    python examples/document_qa.py --no-compare          without stock vLLM
 
-A file of questions has one on each line, with the words of its answer after a bar if they are to
-be checked: How high is the lighthouse? | 38 metres
+A file of questions has one question per line. To check an answer, add the words that it must have
+after a
+bar: How high is the lighthouse? | 38 metres
 """
 
 import argparse
@@ -25,7 +27,7 @@ DOCUMENT = Path(__file__).resolve().parent / "document.md"
 
 
 class Question(NamedTuple):
-    """expected: words of the answer, which stand in the document; empty if not known."""
+    """A question. expected: words of the answer in the document; empty if not known."""
 
     text: str
     expected: str = ""
@@ -52,7 +54,7 @@ QUESTIONS = (
 
 
 def read_questions(path: Path | None) -> list[Question]:
-    """The questions of a file, or those above without one."""
+    """The questions of a file; without a file, the questions above."""
     if path is None:
         return list(QUESTIONS)
     lines = common.read_text(path, "question file").splitlines()
@@ -61,7 +63,7 @@ def read_questions(path: Path | None) -> list[Question]:
 
 
 def sentence_with(document: str, words: str) -> str:
-    """The first sentence of the document that has these words; empty if none has."""
+    """The first sentence of the document that has these words; empty if there is none."""
     for line in document.splitlines():
         for sentence in re.split(r"(?<=[.!?]) ", line):
             if words.lower() in sentence.lower():
@@ -80,7 +82,7 @@ def check_length(document: str, questions: list[Question], args: argparse.Namesp
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     longest = max((question.text for question in questions), key=len)
-    tokens = len(tokenizer.encode(prompt(document, longest))) + 64  # the chat template's words
+    tokens = len(tokenizer.encode(prompt(document, longest))) + 64  # 64: the chat template
     if tokens + args.max_tokens > args.max_model_len:
         raise PrefixShareError(
             f"the document and its longest question are {tokens} tokens, and with "
@@ -90,7 +92,7 @@ def check_length(document: str, questions: list[Question], args: argparse.Namesp
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
-    """Ask everything at once; the answers."""
+    """Ask all questions at once; return the answers."""
     from vllm import SamplingParams
 
     outputs = llm.chat(
@@ -102,7 +104,7 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
 
 
 def show_answers(document: str, questions: list[Question], answers: list[str]) -> None:
-    """Each question with its answer and what the document says."""
+    """Print each question with its answer and the document's sentence."""
     checked = right = 0
     for i, (question, answer) in enumerate(zip(questions, answers, strict=True), 1):
         print(f"\n{i:2}. {question.text}")
@@ -126,10 +128,10 @@ def show_answers(document: str, questions: list[Question], answers: list[str]) -
 
 
 def main() -> int:
-    """The exit status: 1 if the tokens of the two engines differ."""
+    """Run the example; the exit status is 1 if the tokens of the two engines differ."""
     parser = common.options(__doc__, pairs=9)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--questions", type=Path, help="one question a line")
+    parser.add_argument("--questions", type=Path, help="file with one question per line")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of an answer")
     args = parser.parse_args()
     common.at_least(args, 1, "max_tokens")

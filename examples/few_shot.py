@@ -1,7 +1,8 @@
 """Classification with few examples: many words to label behind one prompt of labelled words.
 
-Every request shares the labelled words and reads a word of its own. A label is short, so there are
-few decode steps: most of the time of such a batch is prefill, which PREFIX_SHARE leaves as it is.
+Every request shares the labelled words and adds a word of its own. A label is short, so there are
+few decode
+steps: most of the time of such a batch is prefill, which PREFIX_SHARE does not change.
 
     python examples/few_shot.py
     python examples/few_shot.py --model MODEL --shots 24
@@ -39,7 +40,7 @@ SHOTS = (
     ("drill", "thing, tool"),
     ("ship", "thing, vehicle"),
 )
-#: With the labels that they should get, which the model does not see.
+#: Words with their correct labels, which the model does not see.
 WORDS = (
     ("eel", "animal, fish"),
     ("owl", "animal, bird"),
@@ -61,7 +62,7 @@ WORDS = (
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
-    """Classify; the labels."""
+    """Classify; return the labels."""
     from vllm import SamplingParams
 
     shots = "".join(f"Word: {word}\nLabel: {label}\n\n" for word, label in SHOTS[: args.shots])
@@ -75,7 +76,7 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
 
 
 def show_labels(labels: list[str]) -> None:
-    """A line for each word, and how many labels are right."""
+    """Print a line for each word, and how many labels are right."""
     print()
     right = 0
     for (word, expected), label in zip(WORDS, labels, strict=False):
@@ -86,7 +87,7 @@ def show_labels(labels: list[str]) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the example; the exit status."""
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=5)
     parser.add_argument("--shots", type=int, default=24, choices=range(1, len(SHOTS) + 1))
     parser.add_argument("--words", type=int, default=16, choices=range(1, len(WORDS) + 1))

@@ -1,9 +1,9 @@
-"""The rollouts of GRPO: groups of samples with rewards and advantages; nothing is trained.
+"""The rollouts of GRPO: groups of samples with rewards and advantages, without training.
 
 All groups share the instructions, and the samples of a group share its whole prompt. Rewards come
-from a rule that can be checked. The advantage of a sample is its reward, less the mean of its
-group, over the group's standard deviation. ``--out`` writes what a trainer takes: token ids,
-log-probabilities of the tokens drawn, rewards and advantages, a sample on each line.
+from a rule that can be checked. The advantage of a sample is its reward minus the mean of its
+group, divided by the group's standard deviation. ``--out`` writes the input of a trainer: token
+ids, log-probabilities of the sampled tokens, rewards and advantages, one sample per line.
 
     python examples/grpo_rollouts.py --out rollouts.jsonl
     python examples/grpo_rollouts.py --model MODEL --groups 8 --samples 64 --max-tokens 256
@@ -44,7 +44,7 @@ TASKS = ((15, 4), (8, 6), (12, 9), (16, 5), (24, 7), (11, 13), (35, 8), (27, 16)
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Sample all groups at once; a record for each sample."""
+    """Sample all groups at once; return a record for each sample."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -53,7 +53,7 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[dict[str, 
         seed=7,
         max_tokens=args.max_tokens,
         stop=["\n"],
-        logprobs=0,  # of the drawn tokens alone: the policy under which they were drawn
+        logprobs=0,  # only of the sampled tokens: the policy that sampled them
     )
     tasks = TASKS[: args.groups]
     prompts = [f"{INSTRUCTIONS}\nAdd {a} and {b}.\n" for a, b in tasks]
@@ -84,13 +84,13 @@ def reward(text: str, a: int, b: int) -> float:
 
 
 def advantages(rewards: list[float]) -> list[float]:
-    """Rewards less their mean, over their standard deviation; 0 where all are equal."""
+    """Rewards minus their mean, divided by their standard deviation; 0 where all are equal."""
     mean, deviation = statistics.mean(rewards), statistics.pstdev(rewards)
     return [(r - mean) / deviation if deviation else 0.0 for r in rewards]
 
 
 def show_groups(records: list[dict[str, Any]]) -> None:
-    """A line for each group, with its best and its worst sample."""
+    """Print a line for each group, with its best and its worst sample."""
     print(f"\n{'group':12}{'mean reward':>12}{'deviation':>11}   advantages   best, worst sample")
     for group, (a, b) in enumerate(TASKS):
         samples = [r for r in records if r["group"] == group]
@@ -107,10 +107,10 @@ def show_groups(records: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the example; the exit status."""
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=3)
     parser.add_argument("--groups", type=int, default=4, choices=range(1, len(TASKS) + 1))
-    parser.add_argument("--samples", type=int, default=8, help="of each group")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each group")
     parser.add_argument("--max-tokens", type=int, default=12, help="length of a sample")
     parser.add_argument("--out", type=Path, help="write the rollouts here, as JSON lines")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """The plan of a batch as text and as a picture, with the package's own command line.
 
-Without ``--tree``, questions about a document are put to an engine, which records the batches that
-it plans for (``VLLM_PREFIXSHARE_TRACE``). Then ``vllm-prefixshare inspect`` shows the last one:
+Without ``--tree``, an engine answers questions about a document, and records the batches that it
+plans for (``VLLM_PREFIXSHARE_TRACE``). Then ``vllm-prefixshare inspect`` shows the largest batch:
 the forest, a line for each divider, and a picture of forest and schedule.
 
     python examples/inspect_plan.py --svg plan.svg
@@ -23,7 +23,7 @@ QUESTIONS = ("When was it founded?", "How high is the lighthouse?", "What does a
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], None]:
-    """Samples of the answers to each question about the start of the document."""
+    """Sample answers to each question about the start of the document."""
     from vllm import SamplingParams
 
     tokens = llm.get_tokenizer().encode(DOCUMENT.read_text(encoding="utf-8"))
@@ -35,14 +35,14 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], None]:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the example; the exit status."""
     parser = common.options(__doc__, max_model_len=4096, block_size=32)
     parser.add_argument("--tree", help="nodes_tokens of each level; no engine is started")
-    parser.add_argument("--samples", type=int, default=4, help="of the answer to each question")
+    parser.add_argument("--samples", type=int, default=4, help="samples for each question")
     parser.add_argument("--document-tokens", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=4)
     parser.add_argument("--gpu", default="H200", help="plan as on this GPU")
-    parser.add_argument("--svg", type=Path, default=Path("plan.svg"), help="the picture")
+    parser.add_argument("--svg", type=Path, default=Path("plan.svg"), help="file for the picture")
     args = parser.parse_args()
     common.at_least(args, 1, "samples", "document_tokens")
     common.at_least(args, 2, "max_tokens")
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def said(status: int, picture: Path) -> int:
-    """``status``, after naming the picture if there is one."""
+    """Print the name of the picture, if there is one, and return ``status``."""
     if status == 0:
         print(f"picture of the forest and the schedule: {picture}")
     return status

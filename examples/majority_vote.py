@@ -1,8 +1,8 @@
-"""Many samples of each question, and the answer that most of them give.
+"""Many samples of each question, and the answer that most samples give.
 
-All samples of a question share its whole prompt, and all questions share the worked examples
-before them. A small model is often wrong, but seldom in the same way: the right answer has the
-most votes.
+All samples of a question share its whole prompt, and all questions share the worked examples before
+them. A
+small model is often wrong, but seldom in the same way: the right answer gets the most votes.
 
     python examples/majority_vote.py
     python examples/majority_vote.py --model MODEL --samples 64 --max-tokens 200
@@ -25,7 +25,7 @@ WORKED = (
     ("Pia has 21 shells and finds 8 more.", "21 + 8 = 29"),
     ("Sam has 4 keys and gets 9 more.", "4 + 9 = 13"),
 )
-#: With the right answers, which the model does not see.
+#: Questions with the right answers, which the model does not see.
 QUESTIONS = (
     ("Ben has 15 coins and finds 4 more.", 19),
     ("Kim has 8 eggs and buys 6 more.", 14),
@@ -41,7 +41,7 @@ def prompt(question: str) -> str:
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[list[int | None]]]:
-    """Sample; the answers by question, None where a sample has none."""
+    """Sample; return the answers by question, None where a sample has none."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -60,7 +60,7 @@ def answer_of(text: str) -> int | None:
 
 
 def show_votes(answers: list[list[int | None]]) -> None:
-    """A line for each question, and how often one sample and the majority are right."""
+    """Print a line for each question, and how often one sample and the majority are right."""
     single = majority = 0.0
     for (question, right), given in zip(QUESTIONS, answers, strict=False):
         votes = Counter(answer for answer in given if answer is not None)
@@ -78,9 +78,9 @@ def show_votes(answers: list[list[int | None]]) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the example; the exit status."""
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=3)
-    parser.add_argument("--samples", type=int, default=16, help="of each question")
+    parser.add_argument("--samples", type=int, default=16, help="samples of each question")
     parser.add_argument("--questions", type=int, default=2, choices=range(1, len(QUESTIONS) + 1))
     parser.add_argument("--max-tokens", type=int, default=12, help="length of a sample")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
-"""A search through a tree of thoughts: branch, check, prune, go on from the best.
+"""A search through a tree of thoughts: branch, check, prune, continue with the best.
 
-The task is a chain of small sums. At each level every chain that is left gets ``--branch``
-samples of its next step. A checker gives each a value, the best ``--keep`` chains go on, and the
-others are pruned. Chains share all steps up to where they part, so each level is a deeper tree.
+The task is a chain of small sums. At each level every remaining chain gets ``--branch`` samples of
+its next step. A checker gives each sample a value, the best ``--keep`` chains continue, and the
+others are pruned. Chains share all steps up to where they part, so each level makes the tree
+deeper.
 
     python examples/tree_of_thoughts.py
     python examples/tree_of_thoughts.py --model MODEL --branch 16 --keep 8
@@ -41,9 +42,10 @@ START, STEPS = 3, (4, 5, 6, 2)
 
 @dataclass(frozen=True)
 class Thought:
-    """A chain of steps. value: of its last step, better the greater. above: that it goes on from.
+    """A chain of steps.
 
-    kept: whether the search went on from it.
+    value: value of the last step; larger is better. above: the thought that this thought continues.
+    kept: whether the search continued it.
     """
 
     steps: tuple[str, ...]
@@ -53,7 +55,7 @@ class Thought:
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[list[Thought]]]:
-    """Search; all thoughts, by level."""
+    """Search; return all thoughts, by level."""
     from vllm import SamplingParams
 
     task = f"{WORKED}\nStart with {START}, " + ", ".join(f"add {n}" for n in STEPS) + ".\n"
@@ -76,7 +78,7 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[list[Thoug
                 samples.append(sample)
                 steps = (*chain, sample.text.strip())
                 right = check(steps)
-                # among steps that are equally right, the one the model is surer of
+                # of equally right steps, prefer the one with the larger log-probability
                 value = right + sample.cumulative_logprob / max(1, len(sample.token_ids)) / 100
                 if steps not in thoughts or value > thoughts[steps].value:
                     thoughts[steps] = Thought(steps, value, right)
@@ -98,7 +100,7 @@ def check(steps: tuple[str, ...]) -> bool:
 
 
 def show_search(levels: list[list[Thought]]) -> None:
-    """The tree, pruned branches with a cross, and whether the best chain is right."""
+    """Print the tree, pruned branches with a cross, and whether the best chain is right."""
 
     def draw(chain: tuple[str, ...], indent: str) -> None:
         level = len(chain)
@@ -124,10 +126,10 @@ def show_search(levels: list[list[Thought]]) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the example; the exit status."""
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=3)
     parser.add_argument("--branch", type=int, default=4, help="samples of each chain's next step")
-    parser.add_argument("--keep", type=int, default=4, help="chains that go on from each level")
+    parser.add_argument("--keep", type=int, default=4, help="chains kept at each level")
     parser.add_argument("--depth", type=int, default=3, choices=range(1, len(STEPS) + 1))
     parser.add_argument("--max-tokens", type=int, default=12, help="length of a step")
     args = parser.parse_args()
