@@ -140,7 +140,7 @@ def test_states_merge_into_attention_over_all_tokens(dtype):
             for p in parts
         ]
     )
-    assert outs[2, 1].isnan().all(), "what is behind -inf is not read"
+    assert outs[2, 1].isnan().all(), "an output with an lse of -inf must not be read"
     outs, lses = outs.to(dtype), lses.float()
     expected = torch.einsum("thk,thkd->thd", scores[:4].softmax(-1), values[:4])
     pair = merge_states(outs[:2], lses[:2])

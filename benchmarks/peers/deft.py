@@ -67,7 +67,8 @@ class DeFT:
 
     def tree(self, case: Case) -> SimpleNamespace:
         """The parts of a tree cache that DeFT's planner reads: nodes with token slots, and the
-        leaves below them. Leaves are numbered by request; a forest hangs below an empty root.
+        leaves below them. Leaves are numbered by request; the trees of a forest are children of an
+        empty root.
         """
         w = case.workload
         inner = {n.parent for n in w.nodes}

@@ -1,7 +1,7 @@
 """FastTree (github.com/PanZaifeng/FastTree-Artifact), from the user's own checkout.
 
 FastTree's preparation takes nodes of contiguous tokens; the token slots that it lists are replaced
-by those of the paged cache. A forest hangs below an empty root.
+by those of the paged cache. The trees of a forest are children of an empty root.
 """
 
 import io

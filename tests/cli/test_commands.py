@@ -213,7 +213,7 @@ def test_help_has_an_example_that_can_be_parsed(name, capsys):
     assert "--json" in said
     _, _, example = said.partition("example:\n")
     lines = re.findall(rf"^    vllm-prefixshare ({name} .*)$", example, re.MULTILINE)
-    assert lines, "the exact line to type"
+    assert lines, "the help must have an example"
     for line in lines:
         assert parser().parse_args(shlex.split(line)).run is COMMANDS[name].run
 

@@ -134,6 +134,6 @@ def test_an_engine_is_recorded_and_drawn(tmp_path):
     recorded = [read_batch(path, step) for step in range(path.read_text().count("\n"))]
     assert max(len(batch.seq_lens) for batch in recorded) == 6
     most = max(recorded, key=lambda batch: len(batch.seq_lens))
-    assert len(np.unique(most.block_table[:, 0])) == 1, "they begin with the same block"
+    assert len(np.unique(most.block_table[:, 0])) == 1, "all requests begin with the same block"
     assert main(["inspect", str(path), "--svg", str(picture)]) == 0
     assert "node 0" in picture.read_text()

@@ -13,7 +13,7 @@ def test_every_message_is_quoted_and_no_other():
     said = set(messages())
     assert sorted(quoted) == sorted(set(quoted)), "quoted twice"
     assert sorted(said - set(quoted)) == [], "say the cause and the remedy"
-    assert sorted(set(quoted) - said) == [], "no longer said"
+    assert sorted(set(quoted) - said) == [], "quoted, but not in the source"
 
 
 def test_each_has_a_cause_and_a_remedy():

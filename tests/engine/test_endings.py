@@ -26,7 +26,7 @@ def test_a_killed_parent_leaves_no_process(model):
     found: list[psutil.Process] = []
     try:
         while not any("EngineCore" in " ".join(p.cmdline()) for p in found):
-            assert parent.poll() is None, "it ended before it had an engine core"
+            assert parent.poll() is None, "the parent ended before it had an engine core"
             time.sleep(0.2)
             found = tree(parent.pid)
     finally:

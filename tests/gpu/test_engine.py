@@ -366,7 +366,7 @@ def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text,
         seen = engine.call(cases.watched, prompts, 64, 8)
     assert seen["caught"], "a call that synchronises must raise"
     assert seen["builds"] >= 64
-    assert seen["layers"] > 0, "prefill calls them"
+    assert seen["layers"] > 0, "prefill must call layers"
     assert seen["forwards"] == 0, "decode must replay FULL graphs"
     run = seen["run"]
     assert_as_stock(run, stock)

@@ -185,7 +185,7 @@ def test_one_captured_graph_serves_every_plan_and_smaller_batches(kernel):
         out.fill_(torch.nan)
         graph.replay()
         now.check(out[: work.num_reqs])
-        assert out[work.num_reqs :].isnan().all(), "rows past the batch are nobody's to write"
+        assert out[work.num_reqs :].isnan().all(), "rows past the batch must not be written"
 
 
 def test_one_captured_graph_serves_other_queries_and_token_trees(kernel):

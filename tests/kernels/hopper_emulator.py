@@ -91,7 +91,7 @@ def kv_tiles(
             at = int(start[found]) + block * block_size
             first, last = int(readers[found]) & 0xFFFF, int(readers[found]) >> 16
             low_row, high_row = tile_row(first, 0), tile_row(last, 1)
-            assert 0 <= low_row < high_row <= TILE_ROWS, "a byte each in the kernel"
+            assert 0 <= low_row < high_row <= TILE_ROWS, "each must fit in a byte"
             slots.append(
                 Slot(
                     int(block_table[row[found], at // block_size]),

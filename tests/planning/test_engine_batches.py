@@ -87,7 +87,7 @@ def test_batches_that_take_turns_have_a_plan_each(with_ids):
     assert [plan(0, 1), plan(1, 1), plan(1, 2), plan(0, 2)] == [first, second, second, first]
     assert planner.counters.plans == 2
     third = plan(2)
-    assert plan(0, 3) is first, "the one used longest ago went"
+    assert plan(0, 3) is first, "the least recently used plan is dropped"
     assert plan(2, 1) is third
     assert plan(1, 3) is not second
 

@@ -83,7 +83,7 @@ def assert_reads_what_was_written(
             if end == OPEN_END:
                 end = int(step.true_lens[row])
             readers = rows[plan.run_reader_start[run] : plan.run_reader_end[run]].tolist()
-            assert readers, "a run that nobody reads"
+            assert readers, "a run has no reader"
             total += max(0, end - start)
             ids = step.block_table[row, start // block_size : -(-end // block_size)]
             content = memory[ids].ravel()[start % block_size :]

@@ -228,7 +228,7 @@ class PlannerMachine(RuleBasedStateMachine):
         plan = planner.update(table, step.host_lens, engine.query_len, slack=engine.slack, **rows)
         total = assert_reads_what_was_written(plan, step, engine.memory, engine.block_size)
         if self.failed and engine.turns == 1 and len(step.queries):
-            assert planner.counters.plans == before + 1, "it goes on without sharing"
+            assert planner.counters.plans == before + 1, "a failed plan must be made again"
         self.failed = planner.counters.failures > failures
         if self.failed:
             assert self.fails, "planning failed by itself"
