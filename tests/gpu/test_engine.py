@@ -216,8 +216,8 @@ def test_aborted_requests_leave_the_others_right(engine, stock, text):
 
 
 def test_beam_search(engine, stock, text):
-    # Each step computes one token after the cached blocks, so a beam is a decode row once a block:
-    # where exactly one token is new. Whether two beams meet in a step is random.
+    # Each step computes the tokens after the cached blocks. A beam is a decode row only where that
+    # is a single token: once a block. Whether two beams decode in the same step is random.
     prompts = text.asking(480, [5, 40])
     run = engine.call(cases.beam_search, prompts, 3, 36)
     assert len(run.completions) == 6
@@ -359,7 +359,7 @@ def test_two_gpus(random_model, parallel, runner):
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text, runner):
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    # blocks of 64 tokens, which only this test uses
+    # 64-token blocks: the test does not depend on the block size
     with engines(cases.ours(model, runner, block_size=64, env=env)) as (engine,):
         prompts = text.asking(DOCUMENT, PRIVATE)
         prime(engine, prompts)
