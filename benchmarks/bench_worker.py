@@ -75,8 +75,7 @@ def _draw(name: str, weight: Any, qk_share: float, seed: int) -> None:
     """Draw one weight.
 
     weight: ``[out, in]``, or ``[hidden]`` of a norm. qk_share: the part of the rows of a fused QKV
-        projection
-        that makes queries and keys.
+        projection that makes queries and keys.
     """
     import torch
 

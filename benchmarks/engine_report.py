@@ -42,8 +42,7 @@ def make_row(
         tokens: number of tokens of the longest answer.
         found: measured batches of each engine.
         decode_only: the batches repeat one measurement of decoding with all requests running;
-            otherwise
-            they hold all work of the engines, prefill included.
+            otherwise they hold all work of the engines, prefill included.
     """
     sides: dict[str, Row] = {}
     for name, batches in found.items():

