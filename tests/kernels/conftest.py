@@ -5,8 +5,8 @@ import torch
 
 @pytest.fixture(autouse=not torch.cuda.is_available())
 def bfloat16_in_the_interpreter(monkeypatch):
-    """Make the interpreter compute with bfloat16 values. It keeps a bfloat16 as 16 bits, and
-    multiplies the bits as integers.
+    """Make Triton's interpreter multiply bfloat16 as numbers. Without this change it multiplies the
+    16 bits of each number as integers.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

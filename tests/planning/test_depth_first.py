@@ -69,8 +69,8 @@ def test_every_plan_is_right_and_within_its_limits(work, limits):
 @quick(200)
 @given(forests(), st.fixed_dictionaries({**LIMITS, "max_tile_runs": st.just(1 << 30)}))
 def test_the_latest_worker_is_near_the_mean(work, limits):
-    """The excess is less than twice the work that is worth its own tile, because such work is not
-    cut.
+    """The excess over the mean is less than twice the least work that is worth its own tile: such
+    work is not cut.
     """
     load = loads(plan_of(work, **limits))
     assert load.max() <= 1.05 * load.mean() + 4 * OVERHEAD

@@ -256,7 +256,7 @@ def test_deft_flatten_tiles_are_equal_but_the_last_of_each_window(batch, num_wor
     config = {"divider": "deft_flatten", "num_workers": num_workers, "max_tile_requests": limit}
     plan = plan_of(batch, **config)
     sizes = [tile_blocks(plan, batch, t) for t in range(plan.num_tiles)]
-    windows = 2 * ceil(len(batch.seq_lens) / limit)  # windows that fill more than one tile
+    windows = 2 * ceil(len(batch.seq_lens) / limit)  # two windows in a row exceed a tile
     assert sum(n < max(sizes) for n in sizes) <= windows
 
 

@@ -217,7 +217,7 @@ class Step:
     """A batch of decode rows as the planner and the kernels see it.
 
     block_table: ``[num_reqs, max_blocks]``. host_lens: lengths on the host, which count drafts as
-    accepted.
+        accepted.
     true_lens: lengths on the GPU. queries: ``[num_reqs]`` query tokens of each request.
     chains: ``Request.chain`` of each request.
     """
