@@ -101,6 +101,8 @@ def server(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any
     """Run ``vllm serve`` under load, end it, and send stock the same invalid requests."""
     text, _ = text_ids(model)
     options = [f"--max-model-len={SERVER_LEN}", "--max-num-seqs=8", "--enforce-eager"]
+    # by default vLLM ends the engine at once, and then waits for streams that get no more tokens
+    options += ["--shutdown-timeout=120"]
     options += ["--block-size=32", "--num-gpu-blocks-override=80", *args.options]
     stock: dict[str, Any] = {}
     ours: dict[str, Any] = {}

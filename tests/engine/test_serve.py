@@ -51,6 +51,8 @@ def running(
     log = tmp_path_factory.mktemp("serve") / "log"
     options = ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "8", "--enforce-eager"]
     options += ["--block-size", str(BLOCK_SIZE)]
+    # by default vLLM ends the engine at once, and then waits for streams that get no more tokens
+    options += ["--shutdown-timeout", "120"]
     with server_process(model, log, ENVIRONMENT, *options) as server:
         yield server
 
