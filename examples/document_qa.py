@@ -129,7 +129,7 @@ def show_answers(document: str, questions: list[Question], answers: list[str]) -
 
 def main() -> int:
     """Run the example; the exit status is 1 if the tokens of the two engines differ."""
-    parser = common.options(__doc__, pairs=9)
+    parser = common.options(__doc__, pairs=5)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
     parser.add_argument("--questions", type=Path, help="file with one question per line")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of an answer")
