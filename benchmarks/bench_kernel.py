@@ -269,8 +269,8 @@ def run_cell(
             fastest = min(fastest, found["ms"])
             found["roofline"] = roof / found["ms"]
         cell["peers"][name] = found
-        gc.collect()
         if args.device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize()  # raises if the CUDA context is broken: no peer can run
             torch.cuda.empty_cache()
     return cell

@@ -8,12 +8,15 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from charts import THEMES, engine_chart
 from engine_report import steady_us
 from kernel_report import OURS, best_peer
+from papers import EXPERIMENTS, LEFT_OUT, PAPERS
+from papers.experiment import Experiment
 
 from vllm_prefixshare.distributed.scaling import (
     Cluster,
@@ -501,6 +504,50 @@ def scale_table() -> str:
     return "\n".join(lines)
 
 
+def papers_table(paper: str) -> str:
+    """A paper's claims beside what was found here, then each experiment with its results."""
+    of_paper = [e for e in EXPERIMENTS.values() if e.paper == paper]
+    results = {e.name: ran(e.name) for e in of_paper}
+    lines = [
+        "| | the paper | here | why they differ |",
+        "|---|---|---|---|",
+        *(
+            f"| [{e.item}](#{e.name}), section {e.section} | {e.claim} "
+            f"| {e.ours(results[e.name]['points']) if results[e.name] else not_run(e)} "
+            f"| {e.reason} |"
+            for e in of_paper
+        ),
+    ]
+    for e in of_paper:
+        lines += ["", f"### {e.name}", "", f"{e.item[0].upper()}{e.item[1:]}. {e.changed}", ""]
+        result = results[e.name]
+        if not result:
+            lines.append(f"N{not_run(e)[1:]}.")
+            continue
+        points = f"{len(result['points'])} of {result['of_points']} points"
+        lines.append(
+            f"`{result['command']}`, {result['date']}, {result['device']}; {versions(result)}; "
+            f"{points}."
+        )
+        if e.table:
+            lines += ["", *e.table(result["points"])]
+    left = [f"- {x.item}: {x.why}." for x in LEFT_OUT if x.paper == paper]
+    return "\n".join([*lines, "", "Not reproduced:", "", *left])
+
+
+def ran(experiment: str) -> dict | None:
+    """An experiment's published results without the points that failed."""
+    if not exists(f"papers/{experiment}"):
+        return None
+    result = published(f"papers/{experiment}")
+    good = {n: f for n, f in result["points"].items() if "failed" not in f}
+    return {**result, "points": good} if good else None
+
+
+def not_run(experiment: Experiment) -> str:
+    return f"not run yet: needs {experiment.needs}"
+
+
 #: table -> (file that holds the table, its results, the function that writes it)
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
@@ -524,6 +571,14 @@ TABLES = {
     "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),
     "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),
     "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
+    **{
+        f"papers {paper}": (
+            "docs/papers.md",
+            "papers/flashforge-figure-6",
+            partial(papers_table, paper),
+        )
+        for paper in PAPERS
+    },
 }
 
 

@@ -26,7 +26,10 @@ from vllm_prefixshare.tree.token_tree import ancestor_masks
 class DecodeStats:
     """What the last plan does for the last lengths, and what planning took.
 
-    kv_tokens_read: KV tokens the plan reads in one layer.
+    kv_tokens_read: KV tokens the plan reads in one layer, each run of tokens once.
+    row_tiles: tiles that the query rows of one request fill, on a GPU: 1 up to 128 rows a KV head
+        (64 in the portable kernel), more for larger token trees. Every tile walks the runs that
+        the request reads; all but one find them in the L2 cache.
     kv_tokens_per_request: KV tokens a kernel that shares nothing reads.
     plan_seconds: time of all plans so far; updates: calls of ``plan``; plans: those of them
         that had to make a new one.
@@ -39,6 +42,7 @@ class DecodeStats:
     updates: int
     plans: int
     plan_seconds: float
+    row_tiles: int
 
     @property
     def share_factor(self) -> float:
@@ -47,7 +51,7 @@ class DecodeStats:
 
 
 class PrefixShareDecodeWrapper:
-    """Decode attention that reads every shared KV block once.
+    """Decode attention that reads every shared KV block from memory once.
 
     Args:
         num_qo_heads, num_kv_heads, head_dim, block_size: shape of the layer.
@@ -344,6 +348,7 @@ class PrefixShareDecodeWrapper:
             updates=counters.updates,
             plans=counters.plans,
             plan_seconds=counters.plan_seconds,
+            row_tiles=self._executor.row_tiles,
         )
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.costs.padding import PaddingCost
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
@@ -405,3 +406,24 @@ def test_a_wider_dtype_costs_no_less():
         for dtype in ("bfloat16", "float32")
     )
     assert single.tile(4, 4096) >= half.tile(4, 4096)
+
+
+@quick(100)
+@given(*[st.integers(1, 300)] * 4)
+def test_fasttrees_decisions_are_those_of_its_equations(left, own, above, below):
+    """Equations 3 to 11: ``own`` of the queries read ``below`` tokens after ``above``."""
+    model = PaddingCost(128, tile_rows=16, tile_tokens=32)
+
+    def pad(tile, size):
+        return tile - ((size - 1) % tile + 1)
+
+    def padding(queries, length):
+        along_queries = pad(16, queries) * length * 128 if queries else 0
+        return 0.66 * along_queries + 0.33 * queries * pad(32, min(length, 32)) * 128
+
+    split_kv = padding(left + own, above) + padding(own, below) + 0.1 * own * 128
+    split_q = padding(left, above) + padding(own, above + below)
+    ours_kv = model.tile(left + own, above) + model.tile(own, below) + model.merge(own)
+    ours_q = model.tile(left, above) + model.tile(own, above + below)
+    assert (ours_kv - ours_q) * 1.2e6 == pytest.approx(split_kv - split_q, abs=1e-3)
+    assert model.unshared(own, below) == model.tile(own, below)

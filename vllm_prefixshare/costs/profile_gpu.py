@@ -6,7 +6,7 @@ the difference in tiles: the launch, the first tile's wait for memory and the un
 one drop out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -79,14 +79,20 @@ def scattered_blocks(num_workers: int, requests: int, num_blocks: int, shared: i
     return np.repeat(ids.reshape(num_workers, num_blocks), requests, axis=0)
 
 
-class _Bench:
-    """Times plans of repeated tiles on one cache."""
+class TileBench:
+    """Times plans of repeated tiles on one cache.
+
+    Args:
+        attention, make_executor, timer: as in ``measure_gpu``.
+        tokens: of the tiles that are timed.
+    """
 
     def __init__(
         self,
         attention: AttentionConfig,
         make_executor: Callable[[AttentionConfig], TileExecutor],
         timer: Timer,
+        tokens: Sequence[int] = TOKENS,
     ) -> None:
         self.attention = profiled_shape(attention)
         self.make_executor = lambda: make_executor(self.attention)
@@ -96,8 +102,8 @@ class _Bench:
         self.num_workers = executor.num_workers
         group = self.attention.gqa_group_size
         self.requests = sorted({min(n // group, executor.max_tile_requests) for n in ROWS})
-        tokens = self.num_workers * max(n * tile_counts(n)[1] for n in TOKENS)
-        shape = (tokens // BLOCK_SIZE, BLOCK_SIZE, NUM_KV_HEADS, self.attention.head_dim)
+        most = self.num_workers * max(n * tile_counts(n)[1] for n in tokens)
+        shape = (most // BLOCK_SIZE, BLOCK_SIZE, NUM_KV_HEADS, self.attention.head_dim)
         self.k_cache, self.v_cache = (self._random(*shape) for _ in range(2))
 
     def _random(self, *shape: int) -> torch.Tensor:
@@ -167,7 +173,7 @@ def measure_gpu(
         timer: see ``Timer``.
         device_name: as in ``lookup.fingerprint``.
     """
-    bench = _Bench(attention, make_executor, timer)
+    bench = TileBench(attention, make_executor, timer)
     rows = np.array(bench.requests, np.float64) * bench.attention.gqa_group_size
     tokens = np.array(TOKENS, np.float64)
     from_memory = bench.grid(shared=False)

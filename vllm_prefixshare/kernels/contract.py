@@ -42,6 +42,13 @@ class Executor(Protocol):
         ...
 
     @property
+    def row_tiles(self) -> int:
+        """Tiles that the query rows of one request fill. Each walks the KV that the request reads;
+        on a GPU at about the same time, so that all but one find it in the L2 cache.
+        """
+        ...
+
+    @property
     def takes_token_trees(self) -> bool:
         """Whether the query tokens of a request may form a tree."""
         ...
@@ -173,6 +180,7 @@ class Kernel(Protocol):
 
     divider: the one that measures best with it.
     num_workers, max_tile_requests, max_tile_runs: what its plans must keep to.
+    row_tiles: see ``Executor.row_tiles``.
     """
 
     name: str
@@ -180,6 +188,7 @@ class Kernel(Protocol):
     num_workers: int
     max_tile_requests: int
     max_tile_runs: int
+    row_tiles: int
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """The plan as int32 arrays for the device."""

@@ -39,6 +39,7 @@ class GpuExecutor:
         name: of the kernel.
         passed_over: why a kernel that "auto" prefers does not serve; None if it does.
         num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
+        row_tiles: as in ``contract.Executor``.
 
     Raises:
         PrefixShareError: the device or the shape has no kernel, or the kernel that was named
@@ -67,6 +68,7 @@ class GpuExecutor:
         self.num_workers = self._kernel.num_workers
         self.max_tile_requests = self._kernel.max_tile_requests
         self.max_tile_runs = self._kernel.max_tile_runs
+        self.row_tiles = self._kernel.row_tiles
         shape = attention.num_qo_heads, attention.head_dim
         self.workspace = Workspace(
             self.device, partials or PartialResults(self.device, shape, query_len)

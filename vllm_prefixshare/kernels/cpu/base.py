@@ -34,6 +34,7 @@ class CpuExecutor:
     name: str
     query_len = None
     takes_token_trees = False
+    row_tiles = 1
 
     def __init__(self, attention: AttentionConfig, num_workers: int = 1) -> None:
         self.attention = attention

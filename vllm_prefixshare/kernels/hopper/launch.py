@@ -128,6 +128,7 @@ class HopperKernel:
         self.shape = hopper_shape(attention, query_len)
         self.max_tile_requests = self.shape.max_tile_requests
         self.max_tile_runs = self.shape.max_tile_runs
+        self.row_tiles = self.shape.chunks
         per_worker = attention.num_kv_heads * self.shape.chunks
         self.num_workers = max(1, gpu.multi_processor_count // per_worker)
 

@@ -167,6 +167,7 @@ class PortableKernel:
         )
         self.max_tile_requests = max(1, self.tile.rows // self.rows)
         self.max_tile_runs = 1 << 30
+        self.row_tiles = self.tile.chunks(self.rows)
         self.grid = Grid.of(self.tile.kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:

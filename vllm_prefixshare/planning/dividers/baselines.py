@@ -19,7 +19,7 @@ def fasttree(problem: DivisionProblem) -> WorkTiles:
     """FastTree: edge assignment (4.2), then splitting of contexts above a threshold (4.3),
     here the length that gives every worker a tile.
     """
-    groups = problem.groups(True)
+    groups = problem.groups(problem.config.grouping)
     return by_chunk(problem, groups, problem.even_chunk(groups))
 
 

@@ -1,0 +1,92 @@
+"""What a reproduction of a paper's figure or table is made of. Imports nothing heavy, so that a
+list of the experiments and their published tables cost no import of torch.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: figures of one point, as they stand in its JSON file
+Figures = dict
+#: points of an experiment that ran: name -> figures
+Results = dict[str, Figures]
+
+CPU, GPU, GPUS = "no GPU", "one GPU", "two GPUs"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How experiments run.
+
+    device: "cuda" or "cpu". tiny: miniature workloads, which say nothing but that the program runs.
+    repeats: timed replays of each kernel. recordings: folder of DeFT's recorded trees, or None.
+    peers: names of further kernels to time (see ``peers.PEERS``).
+    """
+
+    device: str
+    tiny: bool = False
+    repeats: int = 10
+    recordings: Path | None = None
+    peers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a figure, or one line of a table.
+
+    run: measures or computes it. Raises PrefixShareError where this machine cannot.
+    """
+
+    name: str
+    run: Callable[[], Figures]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A figure or table of a paper, and what became of it here.
+
+    name: on the command line, and of its files. item: of the paper, such as "figure 5".
+    claim: what the paper found. changed: what differs here, and why. needs: of this machine.
+    points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
+    one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
+    sentence says it all.
+    """
+
+    name: str
+    paper: str
+    section: str
+    item: str
+    claim: str
+    changed: str
+    needs: str
+    points: Callable[[Setting], Iterator[Point]]
+    ours: Callable[[Results], str]
+    reason: str
+    table: Callable[[Results], list[str]] | None = None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A figure or table that is not reproduced, with the reason."""
+
+    paper: str
+    item: str
+    why: str
+
+
+def rows(header: str, lines: list[str]) -> list[str]:
+    """A table in Markdown; ``header`` and ``lines`` are cells separated by `` | ``."""
+    return [f"| {header} |", "|" + "---|" * (header.count(" | ") + 1), *(f"| {x} |" for x in lines)]
+
+
+def mega(num_bytes: float) -> str:
+    """Bytes in MiB."""
+    return f"{num_bytes / 2**20:.1f}"
+
+
+def span(values: list[float], form: str = ".1f") -> str:
+    """The least, the largest and the geometric mean of ratios."""
+    product = 1.0
+    for value in values:
+        product *= value ** (1 / len(values))
+    return f"{min(values):{form}} to {max(values):{form}} times, {product:{form}} on average"

@@ -1,0 +1,400 @@
+"""FlashForge: experiments of sections 5.2, 6.1, 6.2 and 6.3."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from papers.experiment import (
+    CPU,
+    GPU,
+    Experiment,
+    Figures,
+    LeftOut,
+    Point,
+    Results,
+    Setting,
+    mega,
+    rows,
+    span,
+)
+
+PAPER = "FlashForge"
+#: the first is the paper's
+HEADS = ((32, 32), (32, 8))
+SWEEPS = ("length", "batch", "depth", "ratio", "shape")
+#: context of a request in the ablation (section 6.2), the levels it is divided over, and what a
+#: level has in a miniature
+CONTEXT, LEVELS, TINY = 200_000, 4, 64
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
+STEPS = ("no tree, undivided", "tree", "division", "tree and division", "ours")
+
+
+def sweep_points(setting: Setting) -> Iterator[tuple[str, object, tuple[int, int]]]:
+    """The 25 workloads of figure 5 with both head shapes; the first of each sweep come first."""
+    from vllm_prefixshare.workloads.sets import flashforge
+    from vllm_prefixshare.workloads.trees import tree
+
+    if setting.tiny:
+        for spec, heads in product(("1,2_128,32", "1,2,4_64,32,16"), ((4, 4), (8, 2))):
+            yield f"depth: {spec}, {heads[0]}:{heads[1]}", tree(spec), heads
+        return
+    every = list(flashforge(16))
+    order = sorted(range(len(every)), key=lambda i: (i % 5, i // 5))
+    for i, heads in product(order, HEADS):
+        yield f"{SWEEPS[i // 5]}: {every[i].name}, {heads[0]}:{heads[1]}", every[i], heads
+
+
+def count_sweep(setting: Setting) -> Iterator[Point]:
+    for name, w, heads in sweep_points(setting):
+
+        def run(w=w, heads=heads) -> Figures:
+            from papers import accounting, methods
+
+            return {
+                "requests": w.num_reqs,
+                "distinct": accounting.distinct_bytes(w, heads),
+                "unshared": accounting.unshared_bytes(w, heads),
+                **{
+                    m.title: accounting.count(m, w, heads)
+                    for m in (
+                        methods.OURS,
+                        methods.FLASHFORGE,
+                        methods.FASTTREE,
+                        methods.DEFT_NODE_CHUNK,
+                    )
+                },
+            }
+
+        yield Point(name, run)
+
+
+def saved(figures: Figures, method: str = "ours") -> float:
+    return figures["unshared"] / figures[method]["kv"]
+
+
+def count_sentence(results: Results) -> str:
+    ratios = [saved(f) for f in results.values()]
+    partial = max(f["ours"]["partial"] / f["distinct"] for f in results.values())
+    return (
+        f"flash-decoding's KV bytes over ours: {span(ratios)}; partial results add at most "
+        f"{partial:.1%} of the distinct KV"
+    )
+
+
+def count_table(results: Results) -> list[str]:
+    lines = []
+    in_sweeps = sorted(results, key=lambda name: SWEEPS.index(name.split(":")[0]))
+    for name, f in ((name, results[name]) for name in in_sweeps):
+        entries = [mega(f["distinct"]), mega(f["unshared"])]
+        for method in ("ours", "FlashForge's divider", "FastTree's divider", "DeFT-Node-Chunk"):
+            entries.append(f"{mega(f[method]['kv'])} + {mega(f[method]['partial'])}")
+        lines.append(" | ".join([name, str(f["requests"]), *entries, f"{saved(f):.1f}"]))
+    return [
+        "MiB of one layer in one step: KV + partial results, written and read.",
+        "",
+        *rows(
+            "workload and heads | requests | distinct KV | flash-decoding | ours | FlashForge's "
+            "divider | FastTree's divider | DeFT-Node-Chunk | flash-decoding / ours",
+            lines,
+        ),
+    ]
+
+
+def time_sweep(setting: Setting) -> Iterator[Point]:
+    for name, w, heads in sweep_points(setting):
+
+        def run(w=w, heads=heads) -> Figures:
+            from papers import methods, timing
+
+            ways = (
+                methods.OURS,
+                methods.FLASH_DECODING,
+                methods.FLASHFORGE,
+                methods.FLASH_DECODING.on("portable"),
+            )
+            return timing.time_methods(setting, w, heads, ways)
+
+        yield Point(name, run)
+
+
+def ratios(results: Results, slow: str, fast: str) -> list[float]:
+    """Times of ``slow`` over those of ``fast``, at the points where both ran."""
+    found = []
+    for f in results.values():
+        one, other = (f.get("peers", {}).get(n, {}) for n in (slow, fast))
+        if one.get("status") == other.get("status") == "ok":
+            found.append(one["ms"] / other["ms"])
+    return found
+
+
+def against(results: Results, slow: str, fast: str, form: str = ".1f") -> str:
+    found = ratios(results, slow, fast)
+    return f"{span(found, form)}, over {len(found)} points" if found else "no point ran"
+
+
+def time_sentence(results: Results) -> str:
+    return (
+        "time of flash-decoding in the same kernel over ours: "
+        f"{against(results, 'flash-decoding', 'ours')}; over FlashForge's divider in the portable "
+        "kernel: " + against(results, "flash-decoding, portable", "FlashForge's divider")
+    )
+
+
+def time_table(results: Results) -> list[str]:
+    """Milliseconds of every method."""
+    titles = list(dict.fromkeys(t for f in results.values() for t in f.get("peers", ())))
+    lines = []
+    for name, f in results.items():
+        entries = []
+        for title in titles:
+            found = f.get("peers", {}).get(title, {})
+            status = found.get("status", "-")
+            entries.append(f"{found['ms']:.4f}" if status == "ok" else status)
+        lines.append(" | ".join([name, *entries]))
+    return ["Milliseconds of one layer.", "", *rows(" | ".join(["point", *titles]), lines)]
+
+
+def ablation_trees(setting: Setting) -> Iterator[tuple[str, object, tuple[int, int]]]:
+    """A full binary tree and a degenerate one, whose longest requests have the full context."""
+    from vllm_prefixshare.workloads.trees import forest, tree
+
+    level = TINY if setting.tiny else CONTEXT // LEVELS // 16 * 16
+    counts = ",".join(str(2**i) for i in range(LEVELS))
+    # of two children only the left one has children
+    chain = [-1, *(max(0, 2 * (i // 2) - 1) for i in range(2 * LEVELS - 2))]
+    for heads in ((4, 4),) if setting.tiny else HEADS:
+        shape = f"{heads[0]}:{heads[1]}"
+        spec = f"{counts}_{','.join([str(level)] * LEVELS)}"
+        yield f"balanced (binary), {shape}", tree(spec), heads
+        degenerate = forest("degenerate", chain, [level] * len(chain))
+        yield f"unbalanced (degenerate), {shape}", degenerate, heads
+
+
+def time_steps(setting: Setting) -> Iterator[Point]:
+    for name, w, heads in ablation_trees(setting):
+        for kernel in ("hopper", "portable") if setting.device == "cuda" else ("torch",):
+
+            def run(w=w, heads=heads, kernel=kernel) -> Figures:
+                from papers import methods, timing
+
+                dividers = (
+                    ("deft_node", "never"),
+                    ("deft_node", "always"),
+                    ("per_request", "never"),
+                    ("flashforge", "always"),
+                    (None, "always"),
+                )
+                ways = [
+                    methods.Method(title, kernel, divider, share)
+                    for title, (divider, share) in zip(STEPS, dividers, strict=True)
+                ]
+                return timing.time_methods(setting, w, heads, ways)
+
+            yield Point(f"{name}, {kernel}", run)
+
+
+def steps_sentence(results: Results) -> str:
+    return "time of neither over that of each step: " + "; ".join(
+        f"{step}: {against(results, STEPS[0], step)}" for step in STEPS[1:]
+    )
+
+
+def time_granularity(setting: Setting) -> Iterator[Point]:
+    from vllm_prefixshare.workloads.trees import tree
+
+    specs = (
+        ("1,4_128,32",) if setting.tiny else ("1,8_30720,256", "1,8_61440,256", "1,8_122880,256")
+    )
+    kernels = ("portable", "hopper") if setting.device == "cuda" else ("torch",)
+    for spec, kernel in product(specs, kernels):
+
+        def run(spec=spec, kernel=kernel) -> Figures:
+            from papers import methods, timing
+
+            ways = [
+                methods.Method("ours", kernel),
+                methods.Method("FlashForge's divider", kernel, "flashforge"),
+                *(
+                    methods.Method(f"{n} pieces", kernel, "fixed", options={"num_splits": n})
+                    for n in (SPLITS[:3] if setting.tiny else SPLITS)
+                ),
+            ]
+            return timing.time_methods(
+                setting, tree(spec), (8, 2) if setting.tiny else (32, 8), ways
+            )
+
+        yield Point(f"{spec}, {kernel}", run)
+
+
+def granularity_sentence(results: Results) -> str:
+    best = []
+    for f in results.values():
+        fixed = [p["ms"] for t, p in f["peers"].items() if "pieces" in t and p["status"] == "ok"]
+        ours = f["peers"]["FlashForge's divider"]
+        if fixed and ours["status"] == "ok":
+            best.append(min(fixed) / ours["ms"])
+    undivided = against(results, "1 pieces", "FlashForge's divider")
+    return (
+        "time of the best fixed number of pieces over FlashForge's divider: "
+        f"{span(best, '.2f') if best else 'no point ran'}; of no division: {undivided}"
+    )
+
+
+def time_reduction(setting: Setting) -> Iterator[Point]:
+    specs = {"1 request, many pieces": (1, 64), "8 requests": (8, 16), "64 requests": (64, 4)}
+    for name, (requests, partials) in specs.items():
+
+        def run(requests=requests, partials=partials) -> Figures:
+            from papers.reduction import time_merging
+
+            return time_merging(setting, requests, partials)
+
+        yield Point(name, run)
+
+
+def reduction_sentence(results: Results) -> str:
+    serial, levels = (against(results, way, "ours", ".2f") for way in ("serial", "two levels"))
+    return f"time of a launch for each request over ours: {serial}; of two levels: {levels}"
+
+
+def estimator_points(setting: Setting) -> Iterator[Point]:
+    for kernel in ("hopper", "portable"):
+
+        def run(kernel=kernel) -> Figures:
+            from papers.estimator import errors
+
+            return errors(kernel)
+
+        if setting.device == "cuda" and not setting.tiny:
+            yield Point(kernel, run)
+
+
+def estimator_sentence(results: Results) -> str:
+    return "; ".join(
+        f"{kernel}: the interpolated time is off by {f['median']:.0%} in the median, "
+        f"{f['largest']:.0%} at most"
+        for kernel, f in results.items()
+    )
+
+
+def estimator_table(results: Results) -> list[str]:
+    lines = []
+    for kernel, f in results.items():
+        for row, measured, estimated in zip(
+            f["rows"], f["measured_us"], f["estimated_us"], strict=True
+        ):
+            entries = (f"{m:.1f} ({e:.1f})" for m, e in zip(measured, estimated, strict=True))
+            lines.append(" | ".join([kernel, str(row), *entries]))
+    tokens = [str(n) for n in next(iter(results.values()))["tokens"]]
+    return [
+        "Microseconds of a tile, measured (interpolated from the cost table).",
+        "",
+        *rows(" | ".join(["kernel", "query rows", *tokens]), lines),
+    ]
+
+
+EXPERIMENTS = (
+    Experiment(
+        "flashforge-figure-5",
+        PAPER,
+        "6.1",
+        "figure 5: attention time over FlashDecoding's",
+        "up to 3.6 times as fast, 1.9 on average",
+        "25 workloads with 32:32 heads, as in the paper, and with 32:8. Sizes that the paper "
+        "leaves open: two requests for sequence lengths, eight for the shared ratio, 256 private "
+        "tokens for batches. FlashDecoding is our kernel under a plan that shares nothing and "
+        "splits requests.",
+        GPU,
+        time_sweep,
+        time_sentence,
+        "another GPU, and kernels that both use tensor cores: the gain that is left is that of "
+        "reading KV once",
+        time_table,
+    ),
+    Experiment(
+        "flashforge-figure-6",
+        PAPER,
+        "6.1",
+        "figure 6: global memory access",
+        "14.66 to 409.80 times lower than FlashDecoding's, 120.85 on average",
+        "Counted from plans as an H200 would have them: the KV bytes that thread blocks load, and "
+        "partial results. No counter of a GPU.",
+        CPU,
+        count_sweep,
+        count_sentence,
+        "reading each shared token once saves at most as many times as there are requests, 2 to 64 "
+        "in these workloads; the paper's counter must have seen more than the KV of its baseline, "
+        "or other batch sizes, which it does not name",
+        count_table,
+    ),
+    Experiment(
+        "flashforge-figure-8",
+        PAPER,
+        "6.2",
+        "figure 8: ablation",
+        "balanced tree: 578 ms without, 109.2 with the tree, 34.9 with division, 22.2 with all; "
+        "unbalanced: 38.0, 16.7, 5.9, 3.5",
+        "The context of 200k tokens is that of a request, over four levels; the paper does not "
+        "give its trees' nodes. Steps: neither, tree, division, both (FlashForge's divider), ours. "
+        "Combining in parallel is flashforge-reduction.",
+        GPU,
+        time_steps,
+        steps_sentence,
+        "another GPU and other trees: the paper gives the context, not the nodes",
+        time_table,
+    ),
+    Experiment(
+        "flashforge-reduction",
+        PAPER,
+        "6.2",
+        "figure 8: parallel combine kernels",
+        "part of the step from the tree and division to all (22.2 ms, 3.5 ms)",
+        "Merging alone, on random partial results: one launch for all requests, as ours is; one "
+        "after the other for each request; and two levels, which merges groups of eight partial "
+        "results in parallel inside a request.",
+        GPU,
+        time_reduction,
+        reduction_sentence,
+        "the paper does not time its combine kernels alone",
+        time_table,
+    ),
+    Experiment(
+        "flashforge-figure-9",
+        PAPER,
+        "6.3",
+        "figure 9: division granularity",
+        "1.02 to 1.04 times as fast as the best fixed number of pieces, 3.20 to 4.39 times as fast "
+        "as no division",
+        "Eight requests on documents of 30k, 60k and 120k tokens; the paper does not give its "
+        "sequence lengths.",
+        GPU,
+        time_granularity,
+        granularity_sentence,
+        "another GPU; a worker is a thread block for each KV head, so that what is best depends on "
+        "the heads",
+        time_table,
+    ),
+    Experiment(
+        "flashforge-table-2",
+        PAPER,
+        "5.2",
+        "table 2: time of a thread block, and the estimator",
+        "times of 7 x 6 shapes (1 to 100 queries, 512 to 16384 tokens); they are interpolated, the "
+        "error is not given",
+        "The cost table has 3 x 8 shapes, up to 128 rows and 8192 tokens. The paper's grid is "
+        "measured and compared with what the table interpolates. Rows are multiples of four "
+        "heads. All multiprocessors are busy, as in a batch.",
+        GPU,
+        estimator_points,
+        estimator_sentence,
+        "the paper's times are those of one thread block alone on the GPU, launch included",
+        estimator_table,
+    ),
+)
+
+LEFT_OUT = (
+    LeftOut(PAPER, "figures 1b and 7", "time per output token of a whole engine: "
+            "[performance](performance.md) has it for other workloads, vLLM itself on both sides"),
+    LeftOut(PAPER, "figure 6, by hardware counters", "DRAM bytes need Nsight Compute on the GPU; "
+            "not measured here, two trees are in the [notes on the kernels](kernel-notes.md)"),
+    LeftOut(PAPER, "figure 10", "five kinds of GPUs; there was one"),
+)  # fmt: skip

@@ -1,0 +1,154 @@
+"""Ways to plan a layer's attention, as peers that can be timed and as plans whose bytes can be
+counted without a GPU.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from bench_planner import H200
+from peers import Case, Launch, Options, UnavailableError
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.costs.padding import PaddingCost
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.contract import HostBatch, Kernel
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.registry import candidates, make_kernel
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.tree.token_tree import ancestor_masks
+from vllm_prefixshare.workloads.trees import Workload
+
+#: the GPU whose plans are counted where there is none
+PLANNED_GPU = "NVIDIA H200 x132"
+#: workers of a CPU's plans, so that there is something to divide
+CPU_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to plan.
+
+    kernel: "auto", "hopper" or "portable". divider: None for the kernel's own. cost: "table" for
+    the measured table that fits, or the estimate; "padding" for FastTree's coefficient model.
+    options: further fields of ``PlannerConfig``.
+    """
+
+    title: str
+    kernel: str = "auto"
+    divider: str | None = None
+    share: str = "always"
+    cost: str = "table"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def on(self, kernel: str) -> "Method":
+        """The same on a named kernel."""
+        return replace(self, kernel=kernel, title=f"{self.title}, {kernel}")
+
+
+#: what both kernels of this project do by default
+OURS = Method("ours")
+#: no prefix is shared, long requests are split: flash-decoding in the same kernel
+FLASH_DECODING = Method("flash-decoding", divider="per_request", share="never")
+#: neither tree nor division
+NEITHER = Method("no tree, undivided", divider="deft_node", share="never")
+FLASHFORGE = Method("FlashForge's divider", "portable", "flashforge", options={"grouping": False})
+FASTTREE = Method("FastTree's divider", "portable", "fasttree", cost="padding")
+DEFT_NODE = Method("DeFT-Node", "portable", "deft_node")
+DEFT_NODE_CHUNK = Method(
+    "DeFT-Node-Chunk", "portable", "deft_node_chunk", options={"kv_chunk_size": 128}
+)
+DEFT_FLATTEN = Method("DeFT-Flatten", "portable", "deft_flatten")
+
+
+def layer_of(w: Workload, heads: tuple[int, int], dtype: str = "bfloat16") -> AttentionConfig:
+    """The attention layer, of head_dim 128, that a workload is run on."""
+    return AttentionConfig(*heads, 128, w.block_size, dtype)
+
+
+@cache
+def h200_kernel(name: str, attention: AttentionConfig, query_len: int) -> Kernel:
+    """A kernel with the limits and workers that it has on an H200."""
+    return make_kernel(candidates(attention, H200, name, query_len)[0], attention, query_len, H200)
+
+
+def costs(method: Method, attention: AttentionConfig, kernel: str, device: str | None) -> CostModel:
+    """The cost model that a method plans with."""
+    if method.cost == "padding":
+        return PaddingCost(attention.head_dim)
+    if kernel == "torch":
+        return analytic_cost(attention, kernel)
+    return cost_model(attention, kernel, device_name=device)
+
+
+def planned(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[DecodePlan, int]:
+    """The plan that an H200 would have, and how many thread blocks walk each run of it: one for
+    each tile of a request's query rows.
+    """
+    attention = layer_of(w, heads)
+    kernel = h200_kernel(method.kernel, attention, w.query_len)
+    config = PlannerConfig(
+        divider=method.divider or kernel.divider,
+        share=method.share,
+        num_workers=kernel.num_workers,
+        max_tile_requests=kernel.max_tile_requests,
+        max_tile_runs=kernel.max_tile_runs,
+        **method.options,
+    )
+    cost = costs(method, attention, kernel.name, PLANNED_GPU)
+    planner = DecodePlanner(config, cost, w.block_size, attention.gqa_group_size)
+    return planner.update(w.block_table, w.seq_lens, w.query_len), kernel.row_tiles
+
+
+class Planned:
+    """A peer of ``bench_kernel``: this project's kernel under the plan of a method."""
+
+    def __init__(self, method: Method, options: Options) -> None:
+        self.method, self.device = method, options.device
+
+    def prepare(self, case: Case) -> list[Launch]:
+        w, method = case.workload, self.method
+        dtype = str(case.out_dtype).removeprefix("torch.")
+        attention = AttentionConfig(
+            case.num_qo_heads, case.num_kv_heads, case.head_dim, w.block_size, dtype
+        )
+        cuda = case.q.is_cuda
+        if cuda:
+            executor = GpuExecutor(
+                attention, self.device, kernel=method.kernel, query_len=w.query_len
+            )
+            name = executor.name
+        elif w.query_parents is not None:
+            raise UnavailableError("token trees need a GPU")
+        else:
+            executor, name = TorchExecutor(attention, CPU_WORKERS), "torch"
+        planner = DecodePlanner(
+            executor.planner_config(method.divider, method.share, **method.options),
+            costs(method, attention, name, None),
+            w.block_size,
+            attention.gqa_group_size,
+        )
+        plan = planner.update(w.block_table, w.seq_lens, w.query_len)
+        starts = case.query_start_loc().cpu().numpy()
+        mask = None
+        if w.query_parents is not None:
+            mask = ancestor_masks(np.tile(w.query_parents, w.num_reqs), starts)
+        executor.prepare(plan, HostBatch(w.block_table, w.seq_lens, starts, mask))
+        tables = (case.block_table, case.seq_lens) if cuda else (w.block_table, w.seq_lens)
+        out = torch.empty_like(case.q)
+
+        def call() -> torch.Tensor:
+            return executor.run(case.q, case.k_cache, case.v_cache, *tables, out, case.sm_scale)
+
+        read = plan.kv_tokens_read(w.seq_lens) / w.kv_tokens
+        note = (
+            f"{name}, {plan.num_tiles} tiles, {plan.num_partials} partials, KV read {read:.2f}x, "
+            f"plan {planner.counters.plan_seconds * 1e3:.2f} ms"
+        )
+        return [Launch(call, note, graph=cuda)]

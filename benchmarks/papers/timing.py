@@ -1,0 +1,72 @@
+"""Times of one layer's attention, by the harness of ``bench_kernel``: every output is compared with
+float32 attention before its time counts.
+"""
+
+import argparse
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from bench_kernel import CpuTimer, run_cell
+from peers import Options, Peer, UnavailableError, make
+
+from papers.experiment import Figures, Setting
+from papers.methods import Method, Planned
+from vllm_prefixshare.costs.gpu_timing import GpuTimer, MachineRates, measure_rates
+from vllm_prefixshare.workloads.trees import Workload
+
+
+@cache
+def machine(device: str) -> tuple[GpuTimer | CpuTimer, MachineRates]:
+    """A timer for the device, and what the device can do at most; measured once."""
+    torch.set_float32_matmul_precision("highest")
+    if device == "cuda":
+        timer = GpuTimer()
+        return timer, measure_rates(timer)
+    slow = CpuTimer()
+    return slow, slow.rates()
+
+
+@cache
+def _peer(name: str, device: str) -> Peer | UnavailableError:
+    try:
+        return make(name, Options(torch.device(device), dtype_on(device), {}))
+    except UnavailableError as e:
+        return e
+
+
+def dtype_on(device: str) -> torch.dtype:
+    """The dtype that is timed: a GPU's kernels have no float32, a CPU is slow without."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def time_methods(
+    setting: Setting, w: Workload, heads: tuple[int, int], methods: Sequence[Method]
+) -> Figures:
+    """One cell of ``bench_kernel``: each method, then the setting's further peers.
+
+    Returns:
+        what ``run_cell`` does; under ``peers`` the milliseconds and the error of each.
+    """
+    timer, rates = machine(setting.device)
+    options = Options(torch.device(setting.device), dtype_on(setting.device), {})
+    peers: dict[str, Peer | UnavailableError] = {m.title: Planned(m, options) for m in methods}
+    peers |= {name: _peer(name, setting.device) for name in setting.peers}
+    layer = argparse.Namespace(
+        device=options.device,
+        dtype=str(options.dtype).removeprefix("torch."),
+        head_dim=128,
+        kv_dtype=None,
+        plain_queries=False,
+        sinks=False,
+        soft_cap=0.0,
+        alibi=False,
+        repeats=setting.repeats,
+    )
+    return run_cell(w, heads, peers, timer, rates, layer)
+
+
+def milliseconds(figures: Figures, title: str) -> float | None:
+    """A method's time in a cell; None where it has none that counts."""
+    found = figures["peers"].get(title, {})
+    return found["ms"] if found.get("status") == "ok" else None

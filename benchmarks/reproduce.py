@@ -1,0 +1,290 @@
+r"""Figures and tables of the papers that this project builds on, on this machine.
+
+Without names, every experiment that the machine can carry. Results are JSON: a file for each
+point, as soon as it is there, and one for each experiment. A run that was stopped goes on where
+it stopped. Every output is checked before its time counts; exit status 1 says that one was wrong.
+
+    python benchmarks/reproduce.py --list
+    python benchmarks/reproduce.py flashforge-figure-6 --out results/papers
+    python benchmarks/reproduce.py --minutes 10
+    python benchmarks/reproduce.py --tiny
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import repository  # noqa: F401
+from papers import EXPERIMENTS, LEFT_OUT, PAPERS
+from papers.experiment import GPU, GPUS, Experiment, Point, Results, Setting
+
+from vllm_prefixshare.records import PrefixShareError
+
+
+@dataclass
+class Progress:
+    """An experiment that runs: the points that are left, and the seconds that it has had."""
+
+    experiment: Experiment
+    folder: Path
+    left: list[Point]
+    done: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    results: Results = field(default_factory=dict)
+
+    def file(self, point: Point) -> Path:
+        """Where a point's figures are kept."""
+        return self.folder / (re.sub(r"[^\w.-]+", "_", point.name) + ".json")
+
+
+def write(path: Path, data: object) -> None:
+    """Write JSON; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def is_wrong(figures: dict) -> bool:
+    """Whether an output of a point was wrong."""
+    return figures.get("right") is False or any(
+        found.get("status") == "wrong" for found in figures.get("peers", {}).values()
+    )
+
+
+def has_failed(figures: dict) -> bool:
+    """Whether a point failed, so that the next run tries it again."""
+    return "failed" in figures
+
+
+def begin(experiment: Experiment, setting: Setting, out: Path, fresh: bool) -> Progress:
+    """The experiment as the last run left it; without what it did if ``fresh``."""
+    run = Progress(experiment, out / "points" / experiment.name, [])
+    for point in experiment.points(setting):
+        file = run.file(point)
+        if file.exists() and not fresh:
+            kept = json.loads(file.read_text())
+            if kept["setting"] == described(setting) and not has_failed(kept["figures"]):
+                run.results[point.name] = kept["figures"]
+                run.done += 1
+                continue
+        run.left.append(point)
+    return run
+
+
+def described(setting: Setting) -> dict:
+    """What a kept result must agree in."""
+    return {
+        "device": device_name(setting.device),
+        "tiny": setting.tiny,
+        "repeats": setting.repeats,
+        "peers": list(setting.peers),
+    }
+
+
+def device_name(device: str) -> str:
+    """Name of the GPU, or "cpu"."""
+    if device != "cuda":
+        return device
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def turns(runs: list[Progress]) -> Iterator[Progress]:
+    """The experiments in turns, as long as they have points: next is whoever had the least time."""
+    while waiting := [run for run in runs if run.left]:
+        yield min(waiting, key=lambda run: run.seconds)
+
+
+def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
+    """Run the points that are left until the deadline; whether all outputs were right."""
+    total = sum(len(run.left) for run in runs)
+    began, right, number = time.monotonic(), True, 0
+    for run in turns(runs):
+        if time.monotonic() + run.longest > deadline:
+            run.seconds = float("inf")  # the others may still have a point that fits
+            if all(r.seconds == float("inf") for r in runs if r.left):
+                break
+            continue
+        point = run.left.pop(0)
+        number += 1
+        since = time.monotonic()
+        try:
+            figures = point.run()
+        except (PrefixShareError, RuntimeError) as e:  # CUDA's errors are RuntimeErrors
+            figures = {"failed": f"{type(e).__name__}: {e}".splitlines()[0]}
+        taken = time.monotonic() - since
+        run.seconds += taken
+        run.longest = max(run.longest, taken)
+        run.results[point.name] = figures
+        run.done += not has_failed(figures)
+        right &= not is_wrong(figures)
+        write(run.file(point), {"setting": described(setting), "figures": figures})
+        say = "WRONG" if is_wrong(figures) else figures.get("failed", f"{taken:.1f} s")
+        elapsed = time.monotonic() - began
+        print(f"[{number}/{total} {elapsed:4.0f} s] {run.experiment.name}: {point.name}: {say}",
+              flush=True)  # fmt: skip
+        collect(run, setting)
+    return right
+
+
+def collect(run: Progress, setting: Setting) -> None:
+    """Write the file of an experiment: all its points so far, in their order."""
+    order = [p.name for p in run.experiment.points(setting)]
+    points = {name: run.results[name] for name in order if name in run.results}
+    write(
+        run.folder.parent.parent / f"{run.experiment.name}.json",
+        {
+            "experiment": run.experiment.name,
+            "command": shlex.join(["python", "benchmarks/reproduce.py", *sys.argv[1:]]),
+            "date": date.today().isoformat(),
+            **described(setting),
+            "versions": versions_here(),
+            "complete": run.done == len(order),
+            "of_points": len(order),
+            "points": points,
+        },
+    )
+
+
+def versions_here() -> dict[str, str]:
+    from bench_kernel import versions
+
+    return versions()
+
+
+def chosen(names: Iterable[str]) -> list[Experiment]:
+    """Experiments by name, or by the beginning of their names; all without names.
+
+    Raises:
+        PrefixShareError: nothing has that name.
+    """
+    if not names:
+        return list(EXPERIMENTS.values())
+    found: dict[str, Experiment] = {}
+    for name in names:
+        matching = {n: e for n, e in EXPERIMENTS.items() if n == name} or {
+            n: e for n, e in EXPERIMENTS.items() if n.startswith(name)
+        }
+        if not matching:
+            raise PrefixShareError(f"no experiment is called {name!r}: --list names them.")
+        found |= matching
+    return list(found.values())
+
+
+def show_list() -> None:
+    for paper in PAPERS:
+        print(f"{paper}")
+        for e in EXPERIMENTS.values():
+            if e.paper == paper:
+                print(f"  {e.name} (needs {e.needs}): {e.item}, section {e.section}")
+                print(f"    the paper: {e.claim}")
+                print(f"    changed: {e.changed}")
+        for left in LEFT_OUT:
+            if left.paper == paper:
+                print(f"  not reproduced: {left.item}: {left.why}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="or how names begin; see --list")
+    parser.add_argument(
+        "--list", action="store_true", help="name every experiment, and what changed"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/papers"), help="folder of results"
+    )
+    parser.add_argument("--minutes", type=float, help="begin nothing that would end later")
+    parser.add_argument("--tiny", action="store_true", help="everything in miniature, on a CPU")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], help="default: the GPU, if there is one"
+    )
+    parser.add_argument("--repeats", type=int, default=10, help="timed replays of each kernel")
+    parser.add_argument("--deft-recordings", type=Path, help="folder of DeFT's recorded trees")
+    parser.add_argument(
+        "--peers", default="", help="further kernels to time, such as fa3,flashinfer"
+    )
+    parser.add_argument("--fresh", action="store_true", help="do not go on where a run has stopped")
+    args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error("--repeats must be 1 or more")
+    if args.minutes is not None and args.minutes <= 0:
+        parser.error("--minutes must be more than 0")
+    args.peers = tuple(filter(None, args.peers.split(",")))
+    return args
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """How to run, and on what.
+
+    Raises:
+        PrefixShareError: a GPU is asked for and there is none; an unknown peer; no recordings.
+    """
+    import torch
+    from peers import PEERS
+
+    for name in args.peers:
+        if name not in PEERS:
+            raise PrefixShareError(f"peer {name!r} is unknown: use some of {', '.join(PEERS)}.")
+    device = "cpu" if args.tiny and args.device is None else args.device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PrefixShareError("there is no GPU here: leave --device out, or take --tiny.")
+    folder = args.deft_recordings
+    if folder is not None and not list(folder.glob("*.json")):
+        raise PrefixShareError(f"{folder} has no JSON files: name the folder of DeFT's recordings.")
+    repeats = 1 if args.tiny else args.repeats
+    return Setting(device, args.tiny, repeats, folder, args.peers)
+
+
+def gpus_needed(experiment: Experiment) -> int:
+    return {GPU: 1, GPUS: 2}.get(experiment.needs, 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.list:
+        show_list()
+        return 0
+    try:
+        setting = setting_of(args)
+        experiments = chosen(args.names)
+        gpus = 0
+        if setting.device == "cuda":
+            import torch
+
+            gpus = torch.cuda.device_count()
+        runs = []
+        for experiment in experiments:
+            if not setting.tiny and gpus_needed(experiment) > gpus:
+                print(f"left out: {experiment.name} needs {experiment.needs}")
+                continue
+            runs.append(begin(experiment, setting, args.out, args.fresh))
+            if not runs[-1].left and not runs[-1].done:
+                print(f"{experiment.name}: nothing to run here")
+    except PrefixShareError as e:
+        print(f"reproduce: error: {e}", file=sys.stderr)
+        return 2
+    deadline = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
+    right = carry_out(runs, setting, deadline)
+    for run in runs:
+        good = {n: f for n, f in run.results.items() if not has_failed(f)}
+        left = f", {len(run.left)} points left" if run.left else ""
+        if good:
+            print(f"\n{run.experiment.name}{left}\n  the paper: {run.experiment.claim}")
+            print(f"  here: {run.experiment.ours(good)}")
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
