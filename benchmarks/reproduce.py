@@ -28,6 +28,9 @@ from papers.experiment import GPU, GPUS, Experiment, Point, Results, Setting
 from vllm_prefixshare.records import PrefixShareError
 
 
+REPEATS = 10
+
+
 @dataclass
 class Progress:
     """An experiment that runs: the points that are left, and the seconds that it has had."""
@@ -145,7 +148,7 @@ def collect(run: Progress, setting: Setting) -> None:
         run.folder.parent.parent / f"{run.experiment.name}.json",
         {
             "experiment": run.experiment.name,
-            "command": shlex.join(["python", "benchmarks/reproduce.py", *sys.argv[1:]]),
+            "command": setting.command,
             "date": date.today().isoformat(),
             **described(setting),
             "versions": versions_here(),
@@ -208,7 +211,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="default: the GPU, if there is one"
     )
-    parser.add_argument("--repeats", type=int, default=10, help="timed replays of each kernel")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="timed replays of a kernel")
     parser.add_argument("--deft-recordings", type=Path, help="folder of DeFT's recorded trees")
     parser.add_argument(
         "--peers", default="", help="further kernels to time, such as fa3,flashinfer"
@@ -221,6 +224,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--minutes must be more than 0")
     args.peers = tuple(filter(None, args.peers.split(",")))
     return args
+
+
+def command_of(args: argparse.Namespace) -> str:
+    """The command of a run, without the paths of this machine."""
+    words = ["python", "benchmarks/reproduce.py", *args.names]
+    words += ["--tiny"] if args.tiny else []
+    words += ["--minutes", f"{args.minutes:g}"] if args.minutes else []
+    words += ["--repeats", str(args.repeats)] if args.repeats != REPEATS else []
+    words += ["--deft-recordings", "FOLDER"] if args.deft_recordings else []
+    words += ["--peers", ",".join(args.peers)] if args.peers else []
+    return shlex.join(words)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -244,7 +258,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     if folder is not None and not list(folder.glob("*.json")):
         raise PrefixShareError(f"{folder} has no JSON files: name the folder of DeFT's recordings.")
     repeats = 1 if args.tiny else args.repeats
-    return Setting(device, args.tiny, repeats, folder, args.peers)
+    return Setting(device, args.tiny, repeats, folder, args.peers, command_of(args))
 
 
 def gpus_needed(experiment: Experiment) -> int:

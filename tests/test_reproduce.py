@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reproduce  # noqa: E402
 import tables  # noqa: E402
-from papers import EXPERIMENTS, PAPERS, accounting, methods, reduction  # noqa: E402
+from papers import EXPERIMENTS, PAPERS, accounting, deft, methods, reduction  # noqa: E402
 from papers.experiment import Experiment, Point, Setting  # noqa: E402
 
 H200 = Gpu((9, 0), 132, 227 << 10)
@@ -192,3 +192,39 @@ def test_merging_in_two_levels_is_merging():
         weights = lses[part].double().softmax(0)[..., None]
         expected[r] = (weights * outs[part]).sum(0).float()
     torch.testing.assert_close(found, expected)
+
+
+def test_few_shot_bytes_are_the_published_ones():
+    found = deft.few_shot(20, deft.PROMPT, deft.DECODED)
+    medusa = found["medusa partial"] + found["medusa mask"]
+    counted = found["unshared"] * deft.GROUP, found["distinct"] * deft.GROUP, medusa
+    assert [round(n / 1e12, 2) for n in counted] == list(deft.PUBLISHED["few-shot 20"])
+    assert found["ours"]["kv"] == found["distinct"]
+
+
+def test_a_token_tree_is_walked_by_each_tile_of_its_rows():
+    setting = replace(TINY, tiny=True)
+    found = deft.speculative(64, setting)
+    assert found["ours"]["row_tiles"] == 2
+    assert found["ours"]["walked"] == 2 * found["ours"]["kv"] == 2 * found["distinct"]
+    assert found["unshared"] == 64 * found["distinct"]
+
+
+def test_recorded_trees_are_counted_over_all_their_steps(tmp_path):
+    nodes = [
+        {"id": 0, "start": -99, "end": 0, "children": [1, 2]},
+        {"id": 1, "start": 1, "end": 40, "children": []},
+        {"id": 2, "start": 1, "end": 24, "children": []},
+    ]
+    file = tmp_path / "keywordToT.json"
+    file.write_text(json.dumps([{"data": {}}, {"data": {str(n["id"]): n for n in nodes}}]))
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    (point,) = (p for p in deft.count_tasks(setting) if p.name == "keyword")
+    found = point.run()
+    # 12 samples that stand for 3 steps each: at 1, 4, 7, 11, ... both grow until step 24
+    steps = [1 + 40 * i // 12 for i in range(12)]
+    both = [s for s in steps if s <= 24]
+    token = 2 * 8 * 128 * 2 * (32 * 40 // 12)
+    assert found["runs"] == 1
+    assert found["unshared"] == token * (sum(100 + s for s in steps) + sum(100 + s for s in both))
+    assert found["distinct"] <= found["ours"]["kv"] <= found["unshared"]

@@ -20,7 +20,7 @@ class Setting:
 
     device: "cuda" or "cpu". tiny: miniature workloads, which say nothing but that the program runs.
     repeats: timed replays of each kernel. recordings: folder of DeFT's recorded trees, or None.
-    peers: names of further kernels to time (see ``peers.PEERS``).
+    peers: names of further kernels to time (see ``peers.PEERS``). command: that asked for it.
     """
 
     device: str
@@ -28,6 +28,7 @@ class Setting:
     repeats: int = 10
     recordings: Path | None = None
     peers: tuple[str, ...] = ()
+    command: str = ""
 
 
 @dataclass(frozen=True)

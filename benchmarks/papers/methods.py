@@ -20,7 +20,6 @@ from vllm_prefixshare.kernels.contract import HostBatch, Kernel
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.registry import candidates, make_kernel
-from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import Workload
@@ -87,9 +86,9 @@ def costs(method: Method, attention: AttentionConfig, kernel: str, device: str |
     return cost_model(attention, kernel, device_name=device)
 
 
-def planned(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[DecodePlan, int]:
-    """The plan that an H200 would have, and how many thread blocks walk each run of it: one for
-    each tile of a request's query rows.
+def planner_of(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[DecodePlanner, int]:
+    """The planner that an H200 would have for steps of a workload, and how many thread blocks walk
+    each run of a plan: one for each tile of a request's query rows.
     """
     attention = layer_of(w, heads)
     kernel = h200_kernel(method.kernel, attention, w.query_len)
@@ -102,8 +101,7 @@ def planned(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[Decode
         **method.options,
     )
     cost = costs(method, attention, kernel.name, PLANNED_GPU)
-    planner = DecodePlanner(config, cost, w.block_size, attention.gqa_group_size)
-    return planner.update(w.block_table, w.seq_lens, w.query_len), kernel.row_tiles
+    return DecodePlanner(config, cost, w.block_size, attention.gqa_group_size), kernel.row_tiles
 
 
 class Planned:

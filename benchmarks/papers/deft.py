@@ -1,0 +1,481 @@
+"""DeFT, both versions of the paper: tables 6, 12, 16 and 17, figures 14, 15 and 18."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from papers.experiment import (
+    CPU,
+    GPU,
+    Experiment,
+    Figures,
+    LeftOut,
+    Point,
+    Results,
+    Setting,
+    mega,
+    rows,
+)
+from papers.flashforge import against, time_table
+
+PAPER = "DeFT"
+#: Llama-3-8B: heads, layers, query heads for a KV head
+HEADS, LAYERS, GROUP = (32, 8), 32, 4
+WIDTHS = (20, 30, 50)
+#: few-shot prompting: prompt, tokens that are decoded
+PROMPT, DECODED = 4000, 400
+TOKEN_TREES = (32, 64, 128, 256)
+#: a token tree's context at its first step, tokens accepted in a step, steps, and the steps counted
+CONTEXT, ACCEPTED, STEPS, EVERY = 1000, 4, 1000, 10
+CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
+PROMPTS = (1000, 5000, 10000, 20000)
+#: samples of a recorded run
+SAMPLES = 12
+#: the paper's terabytes (table 12 of the first version, 17 of the second): flash-decoding, DeFT,
+#: and Medusa's partial results
+PUBLISHED = {
+    "few-shot 20": (17.62, 1.68, 1.05),
+    "few-shot 30": (26.43, 2.10, 1.98),
+    "few-shot 50": (44.05, 2.94, 4.61),
+    "sorting": (59.96, 12.40, 3.69),
+    "keyword": (4.68, 0.58, 0.18),
+    "token tree 32": (128.72, 4.10, 4.03),
+    "token tree 64": (255.16, 4.11, 8.33),
+    "token tree 128": (522.05, 4.16, 16.77),
+    "token tree 256": (1044.10, 4.35, 34.70),
+}
+RECORDINGS = {"sorting": "sorting128ToT.json", "keyword": "keywordToT.json"}
+
+
+def tree_parents(size: int, recordings: Path | None) -> object:
+    """Parents of a token tree: Medusa's where it was recorded, else a quaternary one."""
+    import json
+
+    import numpy as np
+
+    from vllm_prefixshare.workloads.sets import token_tree_parents
+
+    file = recordings / f"tree_size{size}.json" if recordings else None
+    if file and file.exists():
+        return token_tree_parents(json.loads(file.read_text())["Tree_Structure"])
+    return np.array([-1, *((i - 1) // 4 for i in range(1, size))], np.int32)
+
+
+def token_tree(size: int, batch: int, context: int, recordings: Path | None) -> object:
+    """Requests that each verify a token tree over a context of their own."""
+    from vllm_prefixshare.workloads.trees import forest
+
+    lengths = [context + size] * batch
+    name = f"{size} tokens x {batch}, context {context}"
+    return forest(
+        name, [-1] * batch, lengths, query_len=size, query_parents=tree_parents(size, recordings)
+    )
+
+
+def per_kind(counted: dict[str, int], scale: int) -> dict[str, int]:
+    """The bytes among the counted, times ``scale``."""
+    kinds = ("kv", "walked", "partial", "queries", "outputs", "masks")
+    return {kind: counted[kind] * scale for kind in kinds} | {"row_tiles": counted["row_tiles"]}
+
+
+def medusa_bytes(queries: int, tree_tokens: int) -> dict[str, int]:
+    """Partial results and mask of tree attention in Medusa (table 4, or 12): products, scaled,
+    masked and their softmax written and read for each head, and a dense mask of two bytes.
+    """
+    scores = queries * tree_tokens * 2
+    return {"medusa partial": 8 * scores * HEADS[0] * LAYERS, "medusa mask": scores * LAYERS}
+
+
+def few_shot(width: int, prompt: int, decoded: int) -> Figures:
+    """Bytes of decoding ``decoded`` tokens of ``width`` samples of one prompt, all layers."""
+    from papers import accounting, methods
+    from vllm_prefixshare.workloads.trees import tree
+
+    start = accounting.with_room(tree(f"1,{width}_{prompt},{decoded + 1}"), decoded)
+    token = accounting.kv_token_bytes(HEADS) * LAYERS
+    grown = range(decoded)
+    own = width * sum(1 + step for step in grown)
+    tokens = prompt * decoded + own
+    return {
+        "unshared": (width * prompt * decoded + own) * token,
+        "distinct": tokens * token,
+        **medusa_bytes(width, tokens),
+        **{
+            m.title: per_kind(accounting.count(m, start, HEADS, grown), LAYERS)
+            for m in (methods.OURS, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
+        },
+    }
+
+
+def speculative(size: int, setting: Setting) -> Figures:
+    """Bytes of verifying a token tree at every step of one request's answer, all layers."""
+    from papers import accounting, methods
+
+    steps = 20 if setting.tiny else STEPS
+    end = token_tree(size, 1, CONTEXT + ACCEPTED * steps, setting.recordings)
+    start = accounting.with_room(end, ACCEPTED * steps)
+    grown = range(0, ACCEPTED * steps, ACCEPTED * EVERY)
+    tokens = sum(int(start.seq_lens[0]) + more for more in grown)
+    token = accounting.kv_token_bytes(HEADS) * LAYERS * EVERY
+    medusa = {kind: n * EVERY for kind, n in medusa_bytes(size, tokens).items()}
+    return {
+        "unshared": size * tokens * token,
+        "distinct": tokens * token,
+        **medusa,
+        **{
+            m.title: per_kind(accounting.count(m, start, HEADS, grown), LAYERS * EVERY)
+            for m in (methods.OURS, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
+        },
+    }
+
+
+def recorded(file: Path) -> Figures:
+    """Bytes of decoding a recorded tree of thoughts, the mean of all runs in a file."""
+    import json
+    from collections import Counter
+
+    from papers import accounting, methods
+    from vllm_prefixshare.workloads.sets import recorded_step
+
+    total: Counter[str] = Counter()
+    ways = (methods.OURS, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
+    of_way: dict[str, Counter[str]] = {m.title: Counter() for m in ways}
+    runs = [list(run["data"].values()) for run in json.loads(file.read_text())]
+    runs = [nodes for nodes in runs if max((n["end"] for n in nodes), default=0) >= SAMPLES]
+    for nodes in runs:
+        final = max(node["end"] for node in nodes)
+        for sample in range(SAMPLES):
+            w = recorded_step("step", nodes, 1 + final * sample // SAMPLES, 16)
+            scale = LAYERS * final // SAMPLES  # steps that the sample stands for
+            total["unshared"] += accounting.unshared_bytes(w, HEADS) * scale
+            total["distinct"] += accounting.distinct_bytes(w, HEADS) * scale
+            queries = medusa_bytes(w.num_reqs, w.kv_tokens)
+            total.update({kind: n * final // SAMPLES for kind, n in queries.items()})
+            for m in ways:
+                of_way[m.title].update(per_kind(accounting.count(m, w, HEADS), scale))
+    means = {kind: n // len(runs) for kind, n in total.items()}
+    for counted in of_way.values():
+        counted["row_tiles"] = len(runs)  # one query each: one tile of rows
+    of_means = {m: {k: n // len(runs) for k, n in c.items()} for m, c in of_way.items()}
+    return {"runs": len(runs), **means, **of_means}
+
+
+def count_tasks(setting: Setting) -> Iterator[Point]:
+    shots = ((4, 64, 20),) if setting.tiny else ((w, PROMPT, DECODED) for w in WIDTHS)
+    for width, prompt, decoded in shots:
+        yield Point(
+            f"few-shot {width}",
+            lambda w=width, p=prompt, d=decoded: few_shot(w, p, d),
+        )
+    for size in (32,) if setting.tiny else TOKEN_TREES:
+        yield Point(f"token tree {size}", lambda size=size: speculative(size, setting))
+    for task, name in RECORDINGS.items():
+        file = setting.recordings / name if setting.recordings and not setting.tiny else None
+        if file and file.exists():
+            yield Point(task, lambda file=file: recorded(file))
+
+
+def tera(num_bytes: float) -> str:
+    return f"{num_bytes / 1e12:.2f}" if num_bytes >= 1e10 else f"{num_bytes / 1e12:.4f}"
+
+
+def tasks_sentence(results: Results) -> str:
+    cut = {n: 1 - f["ours"]["kv"] / f["unshared"] for n, f in results.items()}
+    partial = max(f["ours"]["partial"] / f["distinct"] for f in results.values())
+    walked = max(f["ours"]["row_tiles"] for f in results.values())
+    return (
+        f"KV bytes {min(cut.values()):.1%} to {max(cut.values()):.2%} less than flash-decoding's; "
+        f"partial results at most {partial:.1%} of the distinct KV; the largest token tree's KV is "
+        f"walked by {walked} thread blocks, from memory once"
+    )
+
+
+def tasks_table(results: Results) -> list[str]:
+    lines = []
+    for name, f in results.items():
+        paper = PUBLISHED.get(name)
+        entries = [tera(f["unshared"] * GROUP), tera(f["distinct"] * GROUP)]
+        if paper:
+            entries = [f"{x} ({y})" for x, y in zip(entries, paper[:2], strict=True)]
+        medusa = tera(f["medusa partial"] + f["medusa mask"])
+        medusa += f" ({paper[2]})" if paper else ""
+        ours, chunk, flat = (f[m] for m in ("ours", "DeFT-Node-Chunk", "DeFT-Flatten"))
+        lines.append(
+            " | ".join(
+                [
+                    name,
+                    *entries,
+                    medusa,
+                    *(tera(ours[kind]) for kind in ("kv", "walked", "partial", "masks")),
+                    *(f"{tera(x['kv'])} + {tera(x['partial'])}" for x in (chunk, flat)),
+                ]
+            )
+        )
+    return [
+        "TB of a whole decoding, 32 layers; in brackets the paper's. The first columns count the "
+        "KV once for each query head, as the paper does, ours and the dividers of DeFT once for "
+        "each KV head, a fourth. Medusa's partial results and masks are by the paper's formula. "
+        '"Walked" counts the KV once for each tile of query rows that loads it.',
+        "",
+        *rows(
+            "task | flash-decoding | distinct KV | Medusa, partial and mask | ours, KV | walked | "
+            "partial | masks | Node-Chunk of 128, KV + partial | Flatten, KV + partial",
+            lines,
+        ),
+    ]
+
+
+def strategies() -> list:
+    from dataclasses import replace
+
+    from papers import methods
+
+    of_deft = (methods.DEFT_NODE, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
+    return [methods.OURS, *(replace(m, kernel="auto") for m in of_deft)]
+
+
+def time_strategies(setting: Setting) -> Iterator[Point]:
+    """Few-shot prompting at three steps of the 400, with the heads of three models."""
+    from vllm_prefixshare.workloads.trees import tree
+
+    specs = [f"1,{w}_{PROMPT},{step}" for step in (400, 16, 200) for w in (50, 20, 30)]
+    heads: tuple[tuple[int, int], ...] = (HEADS, (32, 32), (64, 8))
+    if setting.tiny:
+        specs, heads = ["1,4_128,20"], ((8, 2),)
+    for spec, shape in product(specs, heads):
+
+        def run(spec=spec, shape=shape) -> Figures:
+            from papers import methods, timing
+
+            ways = [*strategies(), methods.FLASH_DECODING]
+            return timing.time_methods(setting, tree(spec), shape, ways)
+
+        yield Point(f"few-shot {spec}, {shape[0]}:{shape[1]}", run)
+
+
+def strategies_sentence(results: Results) -> str:
+    over = {
+        m: against(results, m, "ours")
+        for m in ("flash-decoding", "DeFT-Node", "DeFT-Node-Chunk", "DeFT-Flatten")
+    }
+    return "time over ours: " + "; ".join(f"{m} {x}" for m, x in over.items())
+
+
+def time_token_trees(setting: Setting) -> Iterator[Point]:
+    """Token trees over contexts of their own; and the same tokens as requests of one query each
+    that share nothing.
+    """
+    shapes = [(t, b, 2000) for b in (1, 8, 32) for t in TOKEN_TREES]
+    shapes += [(t, 1, n) for n in PROMPTS for t in (32, 64)]
+    for size, batch, context in [(32, 2, 100)] if setting.tiny else shapes:
+
+        def run(size=size, batch=batch, context=context) -> Figures:
+            from dataclasses import replace
+
+            from papers import methods, timing
+            from vllm_prefixshare.workloads.trees import forest
+
+            w = token_tree(size, batch, context, setting.recordings)
+            heads = (8, 2) if setting.tiny else HEADS
+            ways = [methods.OURS, replace(methods.OURS, kernel="portable", title="portable")]
+            figures = timing.time_methods(setting, w, heads, ways)
+            # each token of a tree as a request with the context and its own branch
+            parents = [-1] * batch + [r for r in range(batch) for _ in range(size)]
+            lengths = [context // 16 * 16] * batch + [16] * (batch * size)
+            expanded = forest("expanded branches", parents, lengths)
+            alone = replace(setting, peers=())
+            branches = timing.time_methods(alone, expanded, heads, [methods.FLASH_DECODING])
+            figures["peers"]["expanded branches"] = branches["peers"]["flash-decoding"]
+            figures["row_tiles"] = methods.planner_of(methods.OURS, w, heads)[1]
+            return figures
+
+        yield Point(f"{size} tokens x {batch}, context {context}", run)
+
+
+def token_trees_sentence(results: Results) -> str:
+    return f"time of expanded branches over ours: {against(results, 'expanded branches', 'ours')}"
+
+
+def chunk_workloads(setting: Setting) -> dict[str, object]:
+    from vllm_prefixshare.workloads.trees import tree
+
+    if setting.tiny:
+        return {"few-shot 4": tree("1,4_128,16")}
+    return {
+        "few-shot 50": tree(f"1,50_{PROMPT},200"),
+        "token tree 64": token_tree(64, 1, PROMPT, setting.recordings),
+        "token tree 32 x 8": token_tree(32, 8, PROMPT, setting.recordings),
+    }
+
+
+def chunk_methods(kernel: str) -> list:
+    from papers import methods
+
+    return [
+        methods.Method(f"{n} tokens", kernel, "deft_node_chunk", options={"kv_chunk_size": n})
+        for n in CHUNKS
+    ]
+
+
+def count_chunks(setting: Setting) -> Iterator[Point]:
+    for name, w in chunk_workloads(setting).items():
+
+        def run(w=w) -> Figures:
+            from papers import accounting, methods
+
+            ways = [*chunk_methods("auto"), methods.OURS]
+            counted = {m.title: accounting.count(m, w, HEADS) for m in ways}
+            return {"distinct": accounting.distinct_bytes(w, HEADS), **counted}
+
+        yield Point(name, run)
+
+
+def chunks_sentence(results: Results) -> str:
+    found = []
+    for name, f in results.items():
+        small, ours = (
+            (f[m]["partial"] + f[m]["queries"]) / f["distinct"] for m in ("128 tokens", "ours")
+        )
+        found.append(f"{name} {small:.0%} and {ours:.0%}")
+    return "queries and partial results over the distinct KV, chunks of 128 and ours: " + "; ".join(
+        found
+    )
+
+
+def chunks_table(results: Results) -> list[str]:
+    titles = [f"{n} tokens" for n in CHUNKS] + ["ours"]
+    lines = [
+        " | ".join(
+            [
+                name,
+                mega(f["distinct"]),
+                *(f"{mega(f[t]['queries'])} + {mega(f[t]['partial'])}" for t in titles),
+            ]
+        )
+        for name, f in results.items()
+    ]
+    return [
+        "MiB of one layer in one step: queries + partial results, by the tokens of a chunk.",
+        "",
+        *rows(" | ".join(["workload", "distinct KV", *titles]), lines),
+    ]
+
+
+def time_chunks(setting: Setting) -> Iterator[Point]:
+    for name, w in chunk_workloads(setting).items():
+
+        def run(w=w) -> Figures:
+            from papers import methods, timing
+
+            heads = (8, 2) if setting.tiny else HEADS
+            ways = [*chunk_methods("auto"), *strategies()[3:], methods.OURS]
+            return timing.time_methods(setting, w, heads, ways)
+
+        yield Point(name, run)
+
+
+def chunk_times_sentence(results: Results) -> str:
+    found = []
+    for name, f in results.items():
+        times = {n: f["peers"][f"{n} tokens"] for n in CHUNKS}
+        right = {n: p["ms"] for n, p in times.items() if p["status"] == "ok"}
+        if right:
+            best = min(right, key=lambda n: right[n])
+            found.append(f"{name} {best} tokens")
+    return (
+        f"fastest chunk: {', '.join(found) or 'none ran'}; time of chunks of 128 over ours: "
+        f"{against(results, '128 tokens', 'ours')}"
+    )
+
+
+EXPERIMENTS = (
+    Experiment(
+        "deft-table-17",
+        PAPER,
+        "A.7 (A.6 of the first version)",
+        "table 17 (12): KV, partial results and masks",
+        "73% to 99.6% less KV read than flash-decoding, 99.7% to 100% less partial results than "
+        "Medusa's tree attention",
+        "Counted from plans as an H200 would have them, step by step; few-shot prompts of 4000 "
+        "tokens. Token trees: 1000 steps from 1000 to 5000 tokens, four accepted in a step, on a "
+        "quaternary tree where Medusa's was not recorded. The recorded tasks need "
+        "`--deft-recordings FOLDER`; document merging and set intersection were not recorded "
+        "there.",
+        CPU,
+        count_tasks,
+        tasks_sentence,
+        "the paper counts the KV once for each query head, also where four share a KV head: "
+        "counted so, few-shot comes out to the last digit. It does not give the lengths of its "
+        "answers to token trees, nor which recorded runs it averages",
+        tasks_table,
+    ),
+    Experiment(
+        "deft-table-6",
+        PAPER,
+        "4.4",
+        "table 6 and figure 14: splitting strategies, few-shot",
+        "attention of Radix Attention over DeFT-Flatten 1.6 to 1.7 times; of DeFT-Node 1.8 to 3.1, "
+        "of DeFT-Node-Chunk 2.3 to 2.5",
+        "One layer at steps 16, 200 and 400; the heads of Llama-3-8B, of CodeLlama-7B and of "
+        "CodeLlama-34B. Every strategy in the same kernel, ours; Flatten's masks are intervals of "
+        "requests.",
+        GPU,
+        time_strategies,
+        strategies_sentence,
+        "another GPU; the strategies share our kernel, which the paper's do not",
+        time_table,
+    ),
+    Experiment(
+        "deft-table-16",
+        PAPER,
+        "A.7",
+        "table 16 and figure 18: token trees, prompt lengths",
+        "attention of Radix Attention over DeFT-Flatten 1.96 (32 tokens) to 3.59 times (256)",
+        "Trees of 32 to 256 tokens at batches of 1, 8 and 32 with contexts of 2000 tokens, and "
+        "contexts of 1000 to 20000 tokens at a batch of 1. Radix Attention is flash-decoding in "
+        "our kernel over the expanded branches, a request for each token; FlashInfer's masked "
+        "kernel with `--peers flashinfer`.",
+        GPU,
+        time_token_trees,
+        token_trees_sentence,
+        "another GPU; beyond 128 query rows each tile of rows walks the KV again, mostly from L2",
+        time_table,
+    ),
+    Experiment(
+        "deft-figure-15-bytes",
+        PAPER,
+        "A.7",
+        "figure 15: chunk size, in bytes",
+        "a larger chunk loads the queries less often; no figures",
+        "Counted from plans as an H200 would have them.",
+        CPU,
+        count_chunks,
+        chunks_sentence,
+        "the paper counts no bytes here",
+        chunks_table,
+    ),
+    Experiment(
+        "deft-figure-15",
+        PAPER,
+        "A.7",
+        "figure 15: chunk size, in time",
+        "the best chunk depends on lengths and queries; DeFT-Flatten is faster than every chunk",
+        "DeFT-Node-Chunk's divider in our kernel.",
+        GPU,
+        time_chunks,
+        chunk_times_sentence,
+        "another GPU and kernel",
+        time_table,
+    ),
+)
+
+LEFT_OUT = (
+    LeftOut(PAPER, "tables 5, 7, 8, 18, figures 4, 13, 16, 17", "latencies of a whole engine: "
+            "[performance](performance.md) has recorded trees, with vLLM itself on both sides"),
+    LeftOut(PAPER, "document merging and set intersection", "their recordings are not in the data "
+            "that was at hand; `python benchmarks/bench_kernel.py --workloads deft --deft-data "
+            "FOLDER` times every `*ToT.json` of a folder"),
+    LeftOut(PAPER, "table 14", "utilisation by hardware counters"),
+    LeftOut(PAPER, "table 15", "accuracy: see [the same tokens](fidelity.md)"),
+    LeftOut(PAPER, "table 19", "another GPU"),
+)  # fmt: skip
