@@ -27,7 +27,6 @@ from papers.experiment import GPU, GPUS, Experiment, Point, Results, Setting
 
 from vllm_prefixshare.records import PrefixShareError
 
-
 REPEATS = 10
 
 

@@ -1,0 +1,254 @@
+"""Tree Attention: experiments of sections 6.1 to 6.3, by the model and on two ranks."""
+
+from collections.abc import Iterator
+
+from papers.experiment import (
+    CPU,
+    GPUS,
+    Experiment,
+    Figures,
+    LeftOut,
+    Point,
+    Results,
+    Setting,
+    mega,
+    rows,
+    span,
+)
+
+PAPER = "Tree Attention"
+#: the paper's attention block: 16 heads of 128, each with KV of its own
+HEADS = 16
+#: tokens of the example in section 6.3, and of the longest context of figure 3
+EXAMPLE, LONGEST = 640_000, 5_120_000
+#: tokens on each of two GPUs for which equations 8 and 9 give figure 4's gap; the paper has none
+SHARD = 64_000
+
+
+def layer(tokens: int, heads: int = HEADS) -> object:
+    from vllm_prefixshare.distributed.scaling import Layer
+
+    return Layer(1, tokens, 0, heads, heads, 128)
+
+
+def cluster() -> object:
+    """DGX H100: data sheets; the latencies and the fixed time of a launch are those of our H200s
+    (``benchmarks/tables.py``).
+    """
+    from vllm_prefixshare.distributed.scaling import Cluster, Link
+
+    return Cluster(3.35e6, 7e8, 14.0, 8, Link(10.0, 4.5e5), Link(20.0, 5e4))
+
+
+def count_volume(setting: Setting) -> Iterator[Point]:
+    for gpus in (2, 8, 64, 128):
+
+        def run(gpus=gpus) -> Figures:
+            from vllm_prefixshare.distributed import scaling
+
+            whole, machines = layer(EXAMPLE), cluster()
+            shard = whole.kv_bytes / gpus
+            link = machines.inside if gpus <= machines.gpus_per_node else machines.between
+            return {
+                "ring": scaling.ring_bytes(whole, gpus),
+                "gather": scaling.gather_bytes(whole, gpus),
+                "all_reduce": scaling.all_reduce_bytes(whole, gpus),
+                "read_us": shard / machines.memory_bytes_per_us,
+                "travel_us": link.latency_us + shard / link.bytes_per_us,
+            }
+
+        yield Point(f"{gpus} GPUs", run)
+
+
+def volume_sentence(results: Results) -> str:
+    example = results["8 GPUs"]
+    ratio = example["ring"] / example["all_reduce"]
+    return (
+        f"a GPU sends {ratio:,.0f} times as many bytes in ring attention as in algorithm 3; of 8 "
+        f"GPUs, a shard is read in {example['read_us']:.0f} us at the memory's speed and sent in "
+        f"{example['travel_us']:.0f}"
+    )
+
+
+def volume_table(results: Results) -> list[str]:
+    lines = [
+        f"{name} | {mega(f['ring'])} | {f['gather'] / 1024:.0f} | {f['all_reduce'] / 1024:.0f} "
+        f"| {f['read_us']:.0f} | {f['travel_us']:.0f}"
+        for name, f in results.items()
+    ]
+    return [
+        f"One request on {EXAMPLE} tokens, one layer of {HEADS} heads of 128, bfloat16, by the "
+        "equations and data sheets of a DGX H100.",
+        "",
+        *rows(
+            "GPUs | ring attention sends, MiB | one all-gather, KiB | algorithm 3, KiB "
+            "| reading a shard, us | sending it, us",
+            lines,
+        ),
+    ]
+
+
+def count_peaks(setting: Setting) -> Iterator[Point]:
+    for hidden in (2048, 4096):
+
+        def run(hidden=hidden) -> Figures:
+            from vllm_prefixshare.distributed import scaling
+
+            whole = layer(2 * SHARD, hidden // 128)
+            return {
+                "ring": scaling.ring_peak_bytes(whole, 2),
+                "tree": scaling.tree_peak_bytes(whole, 2),
+            }
+
+        yield Point(f"hidden size {hidden}", run)
+
+
+def peaks_sentence(results: Results) -> str:
+    gaps = (f"{n}: {(f['ring'] - f['tree']) / 1e6:.0f} MB" for n, f in results.items())
+    return f"the gap by equations 8 and 9: {', '.join(gaps)}"
+
+
+def model_latency(setting: Setting) -> Iterator[Point]:
+    for gpus in (8, 64, 128):
+
+        def run(gpus=gpus) -> Figures:
+            from vllm_prefixshare.distributed import scaling
+
+            whole, machines = layer(LONGEST), cluster()
+            return {
+                "ring_us": scaling.ring_us(whole, machines, gpus),
+                "tree_us": scaling.tree_us(whole, machines, gpus),
+            }
+
+        yield Point(f"{gpus} GPUs", run)
+
+
+def model_sentence(results: Results) -> str:
+    times = (f"{n} {f['ring_us'] / f['tree_us']:.0f}" for n, f in results.items())
+    return f"time of ring attention over tree reduction, by the model: {', '.join(times)}"
+
+
+def time_ranks(setting: Setting) -> Iterator[Point]:
+    counts = (256,) if setting.tiny else (81_920, 163_840, 327_680, 655_360, 1_310_720)
+    for tokens in counts:
+
+        def run(tokens=tokens) -> Figures:
+            return run_ranks(setting, tokens)
+
+        yield Point(f"{tokens} tokens", run)
+
+
+def run_ranks(setting: Setting, tokens: int) -> Figures:
+    """``bench_scale.py`` on two ranks, in processes of their own."""
+    import json
+    import subprocess
+    import sys
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    program = Path(__file__).parents[1] / "bench_scale.py"
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "scale.json"
+        command = [
+            *(sys.executable, str(program), "--device", setting.device, "--ranks", "2"),
+            *("--tokens", str(tokens), "--requests", "1", "--heads", f"{HEADS}:{HEADS}"),
+            *("--repeats", str(setting.repeats), "--out", str(out)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not out.exists():
+            return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+        (row,) = json.loads(out.read_text())["rows"]
+    return row
+
+
+def ranks_sentence(results: Results) -> str:
+    found = [f["us"]["ring"] / min(f["us"][w] for w in WAYS) for f in results.values()]
+    return f"time of ring attention over tree reduction on two ranks: {span(found)}"
+
+
+WAYS = ("gather", "all_reduce", "energy")
+
+
+def ranks_table(results: Results) -> list[str]:
+    lines = []
+    for name, f in results.items():
+        peak = f["peak_bytes"]
+        entries = [f"{f['us'][way]:.1f}" for way in (*WAYS, "ring")]
+        held = [mega(peak[way]) if peak else "-" for way in ("gather", "ring")]
+        sent = [mega(f["bytes_sent"][way]) for way in ("gather", "ring")]
+        lines.append(" | ".join([name, *entries, *held, *sent]))
+    return [
+        "Microseconds; MiB beside the shard at the peak, and sent.",
+        "",
+        *rows(
+            "context | one all-gather | algorithm 3 | algorithms 1 and 2 | ring | peak, tree "
+            "| peak, ring | sent, tree | sent, ring",
+            lines,
+        ),
+    ]
+
+
+EXPERIMENTS = (
+    Experiment(
+        "tree-attention-volume",
+        PAPER,
+        "6.3",
+        "equations 10 to 14: communication volume",
+        "tree reduction sends what does not depend on the context; 640k tokens on 8 GPUs: about "
+        "1e-5 s of attention and 1e-3 s to send a shard",
+        "By `distributed/scaling.py`, whose bytes `bench_scale.py` compares with what ranks send. "
+        "The last round of the ring, which nobody needs, is not counted; numerators are float32.",
+        CPU,
+        count_volume,
+        volume_sentence,
+        "the time to send agrees; a shard of 655 MB cannot be read in 1e-5 s: at an H100's 3.35 "
+        "TB/s it takes twenty times as long",
+        volume_table,
+    ),
+    Experiment(
+        "tree-attention-figure-4",
+        PAPER,
+        "6.2",
+        "figure 4: peak memory",
+        "the gap between ring and tree doubles from 524 to 1040 MB as the hidden size goes from "
+        "2048 to 4096",
+        "By equations 8 and 9 with 64,000 tokens on each of two GPUs, which the paper does not "
+        "give: it is the number that fits 524 MB. Measured peaks are with tree-attention-figure-3.",
+        CPU,
+        count_peaks,
+        peaks_sentence,
+        "none beyond rounding",
+    ),
+    Experiment(
+        "tree-attention-model",
+        PAPER,
+        "6.1",
+        "figure 3, at the paper's size",
+        "close to 8 times as fast as ring attention on 128 GPUs at 5.12M tokens",
+        "By `distributed/scaling.py`, with data sheets of a DGX H100; latencies are assumed.",
+        CPU,
+        model_latency,
+        model_sentence,
+        "a model without a framework's overhead, against times measured in JAX; section 6.3 itself "
+        "expects a hundred times as long to send a shard as to attend to it",
+    ),
+    Experiment(
+        "tree-attention-figure-3",
+        PAPER,
+        "6.1",
+        "figure 3: latency, on two ranks",
+        "8 to 128 GPUs: ring attention's time grows with the context, tree attention's hardly",
+        "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by `bench_scale.py`.",
+        GPUS,
+        time_ranks,
+        ranks_sentence,
+        "two GPUs instead of 8 to 128: ring attention has one round instead of many",
+        ranks_table,
+    ),
+)
+
+LEFT_OUT = (
+    LeftOut(PAPER, "tables 1 and 2", "time per token of a whole model over 8 H100s, 4 MI300Xs and "
+            "2 RTX 4090s: vLLM's context parallelism keeps its own backend here"),
+    LeftOut(PAPER, "figure 2", "bandwidth of NCCL between nodes: there was one host"),
+)  # fmt: skip
