@@ -2,7 +2,8 @@ r"""Figures and tables of the papers that this project builds on, on this machin
 
 Without names, every experiment that the machine can carry. Results are JSON: a file for each
 point, as soon as it is there, and one for each experiment. A run that was stopped goes on where
-it stopped. Every output is checked before its time counts; exit status 1 says that one was wrong.
+it stopped. Every output is checked before its time counts; exit status 1 says that one was wrong,
+or that a program failed.
 
     python benchmarks/reproduce.py --list
     python benchmarks/reproduce.py flashforge-figure-6 --out results/papers
@@ -108,8 +109,12 @@ def turns(runs: list[Progress]) -> Iterator[Progress]:
 
 
 def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
-    """Run the points that are left until the deadline; whether all outputs were right."""
+    """Run the points that are left until the deadline; whether all outputs were right, and no
+    program failed.
+    """
     total = sum(len(run.left) for run in runs)
+    from peers import first_line
+
     began, right, number = time.monotonic(), True, 0
     for run in turns(runs):
         if time.monotonic() + run.longest > deadline:
@@ -122,8 +127,10 @@ def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
         since = time.monotonic()
         try:
             figures = point.run()
-        except (PrefixShareError, RuntimeError) as e:  # CUDA's errors are RuntimeErrors
-            figures = {"failed": f"{type(e).__name__}: {e}".splitlines()[0]}
+        except PrefixShareError as e:  # this machine cannot
+            figures = {"failed": first_line(e)}
+        except Exception as e:  # compilers and CUDA raise anything; other points may still run
+            figures, right = {"failed": first_line(e)}, False
         taken = time.monotonic() - since
         run.seconds += taken
         run.longest = max(run.longest, taken)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reproduce  # noqa: E402
 import tables  # noqa: E402
-from papers import EXPERIMENTS, PAPERS, accounting, deft, methods, reduction  # noqa: E402
+from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, methods, reduction  # noqa: E402
 from papers.experiment import Experiment, Point, Setting  # noqa: E402
 
 H200 = Gpu((9, 0), 132, 227 << 10)
@@ -228,3 +228,17 @@ def test_recorded_trees_are_counted_over_all_their_steps(tmp_path):
     assert found["runs"] == 1
     assert found["unshared"] == token * (sum(100 + s for s in steps) + sum(100 + s for s in both))
     assert found["distinct"] <= found["ours"]["kv"] <= found["unshared"]
+
+
+def test_counters_are_summed_over_the_kernels_of_a_layer():
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    lines = [
+        "==PROF== Connected to process 7",
+        head,
+        '"0","partial_attention","dram__bytes_read.sum","byte","1,024"',
+        '"0","partial_attention","dram__bytes_write.sum","byte","96"',
+        '"1","_merge_states","dram__bytes_read.sum","byte","64"',
+        '"1","_merge_states","dram__bytes_write.sum","byte","32.0"',
+    ]
+    assert counters.parse("\n".join(lines)) == {"read": 1088, "written": 128}
+    assert counters.parse("==ERROR== no permission") == {}

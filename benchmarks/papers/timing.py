@@ -52,21 +52,20 @@ def time_methods(
     options = Options(torch.device(setting.device), dtype_on(setting.device), {})
     peers: dict[str, Peer | UnavailableError] = {m.title: Planned(m, options) for m in methods}
     peers |= {name: _peer(name, setting.device) for name in setting.peers}
-    layer = argparse.Namespace(
-        device=options.device,
-        dtype=str(options.dtype).removeprefix("torch."),
+    layer = layer_options(setting.device, setting.repeats)
+    return run_cell(w, heads, peers, timer, rates, layer)
+
+
+def layer_options(device: str, repeats: int) -> argparse.Namespace:
+    """The options of ``bench_kernel`` for a plain layer."""
+    return argparse.Namespace(
+        device=torch.device(device),
+        dtype=str(dtype_on(device)).removeprefix("torch."),
         head_dim=128,
         kv_dtype=None,
         plain_queries=False,
         sinks=False,
         soft_cap=0.0,
         alibi=False,
-        repeats=setting.repeats,
+        repeats=repeats,
     )
-    return run_cell(w, heads, peers, timer, rates, layer)
-
-
-def milliseconds(figures: Figures, title: str) -> float | None:
-    """A method's time in a cell; None where it has none that counts."""
-    found = figures["peers"].get(title, {})
-    return found["ms"] if found.get("status") == "ok" else None

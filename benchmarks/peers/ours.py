@@ -48,6 +48,7 @@ class Ours:
         note = (
             f"{stats.work_tiles} tiles, {stats.partials} partials, "
             f"KV read {stats.kv_tokens_read / w.kv_tokens:.2f}x"
+            + (f", by {stats.row_tiles} tiles of rows" if stats.row_tiles > 1 else "")
         )
         return [Launch(call, note, graph=cuda)]
 
