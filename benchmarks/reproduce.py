@@ -25,6 +25,7 @@ from pathlib import Path
 import repository  # noqa: F401
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
 from papers.experiment import GPU, GPUS, Experiment, Point, Results, Setting
+from papers.picture import draw
 
 from vllm_prefixshare.records import PrefixShareError
 
@@ -301,6 +302,10 @@ def main(argv: list[str] | None = None) -> int:
         good = {n: f for n, f in run.results.items() if not has_failed(f)}
         left = f", {len(run.left)} points left" if run.left else ""
         if good:
+            if run.experiment.bars and (
+                picture := draw(run.experiment.item, run.experiment.bars(good))
+            ):
+                (args.out / f"{run.experiment.name}.svg").write_text(picture)
             print(f"\n{run.experiment.name}{left}\n  the paper: {run.experiment.claim}")
             print(f"  here: {run.experiment.ours(good)}")
     return int(not right)

@@ -17,6 +17,7 @@ from engine_report import steady_us
 from kernel_report import OURS, best_peer
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
 from papers.experiment import Experiment
+from papers.picture import draw
 
 from vllm_prefixshare.distributed.scaling import (
     Cluster,
@@ -529,6 +530,8 @@ def papers_table(paper: str) -> str:
             f"`{result['command']}`, {result['date']}, {result['device']}; {versions(result)}; "
             f"{points}."
         )
+        if e.bars and draw(e.item, e.bars(result["points"])):
+            lines += ["", f"![{e.item}](images/papers-{e.name}.svg)"]
         if e.table:
             lines += ["", *e.table(result["points"])]
     left = [f"- {x.item}: {x.why}." for x in LEFT_OUT if x.paper == paper]
@@ -602,6 +605,10 @@ def fresh_files() -> dict[Path, str]:
         )
         if not found:
             raise ValueError(f"{file} has no place for the table {name}: add <!-- table {name} -->")
+    for e in EXPERIMENTS.values():
+        result = ran(e.name)
+        if result and e.bars and (picture := draw(e.item, e.bars(result["points"]))):
+            files[ROOT / "docs" / "images" / f"papers-{e.name}.svg"] = picture
     rows = published("engine")["rows"]
     for theme in THEMES:
         files[ROOT / "docs" / "images" / f"engine-{theme}.svg"] = engine_chart(rows, theme)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import reproduce  # noqa: E402
 import tables  # noqa: E402
 from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, methods, reduction  # noqa: E402
-from papers.experiment import Experiment, Point, Setting  # noqa: E402
+from papers.experiment import Bars, Experiment, Point, Setting  # noqa: E402
+from papers.picture import draw  # noqa: E402
 
 H200 = Gpu((9, 0), 132, 227 << 10)
 TINY = Setting("cpu", tiny=True, repeats=1)
@@ -242,3 +244,18 @@ def test_counters_are_summed_over_the_kernels_of_a_layer():
     ]
     assert counters.parse("\n".join(lines)) == {"read": 1088, "written": 128}
     assert counters.parse("==ERROR== no permission") == {}
+
+
+def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():
+    values = {"a < b": {"ours": 0.5, "other": 50.0}, "c": {"ours": 5.0}}
+    picture = ET.fromstring(draw("a title", Bars("ms", values)))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [
+        r for r in picture.iter(f"{space}rect") if r.get("height") == "11" and r.get("y") != "12"
+    ]
+    lengths = [float(bar.get("width")) for bar in bars]
+    assert len(lengths) == 3
+    assert lengths[1] - lengths[2] == pytest.approx(lengths[2] - lengths[0], abs=0.2)
+    texts = [t.text for t in picture.iter(f"{space}text")]
+    assert {"a < b", "c", "ours", "other", "ms, logarithmic"} <= set(texts)
+    assert draw("nothing", Bars("ms", {"a": {}})) == ""

@@ -7,6 +7,7 @@ from pathlib import Path
 from papers.experiment import (
     CPU,
     GPU,
+    Bars,
     Experiment,
     Figures,
     LeftOut,
@@ -16,7 +17,7 @@ from papers.experiment import (
     mega,
     rows,
 )
-from papers.flashforge import against, time_table
+from papers.flashforge import against, time_bars, time_table
 
 PAPER = "DeFT"
 #: Llama-3-8B: heads, layers, query heads for a KV head
@@ -225,6 +226,18 @@ def tasks_table(results: Results) -> list[str]:
     ]
 
 
+def tasks_bars(results: Results) -> Bars:
+    values = {}
+    for name, f in results.items():
+        medusa = f["distinct"] + f["medusa partial"] + f["medusa mask"]
+        values[name] = {
+            "ours": (f["ours"]["kv"] + f["ours"]["partial"]) / 1e12,
+            "flash-decoding": f["unshared"] / 1e12,
+            "Medusa": medusa / 1e12,
+        }
+    return Bars("TB of a whole decoding, KV once for each KV head, and partial results", values)
+
+
 def strategies() -> list:
     from dataclasses import replace
 
@@ -408,6 +421,7 @@ EXPERIMENTS = (
         "counted so, few-shot comes out to the last digit. It does not give the lengths of its "
         "answers to token trees, nor which recorded runs it averages",
         tasks_table,
+        tasks_bars,
     ),
     Experiment(
         "deft-table-6",
@@ -424,6 +438,7 @@ EXPERIMENTS = (
         strategies_sentence,
         "another GPU; the strategies share our kernel, which the paper's do not",
         time_table,
+        time_bars,
     ),
     Experiment(
         "deft-table-16",
@@ -440,6 +455,7 @@ EXPERIMENTS = (
         token_trees_sentence,
         "another GPU; beyond 128 query rows each tile of rows walks the KV again, mostly from L2",
         time_table,
+        time_bars,
     ),
     Experiment(
         "deft-figure-15-bytes",
@@ -466,6 +482,7 @@ EXPERIMENTS = (
         chunk_times_sentence,
         "another GPU and kernel",
         time_table,
+        time_bars,
     ),
 )
 

@@ -43,6 +43,14 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Bars:
+    """What a picture shows: for each point the values of some series, in ``unit``."""
+
+    unit: str
+    values: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A figure or table of a paper, and what became of it here.
 
@@ -50,7 +58,7 @@ class Experiment:
     claim: what the paper found. changed: what differs here, and why. needs: of this machine.
     points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
     one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
-    sentence says it all.
+    sentence says it all. bars: for a picture.
     """
 
     name: str
@@ -64,6 +72,7 @@ class Experiment:
     ours: Callable[[Results], str]
     reason: str
     table: Callable[[Results], list[str]] | None = None
+    bars: Callable[[Results], Bars] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from papers.experiment import (
     rows,
     span,
 )
-from papers.flashforge import against, time_table
+from papers.flashforge import against, time_bars, time_table
 
 PAPER = "FastTree"
 #: title of the method that the others are compared with
@@ -178,6 +178,7 @@ EXPERIMENTS = (
         "another GPU; the baseline has this project's kernel, which uses tensor cores for groups "
         "of heads",
         time_table,
+        time_bars,
     ),
     Experiment(
         "fasttree-grouping",
@@ -209,6 +210,7 @@ EXPERIMENTS = (
         workloads_sentence,
         "attention of a layer, not a whole engine; another GPU",
         time_table,
+        time_bars,
     ),
 )
 

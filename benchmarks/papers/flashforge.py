@@ -6,6 +6,7 @@ from itertools import product
 from papers.experiment import (
     CPU,
     GPU,
+    Bars,
     Experiment,
     Figures,
     LeftOut,
@@ -99,6 +100,29 @@ def count_table(results: Results) -> list[str]:
             lines,
         ),
     ]
+
+
+def count_bars(results: Results) -> Bars:
+    at = {n.rpartition(",")[0]: f for n, f in results.items() if n.endswith("32:8")}
+    return Bars(
+        "MiB of one layer with 32:8 heads, KV and partial results",
+        {
+            name: {
+                "ours": (f["ours"]["kv"] + f["ours"]["partial"]) / 2**20,
+                "flash-decoding": f["unshared"] / 2**20,
+            }
+            for name, f in at.items()
+        },
+    )
+
+
+def time_bars(results: Results) -> Bars:
+    """Milliseconds of every method that ran."""
+    values = {
+        name: {t: p["ms"] for t, p in f.get("peers", {}).items() if p["status"] == "ok"}
+        for name, f in results.items()
+    }
+    return Bars("milliseconds of one layer", values)
 
 
 def count_dram(setting: Setting) -> Iterator[Point]:
@@ -361,6 +385,7 @@ EXPERIMENTS = (
         "another GPU, and kernels that both use tensor cores: the gain that is left is that of "
         "reading KV once",
         time_table,
+        time_bars,
     ),
     Experiment(
         "flashforge-figure-6",
@@ -377,6 +402,7 @@ EXPERIMENTS = (
         "in these workloads; the paper's counter must have seen more than the KV of its baseline, "
         "or other batch sizes, which it does not name",
         count_table,
+        count_bars,
     ),
     Experiment(
         "flashforge-figure-6-dram",
@@ -407,6 +433,7 @@ EXPERIMENTS = (
         steps_sentence,
         "another GPU and other trees: the paper gives the context, not the nodes",
         time_table,
+        time_bars,
     ),
     Experiment(
         "flashforge-reduction",
@@ -422,6 +449,7 @@ EXPERIMENTS = (
         reduction_sentence,
         "the paper does not time its combine kernels alone",
         time_table,
+        time_bars,
     ),
     Experiment(
         "flashforge-figure-9",
@@ -438,6 +466,7 @@ EXPERIMENTS = (
         "another GPU; a worker is a thread block for each KV head, so that what is best depends on "
         "the heads",
         time_table,
+        time_bars,
     ),
     Experiment(
         "flashforge-table-2",

@@ -40,7 +40,7 @@ def site(tmp_path_factory) -> Path:
 def test_every_page_is_in_it(site):
     pages = {p.stem for p in ROOT.glob("docs/*.md")} | {"CONTRIBUTING", "CHANGELOG", "patches"}
     assert pages <= {p.parent.name for p in site.rglob("index.html")}
-    assert "reads every shared KV-cache block once" in (site / "index.html").read_text()
+    assert "reads every shared KV-cache block from memory once" in (site / "index.html").read_text()
 
 
 def test_code_and_tables_are_shown_as_such(site):

@@ -92,7 +92,7 @@ def unshared(block_size: int) -> Iterator[Workload]:
 
 
 def deft(block_size: int, folder: Path, trees: int = 2, steps: int = 4) -> Iterator[Workload]:
-    """Steps of recorded tree-of-thoughts runs (DeFT, table 3): the largest runs of each file,
+    """Steps of recorded tree-of-thoughts runs (DeFT, table 4): the largest runs of each file,
     at evenly spaced steps. A branch is a request while it grows; ended ones are gone.
     """
     for path in sorted(folder.glob("*ToT.json")):

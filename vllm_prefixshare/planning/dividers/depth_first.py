@@ -9,7 +9,7 @@ There are two ways to cut, and the estimates choose. ``_cut_evenly`` gives each 
 number of equal pieces: windows below the same node then read it in step, and what one fetches
 from memory the others find in cache. Where the numbers of windows and workers do not suit each
 other, ``_cut_through`` lays the windows end to end and cuts them into one part of equal time for
-each worker, the target found by bisection (FlashForge's lower bound, section 5.2, with this
+each worker, the target found by bisection (FlashForge's lower bound, section 5.1, with this
 cut as its test); a part that reaches into the next window is two tiles.
 
 What a token costs depends on who reads it. A kernel's tile is two halves, each with half of the
