@@ -487,6 +487,8 @@ EXPERIMENTS = (
 )
 
 LEFT_OUT = (
+    LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel merges the partial "
+            "results of a request one after the other; flashforge-reduction times two levels"),
     LeftOut(PAPER, "figures 1b and 7", "time per output token of a whole engine: "
             "[performance](performance.md) has it for other workloads, vLLM itself on both sides"),
     LeftOut(PAPER, "figure 10", "five kinds of GPUs; there was one"),
