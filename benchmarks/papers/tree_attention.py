@@ -238,7 +238,8 @@ EXPERIMENTS = (
         "6.1",
         "figure 3: latency, on two ranks",
         "8 to 128 GPUs: ring attention's time grows with the context, tree attention's hardly",
-        "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by `bench_scale.py`.",
+        "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by `bench_scale.py`; "
+        "[scale](scale.md) has 32:8 heads on two H200s.",
         GPUS,
         time_ranks,
         ranks_sentence,

@@ -35,6 +35,7 @@ from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
     attention_of,
     fall_back,
+    gpu_extras,
     impl_refusal,
 )
 from vllm_prefixshare.kernels.extras import LayerExtras
@@ -49,8 +50,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        experimental = settings().experimental
-        reason = impl_refusal(self, (-1, -1), experimental) or _config_refusal(config)
+        reason = impl_refusal(self, (-1, -1), gpu_extras()) or _config_refusal(config)
         self.shares = reason is None
         if reason is not None:
             fall_back(reason)
