@@ -22,8 +22,9 @@ KERNELS = {
     "native": "native-1",
     "hopper": "hopper-1",
     "portable": "portable-2",
+    "mla": "mla-1",
 }
-GPU_KERNELS = ("hopper", "portable")
+GPU_KERNELS = ("hopper", "portable", "mla")
 SHIPPED = Path(__file__).parent / "tables"
 
 

@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 #: where each kernel lives, in the order in which "auto" takes them. Imported one at a time: with
 #: a Triton whose Gluon does not suit the Hopper kernel, the portable one serves.
-_ROOMS = {"hopper": "HopperKernel", "portable": "PortableKernel"}
+_ROOMS = {"hopper": "HopperKernel", "portable": "PortableKernel", "mla": "LatentKernel"}
 
 
 @cache
@@ -113,6 +113,13 @@ def candidates(
             f"This GPU has compute capability {major}.{minor}, 8.0 is the least: choose another "
             "attention backend."
         )
+    if attention.kv_lora_rank is not None:
+        if kernel != "auto" or query_len > 1:
+            raise PrefixShareError(
+                "a latent KV cache (kv_lora_rank) has kernels of its own, for one query token of a "
+                f"request: use kernel='auto' and max_query_len=1, got {kernel!r} and {query_len}."
+            )
+        return ["mla"]
     hopper = hopper_serves(attention, gpu.capability)
     if kernel == "hopper" and not hopper:
         raise PrefixShareError(
