@@ -18,6 +18,7 @@ JIT = {
     "kernels.hopper.producer",
     "kernels.portable.kernel",
     "kernels.mla.kernel",
+    "kernels.mla_hopper.kernel",
     "kernels.hopper.arrays",
     "kernels.portable.arrays",
 }
@@ -47,6 +48,10 @@ FLOORS = {
     ),
     "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
     "kernels.mla.kernel": ({"kernels.portable.arrays"}, {"triton"}),
+    "kernels.mla_hopper.kernel": (
+        {"kernels.portable.arrays", "kernels.hopper.gluon_names"},
+        {"triton"},
+    ),
     "costs.profile_cpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_gpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_plans": (RUNS, {"numpy"}),

@@ -5,6 +5,7 @@ unused cache slots hold NaN before each run.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.mla.launch import latent_partial_attention
+from vllm_prefixshare.kernels.mla_hopper import launch as hopper
 from vllm_prefixshare.kernels.portable.launch import QTile
 from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.planner import DecodePlanner
 
+from .gluon_interpreter import load_kernel
 from .portable import relative_error
 
 # rows without any token divide by zero and are then discarded, as on a GPU
@@ -37,6 +40,7 @@ class Latents:
     divider: str = "depth_first"
     workers: int = 3
     tile: QTile = SMALL
+    kernel: str = "mla"
 
     def __post_init__(self) -> None:
         b, heads = self.batch, self.batch.q.shape[1]
@@ -51,8 +55,9 @@ class Latents:
         )
         planner = DecodePlanner(config, analytic_cost(attention, "mla"), size, heads)
         self.plan = planner.update(b.block_table, b.seq_lens, 1)
-        layout = walk_layout(self.plan, Grid.of(self.tile.kv_tile, size, 1))._asdict()
-        self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in layout.items()}
+        layout = walk_layout if self.kernel == "mla" else hopper.latent_layout
+        arrays = layout(self.plan, Grid.of(self.tile.kv_tile, size, 1))._asdict()
+        self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in arrays.items()}
 
     def check(self) -> None:
         b, heads = self.batch, self.batch.q.shape[1]
@@ -66,7 +71,10 @@ class Latents:
         t = Tensors(
             q, cache, cache[..., :RANK], table, lens, None, None, partial_out, partial_lse, out, lse
         )
-        latent_partial_attention(self.tile, self.workers, self.arrays, t, SCALE)
+        if self.kernel == "mla":
+            latent_partial_attention(self.tile, self.workers, self.arrays, t, SCALE)
+        else:
+            hopper.latent_partial_attention(self.workers, self.arrays, t, SCALE)
         merge_states(self.arrays["merge_indptr"], partial_out, partial_lse, out, out_lse=lse)
         wanted, wanted_lse = expected(b)
         assert relative_error(out.cpu(), wanted) < TOLERANCE[q.dtype]
@@ -107,4 +115,41 @@ def test_sequences_grow_under_their_plan():
     batch.block_table[:, 9:] = batch.block_table[:, :2]
     for added in (5, 18):
         latents.batch.seq_lens[: rows // 2] += added
+        latents.check()
+
+
+@pytest.fixture
+def interpreted(monkeypatch, tmp_path):
+    """The Hopper kernel's own source, without a GPU under the interpreter."""
+    if not torch.cuda.is_available():
+        path = Path(hopper.__file__).with_name("kernel.py")
+        monkeypatch.setattr(hopper, "partial_attention", load_kernel(path, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "divider", "block_size"),
+    [
+        (16, torch.bfloat16, "depth_first", 16),
+        (3, torch.float16, "deft_node", 16),
+        (72, torch.float16, "flashforge", 64),  # two chunks of rows
+        (8, torch.bfloat16, "per_request", 128),
+        (24, torch.float16, "deft_flatten", 8),
+    ],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_the_hopper_kernel(heads, dtype, divider, block_size):
+    batch = latent_batch(heads, requests=3, dtype=dtype, block_size=block_size)
+    latents = Latents(batch, divider, tile=hopper.TILE, kernel="hopper")
+    assert not len(latents.arrays["run_row"])
+    latents.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_sequences_grow_under_a_plan_of_the_hopper_kernel():
+    batch = latent_batch(8, documents=1, dtype=torch.float16)
+    latents = Latents(batch, tile=hopper.TILE, kernel="hopper")
+    batch.k_cache.nan_to_num_(0.5)
+    batch.block_table[:, 9:] = batch.block_table[:, :2]
+    for added in (5, 18):
+        batch.seq_lens[:2] += added
         latents.check()

@@ -35,7 +35,8 @@ ROOFLINES = {
     # one multiprocessor of an H200, all of them busy: the Hopper kernel, the portable one
     "triton": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
     "portable": Roofline(1.5, 3.15e4, 4.8e4, 3e6, 3e6, 2.5, one_head=True),
-    # as "portable"; not measured: one latent serves all heads, so arithmetic decides
+    # not measured: one latent serves all heads, so arithmetic decides
+    "mla_hopper": Roofline(3.0, 3.15e4, 4.8e4, 4.4e6, 4.4e6, 4.0, one_head=True),
     "mla": Roofline(3.0, 3.15e4, 4.8e4, 3e6, 3e6, 4.0, one_head=True),
 }
 
