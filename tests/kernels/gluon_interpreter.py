@@ -70,6 +70,10 @@ def copy(shared: SharedMemory, pointer, mask) -> None:
     shared.store(tl.load(pointer, mask=mask, other=0.0))
 
 
+def full(shape, value, dtype, layout=None):
+    return tl.full([int(n) for n in shape], value, dtype)
+
+
 def late(name: str):
     """A function of Triton's, looked up when it is called: the interpreter replaces them."""
     return lambda *args, **options: getattr(tl, name)(*args, **options)
@@ -81,7 +85,7 @@ def nothing(*args, **options) -> None:
 
 def load_kernel(path: Path, folder: Path, name: str = "partial_attention"):
     """The kernel ``name`` of a module of Gluon kernels, as an interpreted Triton function. A copy
-    of the module is written to ``folder``: the interpreter knows compile-time arguments by their name.
+    of the module is written to ``folder``: the interpreter knows compile-time arguments by name.
     """
     copied = folder / path.name
     copied.write_text(path.read_text().replace(": gl.constexpr", ": tl.constexpr"))
@@ -92,7 +96,7 @@ def load_kernel(path: Path, folder: Path, name: str = "partial_attention"):
                  "program_id", "multiple_of"):  # fmt: skip
         setattr(gl, each, late(each))
     gl.arange = lambda start, end, layout=None: tl.arange(start, end)
-    gl.zeros = lambda shape, dtype, layout=None: tl.zeros([int(n) for n in shape], dtype)
+    gl.zeros = lambda shape, dtype, layout=None: full(shape, 0.0, dtype)
     gl.full = lambda shape, value, dtype, layout=None: tl.full(
         [int(n) for n in shape], value, dtype
     )

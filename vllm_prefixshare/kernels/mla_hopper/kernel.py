@@ -3,8 +3,8 @@
 A thread block belongs to one worker and walks the worker's work tiles. A tile holds 64 query rows,
 the heads of its requests, and a list of KV tiles of 64 tokens. Each is copied to shared memory
 once, while the one before is multiplied, and serves both products from there: all of it as K, the
-latent as V. Two warpgroups share each product by columns: half of the tokens each for the scores, half of
-the latent each for the sum.
+latent as V. Two warpgroups share each product by columns: half of the tokens each for the scores,
+half of the latent each for the sum.
 
 The weights of both halves meet in shared memory, and so do the maxima of their rows. The sums of
 the weights stay in the threads that made them until the tile is finished.
