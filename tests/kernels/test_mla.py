@@ -137,8 +137,11 @@ def interpreted(monkeypatch, tmp_path):
     ],
 )
 @pytest.mark.usefixtures("interpreted")
-def test_the_hopper_kernel(heads, dtype, divider, block_size):
-    batch = latent_batch(heads, requests=3, dtype=dtype, block_size=block_size)
+def test_the_hopper_kernel(heads, dtype, divider, block_size, monkeypatch):
+    monkeypatch.setattr(hopper, "LAZY", heads % 16 == 8)
+    shape = {"documents": 1, "requests": 3, "document_blocks": 3, "private_blocks": 2}
+    batch = latent_batch(heads, dtype=dtype, block_size=block_size, **shape)
+    batch.q *= torch.linspace(0.2, 4, heads)[None, :, None]  # maxima that rise slowly and fast
     latents = Latents(batch, divider, tile=hopper.TILE, kernel="hopper")
     assert not len(latents.arrays["run_row"])
     latents.check()

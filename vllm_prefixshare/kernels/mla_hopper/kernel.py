@@ -38,6 +38,7 @@ MASKED = gl.constexpr(-1e30)
 # where a row's running maximum starts: far above masked scores, so that a row that saw no token
 # yet has weights of exactly zero
 LOWEST = gl.constexpr(-1e20)
+LAG = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -87,11 +88,13 @@ def partial_attention(q, cache, block_table, seq_lens, work_indptr, tile_info, s
                       partial_lse, out, out_lse, stride_block, stride_token, stride_table,
                       stride_q, stride_out, qk_scale, HEADS: gl.constexpr, LATENT: gl.constexpr,
                       ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr,
-                      CHUNKS: gl.constexpr, ROWS: gl.constexpr, KV_TILE: gl.constexpr):
+                      CHUNKS: gl.constexpr, ROWS: gl.constexpr, KV_TILE: gl.constexpr,
+                      LAZY: gl.constexpr):
     """Grid: ``num_workers * CHUNKS`` thread blocks of 8 warps; more heads than a tile has rows are
     walked in chunks.
 
-    out_lse: as ``out`` without its last dimension; without it Triton makes another binary.
+    out_lse: as ``out`` without its last dimension; without it Triton makes another binary. LAZY:
+    let maxima lag behind by up to ``LAG`` powers of two, so that few KV tiles rescale.
     """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KV_TILE // 2, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])  # noqa: E741
@@ -187,13 +190,24 @@ def partial_attention(q, cache, block_table, seq_lens, work_indptr, tile_info, s
             reads = reads < ((seen_by >> 16) - begin).to(gl.uint32, bitcast=True)[None, :]
             s = gl.where(reads, s, MASKED)
             m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-            p = gl.exp2(s * qk_scale - m_new[:, None])
-            alpha = gl.exp2(m - m_new)
-            m = m_new
-            weights.store(p.to(dtype))
-            fence_async_shared()
-            sums = sums * alpha[:, None] + p
-            acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
+            if LAZY:
+                if gl.max(m_new - m, 0) > LAG:
+                    alpha = gl.exp2(m - m_new)
+                    m = m_new
+                    sums = sums * alpha[:, None]
+                    acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
+                p = gl.exp2(s * qk_scale - m[:, None])
+                weights.store(p.to(dtype))
+                fence_async_shared()
+                sums += p
+            else:
+                p = gl.exp2(s * qk_scale - m_new[:, None])
+                weights.store(p.to(dtype))
+                fence_async_shared()
+                alpha = gl.exp2(m - m_new)
+                m = m_new
+                sums = sums * alpha[:, None] + p
+                acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
             barrier()  # both halves of the weights are there
             acc = warpgroup_mma(weights, latents.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])

@@ -18,6 +18,8 @@ from vllm_prefixshare.records import OPEN_END, IntArray
 LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries shared memory
 TILE = QTile(rows=64, kv_tile=64, warps=8, stages=2, blocks_per_sm=1)
+#: let the maxima of rows lag behind, so that few KV tiles rescale; not yet decided by a measurement
+LAZY = False
 
 
 def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
@@ -76,6 +78,7 @@ def latent_partial_attention(
         CHUNKS=chunks,
         ROWS=TILE.rows,
         KV_TILE=TILE.kv_tile,
+        LAZY=LAZY,
         num_warps=TILE.warps,
     )
 
