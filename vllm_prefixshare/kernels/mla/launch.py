@@ -21,14 +21,10 @@ LOG2E = 1.4426950408889634
 
 
 def q_tile(gpu: Gpu) -> QTile:
-    """The Q tile for a GPU: as many rows as the registers hold outputs of 512 numbers for, and as
-    many tokens as shared memory has room for twice.
+    """The Q tile for a GPU: as many rows as registers hold outputs of 512 numbers for, and as many
+    tokens as shared memory has room for twice. 64 rows spill on every GPU.
     """
-    if gpu.shared_memory >= 227 << 10:
-        return QTile(64, 64, 8, 2, 1)
-    if gpu.shared_memory >= 160 << 10:
-        return QTile(32, 32, 8, 2, 1)
-    return QTile(32, 16, 8, 2, 1)
+    return QTile(32, 32 if gpu.shared_memory >= 160 << 10 else 16, 8, 2, 1)
 
 
 def latent_partial_attention(
