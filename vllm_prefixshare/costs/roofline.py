@@ -17,7 +17,8 @@ class Roofline:
     memory and the arithmetic. cached_bytes_per_us: the same for KV that another tile reads at
     the same time. unshared_flops_per_us: arithmetic that a kernel without query rows to batch
     reaches (matrix-vector rather than matrix-matrix work). one_head: a worker is one thread
-    block for each KV head, and these are figures of one of them.
+    block for each KV head, and these are figures of one of them. rows_of_all: query rows that every
+    tile multiplies, used or not; None for as many as it has.
     """
 
     launch_us: float
@@ -27,6 +28,7 @@ class Roofline:
     unshared_flops_per_us: float
     unshared_launch_us: float
     one_head: bool = False
+    rows_of_all: int | None = None
 
 
 ROOFLINES = {
@@ -36,8 +38,8 @@ ROOFLINES = {
     "triton": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
     "portable": Roofline(1.5, 3.15e4, 4.8e4, 3e6, 3e6, 2.5, one_head=True),
     # not measured: one latent serves all heads, so arithmetic decides
-    "mla_hopper": Roofline(3.0, 3.15e4, 4.8e4, 4.4e6, 4.4e6, 4.0, one_head=True),
-    "mla": Roofline(3.0, 3.15e4, 4.8e4, 3e6, 3e6, 4.0, one_head=True),
+    "mla_hopper": Roofline(5.0, 3.3e4, 4.4e4, 4.4e6, 4.4e6, 5.0, one_head=True, rows_of_all=64),
+    "mla": Roofline(5.0, 3.3e4, 4.4e4, 2e6, 2e6, 5.0, one_head=True, rows_of_all=32),
 }
 
 
@@ -70,6 +72,8 @@ class AnalyticCost:
         self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float, bytes_per_us: float
     ) -> FloatArray:
         rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
+        if self.roofline.rows_of_all is not None:
+            rows = np.full_like(rows, self.roofline.rows_of_all)
         item = 4 if self.attention.dtype == "float32" else 2
         kv_item = 1 if self.attention.kv_dtype else item
         moved = kv_len * kv_item * self._kept + rows * item * self._both
