@@ -30,7 +30,7 @@ def run(batch: PagedBatch, made: PrefixShareDecodeWrapper) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (8, None), (16, 1)])
+@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (3, None), (16, 1)])
 def test_matches_float64(dtype, heads, queries):
     batch = latent_batch(heads, dtype=dtype, query_lens=queries)
     made = wrapper(heads, dtype=dtype)
