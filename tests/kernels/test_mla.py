@@ -130,9 +130,7 @@ def interpreted(monkeypatch, tmp_path):
     ("heads", "dtype", "divider", "block_size"),
     [
         (16, torch.bfloat16, "depth_first", 16),
-        (3, torch.float16, "deft_node", 16),
         (72, torch.float16, "flashforge", 64),  # two chunks of rows
-        (8, torch.bfloat16, "per_request", 128),
         (24, torch.float16, "deft_flatten", 8),
     ],
 )
