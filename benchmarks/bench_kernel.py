@@ -14,6 +14,11 @@ support it, and the others are listed as unavailable.
         --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256 --tree 128_2048
     python benchmarks/bench_kernel.py --sinks --heads 64:8 --head-dim 64 --peers ours,portable,fa3
     python benchmarks/bench_kernel.py --soft-cap 50 --heads 32:16 --peers ours,portable,fa3
+
+Latent KV caches (MLA), with DeepSeek's 512 + 64 numbers a token and one KV head:
+
+    python benchmarks/bench_kernel.py --mla --heads 16:1,8:1 --block-size 64 \
+        --peers ours,portable,fa3 --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256
 """
 
 import argparse
@@ -36,6 +41,7 @@ import torch
 from peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
 
 from vllm_prefixshare import LayerExtras, PrefixShareError, __version__
+from vllm_prefixshare.config import LATENT_SHAPE
 from vllm_prefixshare.costs.gpu_timing import (
     GpuTimer,
     MachineRates,
@@ -65,7 +71,8 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
     dtype, device = getattr(torch, args.dtype), args.device
     fp8, fp8_queries = args.kv_dtype == "fp8", args.kv_dtype == "fp8" and not args.plain_queries
     cache = (w.num_blocks, w.block_size, heads[1], args.head_dim)
-    k_cache, v_cache = (torch.randn(cache, device=device, dtype=dtype) for _ in range(2))
+    k_cache = torch.randn(cache, device=device, dtype=dtype)
+    v_cache = k_cache[..., : LATENT_SHAPE[1]] if args.mla else torch.randn_like(k_cache)
     tokens = w.num_reqs * w.query_len
     q = torch.randn(tokens, heads[0], args.head_dim, device=device, dtype=dtype)
     table, lens = (torch.from_numpy(x).to(device) for x in (w.block_table, w.seq_lens))
@@ -235,9 +242,13 @@ def run_peer(
 def roof_bytes_and_flops(case: Case) -> tuple[int, int]:
     """Bytes of each KV token, query and output once; FLOPs of all scores and weighted sums."""
     w = case.workload
-    kv = 2 * w.kv_tokens * case.num_kv_heads * case.head_dim * case.k_cache.element_size()
-    flops = 4 * int(w.seq_lens.sum()) * w.query_len * case.num_qo_heads * case.head_dim
-    return kv + case.q.numel() * (case.q.element_size() + case.out_dtype.itemsize), flops
+    both = case.head_dim + case.v_head_dim
+    kept = case.head_dim if case.kv_lora_rank else both
+    kv = w.kv_tokens * case.num_kv_heads * kept * case.k_cache.element_size()
+    flops = 2 * int(w.seq_lens.sum()) * w.query_len * case.num_qo_heads * both
+    rows = case.q.shape[0] * case.num_qo_heads
+    sizes = case.head_dim * case.q.element_size() + case.v_head_dim * case.out_dtype.itemsize
+    return kv + rows * sizes, flops
 
 
 def run_cell(
@@ -306,6 +317,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--soft-cap", type=float, default=0.0, help="for the scores, such as 50")
     parser.add_argument("--alibi", action="store_true", help="ALiBi slopes")
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--mla", action="store_true", help="a latent KV cache; heads such as 16:1")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--divider", help="divider of our plans (default: the device's)")
     parser.add_argument("--device", type=torch.device, default="cuda")
@@ -331,6 +343,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             raise ValueError
     except ValueError:
         parser.error("--heads must be pairs such as 32:8, the first a multiple of the second")
+    if args.mla:
+        args.head_dim = LATENT_SHAPE[0]
     if args.repeats < 1:
         parser.error("--repeats must be 1 or more")
     return args
@@ -357,6 +371,7 @@ def main(argv: list[str] | None = None) -> int:
         "sinks": args.sinks,
         "soft_cap": args.soft_cap,
         "alibi": args.alibi,
+        "mla": args.mla,
         "head_dim": args.head_dim,
         "block_size": args.block_size,
         "repeats": args.repeats,

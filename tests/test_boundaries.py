@@ -17,6 +17,8 @@ JIT = {
     "kernels.hopper.kernel",
     "kernels.hopper.producer",
     "kernels.portable.kernel",
+    "kernels.mla.kernel",
+    "kernels.mla_hopper.kernel",
     "kernels.hopper.arrays",
     "kernels.portable.arrays",
 }
@@ -45,6 +47,11 @@ FLOORS = {
         {"triton"},
     ),
     "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
+    "kernels.mla.kernel": ({"kernels.portable.arrays"}, {"triton"}),
+    "kernels.mla_hopper.kernel": (
+        {"kernels.portable.arrays", "kernels.hopper.gluon_names"},
+        {"triton"},
+    ),
     "costs.profile_cpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_gpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),
     "costs.profile_plans": (RUNS, {"numpy"}),

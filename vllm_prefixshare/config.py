@@ -6,6 +6,9 @@ from vllm_prefixshare.records import PrefixShareError
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 512
+#: K and V of multi-head latent attention, as in DeepSeek V2 to R1 and Kimi K2: a latent of 512 and
+#: 64 rotated numbers
+LATENT_SHAPE = 576, 512
 #: what queries and KV cache may hold in place of the layer's dtype
 FP8 = "float8_e4m3fn"
 #: what a layer may add to plain attention, see ``kernels.extras``
@@ -21,6 +24,9 @@ class AttentionConfig:
     kv_dtype, query_dtype: "float8_e4m3fn", or None for ``dtype``. Queries can only be quantised
         where the KV cache is.
     features: of ``FEATURES``, those that the layer may ask for.
+    kv_lora_rank: of multi-head latent attention, else None. There is one KV head; K is a token's
+        latent, of this width, with the rotated part of its key behind it, ``head_dim`` in all. V is
+        the latent.
 
     Raises:
         PrefixShareError: naming the argument that is out of range.
@@ -34,6 +40,7 @@ class AttentionConfig:
     kv_dtype: str | None = None
     query_dtype: str | None = None
     features: tuple[str, ...] = ()
+    kv_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "block_size"):
@@ -44,7 +51,9 @@ class AttentionConfig:
                 f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} "
                 f"and {self.num_kv_heads}."
             )
-        if not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
+        if self.kv_lora_rank is not None:
+            self._check_latent()
+        elif not MIN_HEAD_DIM <= self.head_dim <= MAX_HEAD_DIM or self.head_dim % 8:
             raise PrefixShareError(
                 f"head_dim must be a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, "
                 f"got {self.head_dim}."
@@ -61,6 +70,25 @@ class AttentionConfig:
                 raise PrefixShareError(
                     f"features must be some of {', '.join(FEATURES)}, got {feature!r}."
                 )
+
+    def _check_latent(self) -> None:
+        if (self.head_dim, self.kv_lora_rank) != LATENT_SHAPE:
+            wide, rank = LATENT_SHAPE
+            raise PrefixShareError(
+                f"with kv_lora_rank, head_dim must be {wide} and kv_lora_rank {rank}, got "
+                f"{self.head_dim} and {self.kv_lora_rank}."
+            )
+        if self.num_kv_heads != 1:
+            raise PrefixShareError(
+                f"kv_lora_rank needs one KV head, got num_kv_heads={self.num_kv_heads}."
+            )
+        if self.kv_dtype is not None or self.features:
+            raise PrefixShareError("kv_lora_rank goes with no kv_dtype and no features yet.")
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of V and of the output of a head."""
+        return self.kv_lora_rank or self.head_dim
 
     @property
     def of_queries(self) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.kernels.contract import HostBatch
@@ -17,7 +17,7 @@ from vllm_prefixshare.kernels.executors import executor_for
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.records import IntArray, PrefixShareError, host_integers
 from vllm_prefixshare.tree.block_ids import block_id_range
 from vllm_prefixshare.tree.token_tree import ancestor_masks
 
@@ -69,6 +69,10 @@ class PrefixShareDecodeWrapper:
         kv_dtype, query_dtype: of the cache and of queries where they are quantised:
             ``torch.float8_e4m3fn``.
         features: "sinks", "soft_cap", "alibi": those that a layer's extras may ask for.
+        kv_lora_rank: multi-head latent attention after absorption, as in DeepSeek V3: the KV cache
+            holds one vector of ``head_dim`` numbers for each token, and its first
+            ``kv_lora_rank`` are the value. head_dim 576, kv_lora_rank 512, one KV head, sm_scale
+            given; on a GPU one query token of a request in a step.
 
     Raises:
         PrefixShareError: an argument is out of range, or the device has no executor.
@@ -93,6 +97,7 @@ class PrefixShareDecodeWrapper:
         kv_dtype: torch.dtype | str | None = None,
         query_dtype: torch.dtype | str | None = None,
         features: Iterable[str] = (),
+        kv_lora_rank: int | None = None,
     ) -> None:
         name, kv, queries = (str(x).removeprefix("torch.") for x in (dtype, kv_dtype, query_dtype))
         self.attention = AttentionConfig(
@@ -100,12 +105,17 @@ class PrefixShareDecodeWrapper:
             kv_dtype=None if kv_dtype is None else kv,
             query_dtype=None if query_dtype is None else queries,
             features=tuple(sorted(set(features))),
+            kv_lora_rank=kv_lora_rank,
         )
         self.dtype = getattr(torch, name)
         try:
             self.device = torch.device(device)
         except RuntimeError:
             raise PrefixShareError(f"device {device!r} is unknown: use cpu or cuda.") from None
+        if kv_lora_rank is not None and sm_scale is None:
+            raise PrefixShareError(
+                "kv_lora_rank needs sm_scale, of the heads before absorption: such as 192**-0.5."
+            )
         self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
         if not (self.sm_scale > 0 and math.isfinite(self.sm_scale)):
             raise PrefixShareError(f"sm_scale must be positive and finite, got {sm_scale}.")
@@ -174,7 +184,7 @@ class PrefixShareDecodeWrapper:
             if not self._executor.takes_token_trees:
                 raise PrefixShareError("query_parents need a GPU: on a CPU queries form a chain.")
             if (limit or most) > 1:
-                parents = _host_integers(query_parents, "query_parents", 1)
+                parents = host_integers(query_parents, "query_parents", 1)
                 mask = ancestor_masks(parents, starts)
         plan = self._planner.update(table, lens, limit or most)
         batch = HostBatch(table, lens.copy(), starts, mask)
@@ -185,13 +195,13 @@ class PrefixShareDecodeWrapper:
     def _check_batch(
         self, block_table: ArrayLike, seq_lens: ArrayLike, query_start_loc: ArrayLike | None
     ) -> tuple[IntArray, IntArray, IntArray]:
-        table = _host_integers(block_table, "block_table", 2)
-        lens = _host_integers(seq_lens, "seq_lens", 1)
+        table = host_integers(block_table, "block_table", 2)
+        lens = host_integers(seq_lens, "seq_lens", 1)
         n = len(lens)
         starts = (
             np.arange(n + 1, dtype=np.int32)
             if query_start_loc is None
-            else _host_integers(query_start_loc, "query_start_loc", 1)
+            else host_integers(query_start_loc, "query_start_loc", 1)
         )
         size = self.attention.block_size
         if len(table) != n:
@@ -225,7 +235,7 @@ class PrefixShareDecodeWrapper:
     # fmt: off
     @overload
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None,
         block_table: ArrayLike | torch.Tensor, seq_lens: ArrayLike | torch.Tensor,
         out: torch.Tensor | None = None, *, return_lse: Literal[False] = False,
         extras: LayerExtras | None = None,
@@ -233,7 +243,7 @@ class PrefixShareDecodeWrapper:
 
     @overload
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None,
         block_table: ArrayLike | torch.Tensor, seq_lens: ArrayLike | torch.Tensor,
         out: torch.Tensor | None = None, *, return_lse: Literal[True],
         extras: LayerExtras | None = None,
@@ -244,7 +254,7 @@ class PrefixShareDecodeWrapper:
         self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
         block_table: ArrayLike | torch.Tensor,
         seq_lens: ArrayLike | torch.Tensor,
         out: torch.Tensor | None = None,
@@ -257,11 +267,12 @@ class PrefixShareDecodeWrapper:
         Args:
             q: ``[num_tokens, num_qo_heads, head_dim]``; ``num_tokens = num_reqs`` with one
                 query each.
-            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``. With
+                ``kv_lora_rank``: the KV cache ``[num_blocks, block_size, head_dim]``, and None.
             block_table, seq_lens: as given to ``plan``; sequences may have grown since, as
                 far as the plan still holds. On a GPU int32 tensors there, and this call may be
                 captured in a CUDA graph that is replayed under later plans.
-            out: where to write, like ``q``.
+            out: where to write, like ``q``; ``[num_tokens, num_qo_heads, kv_lora_rank]`` with it.
             return_lse: the log-sum-exp as well: the logarithm of the sum of the exponentials of
                 a query's scaled scores. With it ``merge_states`` merges results over other KV
                 tokens of the same queries. On a GPU, call it so once before a capture: another
@@ -270,22 +281,25 @@ class PrefixShareDecodeWrapper:
                 checked, and another binary compiled, at its first call: before a capture.
 
         Returns:
-            ``out``, ``[num_tokens, num_qo_heads, head_dim]``; with ``return_lse`` a pair of it
-            and the log-sum-exp, float32 ``[num_tokens, num_qo_heads]``, natural logarithm.
+            ``out``; with ``return_lse`` a pair of it and the log-sum-exp, float32
+            ``[num_tokens, num_qo_heads]``, natural logarithm.
 
         Raises:
             PrefixShareError: no plan yet, or a tensor of another shape, dtype or device.
         """
-        if not self.last_plan.num_reqs:
-            nothing = q.to(self.dtype) if out is None else out
-            return (nothing, q.new_empty(q.shape[:2]).float()) if return_lse else nothing
-        if self.device.type == "cpu":
-            self._follow(block_table, seq_lens)
+        if self.attention.kv_lora_rank is not None:
+            k_cache, v_cache = self._latent_views(k_cache, v_cache)
         for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             if not isinstance(x, torch.Tensor):
                 raise PrefixShareError(f"{name} must be a torch tensor, got {type(x).__name__}.")
+        assert v_cache is not None
+        if out is None:
+            out = q.new_empty((*q.shape[:-1], self.attention.v_head_dim), dtype=self.dtype)
+        if not self.last_plan.num_reqs:
+            return (out, q.new_empty(q.shape[:2]).float()) if return_lse else out
+        if self.device.type == "cpu":
+            self._follow(block_table, seq_lens)
         self._check_cache(k_cache, v_cache)
-        out = torch.empty_like(q, dtype=self.dtype) if out is None else out
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         arguments = q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale
         self._executor.run(*arguments, lse=lse, extras=extras)
@@ -306,6 +320,18 @@ class PrefixShareDecodeWrapper:
         self._batch = self._batch._replace(block_table=table, seq_lens=lens.copy())
         self._given_table = block_table
         self._executor.prepare(self.last_plan, self._batch)
+
+    @staticmethod
+    def _latent_views(
+        cache: torch.Tensor, v_cache: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as executors take them, of a cache of latents."""
+        if v_cache is not None or not isinstance(cache, torch.Tensor) or cache.dim() != 3:
+            raise PrefixShareError(
+                "with kv_lora_rank, k_cache is the KV cache [num_blocks, block_size, head_dim] and "
+                "v_cache None."
+            )
+        return cache[:, :, None], cache[:, :, None, : LATENT_SHAPE[1]]
 
     def _check_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         limit = min(len(k_cache), len(v_cache))
@@ -386,24 +412,3 @@ def _stacked(name: str, states: torch.Tensor | Sequence[torch.Tensor]) -> torch.
         return torch.stack(list(states))
     except (TypeError, RuntimeError) as e:
         raise PrefixShareError(f"{name} must be tensors of one shape and device ({e}).") from None
-
-
-def _host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise PrefixShareError(
-            f"{name} must be {ndim}-dimensional integers on the host ({e})."
-        ) from None
-    if array.ndim != ndim or not (np.issubdtype(array.dtype, np.integer) or array.size == 0):
-        raise PrefixShareError(
-            f"{name} must be {ndim}-dimensional integers on the host, "
-            f"got {array.dtype} with shape {list(array.shape)}."
-        )
-    if (
-        array.dtype.itemsize > 4
-        and array.size
-        and not (-(2**31) <= array.min() <= array.max() < 2**31)
-    ):
-        raise PrefixShareError(f"{name} has entries beyond 32 bits.")
-    return array.astype(np.int32, copy=False)

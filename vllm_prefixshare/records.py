@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 IntArray = NDArray[np.signedinteger[Any]]
 FloatArray = NDArray[np.float64]
@@ -105,3 +105,29 @@ class WorkTiles:
         nothing = np.zeros(0, np.int32)
         start = np.zeros(1, np.int32)
         return cls(start, nothing, start, np.zeros((0, 5), np.int32), np.zeros(0))
+
+
+def host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
+    """``value`` as int32 with ``ndim`` dimensions.
+
+    Raises:
+        PrefixShareError: it is something else; ``name`` is what the sentence calls it.
+    """
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise PrefixShareError(
+            f"{name} must be {ndim}-dimensional integers on the host ({e})."
+        ) from None
+    if array.ndim != ndim or not (np.issubdtype(array.dtype, np.integer) or array.size == 0):
+        raise PrefixShareError(
+            f"{name} must be {ndim}-dimensional integers on the host, "
+            f"got {array.dtype} with shape {list(array.shape)}."
+        )
+    if (
+        array.dtype.itemsize > 4
+        and array.size
+        and not (-(2**31) <= array.min() <= array.max() < 2**31)
+    ):
+        raise PrefixShareError(f"{name} has entries beyond 32 bits.")
+    return array.astype(np.int32, copy=False)

@@ -25,7 +25,8 @@ class Case:
     """A workload on the device, for one layer.
 
     q: ``[num_reqs * query_len, num_qo_heads, head_dim]``.
-    k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+    k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; of a latent KV cache V
+        is a view of K's first numbers.
     block_table, seq_lens: int32, ``[num_reqs, max_blocks]`` and ``[num_reqs]``.
     out_dtype: dtype of the output, where queries are quantised. extras: extra features of the
         layer; their scales are float32 ``[num_kv_heads]``.
@@ -53,10 +54,12 @@ class Case:
 
     def require_served_by(self, peer: "Peer") -> None:
         """Raise ``UnavailableError`` unless ``peer.serves`` has the layer's features, and "fp8"
-        where the layer is quantised. Peers without ``serves`` serve none of them.
+        where the layer is quantised, and "mla" where its KV cache is latent. Peers without
+        ``serves`` serve none of them.
         """
         quantised = ("fp8",) if self.k_cache.element_size() == 1 else ()
-        for name in (*self.features, *quantised):
+        latent = ("mla",) if self.kv_lora_rank else ()
+        for name in (*self.features, *quantised, *latent):
             if name not in getattr(peer, "serves", ()):
                 raise UnavailableError(f"no {name}")
 
@@ -73,8 +76,16 @@ class Case:
         return self.q.shape[2]
 
     @property
+    def v_head_dim(self) -> int:
+        return self.v_cache.shape[3]
+
+    @property
+    def kv_lora_rank(self) -> int | None:
+        return self.v_head_dim if self.v_head_dim != self.head_dim else None
+
+    @property
     def sm_scale(self) -> float:
-        return self.head_dim**-0.5
+        return (192 if self.kv_lora_rank else self.head_dim) ** -0.5
 
     def query_start_loc(self) -> torch.Tensor:
         """int32 ``[num_reqs + 1]`` on the device."""

@@ -8,7 +8,7 @@ class Ours:
     """The wrapper's choice for the device: the Hopper kernel, or the CPU executor."""
 
     kernel = "auto"
-    serves = ("sinks", "soft_cap", "alibi", "fp8")
+    serves = ("sinks", "soft_cap", "alibi", "fp8", "mla")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -27,6 +27,8 @@ class Ours:
             kv_dtype=case.k_cache.dtype if case.k_cache.element_size() == 1 else None,
             query_dtype=case.q.dtype if case.q.element_size() == 1 else None,
             features=case.features,
+            kv_lora_rank=case.kv_lora_rank,
+            sm_scale=case.sm_scale,
             device=self.options.device,
             divider=self.options.divider,
             **({"kernel": self.kernel, "max_query_len": w.query_len} if cuda else {}),
@@ -38,8 +40,11 @@ class Ours:
         wrapper.plan(w.block_table, w.seq_lens, starts if w.query_len > 1 else None, parents)
         stats = wrapper.stats()
         table, lens = (case.block_table, case.seq_lens) if cuda else (w.block_table, w.seq_lens)
-        out = case.q.new_empty(case.q.shape, dtype=case.out_dtype)
-        tensors = case.q, case.k_cache, case.v_cache, table, lens, out
+        out = case.q.new_empty((*case.q.shape[:2], case.v_head_dim), dtype=case.out_dtype)
+        caches = (
+            (case.k_cache[:, :, 0], None) if case.kv_lora_rank else (case.k_cache, case.v_cache)
+        )
+        tensors = case.q, *caches, table, lens, out
         wrapper.run(*tensors, extras=case.extras)  # reads the scales, as a capture cannot
 
         def call():

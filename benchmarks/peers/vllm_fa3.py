@@ -39,7 +39,8 @@ def schedule(
         max_seqlen_k=max_seqlen_k,
         num_heads_q=case.num_qo_heads,
         num_heads_kv=case.num_kv_heads,
-        headdim=case.head_dim,
+        headdim=case.head_dim - (case.kv_lora_rank or 0),
+        headdim_v=case.v_head_dim,
         cache_seqlens=seqlens,
         qkv_dtype=case.q.dtype,
         cu_seqlens_q=cu_seqlens_q,
@@ -53,7 +54,7 @@ def schedule(
 class FA3:
     """Paged attention with variable lengths, which reads the KV of each request separately."""
 
-    serves = ("sinks", "soft_cap", "fp8")
+    serves = ("sinks", "soft_cap", "fp8", "mla")
 
     def __init__(self, options: Options) -> None:
         require_fa3(options.device)
@@ -65,7 +66,10 @@ class FA3:
         if w.query_parents is not None:
             raise UnavailableError("no token trees")
         starts, longest = case.query_start_loc(), int(w.seq_lens.max())
-        out = torch.empty_like(case.q, dtype=case.out_dtype)
+        out = case.q.new_empty((*case.q.shape[:2], case.v_head_dim), dtype=case.out_dtype)
+        q, k, q_v = case.q, case.k_cache, {}
+        if rank := case.kv_lora_rank:  # as vLLM's FLASH_ATTN_MLA passes them
+            q, k, q_v = q[..., rank:], k[..., rank:], {"q_v": q[..., :rank]}
         # as vLLM's backend passes them: one view per request
         sinks = case.extras.sinks
         sinks = None if sinks is None else sinks.to(torch.bfloat16)  # the only dtype it takes
@@ -79,8 +83,8 @@ class FA3:
 
             def call() -> torch.Tensor:
                 flash_attn_varlen_func(
-                    q=case.q,
-                    k=case.k_cache,
+                    q=q,
+                    k=k,
                     v=case.v_cache,
                     out=out,
                     cu_seqlens_q=starts,
@@ -95,6 +99,7 @@ class FA3:
                     num_splits=splits,
                     softcap=case.extras.soft_cap,
                     s_aux=sinks,
+                    **q_v,
                     **scales,
                 )
                 return out

@@ -22,8 +22,10 @@ KERNELS = {
     "native": "native-1",
     "hopper": "hopper-1",
     "portable": "portable-2",
+    "mla_hopper": "mla_hopper-1",
+    "mla": "mla-1",
 }
-GPU_KERNELS = ("hopper", "portable")
+GPU_KERNELS = ("hopper", "portable", "mla_hopper", "mla")
 SHIPPED = Path(__file__).parent / "tables"
 
 

@@ -17,7 +17,8 @@ class Roofline:
     memory and the arithmetic. cached_bytes_per_us: the same for KV that another tile reads at
     the same time. unshared_flops_per_us: arithmetic that a kernel without query rows to batch
     reaches (matrix-vector rather than matrix-matrix work). one_head: a worker is one thread
-    block for each KV head, and these are figures of one of them.
+    block for each KV head, and these are figures of one of them. rows_of_all: query rows that every
+    tile multiplies, used or not; None for as many as it has.
     """
 
     launch_us: float
@@ -27,6 +28,7 @@ class Roofline:
     unshared_flops_per_us: float
     unshared_launch_us: float
     one_head: bool = False
+    rows_of_all: int | None = None
 
 
 ROOFLINES = {
@@ -35,6 +37,9 @@ ROOFLINES = {
     # one multiprocessor of an H200, all of them busy: the Hopper kernel, the portable one
     "triton": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
     "portable": Roofline(1.5, 3.15e4, 4.8e4, 3e6, 3e6, 2.5, one_head=True),
+    # not measured: one latent serves all heads, so arithmetic decides
+    "mla_hopper": Roofline(5.0, 3.3e4, 4.4e4, 4.4e6, 4.4e6, 5.0, one_head=True, rows_of_all=64),
+    "mla": Roofline(5.0, 3.3e4, 4.4e4, 2e6, 2e6, 5.0, one_head=True, rows_of_all=32),
 }
 
 
@@ -46,19 +51,33 @@ class AnalyticCost:
     roofline: Roofline
 
     @property
-    def _width(self) -> int:
-        """Elements of a token's K or V, and of one row over the KV heads of a tile."""
-        heads = 1 if self.roofline.one_head else self.attention.num_kv_heads
-        return heads * self.attention.head_dim
+    def _heads(self) -> int:
+        """KV heads of a tile."""
+        return 1 if self.roofline.one_head else self.attention.num_kv_heads
+
+    @property
+    def _both(self) -> int:
+        """Elements of a token's K and V together as they are multiplied, and of a row's query and
+        output.
+        """
+        return self._heads * (self.attention.head_dim + self.attention.v_head_dim)
+
+    @property
+    def _kept(self) -> int:
+        """Elements of a token's K and V in memory: a latent is kept once."""
+        latent = self.attention.kv_lora_rank is not None
+        return self._heads * self.attention.head_dim if latent else self._both
 
     def _roof(
         self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float, bytes_per_us: float
     ) -> FloatArray:
         rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
+        if self.roofline.rows_of_all is not None:
+            rows = np.full_like(rows, self.roofline.rows_of_all)
         item = 4 if self.attention.dtype == "float32" else 2
         kv_item = 1 if self.attention.kv_dtype else item
-        moved = (2 * kv_len * kv_item + 2 * rows * item) * self._width
-        flops = 4.0 * rows * kv_len * self._width
+        moved = kv_len * kv_item * self._kept + rows * item * self._both
+        flops = 2.0 * rows * kv_len * self._both
         return np.maximum(moved / bytes_per_us, flops / flops_per_us)
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
@@ -76,10 +95,10 @@ class AnalyticCost:
 
     def merge(self, rows: ArrayLike) -> FloatArray:
         """As ``CostModel.merge``."""
-        moved = 2 * 4 * self._width * np.asarray(rows, np.float64)
+        moved = 2 * 4 * self._heads * self.attention.v_head_dim * np.asarray(rows, np.float64)
         return moved / self.roofline.bytes_per_us
 
 
 def analytic_cost(attention: AttentionConfig, executor: str) -> AnalyticCost:
-    """An ``AnalyticCost`` for an executor: "torch", "native", "triton" or "portable"."""
+    """An ``AnalyticCost`` for an executor, a name in ``ROOFLINES``."""
     return AnalyticCost(attention, ROOFLINES[executor])

@@ -92,13 +92,15 @@ def _arguments(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q = numbers(64 * query_len, num_heads, dim, dtype=of_queries)
-    # vLLM keeps K and V of a token's head side by side
+    # vLLM keeps K and V of a token's head side by side, a latent once for both
+    width = dim if attention.kv_lora_rank else 2 * dim
     if layout == "HND":
-        cache = numbers(8, kv_heads, attention.block_size, 2 * dim, dtype=of_cache)
+        cache = numbers(8, kv_heads, attention.block_size, width, dtype=of_cache)
         cache = cache.transpose(1, 2)
     else:
-        cache = numbers(8, attention.block_size, kv_heads, 2 * dim, dtype=of_cache)
-    k_cache, v_cache = cache.chunk(2, dim=-1)
+        cache = numbers(8, attention.block_size, kv_heads, width, dtype=of_cache)
+    first = 0 if attention.kv_lora_rank else dim
+    k_cache, v_cache = cache[..., :dim], cache[..., first : first + attention.v_head_dim]
     partials = 16 * query_len
     lens = words(64)
 
@@ -123,9 +125,9 @@ def _arguments(
         seq_lens=lens,
         query_start_loc=words(65) if query_len > 1 else lens,
         tree_mask=words(len(q), -(-query_len // 32)) if tree else None,
-        partial_out=numbers(partials, num_heads, dim, dtype=torch.float32),
+        partial_out=numbers(partials, num_heads, attention.v_head_dim, dtype=torch.float32),
         partial_lse=numbers(partials, num_heads, dtype=torch.float32),
-        out=numbers(*q.shape),
+        out=numbers(*q.shape[:2], attention.v_head_dim),
         extras=extras,
         out_lse=numbers(*q.shape[:2], dtype=torch.float32) if lse else None,
     )

@@ -88,9 +88,10 @@ class Executor(Protocol):
         """Attention of one layer under the plan in force. Once per layer.
 
         Args:
-            q, out: ``[num_tokens, num_qo_heads, head_dim]``.
+            q, out: ``[num_tokens, num_qo_heads, head_dim]``; out has V's width.
             k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, any strides
-                that the executor can follow.
+                that the executor can follow. Of a latent KV cache (``kv_lora_rank``) V is a view
+                of K's first numbers.
             block_table, seq_lens: of the batch, int32 on the device. A CPU executor has looked
                 them up in ``prepare`` and does not read them again.
             sm_scale: softmax scale.
@@ -110,7 +111,8 @@ class Tensors(NamedTuple):
     q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16, float16 or e4m3.
     k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same strides,
         multiples of 8 elements; head_dim contiguous. NHD and HND alike. Of e4m3 the type or, as
-        uint8, the bits; then multiples of 16 elements if head_dim is one.
+        uint8, the bits; then multiples of 16 elements if head_dim is one. Of a latent KV cache V
+        is a view of K's first numbers.
     block_table: int32 ``[num_reqs, max_blocks]``.
     seq_lens: int32 ``[num_reqs]``, the queries included.
     query_start_loc: int32 ``[num_reqs + 1]``, read if requests may have several query tokens;
@@ -119,7 +121,7 @@ class Tensors(NamedTuple):
         query token ``j`` of its request. Causal order if None.
     partial_out: float32 ``[num_partials * query_len, num_qo_heads, head_dim]``.
     partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm.
-    out: like ``q``, 16 bits wide.
+    out: like ``q``, 16 bits wide; its last dimension, like that of partial_out, is V's.
     out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: written where ``out`` is.
     extras: of the layer; its scales are tensors where numbers are quantised, see
         ``extras.checked_extras``.

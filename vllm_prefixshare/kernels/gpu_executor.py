@@ -69,7 +69,7 @@ class GpuExecutor:
         self.max_tile_requests = self._kernel.max_tile_requests
         self.max_tile_runs = self._kernel.max_tile_runs
         self.row_tiles = self._kernel.row_tiles
-        shape = attention.num_qo_heads, attention.head_dim
+        shape = attention.num_qo_heads, attention.v_head_dim
         self.workspace = Workspace(
             self.device, partials or PartialResults(self.device, shape, query_len)
         )
@@ -221,7 +221,7 @@ class GpuExecutor:
                 or not.
             block_table: int32 ``[num_reqs, max_blocks]``.
             seq_lens: int32 ``[num_reqs]``, the queries included.
-            out: like ``q``.
+            out: like ``q``, V's width.
             query_start_loc: int32 ``[num_reqs + 1]``; what ``set_queries`` was given if None.
             tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
                 that it sees query token ``j`` of its request. Those of the prepared batch if both
@@ -282,13 +282,13 @@ class GpuExecutor:
         # 16 bytes, where head_dim has them
         step = 16 if a.kv_dtype and a.head_dim % 16 == 0 else 8
         heads = (a.num_qo_heads, a.head_dim)
-        block = (a.block_size, a.num_kv_heads, a.head_dim)
+        block = (a.block_size, a.num_kv_heads)
         n = self._num_reqs
         expected: list[tuple[str, torch.Tensor | None, torch.dtype, int, tuple[int, ...]]] = [
             ("q", t.q, of_queries, 3, heads),
-            ("out", t.out, dtype, 3, heads),
-            ("k_cache", t.k_cache, of_cache, 4, block),
-            ("v_cache", t.v_cache, of_cache, 4, block),
+            ("out", t.out, dtype, 3, (a.num_qo_heads, a.v_head_dim)),
+            ("k_cache", t.k_cache, of_cache, 4, (*block, a.head_dim)),
+            ("v_cache", t.v_cache, of_cache, 4, (*block, a.v_head_dim)),
             ("block_table", t.block_table, torch.int32, 2, ()),
             ("seq_lens", t.seq_lens, torch.int32, 1, ()),
             ("query_start_loc", t.query_start_loc, torch.int32, 1, ()),
@@ -307,7 +307,7 @@ class GpuExecutor:
             if x.dim() != dims or tuple(x.shape[dims - len(tail) :]) != tail:
                 shape = ", ".join(["..."] * (dims - len(tail)) + [str(x) for x in tail])
                 raise PrefixShareError(f"{name} must be [{shape}], got {list(x.shape)}.")
-            if x.stride(-1) != 1 or (dims == 3 and (x.stride(1) != a.head_dim or x.stride(0) % 8)):
+            if x.stride(-1) != 1 or (dims == 3 and (x.stride(1) != tail[1] or x.stride(0) % 8)):
                 raise PrefixShareError(
                     f"{name} has strides {list(x.stride())}: its last dimensions must be "
                     "contiguous, and tokens a multiple of 8 elements apart."

@@ -26,7 +26,8 @@ def reference_attention_and_lse(
 
     Args:
         q: ``[num_tokens, num_qo_heads, head_dim]``.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; V may have another
+            width.
         block_table: ``[num_reqs, max_blocks]`` physical block ids.
         seq_lens: ``[num_reqs]`` tokens of each request, its queries (the last ones) included.
         query_start_loc: ``[num_reqs + 1]`` token range of each request; one each if None.
@@ -34,7 +35,7 @@ def reference_attention_and_lse(
         extras: of the layer; scales may be numbers or ``[1]`` or ``[num_kv_heads]``.
 
     Returns:
-        float64 ``[num_tokens, num_qo_heads, head_dim]``, and the log-sum-exp of each query's
+        float64 ``[num_tokens, num_qo_heads, head_dim of V]``, and the log-sum-exp of each query's
         scaled scores and its sink: float64 ``[num_tokens, num_qo_heads]``, natural logarithm.
     """
     num_qo_heads, head_dim = q.shape[1:]
@@ -42,7 +43,8 @@ def reference_attention_and_lse(
     group = num_qo_heads // num_kv_heads
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     starts = list(range(len(seq_lens) + 1)) if query_start_loc is None else query_start_loc.tolist()
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    shape = *q.shape[:2], v_cache.shape[-1]
+    out = torch.empty(shape, dtype=torch.float64, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float64, device=q.device)
     q_scale, k_scale, v_scale = (
         torch.as_tensor(1.0 if x is None else x, dtype=torch.float64, device=q.device)

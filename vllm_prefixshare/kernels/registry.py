@@ -27,7 +27,14 @@ class Choice(NamedTuple):
 
 #: where each kernel lives, in the order in which "auto" takes them. Imported one at a time: with
 #: a Triton whose Gluon does not suit the Hopper kernel, the portable one serves.
-_ROOMS = {"hopper": "HopperKernel", "portable": "PortableKernel"}
+_ROOMS = {
+    "hopper": "HopperKernel",
+    "portable": "PortableKernel",
+    "mla_hopper": "LatentHopperKernel",
+    "mla": "LatentKernel",
+}
+#: the rooms of a latent KV cache, by the name that a caller gives
+_LATENT_ROOMS = {"hopper": "mla_hopper", "portable": "mla"}
 
 
 @cache
@@ -57,7 +64,7 @@ def kernels_that_may_serve(
         PrefixShareError: see ``choose_kernel``.
     """
     chosen = choose_kernel(attention, device, kernel, query_len).kernel
-    if kernel != "auto" or chosen.name == "portable":
+    if kernel != "auto" or chosen.name != "hopper":
         return [chosen]
     return [chosen, make_kernel("portable", attention, query_len, Gpu.of(device))]
 
@@ -113,6 +120,8 @@ def candidates(
             f"This GPU has compute capability {major}.{minor}, 8.0 is the least: choose another "
             "attention backend."
         )
+    if attention.kv_lora_rank is not None:
+        return _latent_candidates(gpu, kernel, query_len)
     hopper = hopper_serves(attention, gpu.capability)
     if kernel == "hopper" and not hopper:
         raise PrefixShareError(
@@ -124,6 +133,22 @@ def candidates(
     if kernel != "auto":
         return [kernel]
     return ["hopper", "portable"] if hopper else ["portable"]
+
+
+def _latent_candidates(gpu: Gpu, kernel: str, query_len: int) -> list[str]:
+    if query_len > 1:
+        raise PrefixShareError(
+            "the kernels for a latent KV cache (kv_lora_rank) take one query token of a request: "
+            f"use max_query_len=1, got {query_len}."
+        )
+    if kernel == "hopper" and gpu.capability != (9, 0):
+        raise PrefixShareError(
+            "kernel 'hopper' needs compute capability 9.0, got "
+            f"{gpu.capability[0]}.{gpu.capability[1]}: use kernel='auto'."
+        )
+    if kernel != "auto":
+        return [_LATENT_ROOMS[kernel]]
+    return [*_LATENT_ROOMS.values()] if gpu.capability == (9, 0) else ["mla"]
 
 
 def _check_name(kernel: str) -> None:

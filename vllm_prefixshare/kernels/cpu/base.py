@@ -98,8 +98,11 @@ class CpuExecutor:
         # there may be more tokens where some rows are not computed: those behind the prepared ones
         if q.dim() != 3 or len(q) < expected[0] or tuple(q.shape[1:]) != expected[1:]:
             raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
-        block = (a.block_size, a.num_kv_heads, a.head_dim)
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        for name, cache, dim in (
+            ("k_cache", k_cache, a.head_dim),
+            ("v_cache", v_cache, a.v_head_dim),
+        ):
+            block = (a.block_size, a.num_kv_heads, dim)
             if cache.dim() != 4 or tuple(cache.shape[1:]) != block:
                 raise PrefixShareError(
                     f"{name} must be [num_blocks, {', '.join(map(str, block))}], "
@@ -111,9 +114,10 @@ class CpuExecutor:
                 raise PrefixShareError(
                     f"{name} must be {dtype} on the cpu, got {x.dtype} on {x.device}."
                 )
-        if out.shape != q.shape or str(out.dtype) != f"torch.{a.dtype}" or out.device != q.device:
+        shape = (*q.shape[:2], a.v_head_dim)
+        if out.shape != shape or str(out.dtype) != f"torch.{a.dtype}" or out.device != q.device:
             raise PrefixShareError(
-                f"out must be like q, torch.{a.dtype} {list(q.shape)}, got {out.dtype} "
+                f"out must be like q, torch.{a.dtype} {list(shape)}, got {out.dtype} "
                 f"{list(out.shape)}."
             )
         if lse is not None and (

@@ -213,7 +213,8 @@ class TorchExecutor(CpuExecutor):
         q, k_cache, v_cache, out, lse, sm_scale, x = t
         step = self._step
         heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
-        partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, dim))
+        v_dim = v_cache.shape[-1]
+        partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, v_dim))
         partial_lse = self._buffers.take("partial_lse", (step.num_slots + 1, heads * group))
         partial_out[-1] = 0.0
         partial_lse[-1] = float("-inf")
@@ -245,8 +246,8 @@ class TorchExecutor(CpuExecutor):
             """From ``[num_runs, heads, queries * group, ...]`` to token-major slots."""
             runs = o.shape[0]
             n = o.shape[2] // group * runs
-            view = partial_out[slot : slot + n].view(runs, -1, heads, group, dim)
-            view.copy_(o.view(runs, heads, -1, group, dim).transpose(1, 2))
+            view = partial_out[slot : slot + n].view(runs, -1, heads, group, v_dim)
+            view.copy_(o.view(runs, heads, -1, group, v_dim).transpose(1, 2))
             view = partial_lse[slot : slot + n].view(runs, -1, heads, group)
             view.copy_(lse.view(runs, heads, -1, group).transpose(1, 2))
 
@@ -264,7 +265,7 @@ class TorchExecutor(CpuExecutor):
 
         slots = step.merge_slots  # index_select: far quicker than indexing by a matrix
         lses = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)
-        parts = partial_out.index_select(0, slots.flatten()).view(*slots.shape, -1, dim)
+        parts = partial_out.index_select(0, slots.flatten()).view(*slots.shape, -1, v_dim)
         if x.sinks is not None:  # one more partial result, whose output is zero
             lses = torch.cat([lses, x.sinks.float().expand(len(lses), 1, -1)], dim=1)
         weights = torch.softmax(lses, dim=1)[:, : parts.shape[1], :, None]
@@ -329,12 +330,12 @@ class TorchExecutor(CpuExecutor):
         Args:
             q: ``[runs, heads, rows, head_dim]``, scaled.
             k: ``[runs, blocks, heads, head_dim, width]``.
-            v: ``[runs, blocks, heads, width, head_dim]``.
+            v: ``[runs, blocks, heads, width, head_dim]``; it may have another width than K.
             hidden: bool ``[runs, blocks, 1, queries, 1, width]``; None where all is visible.
             bias: added to the scores ``[runs, blocks, heads, rows, width]`` after the soft cap.
 
         Returns:
-            ``[runs, heads, rows, head_dim]`` and the log-sum-exp ``[runs, heads, rows]``.
+            ``[runs, heads, rows, head_dim of V]`` and the log-sum-exp ``[runs, heads, rows]``.
         """
         take = self._buffers.take
         shape = (*k.shape[:3], q.shape[2], k.shape[4])
@@ -351,7 +352,8 @@ class TorchExecutor(CpuExecutor):
         weights = torch.softmax(scores, -1, out=take("weights", shape))
         # the largest weight is exp(largest - lse): cheaper than a second pass of exponentials
         lse = largest - weights.amax(-1).log()
-        o = spread  # the queries are done with, and the output has their shape
+        # the queries are done with, and the output mostly has their shape
+        o = spread if v.shape[4] == q.shape[3] else take("o", (*shape[:4], v.shape[4]))
         torch.bmm(weights.flatten(0, 2), v.flatten(0, 2), out=o.flatten(0, 2))
         total = torch.logsumexp(lse, dim=1)
         share = torch.exp(lse - total[:, None])

@@ -1,0 +1,98 @@
+"""Latent KV caches (MLA) through the operator on a GPU at full size, against float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.layer import BF16, DEVICE, FP16, KERNELS, ON_GPU, TOLERANCE, poison
+from tests.mla import RANK, SCALE, WIDTH
+from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.costs.gpu_timing import capture
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.workloads.trees import Workload, tree
+
+pytestmark = [*ON_GPU, pytest.mark.parametrize("kernel", KERNELS)]
+
+
+class LatentLayer:
+    """The tensors of a workload in one layer with a latent KV cache.
+
+    interleaved: blocks lie as far apart as in a cache that holds two layers.
+    """
+
+    def __init__(self, work: Workload, heads: int = 16, dtype: torch.dtype = BF16,
+                 interleaved: bool = False) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        self.work, self.heads, self.dtype = work, heads, dtype
+        self.q = torch.randn(work.num_reqs, heads, WIDTH, device=DEVICE).to(dtype)
+        shape = work.num_blocks, 1 + interleaved, work.block_size, WIDTH
+        self.cache = torch.randn(shape, device=DEVICE).to(dtype)[:, 0]
+        self.table = torch.from_numpy(work.block_table).to(DEVICE)
+        self.lens = torch.from_numpy(work.seq_lens).to(DEVICE)
+
+    def planned(self, kernel: str, **options) -> PrefixShareDecodeWrapper:
+        wrapper = PrefixShareDecodeWrapper(
+            num_qo_heads=self.heads, num_kv_heads=1, head_dim=WIDTH, kv_lora_rank=RANK,
+            block_size=self.work.block_size, dtype=self.dtype, device=DEVICE, sm_scale=SCALE,
+            kernel=kernel, **options,
+        )  # fmt: skip
+        wrapper.plan(self.work.block_table, self.work.seq_lens)
+        return wrapper
+
+    def run(self, wrapper: PrefixShareDecodeWrapper) -> tuple[torch.Tensor, torch.Tensor]:
+        poison(wrapper._executor)
+        out = torch.full((len(self.q), self.heads, RANK), torch.nan, dtype=self.dtype,
+                         device=DEVICE)  # fmt: skip
+        tensors = self.q, self.cache, None, self.table, self.lens, out
+        return wrapper.run(*tensors, return_lse=True)
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        assert out.isfinite().all() and lse.isfinite().all()
+        rows = np.unique(np.linspace(0, self.work.num_reqs - 1, 12).astype(int)).tolist()
+        caches = self.cache[:, :, None], self.cache[:, :, None, :RANK]
+        batch = self.table[rows], self.lens[rows]
+        wanted, wanted_lse = reference_attention_and_lse(
+            self.q[rows], *caches, *batch, sm_scale=SCALE
+        )
+        error = (out[rows] - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        assert error.max() < TOLERANCE[self.dtype]
+        torch.testing.assert_close(lse[rows].double(), wanted_lse, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 24, 64, 128])
+@pytest.mark.parametrize("spec", ["1,64_4096,128", "1,8,64_1024,200,128", "9_17", "3_4096"])
+def test_matches_float64(kernel, heads, spec):
+    layer = LatentLayer(tree(spec, 64), heads)
+    layer.check(*layer.run(layer.planned(kernel)))
+
+
+@pytest.mark.parametrize(("block_size", "dtype"), [(16, FP16), (32, BF16), (128, FP16)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_block_sizes_types_and_strides(kernel, block_size, dtype, interleaved):
+    layer = LatentLayer(tree("1,4,16_1024,256,150", block_size), 8, dtype, interleaved)
+    layer.check(*layer.run(layer.planned(kernel)))
+
+
+@pytest.mark.parametrize("divider", ["flashforge", "deft_flatten", "per_request"])
+def test_the_plans_of_other_dividers(kernel, divider):
+    layer = LatentLayer(tree("4,16,60_1024,256,100", 64))
+    layer.check(*layer.run(layer.planned(kernel, divider=divider)))
+
+
+def test_one_graph_serves_sequences_that_grow(kernel):
+    layer = LatentLayer(tree("1,8,64_1024,256,250", 64, spare=128))
+    wrapper = layer.planned(kernel)
+    graph, result = capture(lambda: layer.run(wrapper))
+    for _ in range(3):
+        layer.lens += 30
+        graph.replay()
+        layer.check(*result)
+
+
+def test_the_same_plan_gives_the_same_bits(kernel):
+    layer = LatentLayer(tree("1,64_16384,40", 64))
+    wrapper = layer.planned(kernel)
+    out, lse = layer.run(wrapper)
+    assert wrapper.last_plan.num_partials > 0
+    again, lse_again = layer.run(wrapper)
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)

@@ -1,0 +1,29 @@
+"""Small batches over a latent KV cache, for tests of the executors and of the kernel."""
+
+from dataclasses import replace
+
+import torch
+
+from tests.batches import PagedBatch, paged_batch
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+
+RANK, WIDTH = 512, 576
+#: of the heads before absorption, as in DeepSeek V3
+SCALE = 192**-0.5
+
+
+def latent_batch(heads: int = 4, **shape) -> PagedBatch:
+    """As ``paged_batch``; ``k_cache`` is the cache ``[num_blocks, block_size, 1, 576]`` and
+    ``v_cache`` a view of it.
+    """
+    batch = paged_batch(
+        **{"heads": (heads, 1), "head_dim": WIDTH, "dtype": torch.bfloat16, **shape}
+    )
+    return replace(batch, v_cache=batch.k_cache[..., :RANK])
+
+
+def expected(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp in float64."""
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    tensors = batch.q, batch.k_cache, batch.v_cache
+    return reference_attention_and_lse(*tensors, *tables, sm_scale=SCALE)

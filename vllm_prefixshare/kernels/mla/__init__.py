@@ -1,0 +1,1 @@
+"""The kernel for latent KV caches (MLA), in Triton, for NVIDIA GPUs."""

@@ -1,0 +1,112 @@
+"""Launching the Hopper kernel for latent KV caches, and the limits of its plans."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.launching import launch
+from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
+from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
+from vllm_prefixshare.kernels.portable.launch import QTile
+from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import OPEN_END, IntArray
+
+LOG2E = 1.4426950408889634
+#: 64 rows of outputs fill half of the registers, two KV tiles and the queries shared memory
+TILE = QTile(rows=64, kv_tile=64, warps=8, stages=2, blocks_per_sm=1)
+
+
+def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
+    """As ``walk_layout``, with parts alone: no run is long enough for a loop of its own."""
+    ends = plan.run_kv_end
+    lengths = [*(ends - plan.run_kv_start)[ends != OPEN_END], *plan.planned_seq_lens, 0]
+    return walk_layout(plan, grid._replace(long=int(max(lengths)) // grid.kv_tile + 1))
+
+
+def latent_partial_attention(
+    num_workers: int, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float
+) -> None:
+    """Launch; the arguments have been checked by the executor.
+
+    The launch depends on shapes only: it may be captured in a CUDA graph.
+
+    Args:
+        num_workers: that the plan was made for.
+        plan: the arrays of ``latent_layout`` on the device.
+        sm_scale: softmax scale, above 0.
+    """
+    num_heads, (width, rank) = t.q.shape[1], LATENT_SHAPE
+    block_size = t.k_cache.shape[1]
+    arrays = PlanArrays(**plan)
+    chunks = TILE.chunks(num_heads)
+    launch(
+        partial_attention,
+        (num_workers * chunks,),
+        t.q,
+        t.k_cache,
+        t.block_table,
+        t.seq_lens,
+        arrays.work_indptr,
+        arrays.tile_info,
+        arrays.slot_row,
+        arrays.slot_partial,
+        arrays.slot_end,
+        arrays.part_row,
+        arrays.part_pos,
+        arrays.part_readers,
+        t.partial_out,
+        t.partial_lse,
+        t.out,
+        t.out_lse,
+        t.k_cache.stride(0),
+        t.k_cache.stride(1),
+        t.block_table.stride(0),
+        t.q.stride(0),
+        t.out.stride(0),
+        sm_scale * LOG2E,
+        HEADS=num_heads,
+        LATENT=rank,
+        ROPE=width - rank,
+        BLOCK_SIZE=block_size,
+        UNIT=math.gcd(block_size, TILE.kv_tile),
+        CHUNKS=chunks,
+        ROWS=TILE.rows,
+        KV_TILE=TILE.kv_tile,
+        num_warps=TILE.warps,
+    )
+
+
+class LatentHopperKernel:
+    """``kernels.mla_hopper.kernel``, for compute capability 9.0."""
+
+    name, divider = "mla_hopper", "depth_first"
+
+    def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
+        rows = attention.num_qo_heads
+        self.num_workers = TILE.num_workers(gpu.multi_processor_count, 1, rows)
+        self.max_tile_requests = max(1, TILE.rows // rows)
+        self.max_tile_runs = 1 << 30
+        self.row_tiles = TILE.chunks(rows)
+        self.grid = Grid.of(TILE.kv_tile, attention.block_size, query_len)
+
+    def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
+        """As ``contract.Kernel.layout``."""
+        return latent_layout(plan, self.grid)._asdict()
+
+    def capacity(self, num_reqs: int) -> Capacity:
+        """As ``contract.Kernel.capacity``, for runs of up to 64k tokens."""
+        max_tiles = num_reqs + 2 * self.num_workers
+        max_partials = 2 * self.num_workers * self.max_tile_requests
+        max_runs = 2 * num_reqs + max_tiles
+        max_parts = max_parts_of(self.grid._replace(long=1024), max_runs, max_tiles)
+        slots = num_reqs + max_partials
+        room = sizes(self.num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
+        return Capacity(max_tiles, max_runs, max_partials, room._asdict())
+
+    def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
+        """As ``contract.Kernel.launch``."""
+        latent_partial_attention(self.num_workers, plan, t, sm_scale)
