@@ -19,7 +19,6 @@ if not torch.cuda.is_available():
     import triton.experimental.gluon  # noqa: F401
 
     import vllm_prefixshare.kernels.merge_states
-    import vllm_prefixshare.kernels.mla.kernel
     import vllm_prefixshare.kernels.portable.kernel  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]

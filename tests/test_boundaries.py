@@ -17,7 +17,6 @@ JIT = {
     "kernels.hopper.kernel",
     "kernels.hopper.producer",
     "kernels.portable.kernel",
-    "kernels.mla.kernel",
     "kernels.mla_hopper.kernel",
     "kernels.hopper.arrays",
     "kernels.portable.arrays",
@@ -47,9 +46,8 @@ FLOORS = {
         {"triton"},
     ),
     "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
-    "kernels.mla.kernel": ({"kernels.portable.arrays"}, {"triton"}),
     "kernels.mla_hopper.kernel": (
-        {"kernels.portable.arrays", "kernels.hopper.gluon_names"},
+        {"kernels.portable.kernel", "kernels.portable.arrays", "kernels.hopper.gluon_names"},
         {"triton"},
     ),
     "costs.profile_cpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),

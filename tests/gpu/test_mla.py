@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.layer import BF16, DEVICE, FP16, KERNELS, ON_GPU, TOLERANCE, poison
+from tests.gpu.layer import BF16, DEVICE, FP16, HOPPER, ON_GPU, TOLERANCE, poison
 from tests.mla import RANK, SCALE, WIDTH
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.workloads.trees import Workload, tree
 
-pytestmark = [*ON_GPU, pytest.mark.parametrize("kernel", KERNELS)]
+pytestmark = [*ON_GPU, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
 
 
 class LatentLayer:
@@ -30,11 +30,11 @@ class LatentLayer:
         self.table = torch.from_numpy(work.block_table).to(DEVICE)
         self.lens = torch.from_numpy(work.seq_lens).to(DEVICE)
 
-    def planned(self, kernel: str, **options) -> PrefixShareDecodeWrapper:
+    def planned(self, **options) -> PrefixShareDecodeWrapper:
         wrapper = PrefixShareDecodeWrapper(
             num_qo_heads=self.heads, num_kv_heads=1, head_dim=WIDTH, kv_lora_rank=RANK,
             block_size=self.work.block_size, dtype=self.dtype, device=DEVICE, sm_scale=SCALE,
-            kernel=kernel, **options,
+            **options,
         )  # fmt: skip
         wrapper.plan(self.work.block_table, self.work.seq_lens)
         return wrapper
@@ -61,27 +61,27 @@ class LatentLayer:
 
 @pytest.mark.parametrize("heads", [8, 16, 24, 64, 128])
 @pytest.mark.parametrize("spec", ["1,64_4096,128", "1,8,64_1024,200,128", "9_17", "3_4096"])
-def test_matches_float64(kernel, heads, spec):
+def test_matches_float64(heads, spec):
     layer = LatentLayer(tree(spec, 64), heads)
-    layer.check(*layer.run(layer.planned(kernel)))
+    layer.check(*layer.run(layer.planned()))
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(16, FP16), (32, BF16), (128, FP16)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_block_sizes_types_and_strides(kernel, block_size, dtype, interleaved):
+def test_block_sizes_types_and_strides(block_size, dtype, interleaved):
     layer = LatentLayer(tree("1,4,16_1024,256,150", block_size), 8, dtype, interleaved)
-    layer.check(*layer.run(layer.planned(kernel)))
+    layer.check(*layer.run(layer.planned()))
 
 
 @pytest.mark.parametrize("divider", ["flashforge", "deft_flatten", "per_request"])
-def test_the_plans_of_other_dividers(kernel, divider):
+def test_the_plans_of_other_dividers(divider):
     layer = LatentLayer(tree("4,16,60_1024,256,100", 64))
-    layer.check(*layer.run(layer.planned(kernel, divider=divider)))
+    layer.check(*layer.run(layer.planned(divider=divider)))
 
 
-def test_one_graph_serves_sequences_that_grow(kernel):
+def test_one_graph_serves_sequences_that_grow():
     layer = LatentLayer(tree("1,8,64_1024,256,250", 64, spare=128))
-    wrapper = layer.planned(kernel)
+    wrapper = layer.planned()
     graph, result = capture(lambda: layer.run(wrapper))
     for _ in range(3):
         layer.lens += 30
@@ -89,9 +89,9 @@ def test_one_graph_serves_sequences_that_grow(kernel):
         layer.check(*result)
 
 
-def test_the_same_plan_gives_the_same_bits(kernel):
+def test_the_same_plan_gives_the_same_bits():
     layer = LatentLayer(tree("1,64_16384,40", 64))
-    wrapper = layer.planned(kernel)
+    wrapper = layer.planned()
     out, lse = layer.run(wrapper)
     assert wrapper.last_plan.num_partials > 0
     again, lse_again = layer.run(wrapper)

@@ -16,10 +16,8 @@ from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
-from vllm_prefixshare.kernels.mla.launch import latent_partial_attention
 from vllm_prefixshare.kernels.mla_hopper import launch as hopper
-from vllm_prefixshare.kernels.portable.launch import QTile
-from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
+from vllm_prefixshare.kernels.portable.layout import Grid
 from vllm_prefixshare.planning.planner import DecodePlanner
 
 from .gluon_interpreter import load_kernel
@@ -29,7 +27,6 @@ from .portable import relative_error
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
-SMALL, WIDE = QTile(16, 16, 8, 2, 1), QTile(64, 64, 8, 2, 1)
 
 
 @dataclass
@@ -39,8 +36,6 @@ class Latents:
     batch: PagedBatch
     divider: str = "depth_first"
     workers: int = 3
-    tile: QTile = SMALL
-    kernel: str = "mla"
 
     def __post_init__(self) -> None:
         b, heads = self.batch, self.batch.q.shape[1]
@@ -50,13 +45,12 @@ class Latents:
         config = PlannerConfig(
             divider=self.divider,
             num_workers=self.workers,
-            max_tile_requests=max(1, self.tile.rows // heads),
+            max_tile_requests=max(1, hopper.TILE.rows // heads),
             share="always",
         )
-        planner = DecodePlanner(config, analytic_cost(attention, "mla"), size, heads)
+        planner = DecodePlanner(config, analytic_cost(attention, "mla_hopper"), size, heads)
         self.plan = planner.update(b.block_table, b.seq_lens, 1)
-        layout = walk_layout if self.kernel == "mla" else hopper.latent_layout
-        arrays = layout(self.plan, Grid.of(self.tile.kv_tile, size, 1))._asdict()
+        arrays = hopper.latent_layout(self.plan, Grid.of(hopper.TILE.kv_tile, size, 1))._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in arrays.items()}
 
     def check(self) -> None:
@@ -71,56 +65,16 @@ class Latents:
         t = Tensors(
             q, cache, cache[..., :RANK], table, lens, None, None, partial_out, partial_lse, out, lse
         )
-        if self.kernel == "mla":
-            latent_partial_attention(self.tile, self.workers, self.arrays, t, SCALE)
-        else:
-            hopper.latent_partial_attention(self.workers, self.arrays, t, SCALE)
+        hopper.latent_partial_attention(self.workers, self.arrays, t, SCALE)
         merge_states(self.arrays["merge_indptr"], partial_out, partial_lse, out, out_lse=lse)
         wanted, wanted_lse = expected(b)
         assert relative_error(out.cpu(), wanted) < TOLERANCE[q.dtype]
         torch.testing.assert_close(lse.cpu().double(), wanted_lse, rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype", "divider", "block_size"),
-    [
-        (8, torch.bfloat16, "depth_first", 16),
-        (3, torch.float16, "deft_node", 16),
-        (16, torch.bfloat16, "per_request", 16),
-        (24, torch.float16, "depth_first", 8),  # two chunks of rows
-        (4, torch.bfloat16, "flashforge", 64),
-        (5, torch.float16, "deft_flatten", 16),
-    ],
-)
-def test_heads_types_and_plans(heads, dtype, divider, block_size):
-    batch = latent_batch(heads, documents=1, dtype=dtype, block_size=block_size)
-    latents = Latents(batch, divider)
-    assert latents.plan.num_partials > 0 or divider in ("depth_first", "per_request")
-    latents.check()
-
-
-def test_the_tile_of_a_hopper_gpu():
-    """Long runs, too: a document of more than four KV tiles."""
-    batch = latent_batch(16, documents=1, requests=5, document_blocks=20, dtype=torch.float16)
-    latents = Latents(batch, tile=WIDE, workers=2)
-    assert len(latents.arrays["run_row"])
-    latents.check()
-
-
-def test_sequences_grow_under_their_plan():
-    batch = latent_batch(8, documents=1, dtype=torch.float16)
-    latents = Latents(batch)
-    batch.k_cache.nan_to_num_(0.5)
-    rows = len(batch.seq_lens)
-    batch.block_table[:, 9:] = batch.block_table[:, :2]
-    for added in (5, 18):
-        latents.batch.seq_lens[: rows // 2] += added
-        latents.check()
-
-
 @pytest.fixture
 def interpreted(monkeypatch, tmp_path):
-    """The Hopper kernel's own source, without a GPU under the interpreter."""
+    """The kernel's own source, without a GPU under the interpreter."""
     if not torch.cuda.is_available():
         path = Path(hopper.__file__).with_name("kernel.py")
         monkeypatch.setattr(hopper, "partial_attention", load_kernel(path, tmp_path))
@@ -139,7 +93,7 @@ def test_the_hopper_kernel(heads, dtype, divider, block_size):
     shape = {"documents": 1, "requests": 3, "document_blocks": 3, "private_blocks": 2}
     batch = latent_batch(heads, dtype=dtype, block_size=block_size, **shape)
     batch.q *= torch.linspace(0.2, 4, heads)[None, :, None]  # maxima that rise slowly and fast
-    latents = Latents(batch, divider, tile=hopper.TILE, kernel="hopper")
+    latents = Latents(batch, divider)
     assert not len(latents.arrays["run_row"])
     latents.check()
 
@@ -147,7 +101,7 @@ def test_the_hopper_kernel(heads, dtype, divider, block_size):
 @pytest.mark.usefixtures("interpreted")
 def test_sequences_grow_under_a_plan_of_the_hopper_kernel():
     batch = latent_batch(8, documents=1, dtype=torch.float16)
-    latents = Latents(batch, tile=hopper.TILE, kernel="hopper")
+    latents = Latents(batch)
     batch.k_cache.nan_to_num_(0.5)
     batch.block_table[:, 9:] = batch.block_table[:, :2]
     for added in (5, 18):

@@ -23,9 +23,8 @@ KERNELS = {
     "hopper": "hopper-1",
     "portable": "portable-2",
     "mla_hopper": "mla_hopper-1",
-    "mla": "mla-1",
 }
-GPU_KERNELS = ("hopper", "portable", "mla_hopper", "mla")
+GPU_KERNELS = ("hopper", "portable", "mla_hopper")
 SHIPPED = Path(__file__).parent / "tables"
 
 

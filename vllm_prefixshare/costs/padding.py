@@ -12,24 +12,23 @@ from numpy.typing import ArrayLike
 
 from vllm_prefixshare.records import FloatArray
 
+#: prices of an element of padding along the queries, along the context, and of a partial result,
+#: beside 1 for an element of work; as in the paper's artifact
+ALPHA, BETA, GAMMA = 0.66, 0.33, 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class PaddingCost:
     """FastTree's cost of a query group, as a ``CostModel``.
 
-    tile_rows, tile_tokens: TS_q and TS_c, those of the portable kernel. alpha, beta, gamma: price
-    of an element of padding along the queries, along the context, and of a partial result, beside
-    1 for an element of work; as in the paper's artifact. elements_per_us: elements of work (a row
-    times a token times a dimension) that a worker does in a microsecond; a common factor that
-    changes no decision.
+    tile_rows, tile_tokens: TS_q and TS_c, those of the portable kernel. elements_per_us: elements
+    of work (a row times a token times a dimension) that a worker does in a microsecond; a common
+    factor that changes no decision.
     """
 
     head_dim: int
     tile_rows: int = 64
     tile_tokens: int = 64
-    alpha: float = 0.66
-    beta: float = 0.33
-    gamma: float = 0.1
     elements_per_us: float = 1.2e6
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
@@ -38,7 +37,7 @@ class PaddingCost:
         length = np.asarray(kv_len, np.float64)
         along_queries = _padding(self.tile_rows, n) * length
         along_context = n * _padding(self.tile_tokens, np.minimum(length, self.tile_tokens))
-        elements = n * length + self.alpha * along_queries + self.beta * along_context
+        elements = n * length + ALPHA * along_queries + BETA * along_context
         return self._microseconds(elements / np.ones_like(np.asarray(readers, np.float64)))
 
     def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
@@ -47,7 +46,7 @@ class PaddingCost:
 
     def merge(self, rows: ArrayLike) -> FloatArray:
         """As ``CostModel.merge``: equation 10."""
-        return self._microseconds(self.gamma * np.asarray(rows, np.float64))
+        return self._microseconds(GAMMA * np.asarray(rows, np.float64))
 
     def _microseconds(self, elements: FloatArray) -> FloatArray:
         return elements * self.head_dim / self.elements_per_us

@@ -39,7 +39,6 @@ ROOFLINES = {
     "portable": Roofline(1.5, 3.15e4, 4.8e4, 3e6, 3e6, 2.5, one_head=True),
     # not measured: one latent serves all heads, so arithmetic decides
     "mla_hopper": Roofline(5.0, 3.3e4, 4.4e4, 4.4e6, 4.4e6, 5.0, one_head=True, rows_of_all=64),
-    "mla": Roofline(5.0, 3.3e4, 4.4e4, 2e6, 2e6, 5.0, one_head=True, rows_of_all=32),
 }
 
 

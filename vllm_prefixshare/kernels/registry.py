@@ -31,10 +31,7 @@ _ROOMS = {
     "hopper": "HopperKernel",
     "portable": "PortableKernel",
     "mla_hopper": "LatentHopperKernel",
-    "mla": "LatentKernel",
 }
-#: the rooms of a latent KV cache, by the name that a caller gives
-_LATENT_ROOMS = {"hopper": "mla_hopper", "portable": "mla"}
 
 
 @cache
@@ -138,17 +135,15 @@ def candidates(
 def _latent_candidates(gpu: Gpu, kernel: str, query_len: int) -> list[str]:
     if query_len > 1:
         raise PrefixShareError(
-            "the kernels for a latent KV cache (kv_lora_rank) take one query token of a request: "
+            "the kernel for a latent KV cache (kv_lora_rank) takes one query token of a request: "
             f"use max_query_len=1, got {query_len}."
         )
-    if kernel == "hopper" and gpu.capability != (9, 0):
+    if kernel == "portable" or gpu.capability != (9, 0):
         raise PrefixShareError(
-            "kernel 'hopper' needs compute capability 9.0, got "
-            f"{gpu.capability[0]}.{gpu.capability[1]}: use kernel='auto'."
+            "a latent KV cache (kv_lora_rank) has a kernel for compute capability 9.0 only, got "
+            f"{gpu.capability[0]}.{gpu.capability[1]} and kernel={kernel!r}."
         )
-    if kernel != "auto":
-        return [_LATENT_ROOMS[kernel]]
-    return [*_LATENT_ROOMS.values()] if gpu.capability == (9, 0) else ["mla"]
+    return ["mla_hopper"]
 
 
 def _check_name(kernel: str) -> None:

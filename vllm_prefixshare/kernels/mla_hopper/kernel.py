@@ -22,23 +22,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-import vllm_prefixshare.kernels.portable.arrays as words
 from vllm_prefixshare.kernels.hopper.gluon_names import barrier
+from vllm_prefixshare.kernels.portable.kernel import (
+    FAR,
+    FIRST_PART,
+    FIRST_SLOT,
+    LN2,
+    NEW_KV_TILES,
+    NUM_REQS,
+    PLANNED_KV_TILES,
+    WORDS,
+)
 
-FIRST_SLOT = gl.constexpr(words.FIRST_SLOT)
-NUM_REQS = gl.constexpr(words.NUM_REQS)
-FIRST_PART = gl.constexpr(words.FIRST_PART)
-PLANNED_KV_TILES = gl.constexpr(words.PLANNED_KV_TILES)
-NEW_KV_TILES = gl.constexpr(words.NEW_KV_TILES)
-WORDS = gl.constexpr(words.WORDS)
-
-LN2 = gl.constexpr(0.6931471805599453)
-FAR = gl.constexpr(1 << 30)
 MASKED = gl.constexpr(-1e30)
 # where a row's running maximum starts: far above masked scores, so that a row that saw no token
 # yet has weights of exactly zero
 LOWEST = gl.constexpr(-1e20)
-LAG = gl.constexpr(8.0)
+
+
+@gluon.jit
+def _tile(tile_info, tile):
+    """Slots, number of requests, first part, planned and new KV tiles of a work tile."""
+    slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
+    num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
+    first = gl.load(tile_info + tile * WORDS + FIRST_PART)
+    packed = gl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
+    return slots, num_reqs, first, packed, gl.load(tile_info + tile * WORDS + NEW_KV_TILES)
 
 
 @gluon.jit
@@ -47,10 +56,10 @@ def _parts_of(n, first, packed, opened, new, steps, part, part_row, part_pos, pa
     """Batch row, first token, readers of the parts of the ``n``-th KV tile, and how many rounds
     of new tokens lie before it.
     """
+    more = part * 0 + n < steps
     rounds = gl.maximum(n - packed, 0) // gl.maximum(new, 1)
     entry = gl.maximum(n - packed, 0) - rounds * new
     at = gl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
-    more = part * 0 + n < steps
     row = gl.load(part_row + at, mask=more, other=0)
     start = gl.load(part_pos + at, mask=more, other=0)
     readers = gl.load(part_readers + at, mask=more, other=0)
@@ -127,11 +136,8 @@ def partial_attention(q, cache, block_table, seq_lens, work_indptr, tile_info, s
     in_part = gl.arange(0, KV_TILE, LINE) % UNIT
     zero = gl.zeros([ROWS, KV_TILE], gl.float32, S)
     for tile in range(gl.load(work_indptr + worker), gl.load(work_indptr + worker + 1)):
-        slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
-        num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
-        first = gl.load(tile_info + tile * WORDS + FIRST_PART)
-        packed = gl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
-        new = gl.load(tile_info + tile * WORDS + NEW_KV_TILES)
+        slots, num_reqs, first, packed, new = _tile(tile_info, tile)
+        num_rows = num_reqs * HEADS
         there = row_q < num_rows
         request = gl.load(slot_row + slots + row_q // HEADS, mask=there, other=0)
         planned_end = gl.load(slot_end + slots + row_q // HEADS, mask=there, other=FAR)

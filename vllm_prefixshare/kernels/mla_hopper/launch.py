@@ -9,9 +9,9 @@ from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
-from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
-from vllm_prefixshare.kernels.portable.launch import QTile
-from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
+from vllm_prefixshare.kernels.portable.arrays import PlanArrays
+from vllm_prefixshare.kernels.portable.launch import QTile, walk_capacity
+from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END, IntArray
 
@@ -43,29 +43,14 @@ def latent_partial_attention(
     block_size = t.k_cache.shape[1]
     arrays = PlanArrays(**plan)
     chunks = TILE.chunks(num_heads)
+    # fmt: off
     launch(
-        partial_attention,
-        (num_workers * chunks,),
-        t.q,
-        t.k_cache,
-        t.block_table,
-        t.seq_lens,
-        arrays.work_indptr,
-        arrays.tile_info,
-        arrays.slot_row,
-        arrays.slot_partial,
-        arrays.slot_end,
-        arrays.part_row,
-        arrays.part_pos,
-        arrays.part_readers,
-        t.partial_out,
-        t.partial_lse,
-        t.out,
-        t.out_lse,
-        t.k_cache.stride(0),
-        t.k_cache.stride(1),
-        t.block_table.stride(0),
-        t.q.stride(0),
+        partial_attention, (num_workers * chunks,),
+        t.q, t.k_cache, t.block_table, t.seq_lens,
+        arrays.work_indptr, arrays.tile_info, arrays.slot_row, arrays.slot_partial,
+        arrays.slot_end, arrays.part_row, arrays.part_pos, arrays.part_readers,
+        t.partial_out, t.partial_lse, t.out, t.out_lse,
+        t.k_cache.stride(0), t.k_cache.stride(1), t.block_table.stride(0), t.q.stride(0),
         t.out.stride(0),
         sm_scale * LOG2E,
         HEADS=num_heads,
@@ -78,6 +63,7 @@ def latent_partial_attention(
         KV_TILE=TILE.kv_tile,
         num_warps=TILE.warps,
     )
+    # fmt: on
 
 
 class LatentHopperKernel:
@@ -99,13 +85,8 @@ class LatentHopperKernel:
 
     def capacity(self, num_reqs: int) -> Capacity:
         """As ``contract.Kernel.capacity``, for runs of up to 64k tokens."""
-        max_tiles = num_reqs + 2 * self.num_workers
-        max_partials = 2 * self.num_workers * self.max_tile_requests
-        max_runs = 2 * num_reqs + max_tiles
-        max_parts = max_parts_of(self.grid._replace(long=1024), max_runs, max_tiles)
-        slots = num_reqs + max_partials
-        room = sizes(self.num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
-        return Capacity(max_tiles, max_runs, max_partials, room._asdict())
+        long = self.grid._replace(long=1024)
+        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""

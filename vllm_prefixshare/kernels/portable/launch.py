@@ -150,6 +150,19 @@ def portable_partial_attention(
     )
 
 
+def walk_capacity(num_reqs: int, num_workers: int, max_tile_requests: int, grid: Grid) -> Capacity:
+    """Room for plans of up to ``num_reqs`` requests, in the arrays that both kernels walk."""
+    # depth first makes a tile for every request at worst, and at most two for each worker
+    # where windows are cut: only those leave partial results
+    max_tiles = num_reqs + 2 * num_workers
+    max_partials = 2 * num_workers * max_tile_requests
+    max_runs = 2 * num_reqs + max_tiles  # n requests have at most n - 1 distinct nodes above
+    max_parts = max_parts_of(grid, max_runs, max_tiles)
+    slots = num_reqs + max_partials
+    room = sizes(num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
+    return Capacity(max_tiles, max_runs, max_partials, room._asdict())
+
+
 class PortableKernel:
     """``kernels.portable.kernel``, for every NVIDIA GPU from compute capability 8.0 on."""
 
@@ -176,15 +189,7 @@ class PortableKernel:
 
     def capacity(self, num_reqs: int) -> Capacity:
         """As ``contract.Kernel.capacity``."""
-        # depth first makes a tile for every request at worst, and at most two for each worker
-        # where windows are cut: only those leave partial results
-        max_tiles = num_reqs + 2 * self.num_workers
-        max_partials = 2 * self.num_workers * self.max_tile_requests
-        max_runs = 2 * num_reqs + max_tiles  # n requests have at most n - 1 distinct nodes above
-        max_parts = max_parts_of(self.grid, max_runs, max_tiles)
-        slots = num_reqs + max_partials
-        room = sizes(self.num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
-        return Capacity(max_tiles, max_runs, max_partials, room._asdict())
+        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, self.grid)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""

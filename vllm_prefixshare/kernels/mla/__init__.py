@@ -1,1 +1,0 @@
-"""The kernel for latent KV caches (MLA), in Triton, for NVIDIA GPUs."""
