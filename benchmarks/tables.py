@@ -132,6 +132,8 @@ def measured_how(result: dict) -> str:
 
 def layer_extras(result: dict) -> str:
     """What the layer has beside plain attention."""
+    if result.get("mla"):
+        return ", latent KV cache"
     kv = result.get("kv_dtype")
     return (f", {kv} KV cache and queries" if kv else "") + (
         ", attention sinks" if result.get("sinks") else ""
@@ -636,6 +638,7 @@ TABLES = {
         lambda: kernel_table("kernel_sinks"),
     ),
     "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
+    "kernel mla": ("docs/kernel-results.md", "kernel_mla", lambda: kernel_table("kernel_mla")),
     "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0-1", triton_table),
     "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),
     "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),
