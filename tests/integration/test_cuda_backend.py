@@ -261,7 +261,7 @@ def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
     for _ in range(3):
         metadata = group.builder.build(0, group.common(batch, padding=2))
         assert metadata.prefill_metadata is None
-        assert metadata.num_decode_tokens == 6
+        assert metadata.num_planned_tokens == 6
         out = group.forward(batch, metadata, 6)
         assert relative_error(out[:4], reference(batch)) < 2e-3
         assert out[4:].isnan().all()
@@ -305,7 +305,7 @@ def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
     batch = shared_batch([70, 90])
     host_tables.note_batch(group.tables, None)
     metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
-    assert metadata.num_decode_tokens == 2
+    assert metadata.num_planned_tokens == 2
     assert group.forward(batch, metadata, 2).isnan().all()
     assert STATS.decode_steps == 0
 
@@ -390,7 +390,7 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
     group.start(batch)
     common = group.common(batch)
     metadata = group.builder.build(0, common)
-    assert metadata.num_decode_tokens == 2
+    assert metadata.num_planned_tokens == 2
     prefill = metadata.prefill_metadata
     assert prefill.num_actual_tokens == 94
     assert prefill.query_start_loc.tolist() == [0, 30, 94]
