@@ -583,7 +583,7 @@ def test_without_lengths_on_the_host_nothing_is_shared(monkeypatch):
     ("part", "changes", "reason"),
     [
         ("parallel_config", {"use_ubatching": True}, "micro-batches"),
-        ("parallel_config", {"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("model_config", {"is_diffusion": True}, "diffusion decoding"),
     ],
 )
