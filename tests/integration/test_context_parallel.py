@@ -133,7 +133,7 @@ class World:
 
 
 def vllms_combine():
-    """vLLM's combine in torch operators."""
+    """The combine of vLLM, in torch operators."""
     for name in ("dcp", "dcp_alltoall"):  # until vLLM 0.28 the latter
         try:
             module = importlib.import_module(f"vllm.v1.attention.ops.{name}")
