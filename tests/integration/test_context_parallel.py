@@ -25,11 +25,7 @@ from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.settings import settings
 
-pytestmark = [
-    one_rank.pytestmark,
-    # what an empty shard's output would be is computed, and not taken
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-]
+pytestmark = one_rank.pytestmark
 _interpreter = one_rank._interpreter
 BLOCK, HEAD_DIM, MAX_TOKENS = one_rank.BLOCK, one_rank.HEAD_DIM, 64
 #: query heads of a rank, which all share one KV head
