@@ -15,7 +15,7 @@ from tests.gpu.layer import (
     poison,
     random_trees,
 )
-from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
+from vllm_prefixshare import PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.costs.roofline import analytic_cost
@@ -120,6 +120,7 @@ def test_an_empty_batch_writes_nothing(kernel):
 def test_interleaved_shards_merge_to_the_whole(kernel, interleave):
     # as two ranks of decode context parallelism hold them; of the last three some are empty
     size, block_size = 2, 16
+    config = AttentionConfig(32, 1, 128, block_size, "float16")
     work = tree("1,8,64_2048,200,90", size * block_size)
     lens = work.seq_lens.copy()
     lens[-3:] = 1, interleave, interleave + 1
@@ -132,14 +133,17 @@ def test_interleaved_shards_merge_to_the_whole(kernel, interleave):
         held = np.array([owned[:n].sum() for n in lens], np.int32)
         own = np.flatnonzero(owned[: size * block_size])
         caches = (cache[:, own].contiguous() for cache in (whole.k_cache, whole.v_cache))
-        wrapper = PrefixShareDecodeWrapper(
-            num_qo_heads=32, num_kv_heads=1, head_dim=128, block_size=block_size, dtype=FP16,
-            device=DEVICE, kernel=kernel,
-        )  # fmt: skip
-        wrapper.plan(work.block_table, held)
+        executor = GpuExecutor(config, DEVICE, kernel=kernel)
+        planner = DecodePlanner(
+            executor.planner_config(), analytic_cost(config, "triton"), block_size, 32
+        )
+        executor.prepare(planner.update(work.block_table, held))
+        poison(executor)
         assert (held == 0).sum() == (0, 2)[rank]
+        out = torch.full_like(whole.q, torch.nan)
+        lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
         tables = whole.block_table, torch.tensor(held, device=DEVICE)
-        out, lse = wrapper.run(whole.q, *caches, *tables, return_lse=True)
+        executor.run(whole.q, *caches, *tables, out, 128**-0.5, lse=lse)
         assert out.isfinite().all() and (out[held == 0] == 0).all()
         assert lse.isneginf().all(1).cpu().tolist() == (held == 0).tolist()
         parts.append((out, lse))
