@@ -387,7 +387,7 @@ def test_decode_context_parallelism(sharded, runner):
     assert started[runner].collective_rpc("count_layers") == [0, 0], "FULL graphs are replayed"
     assert_as_stock(run, started["stock"])
     assert_same_texts(run, drive_primed(started["stock"], prompts, tokens(64)))
-    assert_shared(run, factor=2.0)
+    assert_shared(run, factor=1.5)
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
