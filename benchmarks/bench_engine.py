@@ -197,7 +197,8 @@ class Bench:
     def kv_ms(self, tokens: float) -> float:
         """Milliseconds to read ``tokens`` KV tokens of all layers once."""
         rate = self.args.bandwidth_tbs * 1e12 * self.args.tensor_parallel_size
-        return tokens * work.kv_bytes_per_token(self.config) / rate * 1e3
+        size = 1 if self.args.kv_cache_dtype == "fp8" else 2
+        return tokens * work.kv_bytes_per_token(self.config, size) / rate * 1e3
 
     def compare(self, prompts: list[list[int]]) -> Row:
         """Compare greedy tokens of both engines. The run is untimed, because log-probabilities slow
@@ -229,6 +230,7 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         "enable_prefix_caching": True,
         "enforce_eager": args.enforce_eager,
         "tensor_parallel_size": args.tensor_parallel_size,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "skip_tokenizer_init": True,
         "worker_extension_cls": "bench_worker.BenchWorker",
     }
@@ -327,6 +329,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
     add("--tensor-parallel-size", type=int, default=1)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     add("--max-model-len", type=int, default=36864)
     add("--max-num-seqs", type=int, default=1024)
     add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")

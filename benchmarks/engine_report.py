@@ -79,7 +79,8 @@ def cached_share(batches: list[Batch]) -> float:
 
 def host_times(batches: list[Batch]) -> Row:
     """PREFIX_SHARE's counters and host times over these calls."""
-    names = batches[0].stats
+    names = "decode_steps", "shared_steps", "plans", "plan_seconds"
+    names += "kv_tokens_read", "kv_tokens_stock"
     total = {name: sum(b.stats[name] for b in batches) for name in names}
     steps, plans = total["decode_steps"], total["plans"]
     return {

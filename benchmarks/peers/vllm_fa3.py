@@ -67,8 +67,10 @@ class FA3:
         starts, longest = case.query_start_loc(), int(w.seq_lens.max())
         out = torch.empty_like(case.q, dtype=case.out_dtype)
         # as vLLM's backend passes them: one view per request
+        sinks = case.extras.sinks
+        sinks = None if sinks is None else sinks.to(torch.bfloat16)  # the only dtype it takes
         scales = {
-            f"{x}_descale": None if scale is None else scale.expand(w.num_reqs, -1)
+            f"{x}_descale": None if scale is None else scale.expand(w.num_reqs, case.num_kv_heads)
             for x, scale in zip("qkv", case.extras[3:], strict=True)
         }
 
@@ -92,7 +94,7 @@ class FA3:
                     fa_version=3,
                     num_splits=splits,
                     softcap=case.extras.soft_cap,
-                    s_aux=case.extras.sinks,
+                    s_aux=sinks,
                     **scales,
                 )
                 return out

@@ -6,6 +6,16 @@ from typing import Any
 
 #: Vocabulary size of the small models; their tokenizer has as many words.
 SMALL_VOCAB = 4096
+SMALL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "vocab_size": SMALL_VOCAB,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.05,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 def write_llama_8b(folder: Path, **changes: Any) -> Path:
@@ -68,18 +78,11 @@ def write_small_llama(
         extra["layer_types"] = [kinds[i % 2] for i in range(num_layers)]
         extra["sliding_window"] = sliding_window
     config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=num_layers,
+        **{**SMALL, "num_hidden_layers": num_layers},
         num_attention_heads=8,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=SMALL_VOCAB,
-        max_position_embeddings=8192,
-        initializer_range=0.05,
         tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
         **extra,
     )
     torch.manual_seed(seed)
@@ -89,7 +92,63 @@ def write_small_llama(
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight *= 1.5
             layer.self_attn.k_proj.weight *= 1.5
-    model.to(torch.float16).save_pretrained(folder)
+    return _save(model, folder, torch.float16)
+
+
+def write_small_gpt_oss(folder: Path) -> Path:
+    """Write a small gpt-oss checkpoint, bfloat16: attention sinks in each layer, a sliding window
+    in every second one. All experts take part, so that rounding selects no other expert.
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **SMALL,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.linspace(-1, 6, 16))
+    return _save(model, folder, torch.bfloat16)
+
+
+def write_small_gemma2(folder: Path) -> Path:
+    """Write a small Gemma 2 checkpoint, bfloat16: a soft cap in each layer, low enough to matter,
+    and a sliding window in every second one.
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        **SMALL,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        query_pre_attn_scalar=128,
+        attn_logit_softcapping=2.0,
+        sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    return _save(Gemma2ForCausalLM(config), folder, torch.bfloat16)
+
+
+def _save(model: Any, folder: Path, dtype: Any) -> Path:
+    model.to(dtype).save_pretrained(folder)
     _write_word_tokenizer(folder)
     return folder
 

@@ -6,6 +6,8 @@ import os
 #: batch is planned again
 SEQUENCES = int(os.environ.get("TRUST_SEQUENCES", "300"))
 FORESTS = int(os.environ.get("TRUST_FORESTS", "24"))
+#: with another seed the event sequences are others: several processes can share the full run
+SEED = int(os.environ.get("TRUST_SEED", "0"))
 PLANS_AGAIN = 1 if FORESTS < 100 else 5
 
 #: what was tried, shown at the end: figures for ``docs/fidelity.md``

@@ -1,0 +1,63 @@
+"""Layers with extra features inside a real vLLM engine on a GPU: an fp8 KV cache, attention sinks,
+a soft cap.
+
+bfloat16 and fp8 round more than the float16 of ``test_engine.py``. So the error in decode, against
+stock's prefill of the same tokens, is compared with the error of stock's own decode.
+
+    python -m pytest -m gpu tests/gpu/test_engine_extras.py
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.dummy_model import write_small_gemma2, write_small_gpt_oss, write_small_llama
+from tests.support.engine_steps import drive
+
+from . import engine_cases as cases
+from .engine_cases import GREEDY, Text, assert_shared, engines
+from .layer import ON_GPU
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+PRIVATE = [50, 9, 31, 64, 17] * 3
+
+
+def llama(folder: Path) -> Path:
+    return write_small_llama(folder, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("write", "served", "options"),
+    [
+        (llama, "fp8", FP8),
+        (write_small_gpt_oss, "sinks", {}),
+        (write_small_gemma2, "softcap", {}),
+        (write_small_gpt_oss, "fp8,sinks", FP8),
+    ],
+    ids=["fp8", "gpt-oss", "Gemma 2", "gpt-oss, fp8"],
+)
+def test_as_exact_as_stock(write, served, options, tmp_path):
+    model = write(tmp_path / "model")
+    text = Text(model)
+    prompts = text.asking(1200, PRIVATE)
+    sampling = {**GREEDY, "max_tokens": 64}
+    # layers with a sliding window keep the parent's kernel
+    env = {"VLLM_PREFIXSHARE_EXPERIMENTAL": served, "VLLM_PREFIXSHARE_STRICT": "0"}
+    options = {**cases.QUICK, "dtype": "bfloat16", **options}
+    with engines(cases.stock(model, **options), cases.ours(model, env=env, **options)) as both:
+        runs = []
+        for engine in both:
+            engine.call(drive, prompts[:1], {**sampling, "max_tokens": 1})
+            runs.append(engine.call(drive, prompts, sampling))
+        stocks, ours = (np.concatenate(cases.errors(r.completions, both[0])) for r in runs)
+    print(f"{served}: mean {ours.mean():.4f} (stock {stocks.mean():.4f}), max {ours.max():.3f}")
+    assert_shared(runs[1], factor=2.0)
+    assert runs[1].stats["decode_steps"] >= 63
+    assert 0 < ours.mean() < 1.3 * stocks.mean() + 1e-3
+    assert ours.max() < 2 * stocks.max() + 1e-2
