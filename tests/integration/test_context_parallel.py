@@ -230,22 +230,29 @@ def test_prefill_rows_keep_the_lengths_of_their_shards(monkeypatch, every_layer)
     assert world.metadata(1).prefill_metadata.max_dcp_context_kv_len == 0
 
 
-def test_drafts_keep_flash_attention(monkeypatch):
-    config = one_rank.vllm_config(num_speculative_tokens=2)
-    assert cuda._config_refusal(config) is None
-    config.parallel_config.decode_context_parallel_size = 2
-    assert cuda._config_refusal(config) == "drafts under decode context parallelism"
-
-
-def test_experiments_are_not_combined(monkeypatch):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "softcap,alibi")
+@pytest.mark.parametrize(
+    ("layer", "drafts", "reason"),
+    [
+        ({}, 2, "drafts under decode context parallelism"),
+        ({"alibi_slopes": [0.5, 0.1]}, 0, "ALiBi slopes under decode context parallelism"),
+        ({"sinks": torch.zeros(HEADS)}, 0, "attention sinks under decode context parallelism"),
+        ({"logits_soft_cap": 30.0}, 0, None),
+    ],
+)
+def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, drafts, reason):
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "sinks,alibi,softcap")
     settings.cache_clear()
-    world = World(monkeypatch, 2, 1, whole_batch(2, [70, 90]))
-    spec = FullAttentionSpec(**{**one_rank.SPEC, "num_kv_heads": 1})
-    capped = one_rank.Group(monkeypatch, spec=spec, num_kv_heads=1, logits_soft_cap=30.0)
-    assert not capped.impl.shares
-    assert STATS.fallbacks == {"a logits soft cap": 1}
-    assert world.groups[0].impl.shares
+    config = one_rank.vllm_config(drafts)
+    monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)
+    shape = {"num_heads": HEADS, "head_size": HEAD_DIM, "scale": 0.1, "num_kv_heads": 1}
+    plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
+    queries = torch.zeros(0)
+    for size in (1, 2):
+        monkeypatch.setattr(parallel_state, "_DCP", StandIn(size, 0, queries))
+        impl = cuda.PrefixShareCUDAImpl(**{**shape, **plain, **layer})
+        assert impl.shares == (size == 1 or reason is None)
+    assert list(STATS.fallbacks) == ([reason] if reason else [])
 
 
 def test_an_empty_shard_has_no_weight(monkeypatch):

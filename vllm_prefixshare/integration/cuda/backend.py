@@ -35,7 +35,6 @@ from vllm_prefixshare.integration.cuda.metadata import (
 from vllm_prefixshare.integration.precompiling import load_planning
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
-    NOTHING,
     attention_of,
     fall_back,
     impl_refusal,
@@ -52,9 +51,11 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        sharded = self.dcp_world_size > 1  # what no GPU has run alone is not combined either
-        experimental = NOTHING if sharded else settings().experimental
-        reason = impl_refusal(self, (-1, -1), experimental) or _config_refusal(config)
+        reason = (
+            impl_refusal(self, (-1, -1), settings().experimental)
+            or _config_refusal(config)
+            or _shard_refusal(self, config)
+        )
         self.shares = reason is None
         if reason is not None:
             fall_back(reason)
@@ -162,14 +163,26 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
 def _config_refusal(config: Any) -> str | None:
     """Why a configuration cannot be served, or None; for settings that no layer knows."""
     parallel = config.parallel_config
-    sharded = parallel.decode_context_parallel_size > 1
     checks = (
-        # several queries of a request: their causal order does not fit shards
-        (sharded and decode_query_len(config) > 1, "drafts under decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "micro-batches"),
         (config.model_config.is_diffusion, "diffusion decoding"),
         (is_draft_model(), "a draft model"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+def _shard_refusal(impl: Any, config: Any) -> str | None:
+    """Why a layer cannot be served where each rank sees a shard of its KV, or None."""
+    if impl.dcp_world_size == 1:
+        return None
+    checks = (
+        # several queries of a request have a causal order
+        (decode_query_len(config) > 1, "drafts under decode context parallelism"),
+        # every rank would count them
+        (impl.sinks is not None, "attention sinks under decode context parallelism"),
+        # positions in a shard are not those in the request
+        (impl.alibi_slopes is not None, "ALiBi slopes under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)
 
