@@ -119,9 +119,18 @@ def measured_how(result: dict) -> str:
         f"{result['gpu']}; {versions(result)}. "
         f"`{result['command']}`: milliseconds of one layer, median of "
         f"{result['repeats']} CUDA-graph replays with the L2 cache flushed (* without a graph), "
-        f"{result['dtype']}, head_dim {result['head_dim']}, blocks of {result['block_size']} "
+        f"{result['dtype']}{layer_extras(result)}, head_dim {result['head_dim']}, "
+        f"blocks of {result['block_size']} "
         "tokens; in brackets the fraction of the roofline "
         f"({result['roofline']['TB/s']:.2f} TB/s, {result['roofline']['TFLOP/s']:.0f} TFLOP/s)."
+    )
+
+
+def layer_extras(result: dict) -> str:
+    """What the layer has beside plain attention."""
+    kv = result.get("kv_dtype")
+    return (f", {kv} KV cache and queries" if kv else "") + (
+        ", attention sinks" if result.get("sinks") else ""
     )
 
 
@@ -501,9 +510,59 @@ def scale_table() -> str:
     return "\n".join(lines)
 
 
+def scale_measured_table() -> str:
+    """Tree reduction and ring attention on real ranks: times, the bound, memory."""
+    result = published("scale")
+    trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
+    lines = [
+        f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
+        f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
+        f"{result['repeats']} calls in turns, launched one by one, the slowest rank's. Bound: the "
+        "time of a rank's own shard and of one small all-reduce. Memory: peak of the call beside "
+        "shard and queries, MiB.",
+        "",
+        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | small all-reduce "
+        "| ring / best tree | best tree / bound | memory, gather / ring |",
+        "|" + "---|" * (8 + len(trees)),
+    ]
+    for row in result["rows"]:
+        us = row["us"]
+        best = min(us[way] for way in trees)
+        peaks = (f"{row['peak_bytes'][way] / 2**20:.1f}" for way in ("gather", "ring"))
+        times = (*(us[way] for way in trees), us["ring"], us["own shard"], us["small all-reduce"])
+        lines.append(
+            f"| {row['tokens'] >> 10}k | {row['requests']} "
+            f"| {' | '.join(f'{t:.0f}' for t in times)} "
+            f"| {us['ring'] / best:.1f} | {best / row['bound_us']:.2f} | {' / '.join(peaks)} |"
+        )
+    return "\n".join(lines)
+
+
+def order_table() -> str:
+    """The time of shuffled questions with and without order."""
+    result = published("order")
+    lines = [
+        f"{result['device']}, Llama-3.1-8B's shape, random weights; {versions(result)}. "
+        f"`{result['command']}`: {result['questions']} questions about {result['documents']} "
+        f"documents of {result['document_tokens']} tokens, {result['answer_tokens']} tokens each.",
+        "",
+        "| KV cache, part of the documents | questions | seconds | tokens/s "
+        "| prompt tokens from the cache |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['cache']} | {row['run']} | {row['seconds']:.1f} | {row['tokens_per_second']:.0f} "
+        f"| {row['cached_share']:.0%} |"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines)
+
+
 #: table -> (file that holds the table, its results, the function that writes it)
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
+    "scale measured": ("docs/scale.md", "scale", scale_measured_table),
+    "order": ("docs/scale.md", "order", order_table),
     "startup": ("docs/performance.md", "startup", startup_table),
     "headline": ("README.md", "engine", headline),
     "chart": ("README.md", "engine", chart_configuration),
@@ -520,6 +579,13 @@ TABLES = {
         "kernel_workloads",
         lambda: kernel_table("kernel_workloads"),
     ),
+    "kernel fp8": ("docs/kernel-results.md", "kernel_fp8", lambda: kernel_table("kernel_fp8")),
+    "kernel sinks": (
+        "docs/kernel-results.md",
+        "kernel_sinks",
+        lambda: kernel_table("kernel_sinks"),
+    ),
+    "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
     "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0-1", triton_table),
     "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),
     "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),

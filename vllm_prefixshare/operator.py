@@ -218,33 +218,23 @@ class PrefixShareDecodeWrapper:
             )
         return table, lens, starts
 
+    # fmt: off
     @overload
     def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: ArrayLike | torch.Tensor,
-        seq_lens: ArrayLike | torch.Tensor,
-        out: torch.Tensor | None = None,
-        *,
-        return_lse: Literal[False] = False,
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        block_table: ArrayLike | torch.Tensor, seq_lens: ArrayLike | torch.Tensor,
+        out: torch.Tensor | None = None, *, return_lse: Literal[False] = False,
         extras: LayerExtras | None = None,
     ) -> torch.Tensor: ...
 
     @overload
     def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_table: ArrayLike | torch.Tensor,
-        seq_lens: ArrayLike | torch.Tensor,
-        out: torch.Tensor | None = None,
-        *,
-        return_lse: Literal[True],
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        block_table: ArrayLike | torch.Tensor, seq_lens: ArrayLike | torch.Tensor,
+        out: torch.Tensor | None = None, *, return_lse: Literal[True],
         extras: LayerExtras | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    # fmt: on
 
     def run(
         self,

@@ -409,24 +409,12 @@ def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text,
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
-def test_an_fp8_cache_is_refused_under_strict(random_model):
+def test_a_layer_that_is_not_served_is_refused_under_strict(tmp_path):
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process hides the reason
-    spec = cases.ours(random_model, kv_cache_dtype="fp8", env=env)
-    with pytest.raises(PrefixShareError, match=r"fp8\w* KV cache.* STRICT=1"), engines(spec):
+    model = write_small_llama(tmp_path / "windowed", sliding_window=256)
+    spec = cases.ours(model, env=env)
+    with pytest.raises(PrefixShareError, match=r"a sliding window.* STRICT=1"), engines(spec):
         pass
-
-
-def test_an_fp8_cache_falls_back_to_the_parent(random_model, capfd):
-    env = {"VLLM_PREFIXSHARE_STRICT": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    # FlashAttention reads fp8 only for bfloat16
-    options = {**cases.QUICK, "kv_cache_dtype": "fp8", "dtype": "bfloat16", "env": env}
-    with engines(cases.ours(random_model, **options)) as (engine,):
-        run = engine.call(drive, Text(random_model).asking(DOCUMENT, [50, 9, 31]), tokens(24))
-    assert [len(c.token_ids) for c in run.completions] == [24] * 3
-    assert run.stats.get("decode_steps", 0) == 0
-    said = "".join(capfd.readouterr())
-    assert said.count("keep vLLM's own attention backend") == 1, said
-    assert "KV cache" in said
 
 
 @pytest.mark.parametrize(

@@ -33,22 +33,22 @@ def llama(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("write", "served", "options"),
+    ("write", "options"),
     [
-        (llama, "fp8", FP8),
-        (write_small_gpt_oss, "sinks", {}),
-        (write_small_gemma2, "softcap", {}),
-        (write_small_gpt_oss, "fp8,sinks", FP8),
+        (llama, FP8),
+        (write_small_gpt_oss, {}),
+        (write_small_gemma2, {}),
+        (write_small_gpt_oss, FP8),
     ],
     ids=["fp8", "gpt-oss", "Gemma 2", "gpt-oss, fp8"],
 )
-def test_as_exact_as_stock(write, served, options, tmp_path):
+def test_as_exact_as_stock(write, options, tmp_path):
     model = write(tmp_path / "model")
     text = Text(model)
     prompts = text.asking(1200, PRIVATE)
     sampling = {**GREEDY, "max_tokens": 64}
     # layers with a sliding window keep the parent's kernel
-    env = {"VLLM_PREFIXSHARE_EXPERIMENTAL": served, "VLLM_PREFIXSHARE_STRICT": "0"}
+    env = {"VLLM_PREFIXSHARE_STRICT": "0"}
     options = {**cases.QUICK, "dtype": "bfloat16", **options}
     with engines(cases.stock(model, **options), cases.ours(model, env=env, **options)) as both:
         runs = []
@@ -56,7 +56,7 @@ def test_as_exact_as_stock(write, served, options, tmp_path):
             engine.call(drive, prompts[:1], {**sampling, "max_tokens": 1})
             runs.append(engine.call(drive, prompts, sampling))
         stocks, ours = (np.concatenate(cases.errors(r.completions, both[0])) for r in runs)
-    print(f"{served}: mean {ours.mean():.4f} (stock {stocks.mean():.4f}), max {ours.max():.3f}")
+    print(f"mean {ours.mean():.4f} (stock {stocks.mean():.4f}), max {ours.max():.3f}")
     assert_shared(runs[1], factor=2.0)
     assert runs[1].stats["decode_steps"] >= 63
     assert 0 < ours.mean() < 1.3 * stocks.mean() + 1e-3

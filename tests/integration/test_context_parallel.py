@@ -236,12 +236,15 @@ def test_prefill_rows_keep_the_lengths_of_their_shards(monkeypatch, every_layer)
         ({}, 2, "drafts under decode context parallelism"),
         ({"alibi_slopes": [0.5, 0.1]}, 0, "ALiBi slopes under decode context parallelism"),
         ({"sinks": torch.zeros(HEADS)}, 0, "attention sinks under decode context parallelism"),
+        ({"kv_cache_dtype": "fp8"}, 0, "an fp8 KV cache under decode context parallelism"),
         ({"logits_soft_cap": 30.0}, 0, None),
     ],
 )
 def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, drafts, reason):
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "sinks,alibi,softcap")
+    supports = "flash_attn_supports_kv_cache_dtype"
+    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi")
     settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)

@@ -14,6 +14,7 @@ import torch
 from packaging.version import Version
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention import selector
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_prefixshare import PrefixShareError
@@ -127,21 +128,29 @@ def test_layers_that_cannot_be_served_are_named(changes, reason):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("sinks", {"has_sink": True}),
-        ("fp8", {"kv_cache_dtype": "fp8"}),
-        ("fp8", {"kv_cache_dtype": "fp8_e4m3"}),
+        (None, {"has_sink": True}),
+        (None, {"kv_cache_dtype": "fp8"}),
+        (None, {"kv_cache_dtype": "fp8_e4m3"}),
         ("head_dim", {"head_size": 512}),
     ],
 )
-def test_what_no_gpu_has_run_is_served_on_gpus_that_ask_for_it(monkeypatch, name, changes):
-    assert support.selector_refusal(layer(**changes), DTYPES) is not None
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
-    settings.cache_clear()
+def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
+    parent = flash_attn.FlashAttentionBackend
+    for ability in ("supports_sink", "supports_kv_cache_dtype"):
+        monkeypatch.setattr(parent, ability, lambda *args: True)
+    if name is not None:  # no engine on a GPU has run it
+        assert support.declines(layer(**changes), support.CUDA_DTYPES) is not None
+        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
+        settings.cache_clear()
     assert support.declines(layer(**changes), support.CUDA_DTYPES) is None
     assert support.declines(layer(**changes), DTYPES) is not None, "a CPU"
     other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "has_sliding_window": True}
     for field, value in other.items():
         assert support.declines(layer(**{field: value}), support.CUDA_DTYPES) is not None
+    for ability in ("supports_sink", "supports_kv_cache_dtype"):
+        monkeypatch.setattr(parent, ability, lambda *args: False)
+    if name is None:  # vLLM would refuse the whole engine
+        assert support.declines(layer(**changes), support.CUDA_DTYPES) is not None
 
 
 def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):

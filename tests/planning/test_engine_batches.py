@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.planning.planner import PLAN_TOO_LARGE
 from vllm_prefixshare.records import PrefixShareError
 
 from .oracle import assert_reads_once
@@ -125,8 +126,8 @@ def test_a_plan_that_exceeds_its_room_becomes_one_tile_for_each_request(batch, d
     invariants.check(plan, batch.block_table, batch.seq_lens)
     assert_reads_once(plan, batch.block_table, batch.seq_lens)
     if wanted.fits(**limits):
-        assert planner.counters.oversized == 0
+        assert planner.counters.fallbacks[PLAN_TOO_LARGE] == 0
     else:
-        assert planner.counters.oversized == 1
+        assert planner.counters.fallbacks[PLAN_TOO_LARGE] == 1
         assert plan.num_tiles == num_reqs
         assert plan.num_partials == 0

@@ -26,7 +26,7 @@ from vllm_prefixshare.costs.roofline import AnalyticCost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels.cpu import native
 from vllm_prefixshare.planning import planner as planner_module
-from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
 
 # -- cost tables
@@ -150,7 +150,7 @@ for divider in ("depth_first", "flashforge"):
                            max_tile_runs=16, share="auto")
     plan = planner.update(batch.block_table, batch.seq_lens)
     invariants.check(plan, batch.block_table, batch.seq_lens)
-    assert not planner.counters.failures
+    assert not planner.counters.fallbacks[PLANNING_FAILED]
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.json")], check=True, timeout=300)
 
@@ -403,12 +403,12 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
         plan = planner.update(batch.block_table, batch.seq_lens)
         assert plan.kv_tokens_read(batch.seq_lens) == everything
         assert plan.num_tiles == len(batch.seq_lens)
-        assert planner.counters.failures == failures
+        assert planner.counters.fallbacks[PLANNING_FAILED] == failures
         assert not planner.holds(batch.block_table, batch.seq_lens)
     plan = planner.update(batch.block_table, batch.seq_lens)
     assert plan.kv_tokens_read(batch.seq_lens) < everything
     assert planner.update(batch.block_table, batch.seq_lens) is plan
-    assert planner.counters.failures == 2
+    assert planner.counters.fallbacks[PLANNING_FAILED] == 2
     assert len(told) == 1 and "IndexError: planted" in told[0]
 
 
@@ -482,4 +482,4 @@ def test_a_users_mistake_is_not_a_failure_of_the_planner():
     planner._divide = refuses
     with pytest.raises(PrefixShareError, match="remedy"):
         planner.update(np.ones((1, 1), np.int32), np.ones(1, np.int32))
-    assert planner.counters.failures == 0
+    assert planner.counters.fallbacks[PLANNING_FAILED] == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
 
 from . import paths, scale
 
@@ -70,7 +70,7 @@ def test_4096_requests_of_128k_tokens_in_bounded_memory(path, kind):
         f"runs, {planner.last_plan_seconds:.2f} s, at most {beside / MIB:.0f} MiB beside a table "
         f"copy of {copy / MIB:.0f} MiB"
     )
-    assert planner.counters.failures == 0
+    assert planner.counters.fallbacks[PLANNING_FAILED] == 0
     assert (plan.kv_tokens_read(lens) == lens.sum(dtype=np.int64)) == (kind == "nothing")
     assert copy <= (1.25 * NUM_REQS) * (1.25 * BLOCKS) * 4
     assert beside < 64 * MIB

@@ -21,7 +21,7 @@ from tests.planning.strategies import LinearCost
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
 from vllm_prefixshare.records import Forest
 
 from . import paths, scale
@@ -119,7 +119,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "planner"):
-            assert len(self.messages) == min(1, self.planner.counters.failures)
+            assert len(self.messages) == min(1, self.planner.counters.fallbacks[PLANNING_FAILED])
 
     @rule(
         words=st.lists(st.integers(1, 2), min_size=1, max_size=4),
@@ -223,13 +223,13 @@ class PlannerMachine(RuleBasedStateMachine):
         engine, planner = self.engine, self.planner
         step = engine.schedule(random, reorder)
         table, rows = engine.runner.arguments()
-        before, failures = planner.counters.plans, planner.counters.failures
+        before, failures = planner.counters.plans, planner.counters.fallbacks[PLANNING_FAILED]
         self.forest = None
         plan = planner.update(table, step.host_lens, engine.query_len, slack=engine.slack, **rows)
         total = assert_reads_what_was_written(plan, step, engine.memory, engine.block_size)
         if self.failed and engine.turns == 1 and len(step.queries):
             assert planner.counters.plans == before + 1, "a failed plan must be made again"
-        self.failed = planner.counters.failures > failures
+        self.failed = planner.counters.fallbacks[PLANNING_FAILED] > failures
         if self.failed:
             assert self.fails, "planning failed by itself"
             assert total == step.true_lens.sum(), "a step without a plan shares nothing"

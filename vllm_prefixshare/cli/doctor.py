@@ -193,24 +193,29 @@ def _layers(layers: list[LayerKind], machine: Machine) -> list[dict[str, Any]]:
             "kind": layer.name,
             "count": layer.count,
             "head_dim": layer.head_size,
-            "falls_back": _falls_back(layer, machine.on_cpu is True),
+            "falls_back": _falls_back(layer, machine.on_cpu),
         }
         for layer in layers
         if layer.attention
     ]
 
 
-def _falls_back(layer: LayerKind, on_cpu: bool) -> str | None:
-    from vllm_prefixshare.integration.support import CUDA_DTYPES, NOTHING, selector_refusal
+def _falls_back(layer: LayerKind, on_cpu: bool | None) -> str | None:
+    from vllm_prefixshare.integration.support import (
+        CUDA_DTYPES,
+        NOTHING,
+        gpu_extras,
+        selector_refusal,
+    )
 
     if layer.chunked:
         return "chunked local attention"
-    experimental = NOTHING if on_cpu else settings().experimental
-    if layer.alibi and "alibi" not in experimental:
+    extras = NOTHING if on_cpu else gpu_extras(anywhere=on_cpu is None)
+    if layer.alibi and "alibi" not in extras:
         return "ALiBi slopes"
-    if layer.logits_soft_cap and "softcap" not in experimental:
+    if layer.logits_soft_cap and "softcap" not in extras:
         return "a logits soft cap"
-    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, experimental)
+    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
 
 
 def strict(served: list[dict[str, Any]]) -> str:

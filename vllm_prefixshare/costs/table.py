@@ -39,16 +39,9 @@ class Fingerprint:
     @classmethod
     def of(cls, attention: AttentionConfig, device: str, kernel: str) -> "Fingerprint":
         """The fingerprint of a layer."""
-        return cls(
-            device=device,
-            num_kv_heads=attention.num_kv_heads,
-            gqa_group_size=attention.gqa_group_size,
-            head_dim=attention.head_dim,
-            dtype=attention.dtype,
-            kv_dtype=attention.of_cache,
-            block_size=attention.block_size,
-            kernel=kernel,
-        )
+        a = attention
+        heads, dtypes = (a.num_kv_heads, a.gqa_group_size, a.head_dim), (a.dtype, a.of_cache)
+        return cls(device, *heads, *dtypes, a.block_size, kernel)
 
     def file_name(self) -> str:
         """A readable, unique name for a table with this fingerprint."""

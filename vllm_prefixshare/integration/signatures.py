@@ -72,6 +72,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sink", "use_sparse",
         "use_mm_prefix", "attn_type", "has_sliding_window", "use_batch_invariant",
     ),
+    f"{_FLASH_ATTN}.FlashAttentionBackend": ("supports_sink", "supports_kv_cache_dtype"),
     f"{_FLASH_ATTN}.FlashAttentionMetadata": (
         "block_table", "seq_lens", "query_start_loc", "dcp_context_kv_lens",
     ),

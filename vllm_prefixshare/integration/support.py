@@ -16,17 +16,38 @@ CUDA_DTYPES = ("bfloat16", "float16")
 USUAL_HEAD_DIM = 256
 #: vLLM's names of an e4m3 KV cache with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
+#: what a layer may have beside plain attention: on a GPU, and on a CPU
+GPU_EXTRAS = frozenset({"fp8", "sinks", "softcap"})
 NOTHING: frozenset[str] = frozenset()
 
 
+def gpu_extras(anywhere: bool = False) -> frozenset[str]:
+    """What layers may have on this GPU: sinks and fp8 caches only where FLASH_ATTN, which does
+    their prefills, takes them.
+
+    Args:
+        anywhere: what they may have on a GPU that takes all.
+    """
+    extras = GPU_EXTRAS | settings().experimental
+    if anywhere:
+        return extras
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    takes = {
+        "sinks": FlashAttentionBackend.supports_sink(),
+        "fp8": FlashAttentionBackend.supports_kv_cache_dtype("fp8"),
+    }
+    return extras - {name for name, there in takes.items() if not there}
+
+
 def selector_refusal(
-    layer: Any, dtypes: Iterable[str], experimental: frozenset[str] = NOTHING
+    layer: Any, dtypes: Iterable[str], extras: frozenset[str] = NOTHING
 ) -> str | None:
     """Why a layer with this ``AttentionSelectorConfig`` cannot be served, or None.
 
     Args:
         dtypes: those that the platform's executors take.
-        experimental: of ``settings.EXPERIMENTAL``, what is served all the same.
+        extras: of ``GPU_EXTRAS`` and ``settings.EXPERIMENTAL``, what is served.
     """
     dtype = str(layer.dtype).removeprefix("torch.")
     named = {
@@ -42,17 +63,17 @@ def selector_refusal(
         "use_batch_invariant": "batch invariance",
     }
     # not every release has every field
-    if "sinks" in experimental:
+    if "sinks" in extras:
         del named["has_sink"]
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
     if dtype not in dtypes:
         found.append(f"dtype {dtype}")
-    caches = FP8_CACHES if "fp8" in experimental else ()
+    caches = FP8_CACHES if "fp8" in extras else ()
     if layer.kv_cache_dtype not in (None, "auto", dtype, *caches):
         found.append(f"a {layer.kv_cache_dtype} KV cache")
-    widest = MAX_HEAD_DIM if "head_dim" in experimental else USUAL_HEAD_DIM
+    widest = MAX_HEAD_DIM if "head_dim" in extras else USUAL_HEAD_DIM
     if not MIN_HEAD_DIM <= layer.head_size <= widest or layer.head_size % 8:
         found.append(f"head_dim {layer.head_size}")
     return found[0] if found else None
@@ -67,8 +88,8 @@ def declines(layer: Any, dtypes: Iterable[str]) -> str | None:
     """
     metrics.start_in_worker()
     dtypes = tuple(dtypes)
-    experimental = settings().experimental if dtypes == CUDA_DTYPES else NOTHING
-    reason = selector_refusal(layer, dtypes, experimental)
+    extras = gpu_extras() if dtypes == CUDA_DTYPES else NOTHING
+    reason = selector_refusal(layer, dtypes, extras)
     if reason is not None:
         fall_back(reason)
     return reason
@@ -89,24 +110,22 @@ def spec_refusal(spec: Any) -> str | None:
     return None
 
 
-def impl_refusal(
-    impl: Any, full_context: object, experimental: frozenset[str] = NOTHING
-) -> str | None:
+def impl_refusal(impl: Any, full_context: object, extras: frozenset[str] = NOTHING) -> str | None:
     """Why a layer with this implementation cannot be served, or None; for what is not in the
     selector's configuration.
 
     Args:
         full_context: value of ``sliding_window`` that stands for none.
-        experimental: as in ``selector_refusal``.
+        extras: as in ``selector_refusal``.
     """
     cache = impl.kv_cache_dtype
-    takes_cache = "fp8" not in cache or ("fp8" in experimental and cache in FP8_CACHES)
+    takes_cache = "fp8" not in cache or ("fp8" in extras and cache in FP8_CACHES)
     slopes, cap = impl.alibi_slopes is not None, bool(impl.logits_soft_cap)
     checks = (
-        (slopes and "alibi" not in experimental, "ALiBi slopes"),
-        (cap and "softcap" not in experimental, "a logits soft cap"),
+        (slopes and "alibi" not in extras, "ALiBi slopes"),
+        (cap and "softcap" not in extras, "a logits soft cap"),
         (impl.sliding_window != full_context, "a sliding window"),
-        (impl.sinks is not None and "sinks" not in experimental, "attention sinks"),
+        (impl.sinks is not None and "sinks" not in extras, "attention sinks"),
         (impl.attn_type != "decoder", f"attention type {impl.attn_type}"),
         (not takes_cache, f"a {cache} KV cache"),
     )

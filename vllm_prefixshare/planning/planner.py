@@ -2,8 +2,9 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,16 +28,15 @@ PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
 class PlannerCounters:
     """How often the planner was asked, how often it had to plan, and for how long.
 
-    oversized: plans that shared nothing because the one that did exceeded the limits.
-    failures: plans that shared nothing because making one that does raised an exception.
+    fallbacks: plans that shared nothing, by reason: the plan that did exceeded the limits, or
+        making it raised an exception.
     """
 
     updates: int = 0
     update_seconds: float = 0.0
     plans: int = 0
     plan_seconds: float = 0.0
-    oversized: int = 0
-    failures: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
 
 
 class DecodePlanner:
@@ -212,19 +212,21 @@ class DecodePlanner:
         plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         limits = self.config.max_tiles, self.config.max_runs, self.config.max_partials
         if not plan.fits(*limits):
-            self.counters.oversized += 1
-            self.last_fallback = PLAN_TOO_LARGE
+            self._note_fallback(PLAN_TOO_LARGE)
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         return plan, self._longest(plan, problem.forest)
+
+    def _note_fallback(self, reason: str) -> None:
+        self.counters.fallbacks[reason] += 1
+        self.last_fallback = reason
 
     def _plan_without_sharing(
         self, seq_lens: IntArray, query_len: int, reason: Exception
     ) -> DecodePlan:
         """One tile for each request: right for every batch, whatever went wrong before."""
-        self.counters.failures += 1
-        self.last_fallback = PLANNING_FAILED
-        if self.counters.failures == 1:
+        self._note_fallback(PLANNING_FAILED)
+        if self.counters.fallbacks[PLANNING_FAILED] == 1:
             self._on_failure(
                 f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
                 "nothing: please report it. Later failures are counted, not logged."

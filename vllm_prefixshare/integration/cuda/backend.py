@@ -37,6 +37,7 @@ from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
     attention_of,
     fall_back,
+    gpu_extras,
     impl_refusal,
 )
 from vllm_prefixshare.kernels.extras import LayerExtras
@@ -52,7 +53,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         reason = (
-            impl_refusal(self, (-1, -1), settings().experimental)
+            impl_refusal(self, (-1, -1), gpu_extras())
             or _config_refusal(config)
             or _shard_refusal(self, config)
         )
@@ -183,6 +184,8 @@ def _shard_refusal(impl: Any, config: Any) -> str | None:
         (impl.sinks is not None, "attention sinks under decode context parallelism"),
         # positions in a shard are not those in the request
         (impl.alibi_slopes is not None, "ALiBi slopes under decode context parallelism"),
+        # right in theory; neither a test nor a GPU has gathered such queries
+        ("fp8" in impl.kv_cache_dtype, "an fp8 KV cache under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)
 

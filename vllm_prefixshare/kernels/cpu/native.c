@@ -1,4 +1,4 @@
-/* Partial attention and merge for the CPU, bfloat16, AVX-512 BF16.
+/* Partial attention and merge for the CPU, bfloat16, AVX-512.
  *
  * What the torch executor does in some thirty operators, in two parallel loops: every piece of
  * work is one KV head over some blocks of one request's block table, for the query rows of all
@@ -44,6 +44,29 @@ static inline bf16 round_bf16(float x) {
   return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+/* x + the products of two pairs of bf16, and rounding to bf16. Without AVX-512 BF16 a bf16 is
+ * widened by shifting it into the upper half of a float. */
+#ifdef __AVX512BF16__
+static inline __m512 add_products(__m512 x, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(x, (__m512bh)a, (__m512bh)b);
+}
+static inline __m256i rounded_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+#else
+static inline __m512 add_products(__m512 x, __m512i a, __m512i b) {
+  const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+  x = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+                      _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), x);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
+                         _mm512_castsi512_ps(_mm512_and_si512(b, high)), x);
+}
+static inline __m256i rounded_bf16(__m512 x) { /* no NaN comes here: weights */
+  __m512i u = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(u, 16));
+}
+#endif
+
 /* 2^y for y <= 0: 2^n times a polynomial on [-1/2, 1/2], about 1e-7 relative */
 static inline __m512 exp2_negative(__m512 y) {
   y = _mm512_max_ps(y, _mm512_set1_ps(-126.0f));
@@ -88,14 +111,14 @@ static void pack_pairs(const bf16 *src, int rows, int cols, int used, int valid,
         y[r] = add ? _mm512_loadu_ps(c + (size_t)r * cols + j + 16) : _mm512_setzero_ps();       \
       }                                                                                          \
       for (int k = 0; k < pairs; k++) {                                                          \
-        __m512bh u = (__m512bh)_mm512_loadu_si512(b + (size_t)k * cols + j);                     \
-        __m512bh v = (__m512bh)_mm512_loadu_si512(b + (size_t)k * cols + j + 16);                \
+        __m512i u = _mm512_loadu_si512(b + (size_t)k * cols + j);                                \
+        __m512i v = _mm512_loadu_si512(b + (size_t)k * cols + j + 16);                           \
         for (int r = 0; r < ROWS; r++) {                                                         \
           int32_t pair;                                                                          \
           memcpy(&pair, a + (size_t)r * lda + 2 * k, 4);                                         \
-          __m512bh w = (__m512bh)_mm512_set1_epi32(pair);                                        \
-          x[r] = _mm512_dpbf16_ps(x[r], w, u);                                                   \
-          y[r] = _mm512_dpbf16_ps(y[r], w, v);                                                   \
+          __m512i w = _mm512_set1_epi32(pair);                                                   \
+          x[r] = add_products(x[r], w, u);                                                       \
+          y[r] = add_products(y[r], w, v);                                                       \
         }                                                                                        \
       }                                                                                          \
       for (int r = 0; r < ROWS; r++) {                                                           \
@@ -180,7 +203,7 @@ static void softmax_block(const Work *w, const Scratch *x, int first, int used,
       __m512 e = exp2_negative(_mm512_fmsub_ps(_mm512_loadu_ps(s + j), scale, base));
       e = _mm512_maskz_mov_ps(seen, e);
       sum = _mm512_add_ps(sum, e);
-      _mm256_storeu_si256((__m256i *)(p + j), (__m256i)_mm512_cvtneps_pbh(e));
+      _mm256_storeu_si256((__m256i *)(p + j), rounded_bf16(e));
     }
     if (m != x->m[r]) {
       float shrink = exp2f(x->m[r] - m);

@@ -63,7 +63,7 @@ def load_library() -> ctypes.CDLL:
     """Compile ``native.c`` if this machine has not yet, and load it.
 
     Raises:
-        NativeUnavailableError: no AVX-512 BF16, no compiler, or it failed.
+        NativeUnavailableError: no AVX-512, no compiler, or it failed.
     """
     found = _find_library()
     if isinstance(found, str):
@@ -76,8 +76,8 @@ def _find_library() -> ctypes.CDLL | str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
-    if "avx512_bf16" not in flags.split():
-        return "the processor has no AVX-512 BF16"
+    if not {"avx512f", "avx512bw"} <= set(flags.split()):
+        return "the processor has no AVX-512"
     compiler = next((path for path in map(shutil.which, ("gcc", "cc")) if path), None)
     if compiler is None:
         return "there is no C compiler (gcc or cc)"

@@ -130,6 +130,22 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
 
 
 @triton.jit
+def _parts_of(n, parts, part, first, packed, opened, new, steps, PARTS: tl.constexpr):
+    """Where KV tile ``n`` of ``steps`` lies: how often the new parts came before it; and of each
+    of its parts batch row, position and readers.
+    """
+    part_row, part_pos, part_readers = parts
+    rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
+    entry = tl.maximum(n - packed, 0) - rounds * new
+    at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
+    # as many as they mask: the interpreter of Triton 3.9 makes a block of a scalar mask int32
+    more = part * 0 + n < steps
+    kv_row = tl.load(part_row + at, mask=more, other=0)
+    start = tl.load(part_pos + at, mask=more, other=0)
+    return rounds, kv_row, start, tl.load(part_readers + at, mask=more, other=0)
+
+
+@triton.jit
 def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_table, stride_table,
                   seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row, query,
                   first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
@@ -155,14 +171,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
     length = tl.load(seq_lens + kv_row)
     n = 1  # the KV tile after the one at hand
-    rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
-    entry = tl.maximum(n - packed, 0) - rounds * new
-    at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
-    # as many as they mask: the interpreter of Triton 3.9 makes a block of a scalar mask int32
-    more = part * 0 + n < steps
-    kv_row = tl.load(part_row + at, mask=more, other=0)
-    start = tl.load(part_pos + at, mask=more, other=0)
-    readers = tl.load(part_readers + at, mask=more, other=0)
+    rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
+                                               PARTS)
     # a gathered mask is not worth the shared memory that its stages would take
     for _ in tl.range(0, steps, num_stages=1 if TREE else STAGES):
         span = tl.where(pos < length, low | high << 16, 0)
@@ -178,13 +188,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
         length = tl.load(seq_lens + kv_row)
         n += 1
-        rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
-        entry = tl.maximum(n - packed, 0) - rounds * new
-        at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
-        more = part * 0 + n < steps
-        kv_row = tl.load(part_row + at, mask=more, other=0)
-        start = tl.load(part_pos + at, mask=more, other=0)
-        readers = tl.load(part_readers + at, mask=more, other=0)
+        rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new,
+                                                   steps, PARTS)
         if slope is not None:
             here = _settled(here)
         s = _scores(q, k, here, slope, position, cap_rate)
