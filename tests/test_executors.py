@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare import PrefixShareDecodeWrapper, merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu import torch as torch_executor
@@ -130,6 +130,27 @@ def test_the_log_sum_exp(dtype, queries):
     )
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), expected, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_interleaved_shards_merge_to_the_whole(interleave):
+    size, block_size = 2, 16
+    whole = paged_batch(block_size=size * block_size)
+    positions = np.arange(whole.seq_lens.max())
+    parts = []
+    for rank in range(size):
+        owned = positions // interleave % size == rank
+        own = np.flatnonzero(owned[: size * block_size])
+        held = np.array([owned[:n].sum() for n in whole.seq_lens], np.int32)
+        caches = whole.k_cache[:, own], whole.v_cache[:, own]
+        shard = PagedBatch(whole.block_table, held, whole.query_start_loc, whole.q, *caches)
+        wrapper = wrapper_for(shard)
+        wrapper.plan(shard.block_table, held)
+        tables = map(torch.from_numpy, (shard.block_table, held))
+        parts.append(wrapper.run(whole.q, *caches, *tables, return_lse=True))
+        assert wrapper.stats().share_factor > 1.3
+    out, _ = merge_states(*zip(*parts, strict=True))
+    assert relative_error(out, reference(whole)) < TOLERANCE[torch.float32]
 
 
 def test_a_plan_serves_growing_sequences():

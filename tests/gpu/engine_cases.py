@@ -18,6 +18,7 @@ from tests.support.engine_steps import (
     score,
     start_engines,
 )
+from vllm_prefixshare.integration.stats import PrefixShareWorkerExtension
 
 #: The checkpoint folder of a real model to test with, instead of random weights.
 MODEL_VARIABLE = "PREFIXSHARE_TEST_MODEL"
@@ -131,7 +132,35 @@ def assert_shared(run: Run, factor: float = 1.2) -> None:
     assert run.stats["kv_tokens_stock"] > factor * run.stats["kv_tokens_read"]
 
 
+class LayerCounter(PrefixShareWorkerExtension):
+    """The plugin's worker extension, which also counts how many layers Python calls."""
+
+    layers_called: int | None = None
+
+    def count_layers(self) -> int:
+        """Layers called since the last call; the first call starts counting."""
+        from vllm_prefixshare.integration.cuda.backend import PrefixShareCUDAImpl
+
+        found = LayerCounter.layers_called
+        LayerCounter.layers_called = 0
+        if found is None:
+            forward = PrefixShareCUDAImpl.forward
+
+            def counting(*args: Any, **kwargs: Any) -> Any:
+                LayerCounter.layers_called += 1
+                return forward(*args, **kwargs)
+
+            PrefixShareCUDAImpl.forward = counting
+        return found or 0
+
+
 # ---- functions that run in an engine's process; sent there by name ----
+
+
+def count_layers_from(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:
+    """Hook of ``drive``: make ``LayerCounter`` start anew before step ``when``."""
+    if step == when:
+        llm.collective_rpc("count_layers")
 
 
 def abort_at(llm: Any, step: int, ids: Sequence[str], *, when: int, which: Sequence[int]) -> None:

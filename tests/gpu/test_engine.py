@@ -356,6 +356,41 @@ def test_two_gpus(random_model, parallel, runner):
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
+@pytest.fixture(scope="module", params=[1, 16], ids=lambda n: f"interleave {n}")
+def sharded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Text, dict[str, EngineProcess]]]:
+    # vLLM shards KV heads that ranks would hold twice: one head on two ranks
+    model = write_small_llama(tmp_path_factory.mktemp("one_head"), num_kv_heads=1)
+    options = {
+        **cases.QUICK,
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+        "cp_kv_cache_interleave_size": request.param,
+        "distributed_executor_backend": "mp",
+        "max_num_batched_tokens": 512,  # prefill is chunked and mixes with decode
+    }
+    counting = {"worker_extension_cls": "tests.gpu.engine_cases.LayerCounter"}
+    with three(model, {**options, **counting}, **options) as started:
+        yield Text(model), started
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_decode_context_parallelism(sharded, runner):
+    text, started = sharded
+    # the last prompt leaves the second rank's shard empty for up to 16 tokens
+    prompts = [*text.asking(DOCUMENT, PRIVATE), text.part(5000, 900), text.part(9000, 1)]
+    hook = partial(cases.count_layers_from, when=20)
+    run = drive_primed(started[runner], prompts, tokens(64), hook)
+    assert started[runner].call(cases.uses_v2) == (runner == "V2")
+    assert started[runner].collective_rpc("count_layers") == [0, 0], "FULL graphs are replayed"
+    assert_as_stock(run, started["stock"])
+    assert_same_texts(run, drive_primed(started["stock"], prompts, tokens(64)))
+    assert_shared(run, factor=1.5)
+    assert run.stats["plans"] < run.stats["decode_steps"] / 2
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text, runner):
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

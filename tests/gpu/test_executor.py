@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.layer import BF16, DEVICE, FP16, KERNELS, ON_GPU, Layer, poison, random_trees
-from vllm_prefixshare import PrefixShareError
+from tests.gpu.layer import (
+    BF16,
+    DEVICE,
+    FP16,
+    KERNELS,
+    ON_GPU,
+    TOLERANCE,
+    Layer,
+    poison,
+    random_trees,
+)
+from vllm_prefixshare import PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.costs.roofline import analytic_cost
@@ -104,6 +114,44 @@ def test_an_empty_batch_writes_nothing(kernel):
     for name in ("q", "block_table", "seq_lens"):
         setattr(layer, name, getattr(layer, name)[:0])
     assert layer.run(wrapper).shape == layer.q.shape
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_interleaved_shards_merge_to_the_whole(kernel, interleave):
+    # as two ranks of decode context parallelism hold them; of the last three some are empty
+    size, block_size = 2, 16
+    config = AttentionConfig(32, 1, 128, block_size, "float16")
+    work = tree("1,8,64_2048,200,90", size * block_size)
+    lens = work.seq_lens.copy()
+    lens[-3:] = 1, interleave, interleave + 1
+    whole = Layer(work, (32, 1), dtype=FP16)
+    whole.seq_lens = torch.tensor(lens, device=DEVICE)
+    positions = np.arange(lens.max())
+    parts = []
+    for rank in range(size):
+        owned = positions // interleave % size == rank
+        held = np.array([owned[:n].sum() for n in lens], np.int32)
+        own = np.flatnonzero(owned[: size * block_size])
+        caches = (cache[:, own].contiguous() for cache in (whole.k_cache, whole.v_cache))
+        executor = GpuExecutor(config, DEVICE, kernel=kernel)
+        planner = DecodePlanner(
+            executor.planner_config(), analytic_cost(config, "triton"), block_size, 32
+        )
+        executor.prepare(planner.update(work.block_table, held))
+        poison(executor)
+        assert (held == 0).sum() == (0, 2)[rank]
+        out = torch.full_like(whole.q, torch.nan)
+        lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
+        tables = whole.block_table, torch.tensor(held, device=DEVICE)
+        executor.run(whole.q, *caches, *tables, out, 128**-0.5, lse=lse)
+        assert out.isfinite().all() and (out[held == 0] == 0).all()
+        assert lse.isneginf().all(1).cpu().tolist() == (held == 0).tolist()
+        parts.append((out, lse))
+    merged, _ = merge_states(*zip(*parts, strict=True))
+    for request in (0, len(lens) // 2, *range(len(lens) - 3, len(lens))):
+        expected = whole.expected(request)
+        error = float((merged[request].double() - expected).norm() / expected.norm())
+        assert error < 2 * TOLERANCE[FP16], f"request {request}"
 
 
 # ---- several queries for each request -----------------------------------------------------

@@ -261,7 +261,7 @@ def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
     for _ in range(3):
         metadata = group.builder.build(0, group.common(batch, padding=2))
         assert metadata.prefill_metadata is None
-        assert metadata.num_decode_tokens == 6
+        assert metadata.num_planned_tokens == 6
         out = group.forward(batch, metadata, 6)
         assert relative_error(out[:4], reference(batch)) < 2e-3
         assert out[4:].isnan().all()
@@ -305,7 +305,7 @@ def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
     batch = shared_batch([70, 90])
     host_tables.note_batch(group.tables, None)
     metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
-    assert metadata.num_decode_tokens == 2
+    assert metadata.num_planned_tokens == 2
     assert group.forward(batch, metadata, 2).isnan().all()
     assert STATS.decode_steps == 0
 
@@ -390,7 +390,7 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
     group.start(batch)
     common = group.common(batch)
     metadata = group.builder.build(0, common)
-    assert metadata.num_decode_tokens == 2
+    assert metadata.num_planned_tokens == 2
     prefill = metadata.prefill_metadata
     assert prefill.num_actual_tokens == 94
     assert prefill.query_start_loc.tolist() == [0, 30, 94]
@@ -440,7 +440,7 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     available = "is_flash_attn_varlen_func_available"
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
     supports = "flash_attn_supports_kv_cache_dtype"
-    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True)
+    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
     share_whatever_it_costs(monkeypatch)
     changes, extras = EXTRAS[name]
     if name == "alibi":  # no engine on a GPU has run it
@@ -585,7 +585,7 @@ def test_without_lengths_on_the_host_nothing_is_shared(monkeypatch):
     ("part", "changes", "reason"),
     [
         ("parallel_config", {"use_ubatching": True}, "micro-batches"),
-        ("parallel_config", {"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("model_config", {"is_diffusion": True}, "diffusion decoding"),
     ],
 )

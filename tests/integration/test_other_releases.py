@@ -28,6 +28,7 @@ RELEASES = {
 USUAL = ("0.29.0", "0.33.0")
 CHOSEN = RELEASES if os.environ.get("PREFIXSHARE_RELEASES") == "all" else USUAL
 TESTS = (
+    "test_context_parallel.py",
     "test_cuda_backend.py",
     "test_hook_targets.py",
     "test_host_tables.py",

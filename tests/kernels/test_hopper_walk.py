@@ -30,11 +30,15 @@ def walk(
     workers: int = 5,
     token_tree: bool = False,
     extras: LayerExtras = PLAIN,
+    empty: int = 0,
+    growth: int = GROWTH,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output of the emulated kernel and of the reference, for a tree that has grown since it was
-    planned. The log-sum-exp of each head follows the ``head_dim`` numbers of the head.
+    planned, when the last ``empty`` requests had no token. The log-sum-exp of each head follows the
+    ``head_dim`` numbers of the head.
     """
     batch = tree(spec, block_size, spare=GROWTH)
+    batch.seq_lens[len(batch.seq_lens) - empty :] = 0
     n, (q_heads, kv_heads), head_dim = len(batch.seq_lens), heads, 64
     query_lens = query_lens or [1] * n
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
@@ -62,7 +66,7 @@ def walk(
     if token_tree:
         parents = [rng.integers(-1, i) for length in query_lens for i in range(length)]
         mask = ancestor_masks(np.array(parents, np.int32), starts)
-    seq_lens = batch.seq_lens + GROWTH
+    seq_lens = batch.seq_lens + growth
     layout = linked_layout(plan, rows, slots, runs)._asdict()
     result = emulate(
         layout, workers, q, k, v, batch.block_table, seq_lens, starts, query_len, runs,
@@ -124,6 +128,17 @@ def tree_attention(
 )
 def test_every_token_is_read_once(spec: str, heads: tuple[int, int], divider: str) -> None:
     np.testing.assert_allclose(*walk(spec, divider, heads), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("divider", ["depth_first", "flashforge"])
+@pytest.mark.parametrize("heads", [(4, 1), (32, 1)])
+def test_requests_without_a_token(heads: tuple[int, int], divider: str) -> None:
+    # shards of a rank: the last ones are empty, and later have their first tokens
+    grown, wanted = walk("1,3,9_64,32,30", divider, heads, empty=5)
+    np.testing.assert_allclose(grown, wanted, rtol=0, atol=1e-12)
+    out, expected = walk("1,3,9_64,32,30", divider, heads, empty=5, growth=0)
+    np.testing.assert_allclose(out[:-5], expected[:-5], rtol=0, atol=1e-12)
+    assert (out[-5:, :, :-1] == 0).all() and np.isneginf(out[-5:, :, -1]).all()
 
 
 def test_a_tile_whose_tokens_are_gone_still_ends():

@@ -18,8 +18,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_llama_8b(folder: Path) -> Path:
-    """Write the ``config.json`` of the Llama-3.1-8B shape. Load the model with
+def write_llama_8b(folder: Path, **changes: Any) -> Path:
+    """Write the ``config.json`` of the Llama-3.1-8B shape, with ``changes``. Load the model with
     ``load_format="dummy", skip_tokenizer_init=True``.
 
     Returns:
@@ -43,6 +43,7 @@ def write_llama_8b(folder: Path) -> Path:
         "tie_word_embeddings": False,
         "bos_token_id": 128000,
         "eos_token_id": 128001,
+        **changes,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -55,6 +56,7 @@ def write_small_llama(
     num_layers: int = 4,
     sliding_window: int | None = None,
     seed: int = 0,
+    num_kv_heads: int = 2,
 ) -> Path:
     """Write a small Llama checkpoint, float16, with a tokenizer whose text is ``t5 t17 ...``.
 
@@ -78,7 +80,7 @@ def write_small_llama(
     config = LlamaConfig(
         **{**SMALL, "num_hidden_layers": num_layers},
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         tie_word_embeddings=False,
         **extra,

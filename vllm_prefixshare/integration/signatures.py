@@ -66,7 +66,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
         "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
         "num_reqs", "num_actual_tokens", "max_query_len", "block_table_tensor", "slot_mapping",
-        "causal", "replace",
+        "causal", "replace", "dcp_local_seq_lens",
     ),
     "vllm.v1.attention.selector.AttentionSelectorConfig": (
         "head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sink", "use_sparse",
@@ -74,8 +74,13 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     ),
     f"{_FLASH_ATTN}.FlashAttentionBackend": ("supports_sink", "supports_kv_cache_dtype"),
     f"{_FLASH_ATTN}.FlashAttentionMetadata": (
-        "block_table", "seq_lens", "query_start_loc", "num_decode_tokens",
+        "block_table", "seq_lens", "query_start_loc", "dcp_context_kv_lens",
     ),
+    f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder": (
+        "dcp_world_size", "dcp_rank", "cp_kv_cache_interleave_size",
+    ),
+    f"{_FLASH_ATTN}.FlashAttentionImpl": ("dcp_combine", "_dcp_dtype", "_dcp_max_num_tokens"),
+    "vllm.v1.worker.workspace.WorkspaceManager": ("get_simultaneous",),
     "vllm.v1.worker.block_table.BlockTable": ("__init__", "block_table"),
     _V2_TABLES: ("__init__", "max_num_reqs", "input_block_tables"),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("block_tables",),

@@ -58,7 +58,6 @@ def selector_refusal(
         "use_mm_prefix": "bidirectional multimodal prefixes",
         "use_non_causal": "non-causal attention",
         "use_rswa": "reference sliding-window attention",
-        "use_dcp": "decode context parallelism",
         "use_pcp": "prefill context parallelism",
         "use_adaptive_verification": "adaptive verification",
         "use_batch_invariant": "batch invariance",
@@ -134,7 +133,8 @@ def impl_refusal(impl: Any, full_context: object, extras: frozenset[str] = NOTHI
 
 
 def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> AttentionConfig:
-    """What an executor for these implementations of one shape must serve.
+    """What an executor for these implementations of one shape must serve: the query heads of all
+    ranks that share KV heads under decode context parallelism.
 
     Args:
         dtype: of the model, whatever the KV cache holds.
@@ -147,7 +147,7 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
     }
     kv_dtype = FP8 if "fp8" in impl.kv_cache_dtype else None
     return AttentionConfig(
-        impl.num_heads,
+        impl.num_heads * impl.dcp_world_size,
         impl.num_kv_heads,
         impl.head_size,
         block_size,

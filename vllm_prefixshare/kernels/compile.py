@@ -36,7 +36,8 @@ def compile_launches(
     Args:
         tree: with a mask of token trees, which engines do not pass.
         layout: of the KV cache in memory, NHD or HND.
-        lse: with the log-sum-exp as a second result, which engines do not ask for.
+        lse: with the log-sum-exp as a second result, which engines ask for under decode context
+            parallelism alone, and compile as they warm up.
 
     Returns:
         Triton's ``CompiledKernel`` of each launch.

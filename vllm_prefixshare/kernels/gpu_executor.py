@@ -313,7 +313,9 @@ class GpuExecutor:
                     "contiguous, and tokens a multiple of 8 elements apart."
                 )
         strides = t.k_cache.stride(), t.v_cache.stride()
-        if strides[0] != strides[1] or any(s % step for s in strides[0][:3]):
+        steps = zip(strides[0][:3], t.k_cache.shape, strict=False)
+        # nothing is that far apart where there is one head, and its stride may be any number
+        if strides[0] != strides[1] or any(s % step for s, n in steps if n > 1):
             raise PrefixShareError(
                 f"k_cache and v_cache have strides {list(strides[0])} and {list(strides[1])}: "
                 f"they must be the same, in multiples of {step} elements."

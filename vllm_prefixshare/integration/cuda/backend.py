@@ -7,6 +7,7 @@ first in a batch and run in the kernels of this package. One step:
                                            -> FLASH_ATTN metadata of the prefills
     forward(): GpuExecutor.run  and  FLASH_ATTN forward, each on its own tokens     [per layer]
 
+Under decode context parallelism what ``run`` leaves is combined across ranks: ``context_parallel``.
 ``build`` is in ``metadata``. A FULL CUDA graph holds what ``forward`` launched while it was
 captured, and is replayed after each ``build``: the launches stay, the plan that they read changes.
 """
@@ -26,6 +27,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
+from vllm_prefixshare.integration.cuda import context_parallel
 from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
@@ -50,7 +52,11 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        reason = impl_refusal(self, (-1, -1), gpu_extras()) or _config_refusal(config)
+        reason = (
+            impl_refusal(self, (-1, -1), gpu_extras())
+            or _config_refusal(config)
+            or _shard_refusal(self, config)
+        )
         self.shares = reason is None
         if reason is not None:
             fall_back(reason)
@@ -86,26 +92,32 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        n = metadata.num_decode_tokens
+        n = metadata.num_planned_tokens
         if metadata.prefill_metadata is not None:
             k, v = (None if x is None else x[n:] for x in (key, value))
             super().forward(layer, query[n:], k, v, kv_cache, metadata.prefill_metadata, output[n:])
         if n:
-            assert metadata.executor is not None
+            assert metadata.executor is not None and metadata.kv_lens is not None
             if metadata.executor.attention.kv_dtype is not None:
                 kv_cache = kv_cache.view(torch.float8_e4m3fn)
             k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+            q, out, lse = query[:n], output[:n], None
+            if self.dcp_world_size > 1:
+                q, out, lse = partial = context_parallel.gather(self, q)
             metadata.executor.run(
-                query[:n],
+                q,
                 k_cache,
                 v_cache,
                 metadata.block_table,
-                metadata.seq_lens,
-                output[:n],
+                metadata.kv_lens,
+                out,
                 self.scale,
                 metadata.query_start_loc if metadata.executor.query_len > 1 else None,
+                lse=lse,
                 extras=self._extras_of(layer, metadata.executor.attention),
             )
+            if lse is not None:
+                output[:n] = context_parallel.combine(self, partial)
         return output
 
     def _extras_of(self, layer: Any, attention: AttentionConfig) -> LayerExtras:
@@ -153,11 +165,27 @@ def _config_refusal(config: Any) -> str | None:
     """Why a configuration cannot be served, or None; for settings that no layer knows."""
     parallel = config.parallel_config
     checks = (
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "micro-batches"),
         (config.model_config.is_diffusion, "diffusion decoding"),
         (is_draft_model(), "a draft model"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+def _shard_refusal(impl: Any, config: Any) -> str | None:
+    """Why a layer cannot be served where each rank sees a shard of its KV, or None."""
+    if impl.dcp_world_size == 1:
+        return None
+    checks = (
+        # several queries of a request have a causal order
+        (decode_query_len(config) > 1, "drafts under decode context parallelism"),
+        # every rank would count them
+        (impl.sinks is not None, "attention sinks under decode context parallelism"),
+        # positions in a shard are not those in the request
+        (impl.alibi_slopes is not None, "ALiBi slopes under decode context parallelism"),
+        # right in theory; neither a test nor a GPU has gathered such queries
+        ("fp8" in impl.kv_cache_dtype, "an fp8 KV cache under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)
 
@@ -179,12 +207,13 @@ def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialRe
     block_size = config.cache_config.block_size or 16  # as far as it is known yet
     attention = attention_of([impl], block_size, config.model_config.dtype)
     query_len = decode_query_len(config)
-    key = (impl.num_heads, impl.head_size, query_len, device)
+    shape = (attention.num_qo_heads, attention.head_dim)
+    key = (*shape, query_len, device)
     partials = _PARTIALS.get(key)
     kernels = kernels_that_may_serve(attention, device, settings().kernel, query_len)
     if partials is None:
         load_planning(kernels[0], attention)
-        partials = PartialResults(device, (impl.num_heads, impl.head_size), query_len)
+        partials = PartialResults(device, shape, query_len)
         _PARTIALS[key] = partials
     max_num_seqs = config.scheduler_config.max_num_seqs
     partials.reserve(max(k.capacity(max_num_seqs).max_partials for k in kernels))

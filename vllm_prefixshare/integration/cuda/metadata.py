@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables
 from vllm_prefixshare.integration.compat import decode_query_len, steps_in_flight
+from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
@@ -34,12 +35,16 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     """FLASH_ATTN's metadata of the whole batch, and how this step divides it.
 
     executor: holds the plan of the decodes; None where no layer is served.
-    num_decode_tokens: query tokens of the decodes, which come first in the batch. FLASH_ATTN has
-        this field, and uses it under decode context parallelism alone, which is not served.
+    num_planned_tokens: query tokens of the decodes, which come first in the batch. (FLASH_ATTN's
+        ``num_decode_tokens`` says how it divides a batch itself.)
+    kv_lens: int32 ``[num_reqs]`` KV tokens of each request on this rank: its shard under decode
+        context parallelism, else ``seq_lens``.
     prefill_metadata: FLASH_ATTN's metadata of the prefills; None if there are none.
     """
 
     executor: GpuExecutor | None = None
+    num_planned_tokens: int = 0
+    kv_lens: torch.Tensor | None = None
     prefill_metadata: FlashAttentionMetadata | None = None
 
 
@@ -55,6 +60,9 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._executor: GpuExecutor | None = None
+        self._shard = Interleaved(
+            self.dcp_world_size, self.dcp_rank, self.cp_kv_cache_interleave_size
+        )
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
         self._all_layers = len(served) == len(layer_names)
@@ -183,19 +191,23 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
         starts = common.query_start_loc_cpu.numpy()
         num_reqs = 0 if dummy else table.num_reqs(starts)
-        num_decodes, num_decode_tokens = num_reqs, common.num_actual_tokens
+        num_decodes, num_tokens = num_reqs, common.num_actual_tokens
         if common.max_query_len > self._query_len:  # some are in prefill
             num_decodes = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
-            num_decode_tokens = int(starts[num_decodes])
+            num_tokens = int(starts[num_decodes])
         self._load_plan(executor, table, common, num_decodes)
+        prefill = None
+        if num_tokens < common.num_actual_tokens:
+            prefill = self._build_prefill(common, num_decodes, num_tokens)
         # the whole batch in FLASH_ATTN: only for layers that are not served
         stock = super().build(0, common, fast_build=self._all_layers)
-        metadata = PrefixShareCUDAMetadata(
-            **{**vars(stock), "num_decode_tokens": num_decode_tokens}, executor=executor
+        return PrefixShareCUDAMetadata(
+            **vars(stock),
+            executor=executor,
+            num_planned_tokens=num_tokens,
+            kv_lens=common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens,
+            prefill_metadata=prefill,
         )
-        if num_decode_tokens < common.num_actual_tokens:
-            metadata.prefill_metadata = self._build_prefill(common, num_decodes, num_decode_tokens)
-        return metadata
 
     def _load_plan(
         self,
@@ -212,6 +224,7 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             seq_lens = (
                 np.ones(num_decodes, np.int32) if bound is None else bound.numpy()[:num_decodes]
             )
+            seq_lens = self._shard.lengths(seq_lens)
             table_rows, row_ids = table.rows(num_decodes)
             plan = self._planner.update(
                 table.block_table if table_rows is not None else table.block_table[:num_decodes],
@@ -237,20 +250,26 @@ class PrefixShareMetadataBuilder(FlashAttentionMetadataBuilder):
             STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
 
     def _build_prefill(
-        self, common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
+        self, common: CommonAttentionMetadata, num_decodes: int, num_tokens: int
     ) -> FlashAttentionMetadata:
         """FLASH_ATTN's metadata of the requests after the first ``num_decodes``."""
+        bound = common.seq_lens_cpu_upper_bound
         part = common.replace(
-            query_start_loc=common.query_start_loc[num_decodes:] - num_decode_tokens,
-            query_start_loc_cpu=common.query_start_loc_cpu[num_decodes:] - num_decode_tokens,
+            query_start_loc=common.query_start_loc[num_decodes:] - num_tokens,
+            query_start_loc_cpu=common.query_start_loc_cpu[num_decodes:] - num_tokens,
             seq_lens=common.seq_lens[num_decodes:],
+            seq_lens_cpu_upper_bound=None if bound is None else bound[num_decodes:],
             num_reqs=common.num_reqs - num_decodes,
-            num_actual_tokens=common.num_actual_tokens - num_decode_tokens,
+            num_actual_tokens=common.num_actual_tokens - num_tokens,
             block_table_tensor=common.block_table_tensor[num_decodes:],
-            slot_mapping=common.slot_mapping[num_decode_tokens:],
+            slot_mapping=common.slot_mapping[num_tokens:],
         )
-        # the builder has one buffer for a schedule, which the whole batch may use already
-        return super().build(0, part, fast_build=not self._all_layers)
+        # The builder has one buffer for a schedule, and one for the lengths of shards. Those of
+        # the whole batch are built next.
+        built = super().build(0, part, fast_build=not self._all_layers)
+        if built.dcp_context_kv_lens is not None:
+            built.dcp_context_kv_lens = built.dcp_context_kv_lens.clone()
+        return built
 
 
 #: Builders that have a plan on the device.

@@ -217,10 +217,10 @@ def check_platform() -> bool:
 
 
 def _attention_of(config: Any) -> AttentionConfig:
-    """The shape of the model's full-attention layers on one rank."""
+    """The shape of the model's full-attention layers on one rank; as ``support.attention_of``."""
     model, parallel = config.model_config, config.parallel_config
     return AttentionConfig(
-        model.get_num_attention_heads(parallel),
+        model.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size,
         model.get_num_kv_heads(parallel),
         model.get_head_size(),
         config.cache_config.block_size or 16,  # as far as it is known yet
