@@ -33,6 +33,8 @@ from tests.support.engine_steps import start_engines
 from vllm_prefixshare import PrefixShareError
 
 GPUS = 2
+#: what serves context parallelism; without meaning to stock
+ASKED = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "dcp"}
 #: tokens of context where attention takes hardly any time, and tokens of each answer compared
 FLOOR_CONTEXT, CHECKED_TOKENS = 16, 16
 SAMPLING = {"ignore_eos": True, "detokenize": False}
@@ -69,7 +71,7 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
     alone = [{"environment": {"CUDA_VISIBLE_DEVICES": str(gpu)}} for gpu in range(GPUS)]
     return [
         *({**settings, **b, **own} for b, own in zip(backends, alone, strict=True)),
-        *({**settings, **b, **sharded} for b in backends),
+        *({**settings, **b, **sharded, "environment": ASKED} for b in backends),
     ]
 
 

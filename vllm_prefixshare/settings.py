@@ -12,7 +12,7 @@ from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
 #: what layers may have that no GPU has run yet: served only where it is asked for
-EXPERIMENTAL = ("alibi", "head_dim")
+EXPERIMENTAL = ("alibi", "dcp", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_PREFIXSHARE_EXPERIMENTAL": Variable(
         _experimental,
         "",
-        "kinds of layers to serve on a GPU though no engine on a GPU has run them: "
+        "kinds of layers to serve on a GPU though no engine on a GPU has shown them right: "
         + ", ".join(EXPERIMENTAL),
     ),
 }

@@ -371,7 +371,8 @@ def sharded(
         "max_num_batched_tokens": 512,  # prefill is chunked and mixes with decode
     }
     counting = {"worker_extension_cls": "tests.gpu.engine_cases.LayerCounter"}
-    with three(model, {**options, **counting}, **options) as started:
+    env = {"env": {"VLLM_PREFIXSHARE_EXPERIMENTAL": "dcp"}}
+    with three(model, {**options, **counting, **env}, **options) as started:
         yield Text(model), started
 
 

@@ -58,6 +58,8 @@ class World:
     def __init__(self, monkeypatch, size: int, interleave: int, whole: PagedBatch) -> None:
         self.size, self.interleave, self.whole = size, interleave, whole
         self._monkeypatch = monkeypatch
+        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "dcp")
+        settings.cache_clear()
         self._config = flash_attn_config(size, interleave)
         monkeypatch.setattr(one_rank, "vllm_config", lambda drafts: self._config)
         monkeypatch.setattr(flash_attn, "get_current_vllm_config_or_none", lambda: self._config)
@@ -244,7 +246,9 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
     supports = "flash_attn_supports_kv_cache_dtype"
     monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi")
+    available = "is_flash_attn_varlen_func_available"
+    monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi,dcp")
     settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)

@@ -58,6 +58,7 @@ def selector_refusal(
         "use_mm_prefix": "bidirectional multimodal prefixes",
         "use_non_causal": "non-causal attention",
         "use_rswa": "reference sliding-window attention",
+        "use_dcp": "decode context parallelism",
         "use_pcp": "prefill context parallelism",
         "use_adaptive_verification": "adaptive verification",
         "use_batch_invariant": "batch invariance",
@@ -65,6 +66,8 @@ def selector_refusal(
     # not every release has every field
     if "sinks" in extras:
         del named["has_sink"]
+    if "dcp" in extras:
+        del named["use_dcp"]
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
