@@ -1,0 +1,177 @@
+"""The common part of the Ray examples: documents and questions, options, a cluster, and the table.
+
+Functions that Ray runs elsewhere are in the examples themselves: Ray sends those along.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the other examples
+
+import common
+
+from vllm_prefixshare import PrefixShareError
+
+HANDBOOK = Path(__file__).resolve().parents[1] / "document.md"
+QUESTIONS = (
+    "What is this text about?",
+    "Which persons does it name?",
+    "Which years does it name?",
+    "What can visitors see?",
+)
+
+
+class Reads(NamedTuple):
+    """What the decodes of one replica read: KV tokens per layer, and how many they saved."""
+
+    read: float
+    saved: float
+
+
+# ---- options
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of both examples."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default: embedded model)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--documents", type=Path, help="folder of texts (default: the handbook)")
+    parser.add_argument("--questions", type=Path, help="file with a question on each line")
+    parser.add_argument("--max-tokens", type=int, default=16, help="length of an answer")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--address", help="of a running Ray cluster (default: one of this machine)")
+    parser.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run it without affinity, too",
+    )
+    return parser
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Fill in the model and its dtype.
+
+    Raises:
+        PrefixShareError: Ray is missing, or an option is not usable.
+    """
+    common.at_least(args, 1, "max_tokens", "replicas")
+    common.at_least(args, 16, "max_model_len")
+    need_ray()
+    if args.model is None:
+        from tests.support.embedded_model import embedded_model_path
+
+        args.model = embedded_model_path()
+    elif not (args.model / "config.json").is_file():
+        raise PrefixShareError(f"model {args.model} is not a checkpoint folder.")
+    args.dtype = args.dtype or common.default_dtype()
+
+
+def need_ray() -> None:
+    """Refuse to start without Ray and what Ray needs.
+
+    Raises:
+        PrefixShareError: naming what is missing.
+    """
+    try:
+        for name in ("ray.data.llm", "ray.serve.llm"):
+            importlib.import_module(name)
+    except ImportError as e:
+        raise PrefixShareError(
+            f"Ray is not installed as a whole ({e}): pip install 'vllm-prefixshare[ray]'."
+        ) from None
+
+
+def read_documents(folder: Path | None) -> dict[str, str]:
+    """The texts of a folder by file name; without one, the handbook in four parts."""
+    if folder is None:
+        chapters = HANDBOOK.read_text(encoding="utf-8").split("\n## ")[1:]
+        return {f"part {i + 1}": "\n\n".join(chapters[i::4])[:2600] for i in range(4)}
+    found = sorted(folder.glob("*.txt")) + sorted(folder.glob("*.md"))
+    if not found:
+        raise PrefixShareError(f"--documents {folder} holds no .txt and no .md file.")
+    return {path.name: common.read_text(path, "document") for path in found}
+
+
+def read_questions(path: Path | None) -> list[str]:
+    """The questions of a file, which are asked about every document."""
+    if path is None:
+        return list(QUESTIONS)
+    return [line for line in common.read_text(path, "question file").splitlines() if line.strip()]
+
+
+# ---- Ray
+
+
+def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of vLLM's engine. What chooses PREFIX_SHARE is the first of them."""
+    chosen: dict[str, Any] = {
+        "attention_backend": "PREFIX_SHARE",
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+    }
+    if common.on_cpu():  # replicas that start fast, and fit a small machine
+        chosen.update(enforce_eager=True, max_num_batched_tokens=512, max_num_seqs=16)
+        chosen.update(block_size=32)
+    return chosen
+
+
+def placement() -> dict[str, Any]:
+    """What Ray reserves for a replica. By default it reserves a GPU, and waits for one for ever."""
+    return {"bundle_per_worker": {"CPU": 0.5} if common.on_cpu() else {"GPU": 1}}
+
+
+def start_ray(args: argparse.Namespace, settings: Mapping[str, str], **more: Any) -> None:
+    """Connect to Ray, or start it here. ``settings``: variables of all replicas.
+
+    Ray passes a replica the variables that ``runtime_env`` names, and no others.
+    """
+    import ray
+
+    variables = {"VLLM_PREFIXSHARE_SHARE": "always", **settings}
+    if common.on_cpu():
+        variables = {**common.ENVIRONMENT, "OMP_NUM_THREADS": "1", **variables}
+    if args.address is None:  # replicas share the cores of this machine, and Ray must not mind
+        more = {"num_cpus": 4 * args.replicas, "include_dashboard": False, **more}
+    else:
+        more = {"address": args.address}
+    ray.init(
+        runtime_env={"env_vars": variables},
+        log_to_driver=False,
+        logging_level="WARNING",
+        **more,
+    )
+    logs = ray._private.worker._global_node.get_logs_dir_path() if args.address is None else ""
+    print(f"Ray runs; replicas print to {logs or 'the logs of the cluster'}", flush=True)
+
+
+# ---- the table
+
+
+def show_table(runs: Mapping[str, Mapping[str, Reads]]) -> int:
+    """Print what each replica read in each run; the first run is the one with affinity.
+
+    Returns:
+        exit status: 1 if affinity saved nothing.
+    """
+    print(f"\n{'':22}{'replica':14}{'KV tokens read':>16}{'saved':>12}{'share factor':>14}")
+    totals = []
+    for name, replicas in runs.items():
+        totals.append(Reads(*map(sum, zip(*replicas.values(), strict=True))))
+        for replica, reads in (*sorted(replicas.items()), ("all", totals[-1])):
+            factor = (reads.read + reads.saved) / max(1, reads.read)
+            print(f"{name:22}{replica:14}{reads.read:16,.0f}{reads.saved:12,.0f}{factor:14.2f}")
+            name = ""
+    if len(totals) < 2:
+        return 0
+    gain = totals[1].read / max(1, totals[0].read)
+    print(f"\n{next(iter(runs))}: {gain:.2f} times fewer KV tokens read")
+    return 0 if gain > 1 else 1
