@@ -97,7 +97,7 @@ def main() -> int:
     questions = shared.read_questions(args.questions)
     if args.counters is not None and not args.counters.is_dir():
         raise PrefixShareError(f"--counters {args.counters} is not a folder.")
-    shared.check_options(args)
+    shared.check_options(args, "ray.data.llm")
 
     import ray
 

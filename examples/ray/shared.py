@@ -57,15 +57,15 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Fill in the model and its dtype.
+def check_options(args: argparse.Namespace, module: str) -> None:
+    """Fill in the model and its dtype, and import ``module`` of Ray.
 
     Raises:
         PrefixShareError: Ray is missing, or an option is not usable.
     """
     common.at_least(args, 1, "max_tokens", "replicas")
     common.at_least(args, 16, "max_model_len")
-    need_ray()
+    need(module)
     if args.model is None:
         from tests.support.embedded_model import embedded_model_path
 
@@ -75,18 +75,17 @@ def check_options(args: argparse.Namespace) -> None:
     args.dtype = args.dtype or common.default_dtype()
 
 
-def need_ray() -> None:
-    """Refuse to start without Ray and what Ray needs.
+def need(module: str) -> None:
+    """Import a module of Ray.
 
     Raises:
-        PrefixShareError: naming what is missing.
+        PrefixShareError: Ray, or what it needs, is missing.
     """
     try:
-        for name in ("ray.data.llm", "ray.serve.llm"):
-            importlib.import_module(name)
+        importlib.import_module(module)
     except ImportError as e:
         raise PrefixShareError(
-            f"Ray is not installed as a whole ({e}): pip install 'vllm-prefixshare[ray]'."
+            f"{module} cannot be imported ({e}): pip install 'vllm-prefixshare[ray]'."
         ) from None
 
 
