@@ -62,7 +62,7 @@ def questions_of(documents: dict[str, str], questions: list[str]) -> Any:
             {
                 "document": row["document"],
                 "question": question,
-                "prompt": f"Document:\n\n{row['text']}\n\nQuestion: {question}\nAnswer:",
+                "prompt": shared.prompt(row["text"], question),
             }
             for question in questions
         ]
@@ -89,10 +89,11 @@ def take_counters(folder: Path) -> dict[str, Reads]:
 def main() -> int:
     """Run the example; the exit status."""
     parser = shared.options(__doc__)
+    shared.replica_options(parser)
     parser.add_argument("--at-once", type=int, default=1, help="documents at once on a replica")
     parser.add_argument("--counters", type=Path, help="folder for counters (default: a new one)")
     args = parser.parse_args()
-    common.at_least(args, 1, "at_once")
+    common.at_least(args, 1, "at_once", "replicas")
     documents = shared.read_documents(args.documents)
     questions = shared.read_questions(args.questions)
     if args.counters is not None and not args.counters.is_dir():

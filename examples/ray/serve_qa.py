@@ -19,24 +19,23 @@ import shared  # beside this file
 from shared import Reads, common
 
 MODEL = "model"
-AFFINITY = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
-DEFAULT = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"
+ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
 PREFIX = "ray_vllm_prefixshare_"
 
 
-def application(args: argparse.Namespace, router: str) -> Any:
-    """An OpenAI server with ``args.replicas`` engines behind ``router``."""
+def application(args: argparse.Namespace, affine: bool) -> Any:
+    """An OpenAI server with ``args.replicas`` engines, behind a router by prefix or Ray's own."""
     from ray.serve.config import RequestRouterConfig
     from ray.serve.llm import LLMConfig, build_openai_app
 
+    deployment: dict[str, Any] = {"num_replicas": args.replicas}
+    if affine:
+        deployment["request_router_config"] = RequestRouterConfig(request_router_class=ROUTER)
     config = LLMConfig(
         model_loading_config={"model_id": MODEL, "model_source": str(args.model)},
         engine_kwargs=shared.engine_kwargs(args),
         placement_group_config=shared.placement(),
-        deployment_config={
-            "num_replicas": args.replicas,
-            "request_router_config": RequestRouterConfig(request_router_class=router),
-        },
+        deployment_config=deployment,
     )
     return build_openai_app({"llm_configs": [config]})
 
@@ -58,8 +57,7 @@ def ask_all(url: str, documents: dict[str, str], questions: list[str], tokens: i
     only know what was asked before.
     """
     prompts = [
-        [f"Document:\n\n{text}\n\nQuestion: {question}\nAnswer:" for question in questions]
-        for text in documents.values()
+        [shared.prompt(text, question) for question in questions] for text in documents.values()
     ]
     for first, *_ in prompts:
         ask(url, first, 1)
@@ -90,13 +88,15 @@ def counters() -> dict[str, Reads]:
     }
 
 
-def settled() -> dict[str, Reads]:
-    """The counters once they have everything: they come to ``/metrics`` some seconds later."""
-    found = counters()
+def settled(seconds: float) -> dict[str, Reads]:
+    """The counters once they stay as they are for some seconds: Ray brings them to ``/metrics``
+    now and then.
+    """
+    found: dict[str, Reads] = {}
     for _ in range(20):
-        time.sleep(4)
+        time.sleep(seconds)
         before, found = found, counters()
-        if before == found and found:
+        if found and before == found:
             break
     return found
 
@@ -104,8 +104,10 @@ def settled() -> dict[str, Reads]:
 def main() -> int:
     """Run the example; the exit status."""
     parser = shared.options(__doc__)
+    shared.replica_options(parser)
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
+    common.at_least(args, 1, "replicas", "port")
     documents = shared.read_documents(args.documents)
     questions = shared.read_questions(args.questions)
     shared.check_options(args, "ray.serve.llm")
@@ -113,28 +115,25 @@ def main() -> int:
     import ray
     from ray import serve
 
-    shared.start_ray(args, {}, _system_config={"metrics_report_interval_ms": 1000})
+    shared.start_ray(args, {})
     serve.start(http_options={"port": args.port})
     url = f"http://127.0.0.1:{args.port}"
-    routers = {"by prefix": AFFINITY, **({"default router": DEFAULT} if args.compare else {})}
     reads: dict[str, dict[str, Reads]] = {}
-    for name, router in routers.items():
+    known: set[str] = set()
+    for name in ("by prefix", "Ray's router")[: 1 + args.compare]:
         began = time.perf_counter()
-        serve.run(application(args, router), name="qa", route_prefix="/")
+        serve.run(application(args, affine=name == "by prefix"), name="qa", route_prefix="/")
         started = time.perf_counter()
-        before = counters()
         answers = ask_all(url, documents, questions, args.max_tokens)
         print(
             f"{name}: {len(answers)} answers in {time.perf_counter() - started:.0f} s, after "
             f"{started - began:.0f} s of start-up",
             flush=True,
         )
-        nothing = Reads(0, 0)
-        reads[name] = {
-            replica: Reads(now.read - then.read, now.saved - then.saved)
-            for replica, now in settled().items()
-            if now != (then := before.get(replica, nothing))
-        }
+        found = settled(4 if args.address is None else 12)
+        reads[name] = {replica: found[replica] for replica in found.keys() - known}
+        known |= found.keys()
+        serve.delete("qa")
     serve.shutdown()
     ray.shutdown()
     return shared.show_table(reads)

@@ -5,6 +5,8 @@ Functions that Ray runs elsewhere are in the examples themselves: Ray sends thos
 
 import argparse
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +38,7 @@ class Reads(NamedTuple):
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of both examples."""
+    """A parser with the options of all Ray examples."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,47 +48,44 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=Path, help="folder of texts (default: the handbook)")
     parser.add_argument("--questions", type=Path, help="file with a question on each line")
     parser.add_argument("--max-tokens", type=int, default=16, help="length of an answer")
-    parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--address", help="of a running Ray cluster (default: one of this machine)")
+    return parser
+
+
+def replica_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of examples with several replicas."""
+    parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="run it without affinity, too",
     )
-    return parser
 
 
 def check_options(args: argparse.Namespace, module: str) -> None:
     """Fill in the model and its dtype, and import ``module`` of Ray.
 
     Raises:
-        PrefixShareError: Ray is missing, or an option is not usable.
+        PrefixShareError: an option is not usable, or Ray is missing.
     """
-    common.at_least(args, 1, "max_tokens", "replicas")
+    common.at_least(args, 1, "max_tokens")
     common.at_least(args, 16, "max_model_len")
-    need(module)
-    if args.model is None:
-        from tests.support.embedded_model import embedded_model_path
-
-        args.model = embedded_model_path()
-    elif not (args.model / "config.json").is_file():
+    if args.model is not None and not (args.model / "config.json").is_file():
         raise PrefixShareError(f"model {args.model} is not a checkpoint folder.")
-    args.dtype = args.dtype or common.default_dtype()
-
-
-def need(module: str) -> None:
-    """Import a module of Ray.
-
-    Raises:
-        PrefixShareError: Ray, or what it needs, is missing.
-    """
+    if common.on_cpu():
+        os.environ.update({**common.ENVIRONMENT, **os.environ})
     try:
         importlib.import_module(module)
     except ImportError as e:
         raise PrefixShareError(
             f"{module} cannot be imported ({e}): pip install 'vllm-prefixshare[ray]'."
         ) from None
+    if args.model is None:
+        from tests.support.embedded_model import embedded_model_path
+
+        args.model = embedded_model_path()
+    args.dtype = args.dtype or common.default_dtype()
 
 
 def read_documents(folder: Path | None) -> dict[str, str]:
@@ -98,6 +97,11 @@ def read_documents(folder: Path | None) -> dict[str, str]:
     if not found:
         raise PrefixShareError(f"--documents {folder} holds no .txt and no .md file.")
     return {path.name: common.read_text(path, "document") for path in found}
+
+
+def prompt(text: str, question: str) -> str:
+    """The prompt of a question. The document comes first, so that its questions share it."""
+    return f"Document:\n\n{text}\n\nQuestion: {question}\nAnswer:"
 
 
 def read_questions(path: Path | None) -> list[str]:
@@ -128,7 +132,7 @@ def placement() -> dict[str, Any]:
     return {"bundle_per_worker": {"CPU": 0.5} if common.on_cpu() else {"GPU": 1}}
 
 
-def start_ray(args: argparse.Namespace, settings: Mapping[str, str], **more: Any) -> None:
+def start_ray(args: argparse.Namespace, settings: Mapping[str, str]) -> None:
     """Connect to Ray, or start it here. ``settings``: variables of all replicas.
 
     Ray passes a replica the variables that ``runtime_env`` names, and no others.
@@ -138,18 +142,20 @@ def start_ray(args: argparse.Namespace, settings: Mapping[str, str], **more: Any
     variables = {"VLLM_PREFIXSHARE_SHARE": "always", **settings}
     if common.on_cpu():
         variables = {**common.ENVIRONMENT, "OMP_NUM_THREADS": "1", **variables}
-    if args.address is None:  # replicas share the cores of this machine, and Ray must not mind
-        more = {"num_cpus": 4 * args.replicas, "include_dashboard": False, **more}
-    else:
-        more = {"address": args.address}
-    ray.init(
-        runtime_env={"env_vars": variables},
-        log_to_driver=False,
-        logging_level="WARNING",
-        **more,
-    )
-    logs = ray._private.worker._global_node.get_logs_dir_path() if args.address is None else ""
-    print(f"Ray runs; replicas print to {logs or 'the logs of the cluster'}", flush=True)
+    here: dict[str, Any] = {"address": args.address}
+    if args.address is None:
+        here = {
+            "include_dashboard": False,
+            "_system_config": {"metrics_report_interval_ms": 1000},
+        }
+        if common.on_cpu():  # replicas share the cores of this machine, and Ray must not mind
+            here["num_cpus"] = 4 * args.replicas
+    runtime_env = {"env_vars": variables}
+    info = ray.init(runtime_env=runtime_env, log_to_driver=False, logging_level="WARNING", **here)
+    for name in ("ray", "ray.data", "ray.serve"):
+        logging.getLogger(name).setLevel("WARNING")
+    logs = f"{info.address_info['session_dir']}/logs" if args.address is None else "its own logs"
+    print(f"Ray runs; what replicas print goes to {logs}", flush=True)
 
 
 # ---- the table
