@@ -27,10 +27,12 @@ docs: venv
 trust: venv
 	TRUST_SEQUENCES=20000 TRUST_FORESTS=500 $(PY) -m pytest tests/trust $(PYTEST_ARGS)
 
-# Engine chaos and a server under load, of which CI tries a little: half an hour.
+# Engine chaos and a server under load, of which CI tries a little, and several API servers: half
+# an hour.
 soak: model
 	$(PY) benchmarks/soak.py engine $(SOAK_ARGS)
 	$(PY) benchmarks/soak.py server $(SOAK_ARGS)
+	PREFIXSHARE_API_SERVERS=1 $(PY) -m pytest tests/engine/test_serve.py -k several_api_servers
 
 # The Ray examples with two replicas here: some minutes and 11 GiB of memory. Ray gets an environment
 # of its own that looks into $(VENV), which stays as the lock says.

@@ -111,7 +111,7 @@ def main() -> int:
         }
         shared.start_ray(args, settings)
         context = ray.data.DataContext.get_current()
-        context.wait_for_min_actors_s = 600  # the first replica would take everything
+        context.wait_for_min_actors_s = 3600  # the first replica would take everything
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
         dataset = questions_of(documents, questions)
