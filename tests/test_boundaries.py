@@ -58,7 +58,7 @@ FLOORS = {
     "distributed": (RUNS | {"operator"}, {"numpy", "torch"}),
     "integration": (
         RUNS | {"costs.lookup", "costs.profile_cpu"},
-        {"numpy", "torch", "vllm", "packaging", "prometheus_client"},
+        {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"},
     ),
     "cli": (
         RUNS

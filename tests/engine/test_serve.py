@@ -186,6 +186,27 @@ def load(running: tuple[str, subprocess.Popen[bytes]]) -> Load:
     return Load(running[0], NAME, MAX_LEN, list(range(100, 2000)), document=600)
 
 
+@pytest.mark.skipif(
+    "PREFIXSHARE_API_SERVERS" not in os.environ,
+    reason="starts one more server: `make soak`, or PREFIXSHARE_API_SERVERS=1",
+)
+def test_each_of_several_api_servers_has_every_count_once(model, tmp_path):
+    options = ["--api-server-count", "2", "--max-model-len", "1024", "--enforce-eager"]
+    options += ["--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
+    options += ["--block-size", str(BLOCK_SIZE)]
+    with server_process(model, tmp_path / "log", ENVIRONMENT, *options, patience=900) as (url, _):
+        client_of(url).completions.create(
+            model=NAME, prompt="word " * 300, max_tokens=8, n=4, temperature=0.8,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        counted = metrics_at(url)
+        assert counted["kv_tokens_saved_total"] > counted["kv_tokens_read_total"] > 0
+        for _ in range(10):  # each connection reaches either of them
+            name = f"{PREFIX}kv_tokens_read_total"
+            (sample,) = (s for s in metrics(url) if s.name == name)
+            assert sample.value == stats(url)["kv_tokens_read"]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
     [

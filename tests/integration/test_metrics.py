@@ -2,6 +2,7 @@
 server's.
 """
 
+import time
 import types
 
 import pytest
@@ -12,6 +13,7 @@ from vllm import config as vllm_config
 
 from vllm_prefixshare.integration import metrics, stats
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 LABELS = {"model_name": "small", "engine": "0"}
 
@@ -88,3 +90,53 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "file"))
     with pytest.raises(PrefixShareError, match="is not a usable folder"):
         metrics.expose()
+
+
+def test_files_of_workers_that_ended_are_removed_and_others_stay(counted, tmp_path):
+    publisher = metrics.Publisher(tmp_path, LABELS)
+    counted.note_step(1000, 500)
+    publisher.write(tmp_path)
+    ended = tmp_path / "counter_prefixshare-host-1-0.db"
+    own_of_vllm = tmp_path / "counter_1.db"
+    (written,) = tmp_path.glob("counter_prefixshare-*.db")
+    for path in (ended, own_of_vllm):
+        path.write_bytes(written.read_bytes())
+    metrics.remove_ended(tmp_path)
+    assert not ended.exists()
+    assert written.exists() and own_of_vllm.exists()
+    assert len(list(tmp_path.iterdir())) == 4, "three of this worker, one of vLLM"
+
+
+def test_two_workers_with_one_process_id_have_files_of_their_own(counted, tmp_path):
+    counted.note_step(1000, 500)
+    for _ in range(2):  # as in two containers that share a folder
+        metrics.Publisher(tmp_path, LABELS).write(tmp_path)
+    assert len(list(tmp_path.glob("counter_*.db"))) == 2
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))
+    assert registry.get_sample_value(f"{metrics.PREFIX}kv_tokens_saved_total", LABELS) == 1000
+
+
+def test_counts_are_written_when_decodes_stop(counted, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "WRITE_SECONDS", 3600)
+    publisher = metrics.Publisher(tmp_path, LABELS)
+    publisher.start()
+    time.sleep(0.3)
+    counted.note_step(1000, 400)
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("counter_*.db")) and time.monotonic() < until:
+        time.sleep(0.05)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))
+    assert registry.get_sample_value(f"{metrics.PREFIX}kv_tokens_read_total", LABELS) == 600
+
+
+def test_where_vllm_has_a_folder_the_counters_are_there(monkeypatch, tmp_path):
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "theirs"))
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "ours"))
+    monkeypatch.setattr(metrics, "_EXPOSED", [])
+    metrics.expose()
+    assert settings().metrics == tmp_path / "theirs"
+    assert metrics._EXPOSED == [], "vLLM's own collector reads it, and once is enough"

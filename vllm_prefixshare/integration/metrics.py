@@ -7,14 +7,19 @@ its own channel for statistics has typed fields only, and an entry point of
 ``vllm.stat_logger_plugins`` would switch vLLM's statistics on for everybody who switched them off.
 """
 
+import contextlib
+import fcntl
 import os
+import socket
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from vllm_prefixshare.integration import ray_metrics
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import PLAN_BUCKETS, STATS, Since, share_factor
 from vllm_prefixshare.records import PrefixShareError
@@ -22,7 +27,7 @@ from vllm_prefixshare.settings import settings
 
 VARIABLE = "VLLM_PREFIXSHARE_METRICS"
 PREFIX = "vllm_prefixshare_"
-WRITE_SECONDS, LOG_SECONDS = 1.0, 60.0
+TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.1, 1.0, 60.0
 
 #: Key of ``BackendStats.as_dict`` -> what ``/metrics`` says of it.
 COUNTERS = {
@@ -72,6 +77,7 @@ def samples(recent_share_factor: float) -> Iterator[Sample]:
 
 def expose() -> None:
     """In the front end: make the folder, name it to the workers, and let ``/metrics`` read it.
+    In a process of Ray, forward what the folder holds to Ray's own metrics.
 
     Raises:
         PrefixShareError: the folder cannot be used.
@@ -79,12 +85,11 @@ def expose() -> None:
     from prometheus_client import REGISTRY
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    # where vLLM has several API servers, each of them reads this folder
+    # where it is set, as with several API servers, ``/metrics`` has what is in this folder alone
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    if not os.environ.get(VARIABLE):
-        os.environ[VARIABLE] = shared or _temporary_folder()
-        settings.cache_clear()  # a forked worker inherits what was read
-    folder = os.environ[VARIABLE]
+    folder = shared or os.environ.get(VARIABLE) or _temporary_folder()
+    os.environ[VARIABLE] = folder
+    settings.cache_clear()  # a forked worker inherits what was read
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as e:
@@ -92,9 +97,12 @@ def expose() -> None:
             f"{VARIABLE}={folder!r} is not a usable folder ({e.strerror}): name another or unset "
             "it."
         ) from None
+    remove_ended(Path(folder))
     if folder not in (shared, *_EXPOSED):
         _EXPOSED.append(folder)
         MultiProcessCollector(REGISTRY, path=folder)
+    if _folder is not None and folder == _folder.name:  # others may hold several engines' counters
+        ray_metrics.forward(folder)
 
 
 #: Folders that the registry of this process reads.
@@ -125,8 +133,21 @@ def start_in_worker() -> None:
         "model_name": str(config.model_config.served_model_name),
         "engine": str(config.parallel_config.data_parallel_index),
     }
-    _publisher = Publisher(settings().metrics, labels)
+    folder = settings().metrics
+    if folder is None and ray_metrics.connected():  # made by vLLM's Ray executor
+        folder = Path(_temporary_folder())
+        ray_metrics.forward(str(folder))
+    _publisher = Publisher(folder, labels)
     _publisher.start()
+
+
+def remove_ended(folder: Path) -> None:
+    """Remove the files of workers that have ended: their counts are not of this server."""
+    for path in folder.glob("*_prefixshare-*.db"):
+        # a worker keeps its files locked; where the file system has no locks, all files stay
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 class Publisher(threading.Thread):
@@ -142,24 +163,31 @@ class Publisher(threading.Thread):
         self._folder = folder
         self._labels = labels
         self._files: dict[str, Any] = {}
+        self._locks: list[BinaryIO] = []
         self._keys: dict[tuple[str, ...], str] = {}
         self._since_write, self._since_log = Since(), Since()
         self._share_factor = 1.0
         self._known_fallbacks: dict[str, int] = {}
 
     def run(self) -> None:
-        """Write once a second and log once a minute, as long as the process lives."""
-        logged = time.monotonic()
+        """Write once a second and log once a minute, as long as the process lives. Write at once
+        when decodes stop: the process may be killed as soon as the last answer is there.
+        """
+        wrote = logged = time.monotonic()
+        seen = written = STATS.decode_steps
         while True:
-            time.sleep(WRITE_SECONDS)
-            if self._folder is not None:
+            time.sleep(TICK_SECONDS)
+            now, before, seen = time.monotonic(), seen, STATS.decode_steps
+            stopped = seen == before != written
+            if self._folder is not None and (stopped or now - wrote >= WRITE_SECONDS):
+                wrote, written = now, seen
                 try:
                     self.write(self._folder)
                 except OSError as e:  # the folder is on another machine, or the disk is full
                     self._folder = None
                     logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
-            if time.monotonic() - logged >= LOG_SECONDS:
-                logged = time.monotonic()
+            if now - logged >= LOG_SECONDS:
+                logged = now
                 if (line := self.log_line()) is not None:
                     logger().info("%s", line)
 
@@ -169,16 +197,14 @@ class Publisher(threading.Thread):
         Raises:
             OSError: a file cannot be written.
         """
-        from prometheus_client.mmap_dict import MmapedDict, mmap_key
+        from prometheus_client.mmap_dict import mmap_key
 
         since = self._since_write.take()
         if since["decode_steps"]:
             self._share_factor = share_factor(since["kv_tokens_stock"], since["kv_tokens_read"])
         for sample in samples(self._share_factor):
             if sample.kind not in self._files:
-                # prometheus_client's own file of this process has no such infix
-                path = folder / f"{sample.kind}_prefixshare-{os.getpid()}.db"
-                self._files[sample.kind] = MmapedDict(str(path))
+                self._files[sample.kind] = self._new_file(folder, sample.kind)
             place = sample.metric, sample.suffix, *sample.labels.values()
             if (key := self._keys.get(place)) is None:
                 metric = PREFIX + sample.metric
@@ -187,6 +213,24 @@ class Publisher(threading.Thread):
                     metric, metric + sample.suffix, list(labels), list(labels.values()), sample.help
                 )
             self._files[sample.kind].write_value(key, float(sample.value), time.time())
+
+    def _new_file(self, folder: Path, kind: str) -> Any:
+        """A file of prometheus_client, locked for as long as this process lives.
+
+        Its name is unique: a folder may serve several hosts and containers, where process ids are
+        not. It gets the name once it can be read, because a scrape may come at any time.
+        """
+        from prometheus_client.mmap_dict import MmapedDict
+
+        name = f"{kind}_prefixshare-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.db"
+        draft = folder / f"{name}.new"
+        lock = draft.open("ab")
+        self._locks.append(lock)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = MmapedDict(str(draft))
+        draft.rename(folder / name)
+        return file
 
     def log_line(self) -> str | None:
         """What happened since it was last asked; None if nothing did."""

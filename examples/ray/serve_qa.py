@@ -1,0 +1,143 @@
+"""Questions about documents over Ray Serve, which sends those about one document to one replica.
+
+Ray's router compares the text of a request with what each replica was sent before. So the requests
+of a document meet on one replica, where PREFIX_SHARE reads the document's KV once for all of them.
+Each replica's counters are on the ``/metrics`` of its Ray node, by ``ReplicaId``.
+
+    python examples/ray/serve_qa.py                      two replicas on this machine
+    python examples/ray/serve_qa.py --address auto --model FOLDER --documents FOLDER
+"""
+
+import argparse
+import json
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import shared  # beside this file
+from shared import Reads, common
+
+MODEL = "model"
+ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+PREFIX = "ray_vllm_prefixshare_"
+
+
+def application(args: argparse.Namespace, affine: bool) -> Any:
+    """An OpenAI server with ``args.replicas`` engines, behind a router by prefix or Ray's own."""
+    from ray.serve.config import RequestRouterConfig
+    from ray.serve.llm import LLMConfig, build_openai_app
+
+    deployment: dict[str, Any] = {"num_replicas": args.replicas}
+    if affine:
+        deployment["request_router_config"] = RequestRouterConfig(request_router_class=ROUTER)
+    config = LLMConfig(
+        model_loading_config={"model_id": MODEL, "model_source": str(args.model)},
+        engine_kwargs=shared.engine_kwargs(args),
+        placement_group_config=shared.placement(),
+        deployment_config=deployment,
+    )
+    return build_openai_app({"llm_configs": [config]})
+
+
+def ask(url: str, prompt: str, tokens: int) -> str:
+    """The answer of the server."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return " ".join(json.load(answer)["choices"][0]["text"].split())
+
+
+def ask_all(url: str, documents: dict[str, str], questions: list[str], tokens: int) -> list[str]:
+    """The answers to all questions about all documents, asked at the same time.
+
+    The first question of each document comes before the others, as in a conversation: a router can
+    only know what was asked before.
+    """
+    prompts = [
+        [shared.prompt(text, question) for question in questions] for text in documents.values()
+    ]
+    for first, *_ in prompts:
+        ask(url, first, 1)
+    mixed = [prompt for column in zip(*prompts, strict=True) for prompt in column]
+    with ThreadPoolExecutor(len(mixed)) as clients:
+        return list(clients.map(lambda prompt: ask(url, prompt, tokens), mixed))
+
+
+def counters() -> dict[str, Reads]:
+    """What each replica has read so far, from ``/metrics`` of all Ray nodes."""
+    import ray
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, dict[str, float]] = {}
+    for node in ray.nodes():
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.startswith(PREFIX):
+                    replica = found.setdefault(sample.labels["ReplicaId"], {})
+                    replica[sample.name.removeprefix(PREFIX)] = sample.value
+    return {
+        replica: Reads(*(values[f"kv_tokens_{x}_total"] for x in ("read", "saved")))
+        for replica, values in found.items()
+        if replica and "kv_tokens_read_total" in values
+    }
+
+
+def settled(seconds: float) -> dict[str, Reads]:
+    """The counters once they stay as they are for some seconds: Ray brings them to ``/metrics``
+    now and then.
+    """
+    found: dict[str, Reads] = {}
+    for _ in range(20):
+        time.sleep(seconds)
+        before, found = found, counters()
+        if found and before == found:
+            break
+    return found
+
+
+def main() -> int:
+    """Run the example; the exit status."""
+    parser = shared.options(__doc__)
+    shared.replica_options(parser)
+    parser.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args()
+    common.at_least(args, 1, "replicas", "port")
+    documents = shared.read_documents(args.documents)
+    questions = shared.read_questions(args.questions)
+    shared.check_options(args, "ray.serve.llm")
+
+    import ray
+    from ray import serve
+
+    shared.start_ray(args, {})
+    serve.start(http_options={"port": args.port})
+    url = f"http://127.0.0.1:{args.port}"
+    reads: dict[str, dict[str, Reads]] = {}
+    known: set[str] = set()
+    for name in ("by prefix", "Ray's router")[: 1 + args.compare]:
+        began = time.perf_counter()
+        serve.run(application(args, affine=name == "by prefix"), name="qa", route_prefix="/")
+        started = time.perf_counter()
+        answers = ask_all(url, documents, questions, args.max_tokens)
+        print(
+            f"{name}: {len(answers)} answers in {time.perf_counter() - started:.0f} s, after "
+            f"{started - began:.0f} s of start-up",
+            flush=True,
+        )
+        found = settled(4 if args.address is None else 12)
+        reads[name] = {replica: found[replica] for replica in found.keys() - known}
+        known |= found.keys()
+        serve.delete("qa")
+    serve.shutdown()
+    ray.shutdown()
+    return shared.show_table(reads)
+
+
+if __name__ == "__main__":
+    common.run_example(main)

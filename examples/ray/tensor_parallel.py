@@ -1,0 +1,70 @@
+"""One model over several GPUs with vLLM's Ray executor, and PREFIX_SHARE in every rank.
+
+    python examples/ray/tensor_parallel.py --model FOLDER --tensor-parallel-size 2
+    python examples/ray/tensor_parallel.py --model FOLDER --address auto --tensor-parallel-size 16
+
+It needs GPUs, because vLLM's Ray executor does, and was not run yet. All ranks share alike, so the
+table has what the first one read.
+"""
+
+import argparse
+
+import shared  # beside this file
+from shared import Reads, common
+
+from vllm_prefixshare import PrefixShareError
+
+
+def check_gpus(args: argparse.Namespace) -> None:
+    """Refuse a vLLM or a cluster without the GPUs that are asked for.
+
+    Raises:
+        PrefixShareError: naming what is missing.
+    """
+    import ray
+
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus < args.tensor_parallel_size:
+        raise PrefixShareError(
+            f"--tensor-parallel-size {args.tensor_parallel_size} needs as many GPUs, and Ray has "
+            f"{gpus}."
+        )
+
+
+def main() -> int:
+    """Run the example; the exit status."""
+    parser = shared.options(__doc__)
+    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    args = parser.parse_args()
+    common.at_least(args, 1, "tensor_parallel_size")
+    if common.on_cpu():
+        raise PrefixShareError("vLLM's Ray executor needs GPUs, and this vLLM is for CPUs.")
+    documents = shared.read_documents(args.documents)
+    questions = shared.read_questions(args.questions)
+    shared.check_options(args, "ray")
+    shared.start_ray(args, {})
+    check_gpus(args)
+
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(args.model),
+        tensor_parallel_size=args.tensor_parallel_size,
+        distributed_executor_backend="ray",
+        **shared.engine_kwargs(args),
+    )
+    prompts = [
+        shared.prompt(text, question) for text in documents.values() for question in questions
+    ]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=args.max_tokens))
+    for question, output in zip(questions, outputs, strict=False):
+        print(f"{question} {' '.join(output.outputs[0].text.split())}")
+    first, *others = llm.collective_rpc("prefix_share_stats")
+    if any(rank["kv_tokens_read"] != first["kv_tokens_read"] for rank in others):
+        raise PrefixShareError("the ranks read different numbers of KV tokens: please report it.")
+    reads = Reads(first["kv_tokens_read"], first["kv_tokens_saved"])
+    return shared.show_table({f"{len(others) + 1} ranks": {"each": reads}})
+
+
+if __name__ == "__main__":
+    common.run_example(main)
