@@ -34,7 +34,7 @@ soak: model
 	$(PY) benchmarks/soak.py server $(SOAK_ARGS)
 	PREFIXSHARE_API_SERVERS=1 $(PY) -m pytest tests/engine/test_serve.py -k several_api_servers
 
-# The Ray examples with two replicas here: some minutes and 11 GiB of memory. Ray gets an environment
+# The Ray examples with two replicas here: some minutes and 11 GiB. Ray gets an environment
 # of its own that looks into $(VENV), which stays as the lock says.
 ray: model $(RAY)/.locked
 	$(RAY)/bin/python -m pytest tests/examples/test_ray.py $(PYTEST_ARGS)

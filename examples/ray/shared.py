@@ -79,7 +79,7 @@ def check_options(args: argparse.Namespace, module: str) -> None:
         importlib.import_module(module)
     except ImportError as e:
         raise PrefixShareError(
-            f"{module} cannot be imported ({e}): pip install 'vllm-prefixshare[ray]'."
+            f"{module} cannot be imported ({e}): run `pip install '.[ray]'` in the checkout."
         ) from None
     if args.model is None:
         from tests.support.embedded_model import embedded_model_path

@@ -118,7 +118,7 @@ def test_without_ray_an_example_says_what_to_install(name, module, monkeypatch, 
     monkeypatch.delitem(sys.modules, f"ray.{module}.llm", raising=False)
     printed = mistake(name, "", monkeypatch, capsys)
     assert f"ray.{module}.llm cannot be imported" in printed
-    assert "pip install 'vllm-prefixshare[ray]'" in printed
+    assert "pip install '.[ray]'" in printed
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
