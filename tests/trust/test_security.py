@@ -42,7 +42,9 @@ WRITERS = {
     "cli/trace.py": {"open for writing"},
     "cli/canvas.py": {"write_bytes", "unlink"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
-    "integration/metrics.py": {"makedirs", "TemporaryDirectory", "MmapedDict"},
+    "integration/metrics.py": {
+        "makedirs", "TemporaryDirectory", "MmapedDict", "open for writing", "rename", "unlink",
+    },
     # the copy of vLLM that the command names
     "cli/patch.py": {
         "TemporaryDirectory", "mkdir", "write_bytes", "touch", "unlink", "rmtree", "copyfile",
