@@ -200,7 +200,10 @@ def test_token_trees_follow_their_paths():
     assert token_tree_parents(paths).tolist() == [-1, 0, 0, 1, 3, 1]
 
 
-PLAIN = {"kv_dtype": None, "plain_queries": False, "sinks": False, "soft_cap": 0, "alibi": False}
+PLAIN = {
+    "kv_dtype": None, "plain_queries": False, "sinks": False, "soft_cap": 0, "alibi": False,
+    "mla": False,
+}  # fmt: skip
 
 
 def cpu_case(w: Workload, heads=(4, 2), dtype="float32", **options) -> Case:

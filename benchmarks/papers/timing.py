@@ -67,5 +67,6 @@ def layer_options(device: str, repeats: int) -> argparse.Namespace:
         sinks=False,
         soft_cap=0.0,
         alibi=False,
+        mla=False,
         repeats=repeats,
     )

@@ -59,7 +59,7 @@ def test_a_documents_questions_meet_on_a_server():
 @pytest.fixture
 def shared(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    return runpy.run_path(str(EXAMPLES / "ray" / "shared.py"))
+    return runpy.run_path(str(EXAMPLES / "ray_cluster" / "shared.py"))
 
 
 def test_prompts_about_a_document_differ_at_their_ends_only(shared):
@@ -85,7 +85,7 @@ def test_affinity_that_saves_nothing_is_exit_status_1(shared, capsys):
 
 
 def mistake(name: str, arguments: str, monkeypatch, capsys) -> str:
-    script = EXAMPLES / "ray" / f"{name}.py"
+    script = EXAMPLES / "ray_cluster" / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(script), *arguments.split()])
     monkeypatch.syspath_prepend(script.parent)
     with pytest.raises(SystemExit) as ended:
@@ -123,10 +123,10 @@ def test_without_ray_an_example_says_what_to_install(name, module, monkeypatch, 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_says_how_to_run_it(name, monkeypatch, capsys):
-    script = EXAMPLES / "ray" / f"{name}.py"
+    script = EXAMPLES / "ray_cluster" / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
     monkeypatch.syspath_prepend(script.parent)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 0
-    assert f"python examples/ray/{name}.py" in capsys.readouterr().out
+    assert f"python examples/ray_cluster/{name}.py" in capsys.readouterr().out

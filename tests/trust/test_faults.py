@@ -139,6 +139,7 @@ from pathlib import Path
 from tests.planning.strategies import document_qa, make_planner
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.planner import PLANNING_FAILED
 from vllm_prefixshare.records import PrefixShareError
 try:
     table = CostTable.load(Path(sys.argv[1]))
@@ -245,7 +246,7 @@ def test_a_table_that_others_can_change_is_not_read(cache, monkeypatch, what, fa
 @pytest.mark.parametrize("why", ["a file is in the way", "the disk is full"])
 def test_native_code_that_cannot_be_kept_is_done_without(cache, monkeypatch, why):
     (cache if why == "a file is in the way" else cache.parent / "elsewhere").write_text("here")
-    (cache.parent / "cpuinfo").write_text("flags : avx512_bf16\n")
+    (cache.parent / "cpuinfo").write_text("flags : avx512f avx512bw\n")
     real = native.Path
     monkeypatch.setattr(
         native, "Path", lambda *a: real(cache.parent / "cpuinfo") if a == (CPUINFO,) else real(*a)

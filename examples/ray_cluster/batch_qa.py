@@ -4,8 +4,8 @@ A row of the input is a document, in a block of its own; its questions become th
 block, and Ray Data gives a block to one replica. There they are decoded together and read the
 document's KV once. Shuffled questions, as a table of questions would have them, share little.
 
-    python examples/ray/batch_qa.py                          two replicas on this machine
-    python examples/ray/batch_qa.py --address auto --model FOLDER --documents FOLDER
+    python examples/ray_cluster/batch_qa.py                          two replicas on this machine
+    python examples/ray_cluster/batch_qa.py --address auto --model FOLDER --documents FOLDER
 
 Every replica counts what it reads in files of one folder: on a cluster, the folder must be seen by
 all nodes (--counters).

@@ -1,7 +1,8 @@
-"""One model over several GPUs with vLLM's Ray executor, and PREFIX_SHARE in every rank.
+r"""One model over several GPUs with vLLM's Ray executor, and PREFIX_SHARE in every rank.
 
-    python examples/ray/tensor_parallel.py --model FOLDER --tensor-parallel-size 2
-    python examples/ray/tensor_parallel.py --model FOLDER --address auto --tensor-parallel-size 16
+    python examples/ray_cluster/tensor_parallel.py --model FOLDER --tensor-parallel-size 2
+    python examples/ray_cluster/tensor_parallel.py --model FOLDER --address auto \
+        --tensor-parallel-size 16
 
 It needs GPUs, because vLLM's Ray executor does, and was not run yet. All ranks share alike, so the
 table has what the first one read.

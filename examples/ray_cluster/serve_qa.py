@@ -4,8 +4,8 @@ Ray's router compares the text of a request with what each replica was sent befo
 of a document meet on one replica, where PREFIX_SHARE reads the document's KV once for all of them.
 Each replica's counters are on the ``/metrics`` of its Ray node, by ``ReplicaId``.
 
-    python examples/ray/serve_qa.py                      two replicas on this machine
-    python examples/ray/serve_qa.py --address auto --model FOLDER --documents FOLDER
+    python examples/ray_cluster/serve_qa.py                      two replicas on this machine
+    python examples/ray_cluster/serve_qa.py --address auto --model FOLDER --documents FOLDER
 """
 
 import argparse
