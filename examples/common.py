@@ -342,10 +342,14 @@ def _serve(
 
 
 def default_dtype() -> str:
-    """``auto``, or float32 on a CPU on which sharing has no bfloat16 kernel: bfloat16 gains nothing
-    there, and float32 shows that tokens are the same.
+    """``auto``, or float32 on a CPU that does not multiply bfloat16: the whole model is slower in
+    bfloat16 there, and float32 shows that tokens are the same.
     """
-    return "float32" if note() else "auto"
+    if not on_cpu():
+        return "auto"
+    from vllm_prefixshare.kernels.cpu.native import processor_flags
+
+    return "auto" if "avx512_bf16" in processor_flags() else "float32"
 
 
 def note() -> str:
@@ -356,7 +360,8 @@ def note() -> str:
     from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
     notes: list[str] = []
-    cpu_executor(AttentionConfig(8, 2, 64, 32, "bfloat16"), notes.append)
+    dtype = "bfloat16" if default_dtype() == "auto" else "float32"
+    cpu_executor(AttentionConfig(8, 2, 64, 32, dtype), notes.append)
     return " ".join(notes)
 
 

@@ -71,18 +71,25 @@ def load_library() -> ctypes.CDLL:
     return found
 
 
-@cache  # a failure is remembered too, so that it is not tried again for every layer
-def _find_library() -> ctypes.CDLL | str:
+def processor_flags() -> frozenset[str]:
+    """What the processor can do, by Linux's names; empty on another system."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    if not {"avx512f", "avx512bw"} <= set(flags.split()):
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@cache  # a failure is remembered too, so that it is not tried again for every layer
+def _find_library() -> ctypes.CDLL | str:
+    flags = processor_flags()
+    if not {"avx512f", "avx512bw"} <= flags:
         return "the processor has no AVX-512"
     compiler = next((path for path in map(shutil.which, ("gcc", "cc")) if path), None)
     if compiler is None:
         return "there is no C compiler (gcc or cc)"
     # the flags, because machines of one processor model may hide different instructions
-    key = hashlib.sha256("\0".join((SOURCE.read_text(), flags, compiler, *COMPILE)).encode())
+    key = hashlib.sha256(
+        "\0".join((SOURCE.read_text(), *sorted(flags), compiler, *COMPILE)).encode()
+    )
     library = settings().cache / f"native-{key.hexdigest()[:16]}.so"
     try:
         if not library.is_file():
