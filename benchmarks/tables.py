@@ -637,6 +637,11 @@ TABLES = {
         "kernel_sinks",
         lambda: kernel_table("kernel_sinks"),
     ),
+    "engine newest": (
+        "docs/performance.md",
+        "engine_newest",
+        lambda: engine_table("engine_newest"),
+    ),
     "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
     "kernel mla": ("docs/kernel-results.md", "kernel_mla", lambda: kernel_table("kernel_mla")),
     "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0-1", triton_table),
