@@ -22,6 +22,8 @@ class TileRates(NamedTuple):
         tiles at the same time; for tiles of 64 and of 128 query rows.
     reading, tile: ``[8]`` ascending: a tile whose tokens cost ``reading`` microseconds by their
         rates takes ``tile``.
+    base, slope: ``[9]`` of the lines before, between and behind these points: a tile whose
+        tokens cost ``x`` takes ``base + slope * x``.
     overhead: of a long tile, beside its reading.
     merge: of one row of one partial result.
     partial_write: of writing a tile's results as partial ones; merge_launch: of the launch that
@@ -32,6 +34,8 @@ class TileRates(NamedTuple):
     cached: FloatArray
     reading: FloatArray
     tile: FloatArray
+    base: FloatArray
+    slope: FloatArray
     overhead: float
     merge: float
     partial_write: float = 1.0
@@ -46,12 +50,16 @@ class TileRates(NamedTuple):
         rate = np.maximum((us[..., long] - us[..., short]) / (SIZES[long] - SIZES[short]), 1e-9)
         beside = us - rate[..., None] * SIZES
         reading = rate.mean() * SIZES
-        tile = np.maximum.accumulate(reading + beside.mean((0, 1)))
+        tile = np.maximum(np.maximum.accumulate(reading + beside.mean((0, 1))), 1e-3)
+        slope = np.concatenate([[0.0], np.diff(tile) / np.diff(reading), [1.0]])
+        base = np.append(tile[0], tile - slope[1:] * reading)
         return cls(
             memory=rate[0].copy(),
             cached=rate[1].copy(),
             reading=reading,
-            tile=np.maximum(tile, 1e-3),
+            tile=tile,
+            base=base,
+            slope=slope,
             overhead=max(1e-3, float(beside[..., short].mean())),
             merge=max(0.0, float(cost.merge(1))),
         )

@@ -248,10 +248,13 @@ class DecodePlanner:
         """Tokens of each request up to which the plan stays balanced."""
         if self.config.num_workers == 1:
             return np.full(plan.num_reqs, np.inf)
-        private = np.empty(plan.num_reqs)
-        private[forest.request_rows] = forest.private_start
-        planned = plan.planned_seq_lens - private
-        return private + self.config.rebalance_factor * planned + self.block_size
+        return _balanced_up_to(
+            forest.request_rows,
+            forest.private_start,
+            plan.planned_seq_lens,
+            self.config.rebalance_factor,
+            self.block_size,
+        )
 
 
 class CachedPlan:
@@ -326,6 +329,24 @@ class CachedPlan:
                 self._block_size,
             )
         )
+
+
+@compiled
+def _balanced_up_to(
+    request_rows: IntArray,
+    private_start: IntArray,
+    planned: IntArray,
+    factor: float,
+    block_size: int,
+) -> FloatArray:
+    """Tokens of each request at which its private part is ``factor`` times as long as planned,
+    and a block more.
+    """
+    longest = np.empty(len(planned))
+    for position, row in enumerate(request_rows):
+        private = private_start[position]
+        longest[row] = private + factor * (planned[row] - private) + block_size
+    return longest
 
 
 @compiled

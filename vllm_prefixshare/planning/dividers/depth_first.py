@@ -93,15 +93,19 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
 
 
 @compiled
+def _position(values: FloatArray, value: float) -> int:
+    """How many of ``values``, ascending, are at most ``value``. Most tiles are long."""
+    at = len(values)
+    while at > 0 and values[at - 1] > value:
+        at -= 1
+    return at
+
+
+@compiled
 def _tile_us(rates: TileRates, reading: float) -> float:
     """Microseconds of a tile whose runs take ``reading`` by their rates."""
-    at = np.searchsorted(rates.reading, reading)
-    if at == 0:
-        return rates.tile[0]
-    if at == len(rates.tile):
-        return rates.tile[-1] + reading - rates.reading[-1]
-    part = (reading - rates.reading[at - 1]) / (rates.reading[at] - rates.reading[at - 1])
-    return rates.tile[at - 1] + part * (rates.tile[at] - rates.tile[at - 1])
+    at = _position(rates.reading, reading)
+    return rates.base[at] + rates.slope[at] * reading
 
 
 @compiled
@@ -109,13 +113,8 @@ def _reading_in(rates: TileRates, us: float) -> float:
     """The inverse of ``_tile_us``: what a tile of ``us`` microseconds has for reading; less
     than zero where that is too little for any tile.
     """
-    at = np.searchsorted(rates.tile, us, "right")
-    if at == 0:
-        return us - rates.tile[0]
-    if at == len(rates.tile):
-        return rates.reading[-1] + us - rates.tile[-1]
-    part = (us - rates.tile[at - 1]) / (rates.tile[at] - rates.tile[at - 1])
-    return rates.reading[at - 1] + part * (rates.reading[at] - rates.reading[at - 1])
+    at = _position(rates.tile, us)
+    return (us - rates.base[at]) / rates.slope[at] if at else us - rates.tile[0]
 
 
 @compiled
@@ -225,7 +224,8 @@ def _cut_through(
         rest = runs.before[end] - at
         writing = rates.partial_write if tiles_of_window else 0.0
         goal = np.inf
-        if _tile_us(rates, rest) + writing > target - load + slack:
+        left = target - load + slack - writing
+        if rest > left or _tile_us(rates, rest) > left:
             # a piece of the window, with enough before and after it
             room = _reading_in(rates, target - load - rates.partial_write)
             part = min(max(room, least), rest - least)
@@ -250,13 +250,15 @@ def _cut_through(
 
 
 @compiled
-def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates) -> Cut:
-    """``_cut_through`` at the target that finishes first."""
+def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates, known: float) -> Cut:
+    """``_cut_through`` at the target that finishes first; or one that never finishes, when no
+    target before ``known`` can be met.
+    """
     room = len(runs.tokens) + limits.num_workers
     tiles, cost = np.empty((room, 5), np.int32), np.empty(room)
     low = high = runs.before[-1] / limits.num_workers + rates.overhead
     best, best_finish = 0.0, np.inf
-    while high - low > PRECISION * high or best == 0.0:
+    while low < known and (high - low > PRECISION * high or best == 0.0):
         target = high if best == 0.0 else (low + high) / 2
         workers, _, finish = _cut_through(runs, limits, rates, target, tiles, cost)
         if workers <= limits.num_workers:
@@ -267,6 +269,8 @@ def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates) -> Cut:
             low = target
             if best == 0.0:
                 high = 1.25 * target
+    if best_finish >= known:
+        return Cut(np.inf, tiles[:0], cost[:0])
     _, count, _ = _cut_through(runs, limits, rates, best, tiles, cost)
     tiles, cost = tiles[:count], cost[:count]
     return Cut(best_finish + _merging(runs, limits, rates, tiles), tiles, cost)
@@ -291,13 +295,16 @@ def _divide(
         least = (runs.before[-1] + len(ends) * rates.overhead) / workers
         if least >= best_score:
             continue
-        for num_tiles in (0, workers // 2, workers, 2 * workers):
+        for num_tiles in (workers, 2 * workers, workers // 2, 0):
+            at_once = min(max(num_tiles, len(ends)), workers)
+            if runs.before[-1] >= best_score * at_once:
+                continue  # too few to finish sooner
             if num_tiles == 0 or num_tiles > len(ends):
                 cut = _cut_evenly(runs, limits, rates, ends, num_tiles)
                 if cut.finish < best_score:
                     best_score, best_runs, best = cut.finish, runs, cut
         if least * (1 + IN_STEP) < best_score:
-            cut = _cut_through_at_best(runs, limits, rates)
+            cut = _cut_through_at_best(runs, limits, rates, best_score / (1 + IN_STEP))
             if cut.finish * (1 + IN_STEP) < best_score:
                 best_score, best_runs, best = cut.finish * (1 + IN_STEP), runs, cut
     return as_tiles(best_runs, best.tiles, best.cost, forest.request_rows)
