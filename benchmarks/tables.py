@@ -311,6 +311,9 @@ def accuracy_table() -> str:
     )
 
 
+SOAKS = ("soak_engine", "soak_drafts", "soak_server", "soak_engine_gpu", "soak_server_gpu")
+
+
 def soak_table() -> str:
     """One line per variant of the engine, and the server: what was tried, and what failed."""
     lines = [
@@ -318,7 +321,7 @@ def soak_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     commands = []
-    for name in ("soak_engine", "soak_drafts", "soak_server"):
+    for name in SOAKS:
         if not exists(name):
             continue
         result = published(name)
