@@ -167,7 +167,7 @@ def collect(run: Progress, setting: Setting) -> None:
 
 
 def versions_here() -> dict[str, str]:
-    from bench_kernel import versions
+    from results import versions
 
     return versions()
 

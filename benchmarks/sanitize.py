@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import repository  # noqa: F401
 import torch
-from bench_kernel import versions, write
+from results import versions, write
 
 from tests.gpu import test_extras as extra_cases
 from tests.gpu.layer import FP16, KERNELS, Layer, poison, random_trees
