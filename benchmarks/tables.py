@@ -251,9 +251,9 @@ ACCURACY = (
     ("CPU, PREFIX_SHARE", "fidelity_cpu", "PREFIX_SHARE"),
     ("CPU, float32, stock", "fidelity_cpu_float32", "stock"),
     ("CPU, float32, PREFIX_SHARE", "fidelity_cpu_float32", "PREFIX_SHARE"),
-    ("GPU, FLASH_ATTN", "fidelity", "FLASH_ATTN"),
-    ("GPU, TRITON_ATTN", "fidelity", "TRITON_ATTN"),
-    ("GPU, PREFIX_SHARE", "fidelity", "PREFIX_SHARE"),
+    ("GPU, FLASH_ATTN", "fidelity_gpu", "FLASH_ATTN"),
+    ("GPU, TRITON_ATTN", "fidelity_gpu", "TRITON_ATTN"),
+    ("GPU, PREFIX_SHARE", "fidelity_gpu", "PREFIX_SHARE"),
 )
 
 
@@ -293,7 +293,8 @@ def accuracy_table() -> str:
         "k1": lambda r: interval(r["sampled"]["k1"], ".2g"),
         "k3": lambda r: interval(r["sampled"]["k3"], ".2g"),
     }
-    runs = [published(name) for name in ("fidelity_cpu", "fidelity_cpu_float32") if exists(name)]
+    names = dict.fromkeys(name for _, name, _ in ACCURACY)
+    runs = [published(name) for name in names if exists(name)]
     return "\n".join(
         [
             *(
