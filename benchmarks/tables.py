@@ -312,21 +312,23 @@ def accuracy_table() -> str:
     )
 
 
-SOAKS = ("soak_engine", "soak_drafts", "soak_server", "soak_engine_gpu", "soak_server_gpu")
+SOAKS = (
+    "soak_engine", "soak_drafts", "soak_lora", "soak_server", "soak_engine_gpu", "soak_server_gpu",
+)  # fmt: skip
 
 
 def soak_table() -> str:
     """One line per variant of the engine, and the server: what was tried, and what failed."""
     lines = [
-        "| what | tried | compared with stock alone | failed | memory, open files | minutes |",
+        "| what | tried | compared with stock alone | failed | grown: memory, files, GPU memory "
+        "| minutes |",
         "|---|---|---|---|---|---|",
     ]
     commands = []
-    for name in SOAKS:
-        if not exists(name):
-            continue
+    for name in filter(exists, SOAKS):
         result = published(name)
-        commands.append(f"`{result['command']}`")
+        where = " on a GPU" if result["device"].startswith("NVIDIA") else ""
+        commands.append(f"`{result['command']}`: {result['device']}.\n")
         for row in result["rows"]:
             if "asked" in row:
                 tried = f"{row['requests']} requests: " + ", ".join(
@@ -342,12 +344,20 @@ def soak_table() -> str:
                     f"{row['equal']} of {row['greedy']} greedy answers equal, {row['ties']} part "
                     f"at a tie"
                 )
+                if row.get("compared"):
+                    mean = row["total_error"] / row["compared"]
+                    compared += (
+                        f"; log-probabilities of {row['compared']} tokens: {mean:.2g} nats apart "
+                        f"in the mean, {row['largest_error']:.2g} at most"
+                    )
+            grown = f"{row['grown_bytes'] / 2**20:+.1f} MiB, {row['grown_files']:+d}"
+            if where:
+                grown += f", {row['grown_device_bytes'] / 2**20:+.1f} MiB"
             lines.append(
-                f"| {row['variant']} | {tried} | {compared} | {len(row['wrong'])} "
-                f"| {row['grown_bytes'] / 2**20:+.1f} MiB, {row['grown_files']:+d} "
+                f"| {row['variant']}{where} | {tried} | {compared} | {len(row['wrong'])} | {grown} "
                 f"| {row['seconds'] / 60:.1f} |"
             )
-    return "\n".join([f"{' and '.join(commands)}, {result['device']}:", "", *lines])
+    return "\n".join([*commands, *lines])
 
 
 def ablation_table() -> str:
