@@ -180,6 +180,8 @@ def judge(
     found = [line for line in text.splitlines() if line.startswith("other bits")]
     if (any(said) and known < max(1, len(places))) or len(summary) != len(statuses):
         found += [line for line in text.splitlines() if line.startswith("=========")][:40]
+    if len(summary) != len(statuses):
+        found.append(f"{len(summary)} summaries of {len(statuses)} processes")
     if launches != expected or any(s != 0 for s in statuses):
         found.append(f"{launches} of {expected} launches, statuses {statuses} (None: time was up)")
     return {
