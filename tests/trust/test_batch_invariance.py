@@ -150,7 +150,7 @@ def assert_the_same_bits(decoder: Decoder, tolerance: float, batches: int) -> No
     outs = decoder.run(everybody)
     assert decoder.shared()
     requests.check(everybody, outs[..., :-1], tolerance)
-    chosen = [[i] for i in everybody[:6]]
+    chosen = [[i] for i in everybody[: 2 * batches]]
     chosen += [random.sample(everybody, random.randint(2, len(everybody))) for _ in range(batches)]
     for some in chosen:
         for shorter in (0, 3, decoder.piece):
