@@ -312,9 +312,7 @@ def accuracy_table() -> str:
     )
 
 
-SOAKS = (
-    "soak_engine", "soak_drafts", "soak_lora", "soak_server", "soak_engine_gpu", "soak_server_gpu",
-)  # fmt: skip
+SOAKS = ("soak_engine", "soak_lora", "soak_server", "soak_engine_gpu", "soak_server_gpu")
 
 
 def soak_table() -> str:
