@@ -655,6 +655,11 @@ TABLES = {
         lambda: engine_table("engine_newest"),
     ),
     "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
+    "kernel invariant": (
+        "docs/fidelity.md",
+        "kernel_invariant",
+        lambda: kernel_table("kernel_invariant"),
+    ),
     "kernel mla": ("docs/kernel-results.md", "kernel_mla", lambda: kernel_table("kernel_mla")),
     "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0-1", triton_table),
     "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),
