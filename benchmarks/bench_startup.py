@@ -86,12 +86,12 @@ def main() -> int:
                 seconds = seconds_to_start(backend, options, caches, args.log)
                 times[kind][backend].append(round(seconds, 2))
                 print(f"{kind:6} {backend:6} {seconds:6.1f} s", flush=True)
+                if args.out:  # each start takes a minute: keep those made if one fails
+                    write(args.out, {"versions": versions(), "seconds": times})
     for kind, of in times.items():
         if of["ours"]:
             stock, ours = (statistics.median(of[backend]) for backend in BACKENDS)
             print(f"{kind}: stock {stock:.1f} s, ours {ours:.1f} s, {ours - stock:+.1f} s")
-    if args.out:
-        write(args.out, {"versions": versions(), "seconds": times})
     return 0
 
 
