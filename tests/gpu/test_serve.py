@@ -53,7 +53,7 @@ def test_streams_share_the_document_and_one_can_be_aborted(server, model):
     prompts = Text(model).asking(DOCUMENT, [30, 7, 18, 44, 12, 25])
     client.completions.create(model=NAME, prompt=prompts[0][:DOCUMENT], max_tokens=1)
     stats(server, reset=True)
-    texts = stream(client, prompts, tokens=64, leave_after=6)
+    texts = stream(client, prompts, tokens=512, leave_after=6)  # long enough to run together
     assert all(len(text) > 2 * len(texts[0]) > 0 for text in texts[1:])
     counted = stats(server)
     assert counted["shared_steps"] > 20
