@@ -49,16 +49,19 @@ def seconds_to_start(backend: str, options: dict[str, Any], caches: Path, log: P
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     began = time.perf_counter()
     with (
-        log.open("a") as errors,
+        log.open("a", buffering=1) as errors,
         subprocess.Popen(
             [sys.executable, "-c", START, json.dumps(options)],
             env=env, stdout=subprocess.PIPE, stderr=errors, text=True,
         ) as process,
     ):  # fmt: skip
         assert process.stdout is not None
-        started = any(line.startswith("started") for line in process.stdout)
-        seconds = time.perf_counter() - began
-    if not started:
+        seconds = None
+        for line in process.stdout:
+            errors.write(line)  # vLLM says how long each phase took
+            if line.startswith("started"):
+                seconds = time.perf_counter() - began
+    if seconds is None:
         raise RuntimeError(f"{backend} did not start: see {log}.")
     return seconds
 
