@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from packaging.version import Version
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn
@@ -21,7 +22,7 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import DTYPES
 from vllm_prefixshare.integration import CPU_BACKEND, compat, register, signatures, stats, support
 from vllm_prefixshare.integration.hooks import registry, selection
-from vllm_prefixshare.settings import settings
+from vllm_prefixshare.settings import VARIABLES, settings
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +178,16 @@ def test_batch_invariance_is_left_to_the_stock_backend(monkeypatch, invariant):
     assert chosen.get_name() == ("CPU_ATTN" if invariant == "1" else "PREFIX_SHARE")
     told = stats.STATS.fallbacks.get("batch invariance", 0) > fallbacks.get("batch invariance", 0)
     assert told == (invariant == "1")
+
+
+def test_vllm_knows_our_variables_and_compiles_the_same_whatever_they_say(monkeypatch):
+    factors = []
+    for value in ("one", "two"):
+        for name in VARIABLES:
+            monkeypatch.setenv(name, value)
+        factors.append(envs.compile_factors())
+    assert set(VARIABLES) <= set(factors[0])
+    assert factors[0] == factors[1]
 
 
 def test_other_backends_do_not_pass_through_ours():

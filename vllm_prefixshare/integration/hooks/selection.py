@@ -62,10 +62,14 @@ def is_ours(backend: Any) -> bool:
 
 
 def hook_environment(module: ModuleType) -> None:
-    """Make this plugin's variables known to vLLM, which warns of others."""
+    """Make this plugin's variables known to vLLM, which warns of others.
+
+    vLLM also reads each known variable into the key of what torch.compile has cached. Ours change
+    no compiled graph, and one names a folder that is new in each process, so vLLM gets no values.
+    """
     ours = is_ours(os.environ.get(ENV_VAR, ""))
     for name in (*VARIABLES, *((ENV_VAR,) if ours else ())):
-        module.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+        module.environment_variables.setdefault(name, lambda: None)
 
 
 def hook_engine_config(module: ModuleType) -> None:
