@@ -54,7 +54,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         config = get_current_vllm_config()
         reason = (
             impl_refusal(self, (-1, -1), gpu_extras())
-            or _config_refusal(config)
+            or config_refusal(config)
             or _shard_refusal(self, config)
         )
         self.shares = reason is None
@@ -63,7 +63,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             return
         host_tables.want()
         # allocated here, since vLLM measures the memory left for the KV cache after the layers
-        self.partials = _reserve_partials(self, config, this_device())
+        self.partials = reserve_partials(self, config, this_device())
         self._extras: LayerExtras | None = None
 
     def forward(
@@ -161,7 +161,7 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
     builder_cls = PrefixShareMetadataBuilder
 
 
-def _config_refusal(config: Any) -> str | None:
+def config_refusal(config: Any) -> str | None:
     """Why a configuration cannot be served, or None; for settings that no layer knows."""
     parallel = config.parallel_config
     checks = (
@@ -203,7 +203,7 @@ def this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
+def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
     """Room for the partial results of any batch of this configuration."""
     block_size = config.cache_config.block_size or 16  # as far as it is known yet
     attention = attention_of([impl], block_size, config.model_config.dtype)
