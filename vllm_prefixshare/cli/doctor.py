@@ -205,6 +205,7 @@ def _falls_back(layer: LayerKind, on_cpu: bool | None) -> str | None:
         CUDA_DTYPES,
         NOTHING,
         gpu_extras,
+        latent_refusal,
         selector_refusal,
     )
 
@@ -215,7 +216,10 @@ def _falls_back(layer: LayerKind, on_cpu: bool | None) -> str | None:
         return "ALiBi slopes"
     if layer.logits_soft_cap and "softcap" not in extras:
         return "a logits soft cap"
-    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    reason = selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    if reason is None and layer.use_mla:
+        reason = latent_refusal(layer.num_heads)
+    return reason
 
 
 def strict(served: list[dict[str, Any]]) -> str:
