@@ -5,9 +5,10 @@ Our kernel's own source runs under Triton's interpreter. FLASH_ATTN_MLA does not
 stand-in computes in float64 what it is asked for, from the metadata that it gets.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,12 +35,16 @@ from vllm_prefixshare.settings import settings
 
 from .test_cuda_backend import BLOCK, CPU, MAX_REQS, Group, analytic, vllm_config
 
-# names that FLASH_ATTN_MLA imports and that need a GPU
-for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
-    if not hasattr(fa_utils, name):
-        setattr(fa_utils, name, None)
+# FLASH_ATTN_MLA imports functions that need a GPU, up to vLLM 0.32 from this package
+extension = ModuleType("vllm.vllm_flash_attn")
+for module in (extension, fa_utils):
+    for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
+        if not hasattr(module, name):
+            setattr(module, name, None)
+sys.modules[extension.__name__] = extension
 from vllm.v1.attention.backends.mla import flashattn_mla  # noqa: E402
 
+del sys.modules[extension.__name__]
 from vllm_prefixshare.integration.cuda import mla, planning  # noqa: E402
 
 pytestmark = [
@@ -47,8 +52,15 @@ pytestmark = [
     # rows without any token divide by zero and are then discarded, as on a GPU
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-HEADS, NOPE, ROPE, V = 4, 128, 64, 128
-PREFILL = SimpleNamespace(prepare_metadata=lambda metadata: None)
+HEADS = 4
+SHAPE = {
+    "q_lora_rank": None,
+    "kv_lora_rank": RANK,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+PREFILL = SimpleNamespace(prepare_metadata=lambda metadata: None, get_name=lambda: "FLASH_ATTN")
 SPEC = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": WIDTH, "dtype": torch.float16}
 
 
@@ -67,6 +79,7 @@ def _interpreter(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mla, "this_device", lambda: CPU)
+    monkeypatch.setattr(mla_attention, "PIN_MEMORY", False, raising=False)
     monkeypatch.setattr(flashattn_mla, "flash_attn_supports_mla", lambda: True)
     monkeypatch.setattr(flashattn_mla.FlashAttnMLAImpl, "forward_mqa", stand_in)
     # so few tokens are read twice by default
@@ -93,6 +106,7 @@ class LatentGroup(Group):
         vars(config.parallel_config).update(parallel or {})
         config.model_config.max_model_len = 64 * BLOCK
         config.model_config.get_head_size = lambda: WIDTH
+        config.model_config.hf_text_config = SimpleNamespace(**SHAPE)  # up to vLLM 0.26
         config.attention_config.use_prefill_query_quantization = False
         config.scheduler_config.max_num_batched_tokens = 1024
         for module in (mla, mla_attention):
@@ -100,15 +114,12 @@ class LatentGroup(Group):
         self.impl = mla.PrefixShareMLAImpl(
             num_heads=num_heads, head_size=WIDTH, scale=SCALE, num_kv_heads=1, alibi_slopes=None,
             sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None, attn_type="decoder",
-            kv_sharing_target_layer_name=None, q_lora_rank=None, kv_lora_rank=RANK,
-            qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, qk_head_dim=NOPE + ROPE, v_head_dim=V,
-            kv_b_proj=None,
+            kv_sharing_target_layer_name=None, qk_head_dim=192, kv_b_proj=None, **SHAPE,
         )  # fmt: skip
         layer = self.layer = MLAAttention.__new__(MLAAttention)
         torch.nn.Module.__init__(layer)
-        shape = {"num_heads": num_heads, "q_lora_rank": None, "kv_lora_rank": RANK, "v_head_dim": V}
         vars(layer).update(
-            shape, impl=self.impl, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+            SHAPE, impl=self.impl, num_heads=num_heads,
             prefill_backend=SimpleNamespace(clone=lambda: PREFILL),
             kv_cache=torch.zeros(8, BLOCK, WIDTH, dtype=torch.float16),
         )  # fmt: skip
@@ -185,6 +196,7 @@ def test_short_prefills_go_to_the_parent(monkeypatch):
 
 def test_long_prefills_are_the_parents_own(monkeypatch):
     group, batch = LatentGroup(monkeypatch), with_queries(batch_of(), [1, 1, 80])
+    batch.seq_lens[2] = 80  # nothing cached: what is would be gathered on the GPU
     group.builder.reorder_batch_threshold = 64  # 512 in vLLM
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))

@@ -172,8 +172,9 @@ class PrefixShareMLABackend(BackendMethods, FlashAttnMLABackend):
 
 def _layer_refusal(impl: Any, config: Any) -> str | None:
     """Why a layer with latents cannot be served, or None."""
+    shards = config.parallel_config.decode_context_parallel_size
     checks = (
-        (impl.dcp_world_size > 1, "decode context parallelism"),
+        (shards > 1, "decode context parallelism"),
         ((impl.head_size, impl.kv_lora_rank) != LATENT_SHAPE, f"head_dim {impl.head_size}"),
         # the kernel takes one query of a request
         (decode_query_len(config) > 1, "drafts with multi-head latent attention"),
