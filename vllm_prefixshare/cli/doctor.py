@@ -239,7 +239,11 @@ def _falls_back(layer: LayerKind, on_cpu: bool | None) -> str | None:
 
 def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> str | None:
     """Why a layer would fall back where a GPU's layers may have ``extras``."""
-    from vllm_prefixshare.integration.support import CUDA_DTYPES, selector_refusal
+    from vllm_prefixshare.integration.support import (
+        CUDA_DTYPES,
+        latent_refusal,
+        selector_refusal,
+    )
 
     if layer.chunked:
         return "chunked local attention"
@@ -247,7 +251,10 @@ def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> s
         return "ALiBi slopes"
     if layer.logits_soft_cap and "softcap" not in extras:
         return "a logits soft cap"
-    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    reason = selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    if reason is None and layer.use_mla:
+        reason = latent_refusal(layer.num_heads)
+    return reason
 
 
 def strict(served: list[dict[str, Any]]) -> str:
