@@ -26,9 +26,9 @@ from typing import Any
 import engine_report as report
 import repository  # noqa: F401
 import torch
-from bench_kernel import versions, write
 from engine_report import Row
 from engine_workloads import SharedDocuments
+from results import versions, write
 
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
