@@ -61,6 +61,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         if reason is not None:
             fall_back(reason)
             return
+        if self.dcp_world_size > 1:
+            context_parallel.check_collectives(config)
         host_tables.want()
         # allocated here, since vLLM measures the memory left for the KV cache after the layers
         self.partials = _reserve_partials(self, config, this_device())
