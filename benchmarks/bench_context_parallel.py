@@ -26,9 +26,9 @@ from typing import Any
 import engine_report as report
 import repository  # noqa: F401
 import torch
-from bench_kernel import versions, write
 from engine_report import Row
 from engine_workloads import SharedDocuments
+from results import versions, write
 
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
@@ -67,6 +67,7 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
         "tensor_parallel_size": GPUS,
         "decode_context_parallel_size": GPUS,
         "cp_kv_cache_interleave_size": args.interleave,
+        "dcp_comm_backend": args.comm_backend,
         "distributed_executor_backend": "mp",
     }
     backends: list[Row] = [
@@ -171,6 +172,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=48, help="output tokens")
     add("--layers", type=int, default=16, help="of the model; Llama-3.1-8B has 32")
     add("--interleave", type=int, default=1, help="cp_kv_cache_interleave_size")
+    add("--comm-backend", choices=("ag_rs", "a2a"), default="ag_rs", help="vLLM's dcp_comm_backend")
     add("--repeats", type=int, default=3, help="timed runs")
     add("--kv-gib", type=float, default=6.0, help="GiB of KV cache of each engine and GPU")
     add("--limit", type=float, default=240.0, help="seconds after which no repeat begins")

@@ -34,8 +34,8 @@ import engine_report as report
 import engine_workloads as work
 import repository  # noqa: F401
 import torch
-from bench_kernel import versions, write
 from engine_report import Row
+from results import versions, write
 
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import (

@@ -32,7 +32,7 @@ import accuracy
 import numpy as np
 import repository  # noqa: F401
 import torch
-from bench_kernel import versions, write
+from results import versions, write
 
 from tests.support.dummy_model import write_llama_8b
 from tests.support.embedded_model import embedded_model_path

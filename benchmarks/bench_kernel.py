@@ -23,15 +23,11 @@ Latent KV caches (MLA), with DeepSeek's 512 + 64 numbers a token and one KV head
 
 import argparse
 import gc
-import json
 import math
-import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 
@@ -39,8 +35,9 @@ import kernel_report as report
 import numpy as np
 import torch
 from peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
+from results import versions, write
 
-from vllm_prefixshare import LayerExtras, PrefixShareError, __version__
+from vllm_prefixshare import LayerExtras, PrefixShareError
 from vllm_prefixshare.config import LATENT_SHAPE
 from vllm_prefixshare.costs.gpu_timing import (
     GpuTimer,
@@ -294,14 +291,6 @@ def workloads(args: argparse.Namespace) -> Iterable[Workload]:
         yield from workload_set(name, args.block_size, args.deft_data, args.quick)
 
 
-def versions() -> dict[str, str]:
-    found = {"vllm_prefixshare": __version__, "python": platform.python_version()}
-    for name in ("torch", "triton", "vllm", "flashinfer-python", "xformers"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
@@ -421,12 +410,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def vars_of(rates: MachineRates) -> dict[str, float]:
     return {"TB/s": rates.bytes_per_second / 1e12, "TFLOP/s": rates.flops_per_second / 1e12}
-
-
-def write(path: Path | None, result: dict[str, object]) -> None:
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import Any
 
 import repository  # noqa: F401
 import torch
-from bench_kernel import versions, write
 from engine_workloads import SharedDocuments
+from results import versions, write
 
 from tests.support.dummy_model import write_llama_8b
 from tests.support.embedded_model import embedded_model_path

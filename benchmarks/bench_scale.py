@@ -28,7 +28,7 @@ import repository  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from bench_kernel import versions, write
+from results import versions, write
 
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
 from vllm_prefixshare.distributed import scaling

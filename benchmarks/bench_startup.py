@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import repository
-from bench_kernel import versions, write
+from results import versions, write
 
 from tests.support.dummy_model import write_llama_8b
 

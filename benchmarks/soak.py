@@ -24,7 +24,7 @@ from random import Random
 from typing import Any
 
 import repository  # noqa: F401
-from bench_kernel import versions, write
+from results import versions, write
 
 from tests.serving import NAME, server_process
 from tests.support import chaos

@@ -59,6 +59,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             or config_refusal(config)
             or _shard_refusal(self, config)
         )
+        if reason is None and self.dcp_world_size > 1:
+            context_parallel.check_collectives(config)
         set_up(self, config, reason)
         self._extras: LayerExtras | None = None
 
