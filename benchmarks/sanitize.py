@@ -6,9 +6,15 @@ of barriers.
 A first run without it compiles, compares with float64 and keeps the output. Then each tool has
 processes of its own that launch the same again: the tool must find nothing, and the output must
 have the same bits. The exit status is 1 if anything was found.
+
+Of a kernel with ``warp_specialize`` racecheck reports the byte by which Triton tells a warp what to
+run: "read" where the kernel begins, "written" there or at the call. It is no race: each write is
+before, and each later one behind, a barrier of all warps. A kernel that does nothing else is among
+those that are launched; such reports are counted apart.
 """
 
 import argparse
+import inspect
 import os
 import re
 import shlex
@@ -24,7 +30,7 @@ from typing import Any
 import numpy as np
 import repository  # noqa: F401
 import torch
-from bench_kernel import versions, write
+from results import versions, write
 
 from tests.gpu import test_extras as extra_cases
 from tests.gpu.layer import FP16, KERNELS, Layer, poison, random_trees
@@ -47,16 +53,39 @@ LAYERS: dict[str, dict[str, Any]] = {
     "more rows than a tile": {"heads": (64, 2), "counts": [5] * 8},
     "token trees": {"heads": (8, 2), "counts": [6] * 8, "parents": random_trees([6] * 8)},
 }
+CONTROL = "Triton's warps alone"
 PORTABLE_ONLY = extra_cases.PORTABLE_ONLY | {"head_dim 512"}
 Started = tuple[subprocess.Popen[bytes], Path]
 EXTRAS = ("fp8", "fp8, sinks, soft_cap", "sinks", "soft_cap", "alibi")
+
+
+def specialised() -> list[Any]:
+    """Every kernel with ``warp_specialize``; first the one that does nothing else."""
+    from sanitize_control import nothing_else
+
+    from vllm_prefixshare.kernels.hopper.kernel import partial_attention
+
+    return [nothing_else, partial_attention]
+
+
+def dispatches() -> set[str]:
+    """Where racecheck places what Triton reads and writes to tell warps what to run."""
+    found = set()
+    for kernel in specialised():
+        lines, first = inspect.getsourcelines(kernel.fn)
+        for i, line in enumerate(lines):
+            if line.startswith("def ") or "gl.warp_specialize(" in line:
+                found.add(f"{Path(inspect.getfile(kernel.fn)).name}:{first + i}")
+    return found
 
 
 def variants() -> list[tuple[str, str]]:
     """Kernel and name of everything that is launched."""
     found = [(kernel, name) for kernel in KERNELS for name in (*LAYERS, *EXTRAS)]
     found = [x for x in found if x[0] == "portable" or x[1] not in PORTABLE_ONLY]
-    return [*found, ("mla_hopper", "latent KV cache")] if "hopper" in KERNELS else found
+    if "hopper" in KERNELS:
+        found += [("mla_hopper", "latent KV cache"), ("hopper", CONTROL)]
+    return found
 
 
 def launched(kernel: str, name: str, checks: bool) -> torch.Tensor:
@@ -65,6 +94,10 @@ def launched(kernel: str, name: str, checks: bool) -> torch.Tensor:
     Args:
         checks: compare with float64.
     """
+    if name == CONTROL:
+        written = torch.zeros(2, dtype=torch.int16, device="cuda")
+        specialised()[0][(1,)](written, num_warps=4)
+        return written
     if kernel == "mla_hopper":
         latent = LatentLayer(tree(BATCH, 64))
         out, lse = latent.run(latent.planned())
@@ -142,8 +175,10 @@ def judge(
     launches = len(re.findall(r"^launched ", text, re.MULTILINE))
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text)
     said = [int(n) for line in summary for n in re.findall(r"\d+(?= (?:errors?|hazards?))", line)]
+    places = re.findall(r"access at .*? in (\S+)", text)
+    known = sum(place in dispatches() for place in places) if tool == "racecheck" else 0
     found = [line for line in text.splitlines() if line.startswith("other bits")]
-    if any(said) or any(statuses) or len(summary) != len(statuses):
+    if (any(said) and known < max(1, len(places))) or len(summary) != len(statuses):
         found += [line for line in text.splitlines() if line.startswith("=========")][:40]
     if launches != expected or any(s != 0 for s in statuses):
         found.append(f"{launches} of {expected} launches, statuses {statuses} (None: time was up)")
@@ -152,6 +187,7 @@ def judge(
         "launches": launches,
         "seconds": round(seconds, 1),
         "summary": sorted(set(summary)),
+        "of_dispatch": known,
         "wrong": found,
     }
 

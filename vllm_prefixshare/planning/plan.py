@@ -30,7 +30,8 @@ class DecodePlan:
         partial_indices: parallel to tile_req_indices: row of partial_out and partial_lse,
             or -1 where the request has one tile only and is written directly.
         merge_indptr: ``[num_reqs + 1]`` partial rows to merge into each request.
-    planned_seq_lens: ``[num_reqs]`` lengths that the division was balanced for.
+    planned_seq_lens: ``[num_reqs]`` lengths that the division was balanced for, and the least
+        that it serves. Of ``batch_invariant``: the least.
     """
 
     num_reqs: int
@@ -158,12 +159,14 @@ def build_plan(
         tiles: together covering every token of every request once.
         seq_lens: ``[num_reqs]`` lengths the tiles were made for.
     """
+    # numbered in the divider's order, which no schedule changes, and merged in it
+    partial, merge_indptr = _number_partials(tiles.rows, len(seq_lens))
     if tiles.worker is None:
         order, work_indptr, _ = longest_first(tiles.cost, num_workers)
+        partial = partial[_permuted(tiles.row_indptr, order)[1]]
         tiles = _in_order(tiles, order)
     else:
         work_indptr = np.searchsorted(tiles.worker, np.arange(num_workers + 1)).astype(np.int32)
-    partial, merge_indptr = _number_partials(tiles.rows, len(seq_lens))
     row, kv_start, kv_end, reader_start, reader_end = np.ascontiguousarray(tiles.runs.T)
     return DecodePlan(
         num_reqs=len(seq_lens),
