@@ -6,7 +6,7 @@ stand-in computes in float64 what it is asked for, from the metadata that it get
 """
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -294,6 +294,11 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     assert group.layer.kv_cache.isfinite().all()
     group.assert_right(batch)
     assert STATS.plans == 2
+
+
+def test_our_metadata_hides_no_field_of_theirs():
+    theirs = {f.name for f in fields(flashattn_mla.FlashAttnMLAMetadata)}
+    assert not theirs & mla.PrefixShareMLAMetadata.__annotations__.keys()
 
 
 def test_full_graphs_are_captured_for_uniform_batches():
