@@ -78,7 +78,7 @@ def _interpreter(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "kernels_that_may_serve", lambda *layer: [choose(*layer).kernel])
     monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(mla, "this_device", lambda: CPU)
+    monkeypatch.setattr(cuda, "this_device", lambda: CPU)
     monkeypatch.setattr(mla_attention, "PIN_MEMORY", False, raising=False)
     monkeypatch.setattr(flashattn_mla, "flash_attn_supports_mla", lambda: True)
     monkeypatch.setattr(flashattn_mla.FlashAttnMLAImpl, "forward_mqa", stand_in)

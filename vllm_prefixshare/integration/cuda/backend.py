@@ -49,6 +49,9 @@ from vllm_prefixshare.settings import settings
 class PrefixShareCUDAImpl(FlashAttentionImpl):
     """One layer: decodes in the kernels of this package, prefills in FLASH_ATTN."""
 
+    shares: bool
+    partials: PartialResults
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
@@ -57,13 +60,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             or config_refusal(config)
             or _shard_refusal(self, config)
         )
-        self.shares = reason is None
-        if reason is not None:
-            fall_back(reason)
-            return
-        host_tables.want()
-        # allocated here, since vLLM measures the memory left for the KV cache after the layers
-        self.partials = reserve_partials(self, config, this_device())
+        start_sharing(self, reason, config)
         self._extras: LayerExtras | None = None
 
     def forward(
@@ -159,6 +156,21 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
     dtypes = CUDA_DTYPES
     impl_cls = PrefixShareCUDAImpl
     builder_cls = PrefixShareMetadataBuilder
+
+
+def start_sharing(impl: Any, reason: str | None, config: Any) -> None:
+    """Note in a layer whether it ``shares``: unless there is a reason against it. Its ``partials``
+    are allocated here, since vLLM measures the memory left for the KV cache after the layers.
+
+    Raises:
+        PrefixShareError: see ``fall_back``.
+    """
+    impl.shares = reason is None
+    if reason is not None:
+        fall_back(reason)
+        return
+    host_tables.want()
+    impl.partials = reserve_partials(impl, config, this_device())
 
 
 def config_refusal(config: Any) -> str | None:

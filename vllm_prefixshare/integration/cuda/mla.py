@@ -26,16 +26,11 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 )
 
 from vllm_prefixshare.config import LATENT_SHAPE
-from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.cuda.backend import (
-    config_refusal,
-    reserve_partials,
-    this_device,
-)
+from vllm_prefixshare.integration.cuda.backend import config_refusal, start_sharing
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
-from vllm_prefixshare.integration.support import CUDA_DTYPES, fall_back, latent_refusal
+from vllm_prefixshare.integration.support import CUDA_DTYPES, latent_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.settings import settings
 
@@ -100,18 +95,14 @@ class PrefixShareMLAMetadataBuilder(PlanningBuilder, FlashAttnMLAMetadataBuilder
 class PrefixShareMLAImpl(FlashAttnMLAImpl):
     """One layer: decodes in the kernel of this package, all else in FLASH_ATTN_MLA."""
 
+    shares: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         reason = latent_refusal(self.num_heads) or _layer_refusal(self, config)
         reason = reason or config_refusal(config)
-        self.shares = reason is None
-        if reason is not None:
-            fall_back(reason)
-            return
-        host_tables.want()
-        # allocated here, since vLLM measures the memory left for the KV cache after the layers
-        self.partials = reserve_partials(self, config, this_device())
+        start_sharing(self, reason, config)
 
     def forward_mqa(
         self,
