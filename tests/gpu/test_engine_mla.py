@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.dummy_model import write_small_deepseek_v2
 from tests.support.engine_steps import drive
-from vllm_prefixshare.integration.stats import PrefixShareWorkerExtension
 
 from . import engine_cases as cases
 from .engine_cases import GREEDY, Text, assert_shared, engines
@@ -33,21 +32,6 @@ OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "max_num_batched_
 ENVIRONMENT = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "mla"}
 
 
-class WithKernels(PrefixShareWorkerExtension):
-    """The plugin's worker extension, which also says what graphs hold."""
-
-    def kernels_in_graphs(self) -> list[str]:
-        """Names of the kernels that CUDA graphs launch."""
-        from vllm_prefixshare.integration.cuda import planning
-
-        found = [builder._executor for builder in planning._BUILDERS]
-        return [x.name for x in found if x is not None and x.workspace.plan.captured]
-
-
-def kernels_in_graphs(llm: Any) -> list[str]:
-    return llm.collective_rpc("kernels_in_graphs")[0]
-
-
 @pytest.mark.parametrize("runner", ["V2", "V1"])
 def test_as_exact_as_stock(runner, tmp_path):
     model = write_small_deepseek_v2(tmp_path / "model")
@@ -55,7 +39,7 @@ def test_as_exact_as_stock(runner, tmp_path):
     shared = text.asking(1200, [50, 9, 31, 64, 17] * 3)
     alone = [text.part(900 * i, 300 + 37 * i) for i in range(7)]
     stock = cases.stock(model, **{**OPTIONS, "backend": "FLASH_ATTN_MLA"})
-    extension = f"{__name__}.{WithKernels.__name__}"
+    extension = "tests.gpu.engine_cases.KernelNames"
     ours = cases.ours(model, runner, env=ENVIRONMENT, worker_extension_cls=extension, **OPTIONS)
     errors, runs = {}, {}
     with engines(stock, ours) as both:
@@ -64,7 +48,7 @@ def test_as_exact_as_stock(runner, tmp_path):
                 engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
                 run = runs[name, who] = engine.call(drive, prompts, {**GREEDY, "max_tokens": 64})
                 errors[name, who] = np.concatenate(cases.errors(run.completions, both[0]))
-        kernels = both[1].call(kernels_in_graphs)
+        kernels = both[1].call(cases.kernels_in_graphs)
     for (name, who), error in errors.items():
         print(f"{name}, {who}: mean {error.mean():.4f}, max {error.max():.3f}")
     assert kernels == ["mla_hopper"]
@@ -74,5 +58,6 @@ def test_as_exact_as_stock(runner, tmp_path):
     assert not runs["shared", "ours"].stats["fallbacks"]
     for name in ("shared", "alone"):
         mine, stocks = errors[name, "ours"], errors[name, "stock"]
+        assert stocks.mean() < 0.3, "stock's decode disagrees with its prefill: no reference"
         assert 0 < mine.mean() < 1.3 * stocks.mean() + 1e-3
         assert mine.max() < 2 * stocks.max() + 1e-2

@@ -50,6 +50,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
     """One layer: decodes in the kernels of this package, prefills in FLASH_ATTN."""
 
     shares: bool
+    partials: PartialResults
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -28,10 +28,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 from vllm_prefixshare.config import LATENT_SHAPE
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.cuda.backend import (
-    config_refusal,
-    set_up,
-)
+from vllm_prefixshare.integration.cuda.backend import config_refusal, set_up
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.support import CUDA_DTYPES, latent_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
