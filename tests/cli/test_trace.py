@@ -127,7 +127,10 @@ def test_an_engine_is_recorded_and_drawn(tmp_path):
     environment = {"VLLM_PREFIXSHARE_TRACE": str(path), "VLLM_PREFIXSHARE_SHARE": "always"}
     document = "The lighthouse was built in 1874. It is 38 metres high. " * 40
     questions = [f"{document} {i}: when was it built?" for i in range(6)]
-    with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment) as engine:
+    # one process and no compilation: other tests have engines that start as a user's does
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    settings = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 512}
+    with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment, **settings) as engine:
         engine.generate(questions[:1], 1)  # puts the document into the prefix cache
         stats = engine.generate(questions, 8, ignore_eos=True).stats
     assert stats["shared_steps"]
