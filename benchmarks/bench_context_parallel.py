@@ -2,7 +2,8 @@ r"""Decode context parallelism on two GPUs: stock FLASH_ATTN against PREFIX_SHAR
 
 Requests share one long document. The model has Llama-3.1-8B's shape with one KV head, which vLLM
 shards over two ranks, and random weights. Four engines live on the two GPUs at once and take turns;
-those that wait are stopped.
+those that wait are stopped. They replay FULL graphs but compile nothing, which halves their start;
+after ``--limit`` seconds no further repeat begins.
 
     python benchmarks/bench_context_parallel.py --out benchmarks/published/context_parallel.json
 
@@ -17,6 +18,8 @@ import shlex
 import statistics
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from tests.support.engine_steps import start_engines
 from vllm_prefixshare import PrefixShareError
 
 GPUS = 2
+VOCAB = 128256  # of Llama 3.1
 #: what serves context parallelism; without meaning to stock
 ASKED = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "dcp"}
 #: tokens of context where attention takes hardly any time, and tokens of each answer compared
@@ -52,6 +56,7 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "worker_extension_cls": "bench_worker.BenchWorker",
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "max_model_len": args.document + args.own + args.tokens + 16,
         "max_num_seqs": args.requests,
         # engines that start at once count each other's memory
@@ -62,6 +67,7 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
         "tensor_parallel_size": GPUS,
         "decode_context_parallel_size": GPUS,
         "cp_kv_cache_interleave_size": args.interleave,
+        "dcp_comm_backend": args.comm_backend,
         "distributed_executor_backend": "mp",
     }
     backends: list[Row] = [
@@ -75,23 +81,42 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
     ]
 
 
-def measure(args: argparse.Namespace, engines: Pair, gpus: int, vocab: int) -> list[Row]:
-    """A row for each engine of one setting."""
-    document = SharedDocuments("document", 1, args.requests, args.document, args.own)
-    floor = SharedDocuments("floor", args.requests, 1, 0, FLOOR_CONTEXT)
-    cached = document.cached_prompts(vocab)
-    for engine in engines.values():
+def works(args: argparse.Namespace) -> dict[str, SharedDocuments]:
+    return {
+        "document": SharedDocuments("document", 1, args.requests, args.document, args.own),
+        "floor": SharedDocuments("floor", args.requests, 1, 0, FLOOR_CONTEXT),
+    }
+
+
+def fill(args: argparse.Namespace, engines: list[EngineProcess]) -> None:
+    """Weights as large as trained ones, and the document in the prefix cache. Engines on different
+    GPUs do so at the same time.
+    """
+    cached = works(args)["document"].cached_prompts(VOCAB)
+
+    def fill_one(engine: EngineProcess) -> None:
+        engine.collective_rpc("randomize_weights")
         engine.generate(cached, 1, **SAMPLING)
-    agreement = compare(engines, document.prompts(vocab, seed=0))
+
+    with ThreadPoolExecutor(GPUS) as pool:
+        list(pool.map(fill_one, engines))
+
+
+def measure(args: argparse.Namespace, engines: Pair, gpus: int, end: float) -> list[Row]:
+    """A row for each engine of one setting. end: ``time.monotonic`` at which repeats stop."""
+    document = works(args)["document"]
+    agreement = compare(engines, document.prompts(VOCAB, seed=0)) if gpus == GPUS else None
     times: dict[str, dict[str, list[float]]] = {n: {"document": [], "floor": []} for n in engines}
     share_factors = {}
     for repeat in range(args.repeats):
-        for work in (document, floor):
-            prompts = work.prompts(vocab, seed=repeat + 1)
+        if repeat and time.monotonic() > end:
+            break
+        for title, work in works(args).items():
+            prompts = work.prompts(VOCAB, seed=repeat + 1)
             for name, engine in engines.items():
                 batch = engine.generate(prompts, args.tokens, together=True, **SAMPLING)
-                times[name][work.title].append(report.decode_ms(batch))
-                if work is document and name == PREFIX_SHARE:
+                times[name][title].append(report.decode_ms(batch))
+                if title == "document" and name == PREFIX_SHARE:
                     share_factors[name] = report.host_times([batch])["share_factor"]
     rows = []
     for name, found in times.items():
@@ -104,6 +129,7 @@ def measure(args: argparse.Namespace, engines: Pair, gpus: int, vocab: int) -> l
                 "floor_ms": least,
                 "attention_ms": ms - least,
                 "range_ms": [min(found["document"]), max(found["document"])],
+                "repeats": len(found["document"]),
                 "share_factor": share_factors.get(name),
                 "agreement": agreement,
             }
@@ -126,10 +152,11 @@ def compare(engines: Pair, prompts: list[list[int]]) -> Row:
 def line(row: Row) -> str:
     """A row of the printed table."""
     agreement, factor = row["agreement"], row["share_factor"]
+    same = f"{agreement['same']:.0%}, {agreement['largest_gap']:.3f}" if agreement else "-"
     return (
         f"{row['gpus']:4} {row['engine']:14} {row['ms']:9.3f} {row['floor_ms']:9.3f} "
         f"{row['attention_ms']:9.3f}   {f'{factor:.1f}' if factor else '-':>6} "
-        f"  {agreement['same']:.0%}, {agreement['largest_gap']:.3f}"
+        f"  {same}"
     )
 
 
@@ -139,22 +166,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--requests", type=int, default=64, help="requests on the document")
+    add("--requests", type=int, default=32, help="requests on the document")
     add("--document", type=int, default=122880, help="tokens of the document")
     add("--own", type=int, default=64, help="tokens of each request behind it")
-    add("--tokens", type=int, default=64, help="output tokens")
+    add("--tokens", type=int, default=48, help="output tokens")
     add("--layers", type=int, default=16, help="of the model; Llama-3.1-8B has 32")
     add("--interleave", type=int, default=1, help="cp_kv_cache_interleave_size")
+    add("--comm-backend", choices=("ag_rs", "a2a"), default="ag_rs", help="vLLM's dcp_comm_backend")
     add("--repeats", type=int, default=3, help="timed runs")
     add("--kv-gib", type=float, default=6.0, help="GiB of KV cache of each engine and GPU")
+    add("--limit", type=float, default=240.0, help="seconds after which no repeat begins")
     add("--max-gap", type=float, default=0.3, help="nats; tokens may differ at smaller gaps")
     add("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args(argv)
     for name in ("requests", "document", "own", "layers", "interleave", "repeats"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be 1 or more")
-    if args.tokens < 2 or args.kv_gib <= 0:
-        parser.error("--tokens must be 2 or more, --kv-gib positive")
+    if args.tokens < 2 or args.kv_gib <= 0 or args.limit <= 0:
+        parser.error("--tokens must be 2 or more, --kv-gib and --limit positive")
     if torch.cuda.device_count() < GPUS:
         parser.error(f"{GPUS} GPUs are needed, here are {torch.cuda.device_count()}")
     return args
@@ -163,12 +192,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 where tokens differ, 2 with one sentence on standard error."""
     args = parse(argv)
+    began = time.monotonic()
+
+    def passed(what: str) -> None:
+        result["seconds"][what] = round(time.monotonic() - began, 1)
+        print(f"{result['seconds'][what]:.0f} s: {what}", flush=True)
+
     result: Row = {
         "command": shlex.join(["python", *sys.argv]),
         "gpu": torch.cuda.get_device_name(),
         "versions": versions(),
         "model": f"Llama-3.1-8B's shape with 1 KV head and {args.layers} layers, random weights",
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
+        "seconds": {},
         "rows": [],
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -176,16 +212,20 @@ def main(argv: list[str] | None = None) -> int:
         model = write_llama_8b(Path(folder), **changes)
         try:
             with start_engines(*specs(args, model)) as engines:
-                for engine in engines:
-                    engine.collective_rpc("randomize_weights")
+                passed("started")
+                alone, sharded = engines[:2], engines[2:]
+                for those in (alone, sharded[:1], sharded[1:]):
+                    fill(args, those)
+                passed("document cached")
                 print(f"{result['gpu']}, {result['versions']}\n{result['model']}")
                 print(f"{args.requests} requests on one document of {args.document} tokens")
                 print("GPUs engine             ms a token     floor attention  factor  same, gap")
-                for gpus, pair in ((1, engines[:2]), (GPUS, engines[2:])):
+                for gpus, pair in ((GPUS, sharded), (1, alone)):
                     named: Pair = dict(zip((STOCK, PREFIX_SHARE), pair, strict=True))
-                    for row in measure(args, named, gpus, vocab=128256):
+                    for row in measure(args, named, gpus, began + args.limit):
                         result["rows"].append(row)
                         print(line(row), flush=True)
+                    passed(f"measured on {gpus}")
                     write(args.out, result)
         except PrefixShareError as e:
             print(f"bench_context_parallel: error: {e}", file=sys.stderr)
@@ -199,7 +239,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: attention on {GPUS} GPUs takes {of_half:.3f} of half the time on one")
     print(f"goal for {PREFIX_SHARE}: at most {GOAL}")
     write(args.out, result)
-    wrong = any(row["agreement"]["largest_gap"] > args.max_gap for row in result["rows"])
+    agreements = [row["agreement"] for row in result["rows"] if row["agreement"]]
+    wrong = any(a["largest_gap"] > args.max_gap for a in agreements)
     if wrong:
         print(f"tokens part where stock's gap is over {args.max_gap} nats", file=sys.stderr)
     return int(wrong)

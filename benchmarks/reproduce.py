@@ -26,6 +26,7 @@ import repository  # noqa: F401
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
 from papers.experiment import GPU, GPUS, Experiment, Point, Results, Setting
 from papers.picture import draw
+from results import versions
 
 from vllm_prefixshare.records import PrefixShareError
 
@@ -158,18 +159,12 @@ def collect(run: Progress, setting: Setting) -> None:
             "command": setting.command,
             "date": date.today().isoformat(),
             **described(setting),
-            "versions": versions_here(),
+            "versions": versions(),
             "complete": run.done == len(order),
             "of_points": len(order),
             "points": points,
         },
     )
-
-
-def versions_here() -> dict[str, str]:
-    from results import versions
-
-    return versions()
 
 
 def chosen(names: Iterable[str]) -> list[Experiment]:

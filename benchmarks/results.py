@@ -1,5 +1,7 @@
-"""What every benchmark writes beside its figures. Imports nothing that compiles: vLLM for CPUs does
-not start in a process that has loaded Numba.
+"""The file of a benchmark's results, and the versions that it names.
+
+It imports no kernels: an engine's processes import the script that started them, and vLLM 0.32 on
+a CPU does not start where Numba was imported.
 """
 
 import json
@@ -8,10 +10,13 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import repository  # noqa: F401
+
 from vllm_prefixshare import __version__
 
 
 def versions() -> dict[str, str]:
+    """Versions of what a figure depends on, of what is installed here."""
     found = {"vllm_prefixshare": __version__, "python": platform.python_version()}
     for name in ("torch", "triton", "vllm", "flashinfer-python", "xformers"):
         with suppress(PackageNotFoundError):
@@ -20,6 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path | None, result: dict[str, object]) -> None:
+    """Write ``result`` as JSON, if there is a ``path``."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")

@@ -19,7 +19,7 @@ def printed_table(name: str, *arguments: object) -> dict[str, list[tuple[int, in
     """Run an example that must succeed. For each run in its table: what each replica read and
     saved, its share factor, and then the same of all replicas.
     """
-    done = run(f"ray/{name}", *arguments)
+    done = run(f"ray_cluster/{name}", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     row = r"^(.{22})(\S+) +([\d,]+) +([\d,]+) +([\d.]+)$"
     runs: dict[str, list[tuple[int, int, float]]] = {}

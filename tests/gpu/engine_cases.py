@@ -152,7 +152,23 @@ class LayerCounter(PrefixShareWorkerExtension):
         return found or 0
 
 
+class KernelNames(PrefixShareWorkerExtension):
+    """The plugin's worker extension, which also says what graphs hold."""
+
+    def kernels_in_graphs(self) -> list[str]:
+        """Names of the kernels that CUDA graphs launch."""
+        from vllm_prefixshare.integration.cuda import planning
+
+        found = [builder._executor for builder in planning._BUILDERS]
+        return [x.name for x in found if x is not None and x.workspace.plan.captured]
+
+
 # ---- functions that run in an engine's process; sent there by name ----
+
+
+def kernels_in_graphs(llm: Any) -> list[str]:
+    """Of the first worker; its extension is ``KernelNames``."""
+    return list(llm.collective_rpc("kernels_in_graphs")[0])
 
 
 def count_layers_from(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:

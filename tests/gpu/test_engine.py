@@ -355,23 +355,25 @@ def test_two_gpus(random_model, parallel, runner):
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
-@pytest.fixture(scope="module", params=[1, 16], ids=lambda n: f"interleave {n}")
+@pytest.fixture(scope="module", params=[(1, "ag_rs"), (16, "a2a")], ids=lambda p: f"{p[0]} {p[1]}")
 def sharded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Text, dict[str, EngineProcess]]]:
     # vLLM shards KV heads that ranks would hold twice: one head on two ranks
     model = write_small_llama(tmp_path_factory.mktemp("one_head"), num_kv_heads=1)
+    interleave, collective = request.param
     options = {
         **cases.QUICK,
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,
-        "cp_kv_cache_interleave_size": request.param,
+        "cp_kv_cache_interleave_size": interleave,
+        "dcp_comm_backend": collective,
+        "worker_extension_cls": "tests.gpu.sharded_worker.ShardedWorker",
         "distributed_executor_backend": "mp",
         "max_num_batched_tokens": 512,  # prefill is chunked and mixes with decode
     }
-    counting = {"worker_extension_cls": "tests.gpu.engine_cases.LayerCounter"}
     env = {"env": {"VLLM_PREFIXSHARE_EXPERIMENTAL": "dcp"}}
-    with three(model, {**options, **counting, **env}, **options) as started:
+    with three(model, {**options, **env}, **options) as started:
         yield Text(model), started
 
 

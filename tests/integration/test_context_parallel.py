@@ -21,8 +21,9 @@ from tests.batches import PagedBatch
 from tests.integration import test_cuda_backend as one_rank
 from tests.kernels.portable import reference, relative_error
 from vllm_prefixshare.integration.cuda import backend as cuda
-from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
+from vllm_prefixshare.integration.cuda.context_parallel import Interleaved, check_collectives
 from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 pytestmark = one_rank.pytestmark
@@ -260,6 +261,22 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
         impl = cuda.PrefixShareCUDAImpl(**{**shape, **plain, **layer})
         assert impl.shares == (size == 1 or reason is None)
     assert list(STATS.fallbacks) == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize("collective", ["ag_rs", "a2a"])
+def test_a_reduce_scatter_that_writes_nothing_is_refused(monkeypatch, collective):
+    config = flash_attn_config(2, 1)
+    config.parallel_config.dcp_comm_backend = collective
+    group = StandIn(2, 0, torch.zeros(0))
+    monkeypatch.setattr(parallel_state, "_DCP", group)
+    for disabled in (False, True):
+        nccl = SimpleNamespace(disabled=disabled)
+        group.device_communicator = SimpleNamespace(pynccl_comm=nccl)
+        if disabled and collective == "ag_rs":
+            with pytest.raises(PrefixShareError, match=r"dcp_comm_backend='a2a'.*NCCL"):
+                check_collectives(config)
+        else:
+            check_collectives(config)
 
 
 def test_an_empty_shard_has_no_weight(monkeypatch):

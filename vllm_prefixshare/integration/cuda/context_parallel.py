@@ -19,7 +19,7 @@ import torch
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from vllm_prefixshare.records import IntArray
+from vllm_prefixshare.records import IntArray, PrefixShareError
 
 
 class Interleaved(NamedTuple):
@@ -52,6 +52,26 @@ class Gathered(NamedTuple):
     query: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+
+
+def check_collectives(config: Any) -> None:
+    """Refuse a combine that would leave garbage.
+
+    Where NCCL lacks a function that vLLM asks for (0.33 wants 2.29.7), vLLM switches its wrapper of
+    NCCL off without a word, and its reduce-scatter returns unwritten memory.
+
+    Raises:
+        PrefixShareError: this is so here.
+    """
+    communicator = getattr(get_dcp_group(), "device_communicator", None)
+    nccl = getattr(communicator, "pynccl_comm", None)
+    asked = config.parallel_config.dcp_comm_backend  # none: ag_rs
+    if nccl is not None and nccl.disabled and asked != "a2a":
+        raise PrefixShareError(
+            "decode context parallelism needs dcp_comm_backend='a2a' here: vLLM does not use this "
+            "NCCL (too old for it, or VLLM_DISABLE_PYNCCL is set), and its reduce-scatter then "
+            "leaves the output unwritten."
+        )
 
 
 def gather(impl: Any, query: torch.Tensor) -> Gathered:

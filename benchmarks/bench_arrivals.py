@@ -1,0 +1,392 @@
+"""Time to first token and throughput of an asynchronous engine under Poisson arrivals, first come,
+first served and with ``VLLM_PREFIXSHARE_ORDER=prefix``.
+
+Two workloads: questions about documents in random order, and a Mooncake trace, of which prompts,
+shared blocks and lengths are kept. Requests arrive at a rate, whether earlier ones have ended or
+not; both orders get the same requests at the same times, and a KV cache that holds a part of their
+tokens. Rates are parts of the engine's capacity: the rate at which it ends the requests if all of
+them wait from the start. On two GPUs both orders run at the same time, each on its own.
+
+On a GPU the engine has Llama-3.1-8B's shape and random weights, on a CPU a smaller run uses the
+embedded model.
+
+    python benchmarks/bench_arrivals.py --mooncake TRACE.jsonl --out arrivals.json
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import random
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import repository  # noqa: F401
+import torch
+from engine_workloads import Requests, SharedDocuments, mooncake
+from results import versions, write
+
+from tests.support.dummy_model import write_llama_8b
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import DEFAULT_ENVIRONMENT, PREFIX_SHARE
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.costs.lookup import processor
+
+ORDERS = ("off", "prefix")
+VOCAB = 32000
+#: What is asked for: p99 of the time to first token over that of first come, first served, and
+#: throughput over its throughput, less what two runs of one engine differ by.
+MOST_P99, LEAST_THROUGHPUT = 1.1, 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests, and the seconds at which they arrive; all at 0 to measure the capacity."""
+
+    requests: Requests
+    arrivals: list[float]
+
+
+async def replay(engine: Any, case: Case, patience: float) -> dict[str, float]:
+    """Send the requests when they arrive; figures of the whole run, in seconds and tokens.
+
+    Raises:
+        PrefixShareError: not all requests ended within ``patience`` seconds.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    await engine.reset_prefix_cache()
+    began = time.monotonic()
+    first, between, cached = [], [], 0
+
+    async def ask(number: int) -> None:
+        nonlocal cached
+        due = began + case.arrivals[number]
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        tokens = case.requests.max_tokens[number]
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": case.requests.prompts[number]}
+        begun = 0.0
+        async for output in engine.generate(prompt, params, f"{began}-{number}"):
+            if not begun:
+                begun = time.monotonic()
+                cached += output.num_cached_tokens or 0
+        first.append(begun - due)
+        between.append((time.monotonic() - begun) / max(1, tokens - 1))
+
+    every = asyncio.gather(*map(ask, range(len(case.arrivals))))
+    try:
+        await asyncio.wait_for(every, patience)
+    except asyncio.TimeoutError:
+        sentence = f"{len(first)} of {len(case.arrivals)} requests ended within {patience:.0f} s."
+        raise PrefixShareError(sentence) from None
+    seconds = time.monotonic() - began
+    p50, p90, p99 = np.percentile(first, [50, 90, 99]).tolist()
+    return {
+        "seconds": seconds,
+        "requests_per_second": len(first) / seconds,
+        "tokens_per_second": sum(case.requests.max_tokens) / seconds,
+        "first_token_p50": p50,
+        "first_token_p90": p90,
+        "first_token_p99": p99,
+        "first_token_mean": float(np.mean(first)),
+        "between_tokens_mean": float(np.mean(between)),
+        "cached_share": cached / sum(map(len, case.requests.prompts)),
+    }
+
+
+async def serve(pipe: Connection, options: dict[str, Any], randomize: bool) -> None:
+    """An engine that replays each case that comes through the pipe."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+    try:
+        if randomize:
+            await engine.collective_rpc("randomize_weights")
+        pipe.send("ready")
+        while (asked := await asyncio.to_thread(pipe.recv)) is not None:
+            try:
+                pipe.send(await replay(engine, *asked))
+            except PrefixShareError as e:
+                pipe.send(str(e))
+                return
+    finally:
+        engine.shutdown()
+
+
+def work_in_child(
+    pipe: Connection, environment: dict[str, str], options: dict[str, Any], randomize: bool
+) -> None:
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(environment)  # before vLLM is imported
+    try:
+        asyncio.run(serve(pipe, options, randomize))
+    except Exception:  # another process cannot get the exception, only its text
+        pipe.send(traceback.format_exc())
+
+
+class Server:
+    """An asynchronous engine in a process of its own."""
+
+    def __init__(self, environment: dict[str, str], options: dict[str, Any], gpu: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        work = (theirs, environment, options, gpu)
+        self._process = context.Process(target=work_in_child, args=work)
+        self._process.start()
+        theirs.close()
+        self._receive(dict_wanted=False)
+
+    def _receive(self, dict_wanted: bool = True) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise PrefixShareError("the engine's process has ended without an answer") from None
+        if isinstance(answer, dict) != dict_wanted or (not dict_wanted and answer != "ready"):
+            raise PrefixShareError(str(answer))
+        return answer
+
+    def replay(self, case: Case, patience: float) -> dict[str, float]:
+        self._pipe.send((case, patience))
+        figures: dict[str, float] = self._receive()
+        return figures
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(30)
+            self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def servers(options: dict[str, Any], gpus: int) -> Iterator[dict[str, Server]]:
+    """Engines by order. They are on GPUs of their own, or take turns on one device: an engine that
+    waits for requests hardly disturbs the other.
+    """
+    with ExitStack() as stack, ThreadPoolExecutor(len(ORDERS)) as pool:
+
+        def start(place: int, order: str) -> Server:
+            environment = {"VLLM_PREFIXSHARE_ORDER": order}
+            if gpus >= len(ORDERS):
+                environment["CUDA_VISIBLE_DEVICES"] = str(place)
+            return Server(environment, options, gpu=gpus > 0)
+
+        started = {o: pool.submit(start, i, o) for i, o in enumerate(ORDERS)}
+        found, failures = {}, []
+        for order, future in started.items():
+            try:
+                found[order] = future.result()
+                stack.callback(found[order].close)
+            except PrefixShareError as e:
+                failures.append(e)
+        if failures:
+            raise failures[0]
+        yield found
+
+
+def asked(args: argparse.Namespace) -> dict[str, Requests]:
+    """The workloads, in random order of documents."""
+    shape = SharedDocuments(
+        "questions", args.documents, args.questions, args.document_tokens, args.own
+    )
+    prompts = shape.prompts(VOCAB, seed=0)
+    random.Random(0).shuffle(prompts)
+    found = {"questions about documents": Requests(prompts, [args.tokens] * len(prompts))}
+    if args.mooncake:
+        found["Mooncake trace"] = mooncake(
+            args.mooncake, args.mooncake_requests, args.longest, args.tokens, VOCAB
+        )
+    return found
+
+
+def distinct_tokens(requests: Requests, block: int) -> int:
+    """Prompt tokens in different blocks: what a cache for everything must hold."""
+    seen = set()
+    for prompt in requests.prompts:
+        for end in range(block, len(prompt) + 1, block):
+            seen.add(hash(tuple(prompt[:end])))
+    return len(seen) * block
+
+
+def engine_options(args: argparse.Namespace, model: Path, works: dict[str, Requests]) -> Any:
+    """Arguments of both engines. One KV cache serves all workloads: a part of the smallest one's
+    tokens, and room for the longest request.
+    """
+    gpu = args.gpus > 0
+    block = 16 if gpu else 128
+    longest = max(len(p) for w in works.values() for p in w.prompts) + args.tokens
+    least = min(distinct_tokens(w, block) for w in works.values())
+    room = max(args.cache * least, longest + block)
+    options = {
+        "model": str(model),
+        "seed": 0,
+        "attention_backend": PREFIX_SHARE,
+        "disable_log_stats": True,
+        "max_model_len": -(-longest // block) * block,
+        "block_size": block,
+        "num_gpu_blocks_override": -(-int(room) // block) + 1,
+        "skip_tokenizer_init": True,
+    }
+    if not gpu:
+        return {**options, "max_num_seqs": 4, "enforce_eager": True}
+    return {
+        **options,
+        "load_format": "dummy",
+        "worker_extension_cls": "bench_worker.BenchWorker",
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "gpu_memory_utilization": 0.9 if args.gpus >= len(ORDERS) else 0.45,
+    }
+
+
+def both(running: dict[str, Server], case: Case, patience: float, apart: bool) -> dict[str, Any]:
+    """The figures of each order; at the same time where the engines do not share a device."""
+    with ThreadPoolExecutor(len(running) if apart else 1) as pool:
+        futures = {o: pool.submit(s.replay, case, patience) for o, s in running.items()}
+        return {order: future.result() for order, future in futures.items()}
+
+
+def poisson(count: int, rate: float) -> list[float]:
+    """Seconds at which ``count`` requests arrive at ``rate`` a second."""
+    gaps = np.random.default_rng([5, count]).exponential(1.0, count)
+    return (np.cumsum(gaps) / rate).tolist()
+
+
+def line(row: dict[str, Any]) -> str:
+    off, ordered = (row[order] for order in ORDERS)
+    return (
+        f"{row['workload']:26} {row['load']:5} {row['rate']:7.2f} {row['requests']:4} "
+        f"{off['first_token_p50']:8.3f} {ordered['first_token_p50']:8.3f} "
+        f"{off['first_token_p99']:8.3f} {ordered['first_token_p99']:8.3f} {row['p99_ratio']:6.2f} "
+        f"{off['tokens_per_second']:7.0f} {ordered['tokens_per_second']:7.0f} "
+        f"{row['throughput_ratio']:6.3f}  {off['cached_share']:4.0%} {ordered['cached_share']:4.0%}"
+        f"{'' if row['holds'] else '  WORSE'}"
+    )
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The arguments; exits with status 2 where they are wrong."""
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
+    add("--mooncake-requests", type=int, default=160 if gpus else 8, help="of those that fit")
+    add("--longest", type=int, default=8192 if gpus else 1536, help="tokens; longer are left out")
+    add("--documents", type=int, default=24 if gpus else 4)
+    add("--questions", type=int, default=8 if gpus else 3, help="about each document")
+    add("--document-tokens", type=int, default=8192 if gpus else 512)
+    add("--own", type=int, default=64 if gpus else 32, help="tokens of each question")
+    add("--tokens", type=int, default=64 if gpus else 8, help="of an answer, at most")
+    add("--cache", type=float, default=0.5, help="KV cache, as a part of the requests' tokens")
+    add("--loads", type=float, nargs="+", default=[0.7, 0.95], help="rates over the capacity")
+    add("--layers", type=int, default=16, help="on a GPU; Llama-3.1-8B has 32")
+    add("--limit", type=float, default=270.0, help="seconds after which no case begins")
+    add("--out", type=Path, help="write the results here as JSON")
+    args = parser.parse_args(argv)
+    args.gpus = gpus
+    counts = "mooncake_requests longest documents questions document_tokens own tokens layers"
+    if min(getattr(args, name) for name in counts.split()) < 1:
+        parser.error("all counts must be 1 or more")
+    if min(*args.loads, args.cache, args.limit) <= 0:
+        parser.error("--loads, --cache and --limit must be above 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 2 with one sentence on standard error if an engine fails."""
+    args = parse(argv)
+    began = time.monotonic()
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if args.gpus else processor(),
+        "versions": versions(),
+        "settings": {k: str(v) for k, v in vars(args).items() if k != "out"},
+        "capacity": {},
+        "rows": [],
+    }
+    try:
+        works = asked(args)
+        with tempfile.TemporaryDirectory() if args.gpus else nullcontext() as folder:
+            model = embedded_model_path()
+            if folder:
+                model = write_llama_8b(Path(folder), num_hidden_layers=args.layers)
+            with servers(engine_options(args, model, works), args.gpus) as running:
+                run_all(args, works, running, began, result)
+    except PrefixShareError as e:
+        print(f"bench_arrivals: error: {e}", file=sys.stderr)
+        return 2
+    finally:
+        write(args.out, result)
+    return 0
+
+
+def run_all(
+    args: argparse.Namespace,
+    works: dict[str, Requests],
+    running: dict[str, Server],
+    began: float,
+    result: dict[str, Any],
+) -> None:
+    """Fill the result's rows."""
+    apart = args.gpus >= len(ORDERS)
+    few = Requests([w.prompts[0] for w in works.values()], [args.tokens] * len(works))
+    both(running, Case(few, [0.0] * len(works)), 120, apart)  # compiles
+    print(f"{result['device']}; {time.monotonic() - began:.0f} s to start; first token in seconds")
+    print("workload                    load  rate/s reqs  p50 off  ordered  p99 off  ordered  ratio"
+          "  tok/s ordered  ratio  cached")  # fmt: skip
+    for title, requests in works.items():
+        at_once = Case(requests, [0.0] * len(requests.prompts))
+        full = both(running, at_once, 300, apart)
+        capacity = full["off"]["requests_per_second"]
+        result["capacity"][title] = full
+        for load in ("all", *args.loads):
+            if load == "all":
+                rate, found = float("inf"), full
+            elif time.monotonic() - began > args.limit:
+                print(f"{title} at {load}: left out, the time limit has passed")
+                continue
+            else:
+                rate = capacity * load
+                case = Case(requests, poisson(len(requests.prompts), rate))
+                found = both(running, case, 300, apart)
+            off, ordered = (found[order] for order in ORDERS)
+            p99 = ordered["first_token_p99"] / off["first_token_p99"]
+            throughput = ordered["tokens_per_second"] / off["tokens_per_second"]
+            row = {
+                "workload": title,
+                "requests": len(requests.prompts),
+                "load": load,
+                "rate": None if load == "all" else rate,
+                **found,
+                "p99_ratio": p99,
+                "throughput_ratio": throughput,
+                "holds": p99 <= MOST_P99 and throughput >= LEAST_THROUGHPUT,
+            }
+            result["rows"].append(row)
+            print(line({**row, "rate": rate}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
