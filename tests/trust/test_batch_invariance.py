@@ -109,10 +109,9 @@ class Decoder:
         self.executor.run(q, self.requests.k, self.requests.v, *tensors, out, scale, lse=lse)
         return torch.cat([out.float(), lse[..., None]], dim=-1)
 
-    def shared(self) -> bool:
-        """Whether the last plan shared anything."""
-        plan = self.executor._plan
-        return bool(len(plan.shared_rows))
+    def shares(self) -> bool:
+        """Whether the last plan shares anything. Where one request fills a tile, none can."""
+        return bool(len(self.executor._plan.shared_rows))
 
 
 def some_requests(
@@ -148,7 +147,7 @@ def assert_the_same_bits(decoder: Decoder, tolerance: float, batches: int) -> No
     requests, random = decoder.requests, Random(1)
     everybody = list(range(len(requests.texts)))
     outs = decoder.run(everybody)
-    assert decoder.shared()
+    assert decoder.shares() == (decoder.executor.max_tile_requests > 1)
     requests.check(everybody, outs[..., :-1], tolerance)
     chosen = [[i] for i in everybody[: 2 * batches]]
     chosen += [random.sample(everybody, random.randint(2, len(everybody))) for _ in range(batches)]
@@ -184,4 +183,5 @@ def test_on_a_gpu(kernel, dtype, heads, head_dim):
     requests = some_requests(attention, 100, 512, 3000, "cuda")
     decoder = Decoder(requests, GpuExecutor(attention, "cuda", kernel=kernel), 512)
     assert_the_same_bits(decoder, 8e-3, batches=12)
-    assert_other_bits_by_default(decoder)
+    if decoder.executor.max_tile_requests > 1:
+        assert_other_bits_by_default(decoder)
