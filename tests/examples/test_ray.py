@@ -1,6 +1,9 @@
-"""The Ray examples. Those that need Ray, and several engines at once, run with ``make ray``."""
+"""The Ray examples. Those that need Ray, and several engines at once, run with ``make ray``; those
+with a small model and random weights, which are a third of the work, with ``make ray-small``.
+"""
 
 import importlib.util
+import random
 import re
 import runpy
 import sys
@@ -8,6 +11,7 @@ import sys
 import pytest
 
 from tests.examples.test_examples import EXAMPLES, run
+from tests.support.dummy_model import SMALL_VOCAB, write_small_llama
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: make ray"
@@ -30,9 +34,9 @@ def printed_table(name: str, *arguments: object) -> dict[str, list[tuple[int, in
     return runs
 
 
-def compared(name: str, first: str, second: str) -> None:
+def compared(name: str, first: str, second: str, *arguments: object) -> None:
     """Run an example with and without affinity, and check what it counted."""
-    runs = printed_table(name)
+    runs = printed_table(name, *arguments)
     assert list(runs) == [first, second]
     for *replicas, total in runs.values():
         assert len(replicas) == 2
@@ -54,6 +58,23 @@ def test_a_documents_questions_meet_in_a_batch():
 @pytest.mark.engine
 def test_a_documents_questions_meet_on_a_server():
     compared("serve_qa", "by prefix", "Ray's router")
+
+
+@needs_ray
+@pytest.mark.engine
+def test_small_documents_meet_in_a_batch(tmp_path):
+    chosen = random.Random(0)
+    for i in range(4):
+        words = (f"t{chosen.randrange(3, SMALL_VOCAB)}" for _ in range(400))
+        (tmp_path / f"{i}.txt").write_text(" ".join(words))
+    options = {
+        "--model": write_small_llama(tmp_path / "model"),
+        "--dtype": "float32",
+        "--max-model-len": 1024,
+        "--documents": tmp_path,
+    }
+    arguments = [word for option in options.items() for word in option]
+    compared("batch_qa", "by document", "shuffled", *arguments)
 
 
 @pytest.fixture
