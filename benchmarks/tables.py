@@ -570,18 +570,24 @@ def scale_measured_table() -> str:
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
         f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
         f"{result['repeats']} calls in turns, launched one by one, the slowest rank's. Bound: the "
-        "time of a rank's own shard and of one small all-reduce. Memory: peak of the call beside "
+        "time of a rank's own shard and of one small all-reduce. Model: what "
+        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of the call beside "
         "shard and queries, MiB.",
         "",
-        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | small all-reduce "
+        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | small all-reduce | model "
         "| ring / best tree | best tree / bound | memory, gather / ring |",
-        "|" + "---|" * (8 + len(trees)),
+        "|" + "---|" * (9 + len(trees)),
     ]
     for row in result["rows"]:
         us = row["us"]
         best = min(us[way] for way in trees)
         peaks = (f"{row['peak_bytes'][way] / 2**20:.1f}" for way in ("gather", "ring"))
-        times = (*(us[way] for way in trees), us["ring"], us["own shard"], us["small all-reduce"])
+        layer = Layer(row["requests"], row["tokens"])
+        times = (
+            *(us[way] for way in trees),
+            *(us[name] for name in ("ring", "own shard", "small all-reduce")),
+            tree_us(layer, H200S, result["ranks"]),
+        )
         lines.append(
             f"| {row['tokens'] >> 10}k | {row['requests']} "
             f"| {' | '.join(f'{t:.0f}' for t in times)} "
