@@ -599,8 +599,10 @@ def scale_measured_table() -> str:
 def order_table() -> str:
     """The time of shuffled questions with and without order."""
     result = published("order")
+    layers = result.get("layers", 32)
+    shape = "shape" if layers == 32 else f"shape with {layers} layers"
     lines = [
-        f"{result['device']}, Llama-3.1-8B's shape, random weights; {versions(result)}. "
+        f"{result['device']}, Llama-3.1-8B's {shape}, random weights; {versions(result)}. "
         f"`{result['command']}`: {result['questions']} questions about {result['documents']} "
         f"documents of {result['document_tokens']} tokens, {result['answer_tokens']} tokens each.",
         "",
