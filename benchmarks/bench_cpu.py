@@ -4,7 +4,7 @@ Two engines take turns on the same prompts in many short runs, and the waiting e
 that other load on the machine affects both. The speed-up is the median of the ratios of these
 pairs. Tokens are compared before a time counts; the exit status is 1 if they differ where stock's
 token had a clear lead. At 16 requests on 4096 shared tokens the speed-up should reach 1.5 on two
-cores with AVX-512 BF16; without AVX-512 BF16 the torch executor runs, which gains nothing.
+cores with AVX-512 BF16.
 
     python benchmarks/bench_cpu.py --out benchmarks/published/cpu.json
 """

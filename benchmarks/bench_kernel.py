@@ -296,7 +296,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
     parser.add_argument("--tree", action="append", default=[], help="such as 1,4_1024,64; repeat")
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
-    parser.add_argument("--peers", default=",".join(PEERS), help="names separated by commas")
+    usual = ",".join(name for name in PEERS if "invariant" not in name)
+    parser.add_argument("--peers", default=usual, help=f"of {','.join(PEERS)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache (default: --dtype)")
     parser.add_argument(

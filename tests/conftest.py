@@ -7,6 +7,7 @@ start inherit the environment.
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -34,3 +35,20 @@ def settings_of_the_test() -> Iterator[None]:
     settings.cache_clear()
     yield
     settings.cache_clear()
+
+
+def _files() -> set[str]:
+    """What lies in the checkout, without what tools leave there and git ignores."""
+    ignored = ("build", "dist", "site")
+    names = {path.name for path in Path(__file__).parents[1].iterdir()}
+    return {n for n in names if n not in ignored and n[0] not in "._" and ".egg-info" not in n}
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_file() -> Iterator[None]:
+    """Refuse a test that leaves a file in the checkout, where tests run: it belongs into a
+    temporary folder.
+    """
+    before = _files()
+    yield
+    assert _files() <= before, "a test has left a file in the checkout"

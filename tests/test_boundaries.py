@@ -24,7 +24,7 @@ JIT = {
 RUNS = BASE | {"settings", "trusted", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
     "records": (set(), {"numpy"}),
-    "compiled": ({"records"}, {"numba"}),
+    "compiled": ({"records"}, {"numba", "llvmlite"}),
     "settings": ({"records"}, set()),
     "trusted": (set(), set()),
     "config": ({"records"}, set()),

@@ -28,7 +28,7 @@ TOLERANCE = 4e-3
 
 def missing() -> str | None:
     try:
-        native.load_library()
+        native.load_library("bfloat16")
     except NativeUnavailableError as e:
         return str(e)
     return None
@@ -79,7 +79,8 @@ def run(batch: PagedBatch, rows: np.ndarray | None = None, **planning: object) -
     plan = wrapper_for(batch, **planning).plan(
         batch.block_table, batch.seq_lens, batch.query_start_loc
     )
-    executor = NativeExecutor(AttentionConfig(heads, kv_heads, dim, size))
+    dtype = str(batch.q.dtype).removeprefix("torch.")
+    executor = NativeExecutor(AttentionConfig(heads, kv_heads, dim, size, dtype))
     return run_on_packed_cache(executor, plan, batch, torch.full_like(batch.q, torch.nan), rows)
 
 
@@ -91,15 +92,13 @@ def run(batch: PagedBatch, rows: np.ndarray | None = None, **planning: object) -
 )
 @pytest.mark.parametrize("block_size", [32, 128])
 @pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
-def test_matches_float64(heads, head_dim, block_size, queries):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_matches_float64(heads, head_dim, block_size, queries, dtype):
     batch = paged_batch(
-        heads=heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        query_lens=queries,
-        dtype=torch.bfloat16,
+        heads=heads, head_dim=head_dim, block_size=block_size, query_lens=queries, dtype=dtype
     )
-    assert relative_error(run(batch), reference(batch)) < TOLERANCE
+    tolerance = TOLERANCE if dtype == torch.bfloat16 else 2e-6
+    assert relative_error(run(batch), reference(batch)) < tolerance
 
 
 @needs_native
@@ -183,8 +182,8 @@ def test_the_torch_executor_takes_over_where_the_native_one_cannot_run(monkeypat
         return AttentionConfig(4, 2, 64, block_size, dtype)
 
     said: list[str] = []
-    assert cpu_executor(attention("float32"), said.append).name == "torch"
-    assert "bfloat16, not float32" in said[-1]
+    assert cpu_executor(attention("float16"), said.append).name == "torch"
+    assert "bfloat16 or float32, not float16" in said[-1]
     assert cpu_executor(attention("bfloat16", 16), said.append).name == "torch"
     assert "multiples of 32" in said[-1]
 

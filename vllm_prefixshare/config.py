@@ -118,7 +118,8 @@ class PlannerConfig:
     max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan; one
         that exceeds them is made anew with a tile for each request alone.
     grouping: merge short nodes into their children (FastTree, section 4.2).
-    num_splits, kv_chunk_size: for the dividers ``fixed`` and ``deft_node_chunk``.
+    num_splits, kv_chunk_size: for the dividers ``fixed``, and ``deft_node_chunk`` and
+        ``batch_invariant``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
         a new plan, where there is more than one worker to balance.
     kept_plans: batches that take turns, each with a plan of its own.

@@ -144,6 +144,9 @@ class Options:
 PEERS = {
     "ours": ("ours", "Ours", "ours"),
     "portable": ("ours", "Portable", "ours, portable"),
+    "invariant": ("ours", "Invariant", "ours, invariant"),
+    "portable_invariant": ("ours", "PortableInvariant", "ours, portable, invariant"),
+    "fa3_invariant": ("vllm_fa3", "FA3Invariant", "FA3, invariant"),
     "fa3": ("vllm_fa3", "FA3", "FA3"),
     "fa3_cascade": ("vllm_fa3", "FA3Cascade", "FA3 cascade"),
     "flashinfer": ("flashinfer_peers", "FlashInfer", "FlashInfer"),

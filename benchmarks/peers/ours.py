@@ -8,6 +8,7 @@ class Ours:
     """The wrapper's choice for the device: the Hopper kernel, or the CPU executor."""
 
     kernel = "auto"
+    divider: str | None = None
     serves = ("sinks", "soft_cap", "alibi", "fp8", "mla")
 
     def __init__(self, options: Options) -> None:
@@ -30,7 +31,7 @@ class Ours:
             kv_lora_rank=case.kv_lora_rank,
             sm_scale=case.sm_scale,
             device=self.options.device,
-            divider=self.options.divider,
+            divider=self.divider or self.options.divider,
             **({"kernel": self.kernel, "max_query_len": w.query_len} if cuda else {}),
         )
         starts = case.query_start_loc().tolist()
@@ -67,3 +68,15 @@ class Portable(Ours):
         if options.device.type != "cuda":
             raise UnavailableError("needs a GPU")
         super().__init__(options)
+
+
+class Invariant(Ours):
+    """The same bits for a request, whoever shares with it."""
+
+    divider = "batch_invariant"
+
+
+class PortableInvariant(Portable):
+    """As ``Invariant``, by the Triton kernel."""
+
+    divider = "batch_invariant"

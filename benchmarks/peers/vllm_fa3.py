@@ -55,6 +55,7 @@ class FA3:
     """Paged attention with variable lengths, which reads the KV of each request separately."""
 
     serves = ("sinks", "soft_cap", "fp8", "mla")
+    splits = SPLITS
 
     def __init__(self, options: Options) -> None:
         require_fa3(options.device)
@@ -106,7 +107,13 @@ class FA3:
 
             return Launch(call, f"num_splits={splits}")
 
-        return [launch(splits) for splits in SPLITS]
+        return [launch(splits) for splits in self.splits]
+
+
+class FA3Invariant(FA3):
+    """As under vLLM's VLLM_BATCH_INVARIANT=1: no request is split."""
+
+    splits = (1,)
 
 
 class FA3Cascade:

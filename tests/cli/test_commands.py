@@ -136,6 +136,19 @@ def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [(16, None), (128, "multi-head latent attention of more than 16 heads a GPU")],
+)
+def test_doctor_knows_which_mla_layers_are_served(tmp_path, monkeypatch, heads, expected):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mla")
+    settings.cache_clear()
+    model = write_model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=heads)
+    (kind,) = layer_kinds(read_config(model))
+    assert doctor._falls_back(kind, None) == expected
+    assert kind.head_size == 576
+
+
 def test_inspect_shows_every_divider(capsys):
     assert main(["inspect", "--tree", "1,4_256,64"]) == 0
     lines = capsys.readouterr().out.splitlines()

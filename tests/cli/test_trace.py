@@ -1,6 +1,7 @@
 """``trace`` records the batches of an engine in a bounded file that ``inspect`` reads."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,8 +97,10 @@ def test_of_two_processes_the_first_records(tmp_path, monkeypatch):
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_start_up(tmp_path, monkeypatch):
-    with pytest.raises(PrefixShareError, match=r"VLLM_PREFIXSHARE_TRACE=.* cannot be written"):
-        planner(monkeypatch, tmp_path / "none" / "t.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "none" / "t.jsonl", tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(PrefixShareError, match=r"VLLM_PREFIXSHARE_TRACE=.* cannot be written"):
+            planner(monkeypatch, path)
 
 
 def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
@@ -112,6 +115,7 @@ def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
     ("arguments", "sentence"),
     [
         (["/nowhere/t", "--", "true"], "/nowhere/t cannot be written (No such file"),
+        (["/dev/zero", "--", "true"], "/dev/zero is not a regular file: name another."),
         (["{file}", "--", "/nowhere/vllm"], "/nowhere/vllm cannot be run (No such file"),
     ],
 )
@@ -127,7 +131,10 @@ def test_an_engine_is_recorded_and_drawn(tmp_path):
     environment = {"VLLM_PREFIXSHARE_TRACE": str(path), "VLLM_PREFIXSHARE_SHARE": "always"}
     document = "The lighthouse was built in 1874. It is 38 metres high. " * 40
     questions = [f"{document} {i}: when was it built?" for i in range(6)]
-    with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment) as engine:
+    # one process and no compilation: other tests have engines that start as a user's does
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    settings = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 512}
+    with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment, **settings) as engine:
         engine.generate(questions[:1], 1)  # puts the document into the prefix cache
         stats = engine.generate(questions, 8, ignore_eos=True).stats
     assert stats["shared_steps"]

@@ -58,10 +58,10 @@ def test_snippets_run_from_top_to_bottom(page, tmp_path, monkeypatch):
 
 @pytest.mark.engine
 def test_snippets_for_an_engine_run():
-    """Run all of them in one process. Equal arguments get the engine that already runs, whose
-    contexts are short so that it starts soon.
+    """Run all of them in one process. Equal arguments get the engine that already runs, which is
+    in this process as well and has short contexts, so that it starts soon.
     """
-    short = "functools.partial(vllm.LLM, max_model_len=1024)"
+    short = "functools.partial(vllm.LLM, max_model_len=1024, max_num_batched_tokens=512)"
     lines = ["import functools, vllm", f"vllm.LLM = functools.cache({short})"]
     lines.append(f"MODEL = {str(embedded_model_path())!r}")
     for block in (b for b in PYTHON if b.mark == "run"):
@@ -69,7 +69,12 @@ def test_snippets_for_an_engine_run():
     program = "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in lines)
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, **DEFAULT_ENVIRONMENT, "VLLM_PREFIXSHARE_SHARE": "always"},
+        env={
+            **os.environ,
+            **DEFAULT_ENVIRONMENT,
+            "VLLM_PREFIXSHARE_SHARE": "always",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        },
         capture_output=True,
         text=True,
         timeout=600,

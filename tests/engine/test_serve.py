@@ -1,16 +1,21 @@
-"""``vllm serve`` with VLLM_ATTENTION_BACKEND=PREFIX_SHARE, driven by HTTP clients."""
+"""``vllm serve`` with VLLM_ATTENTION_BACKEND=PREFIX_SHARE, driven by HTTP clients.
+
+``vllm-prefixshare trace`` starts the server, as a user would start it, and records it.
+"""
 
 import asyncio
 import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import PROGRAM
 from tests.serving import (
     NAME,
     VLLM,
@@ -23,6 +28,7 @@ from tests.serving import (
 )
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.load import Load, ends_cleanly, nonsense, server_faults
+from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.integration.metrics import PREFIX
 
 from .conftest import DOCUMENT
@@ -45,15 +51,19 @@ MAX_LEN = 3072
 
 
 @pytest.fixture(scope="module")
-def running(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    log = tmp_path_factory.mktemp("serve") / "log"
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's output (log) and its trace (trace.jsonl) lie."""
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     options = ["--max-model-len", str(MAX_LEN), "--max-num-seqs", "8", "--enforce-eager"]
     options += ["--block-size", str(BLOCK_SIZE)]
     # by default vLLM ends the engine at once, and then waits for streams that get no more tokens
     options += ["--shutdown-timeout", "120"]
-    with server_process(model, log, ENVIRONMENT, *options) as server:
+    trace = [sys.executable, "-c", PROGRAM, "trace", str(folder / "trace.jsonl"), "--"]
+    with server_process(model, folder / "log", ENVIRONMENT, *options, under=trace) as server:
         yield server
 
 
@@ -178,8 +188,29 @@ def test_a_crowd_of_clients_gets_its_answers_or_a_refusal(running):
 
 
 def test_sigterm_ends_the_server_with_requests_in_flight(running):
-    """Must be the last test with this server."""
+    """Must be the last test that needs this server to run."""
     assert asyncio.run(ends_cleanly(load(running), running[1])) == (0, [])
+
+
+def test_what_the_trace_of_the_server_holds_can_be_inspected(running, folder, capsys):
+    """The server has answered all requests above and has ended."""
+    trace, picture = folder / "trace.jsonl", folder / "plan.svg"
+    assert running[1].poll() == 0
+    said = re.search(
+        rf"^(\d+) plans recorded in {trace}, (\d+) bytes; the program ended with 0$",
+        (folder / "log").read_text(), re.M,
+    )  # fmt: skip
+    assert said, "the command says at the end what it has recorded"
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert (len(lines), trace.stat().st_size) == (int(said[1]), int(said[2]))
+    shared = [sum(line["kv_lens"]) / line["plan"]["kv_tokens_read"] for line in lines]
+    assert min(shared) >= 1 and max(shared) > 2, "five questions about one document"
+    best = shared.index(max(shared))
+    assert main(["inspect", str(trace), "--step", str(best), "--svg", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    ((tokens, readers),) = re.findall(r"^  node 0: (\d+) tokens x (\d+) requests$", printed, re.M)
+    assert int(tokens) % BLOCK_SIZE == 0 and 2 < int(readers) <= len(lines[best]["kv_lens"])
+    assert "node 0" in picture.read_text()
 
 
 def load(running: tuple[str, subprocess.Popen[bytes]]) -> Load:

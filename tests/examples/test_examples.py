@@ -213,6 +213,7 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(
     script = str(EXAMPLES / f"{name}.py")
     monkeypatch.setattr(sys, "argv", [script, *(a.format(**names) for a in arguments.split())])
     monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(script, run_name="__main__")
     printed = capsys.readouterr()
@@ -220,3 +221,4 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(
     assert sentence in printed.err
     assert "error: " in printed.err
     assert "starting" not in printed.out
+    assert {path.name for path in tmp_path.iterdir()} == set(names), "a refused run leaves no file"

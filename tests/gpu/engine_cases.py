@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.engine import PREFIX_SHARE, RUNNERS, STOCK_GPU, EngineProcess
 from tests.support.engine_steps import (
     Completion,
     Run,
@@ -22,7 +22,6 @@ from vllm_prefixshare.integration.stats import PrefixShareWorkerExtension
 
 #: The checkpoint folder of a real model to test with, instead of random weights.
 MODEL_VARIABLE = "PREFIXSHARE_TEST_MODEL"
-STOCK_GPU = "FLASH_ATTN"
 BLOCK_SIZE = 16
 GREEDY = {"ignore_eos": True}
 
@@ -44,7 +43,6 @@ ENVIRONMENT = {
 #: Full graphs without compilation: the engine starts in half the time. For tests of a feature, not
 #: of the default mode.
 QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 
 #: Nats between the log-probability of a token in decode and in stock's prefill: mean over the
 #: tokens of a request, and largest. On the small model, float16 alone gives a mean of 0.01 and a
@@ -154,7 +152,23 @@ class LayerCounter(PrefixShareWorkerExtension):
         return found or 0
 
 
+class KernelNames(PrefixShareWorkerExtension):
+    """The plugin's worker extension, which also says what graphs hold."""
+
+    def kernels_in_graphs(self) -> list[str]:
+        """Names of the kernels that CUDA graphs launch."""
+        from vllm_prefixshare.integration.cuda import planning
+
+        found = [builder._executor for builder in planning._BUILDERS]
+        return [x.name for x in found if x is not None and x.workspace.plan.captured]
+
+
 # ---- functions that run in an engine's process; sent there by name ----
+
+
+def kernels_in_graphs(llm: Any) -> list[str]:
+    """Of the first worker; its extension is ``KernelNames``."""
+    return list(llm.collective_rpc("kernels_in_graphs")[0])
 
 
 def count_layers_from(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:

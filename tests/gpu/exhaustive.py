@@ -8,9 +8,8 @@ import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.plan import DecodePlan, longest_first
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.planning.scheduler import longest_first
 from vllm_prefixshare.workloads.trees import Workload
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -21,14 +21,13 @@ import pytest
 import torch
 
 from tests.support.dummy_model import write_eagle, write_lora, write_small_llama
-from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.engine import PREFIX_SHARE, RUNNERS, EngineProcess
 from tests.support.engine_steps import Run, drive
 from vllm_prefixshare import PrefixShareError
 
 from . import engine_cases as cases
 from .engine_cases import (
     GREEDY,
-    RUNNERS,
     Text,
     assert_as_stock,
     assert_same_texts,

@@ -21,6 +21,7 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
+from vllm_prefixshare.integration.cuda import planning
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
@@ -377,7 +378,7 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     cache = group.config.compilation_config.static_forward_context["layer"].kv_cache
     cache.fill_(1.0)
     cache[3:5] = torch.tensor([torch.nan, torch.inf])[:, None, None, None]
-    cuda_metadata.after_wake_up()
+    planning.after_wake_up()
     assert cache.isfinite().all()
     assert (cache == 1.0).sum() == cache.numel() - 2 * cache[0].numel()
     group.assert_right(batch)
@@ -482,7 +483,7 @@ def test_a_quantised_cache_is_cleaned_after_sleep(monkeypatch):
     group, _ = planned(monkeypatch, [70, 90])
     layer = group.config.compilation_config.static_forward_context["layer"]
     layer.kv_cache = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 32)
-    cuda_metadata.after_wake_up()
+    planning.after_wake_up()
     numbers = layer.kv_cache.view(torch.float8_e4m3fn).float()
     assert numbers.isfinite().all()
     assert (layer.kv_cache.flatten() == torch.arange(256)).sum() == 254
@@ -526,7 +527,7 @@ def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
 )
 def test_pages_that_are_no_whole_tokens_apart_are_left_to_the_portable_kernel(page_bytes, kernel):
     spec = FullAttentionSpec(**SPEC, page_size_padded=page_bytes)
-    assert cuda_metadata.kernel_for(spec) == kernel
+    assert planning.kernel_for(spec) == kernel
 
 
 def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch):
@@ -594,7 +595,7 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
 ):
     config = vllm_config()
     vars(getattr(config, part)).update(changes)
-    assert cuda._config_refusal(config) == reason
+    assert cuda.config_refusal(config) == reason
 
 
 def test_full_graphs_are_captured_for_uniform_batches():

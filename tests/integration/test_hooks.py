@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from packaging.version import Version
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn
@@ -19,9 +20,17 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import DTYPES
-from vllm_prefixshare.integration import CPU_BACKEND, compat, register, signatures, stats, support
+from vllm_prefixshare.integration import (
+    CPU_BACKEND,
+    MLA_BACKEND,
+    compat,
+    register,
+    signatures,
+    stats,
+    support,
+)
 from vllm_prefixshare.integration.hooks import registry, selection
-from vllm_prefixshare.settings import settings
+from vllm_prefixshare.settings import VARIABLES, settings
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +162,60 @@ def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
         assert support.declines(layer(**changes), support.CUDA_DTYPES) is not None
 
 
+@pytest.fixture
+def _mla_served(monkeypatch):
+    """As on a Hopper GPU."""
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "flash_attn_supports_mla", lambda: True)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mla")
+    settings.cache_clear()
+
+
+MLA = {"use_mla": True, "head_size": 576}
+
+
+@pytest.mark.usefixtures("_mla_served")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"head_size": 320}, "head_dim 320"),
+        ({"use_sparse": True}, "sparse attention"),
+        ({"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
+        ({"dtype": torch.float32}, "dtype float32"),
+    ],
+)
+def test_mla_layers_that_cannot_be_served_are_named(changes, reason):
+    found = support.declines(layer(**{**MLA, **changes}), support.CUDA_DTYPES, latent=True)
+    assert found == reason
+
+
+@pytest.mark.usefixtures("_mla_served")
+def test_an_mla_layer_extends_the_backend_that_vllm_would_take():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
+
+    asked = []
+
+    class Platform:
+        own = Backends.FLASH_ATTN_MLA
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected, config, num_heads=None):
+            asked.append(selected)
+            return cls.own.get_path()
+
+    selection.hook_cuda_platform(SimpleNamespace(CudaPlatformBase=Platform))
+    chosen = selection.backend_member()
+    mla = Platform.get_attn_backend_cls(chosen, layer(**MLA), num_heads=16)
+    assert mla == MLA_BACKEND and asked == [None]
+    Platform.own = Backends.FLASHMLA
+    before = dict(stats.STATS.fallbacks)
+    assert Platform.get_attn_backend_cls(chosen, layer(**MLA)) == Backends.FLASHMLA.get_path()
+    reason = "multi-head latent attention in FlashMLABackend"
+    assert stats.STATS.fallbacks[reason] == before.get(reason, 0) + 1
+
+
 def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
 
@@ -177,6 +240,16 @@ def test_batch_invariance_is_left_to_the_stock_backend(monkeypatch, invariant):
     assert chosen.get_name() == ("CPU_ATTN" if invariant == "1" else "PREFIX_SHARE")
     told = stats.STATS.fallbacks.get("batch invariance", 0) > fallbacks.get("batch invariance", 0)
     assert told == (invariant == "1")
+
+
+def test_vllm_knows_our_variables_and_compiles_the_same_whatever_they_say(monkeypatch):
+    factors = []
+    for value in ("one", "two"):
+        for name in VARIABLES:
+            monkeypatch.setenv(name, value)
+        factors.append(envs.compile_factors())
+    assert set(VARIABLES) <= set(factors[0])
+    assert factors[0] == factors[1]
 
 
 def test_other_backends_do_not_pass_through_ours():

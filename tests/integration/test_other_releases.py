@@ -34,6 +34,7 @@ TESTS = (
     "test_hook_targets.py",
     "test_host_tables.py",
     "test_metrics.py",
+    "test_mla_backend.py",
     "test_order.py",
     "test_ways.py",
 )

@@ -46,6 +46,7 @@ SHARING = (
     "deft_node_chunk",
     "deft_flatten",
     "fixed",
+    "batch_invariant",
 )
 NODE_BY_NODE = ("flashforge", "deft_node", "deft_node_chunk", "deft_flatten", "fixed")
 
@@ -127,7 +128,10 @@ def test_plan_arrays_are_what_their_docstring_says(divider, batch, config):
     assert len(plan.tile_cost) == plan.num_tiles == plan.work_indptr[-1]
     assert np.all(plan.tile_cost > 0)
     assert np.all(np.isfinite(plan.tile_cost))
-    assert plan.planned_seq_lens.tolist() == batch.seq_lens.tolist()
+    if divider == "batch_invariant":
+        assert np.all(plan.planned_seq_lens <= batch.seq_lens)
+    else:
+        assert plan.planned_seq_lens.tolist() == batch.seq_lens.tolist()
     last_runs = plan.run_row[plan.run_kv_end == OPEN_END]
     assert sorted(last_runs.tolist()) == list(range(plan.num_reqs))
     if divider != "depth_first":
@@ -317,6 +321,37 @@ def test_flashforge_splits_by_cost_and_not_by_tokens():
     groups = pieces(plan_of(batch, divider="flashforge", num_workers=8, cost=cost), batch)
     assert len(groups[frozenset(range(8))]) >= 6
     assert len(groups[frozenset([8])]) == 1
+
+
+@quick(80)
+@given(batches(), settings_of())
+def test_batch_invariant_cuts_every_request_at_the_same_places_and_merges_in_their_order(
+    batch, config
+):
+    plan = plan_of(batch, divider="batch_invariant", **config)
+    piece = -(-config["kv_chunk_size"] // batch.block_size) * batch.block_size
+    assert plan.num_runs == plan.num_tiles, "a tile is one piece"
+    states: dict[int, list[tuple[int, int]]] = {row: [] for row in range(plan.num_reqs)}
+    for tile in range(plan.num_tiles):
+        slots = slice(*plan.tile_req_indptr[tile : tile + 2])
+        partials = plan.partial_indices[slots].tolist()
+        start, end = int(plan.run_kv_start[tile]), int(plan.run_kv_end[tile])
+        assert start % piece == 0 and end in (OPEN_END, start + piece)
+        for row, partial in zip(plan.tile_req_indices[slots].tolist(), partials, strict=True):
+            states[row].append((partial, start))
+    for row, found in states.items():
+        places = [start for _, start in sorted(found)]
+        assert places == list(range(0, int(batch.seq_lens[row]), piece))
+
+
+def test_batch_invariant_plans_again_where_a_request_reaches_its_next_piece():
+    batch = document_qa(1, 3, document_blocks=8, tail=5)
+    planner = make_planner(divider="batch_invariant", kv_chunk_size=64, num_workers=4)
+    plan = planner.update(batch.block_table, batch.seq_lens)
+    assert len(plan.shared_rows) == 3
+    for grown, same in ((1, True), (59, True), (60, False)):
+        later = batch.grown([0, grown, 0])
+        assert (planner.update(later.block_table, later.seq_lens) is plan) == same
 
 
 def test_more_workers_than_work_leaves_empty_ranges():

@@ -7,7 +7,7 @@ small number of cases, and stock vLLM has answered each case alone.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +29,14 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 40,
     "enforce_eager": True,
 }
+#: Over ``SETTINGS`` on a GPU, whose kernels have no float32. Several engines may share it.
+GPU_SETTINGS: dict[str, Any] = {
+    "dtype": "float16",
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 28,
+}
 ENVIRONMENT = {
     "VLLM_PREFIXSHARE_SHARE": "always",
     "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
@@ -40,10 +48,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts": {"speculative_config": NGRAM},
     "lora": {"enable_lora": True, "max_lora_rank": 8},
+    # with the caller's drafter, whose layer keeps vLLM's own kernel and has blocks of its own
+    "eagle": {"num_gpu_blocks_override": 20},
 }
-#: Nats by which stock's best token may lead where a float32 answer differs; see
-#: ``docs/fidelity.md``.
-MAX_GAP = 0.005
+#: Nats by which stock's best token may lead where an answer differs, and by which the
+#: log-probability of a token may: in float32, and in float16 on a GPU. See ``docs/fidelity.md``.
+MAX_GAP, GPU_MAX_GAP = 0.005, 0.4
 #: Probability of each event before a step.
 ABORT, RESET = 0.02, 0.02
 
@@ -54,12 +64,14 @@ class Case:
 
     lora: folder of the adapter that answers, or None.
     gaps: lead of stock's best token over its second best, per token, in nats.
+    logprobs: log-probability of each token, in nats.
     """
 
     prompt: tuple[int, ...]
     lora: str | None = None
     tokens: tuple[int, ...] = ()
     gaps: tuple[float, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
     def expected(self, max_tokens: int, stop: Sequence[int]) -> Answer:
         """Stock's answer, cut at ``max_tokens`` and after the first of the ``stop`` tokens."""
@@ -102,7 +114,8 @@ def answered_alone(engine: EngineProcess, cases: Sequence[Case], longest: int) -
             drive, [case.prompt], {"max_tokens": length, "ignore_eos": True}, None, [case.lora]
         )
         (answer,) = run.completions
-        found.append(Case(case.prompt, case.lora, answer.token_ids, answer.top2_gaps))
+        of_tokens = answer.token_ids, answer.top2_gaps, answer.logprobs
+        found.append(Case(case.prompt, case.lora, *of_tokens))
     return found
 
 
@@ -178,6 +191,8 @@ class Report:
     finished, aborted: answers, of which a request may have several.
     equal: greedy answers that equal stock's. ties: greedy answers that differ where stock's two
         best tokens are at most ``max_gap`` apart; widest_tie: the largest such gap, in nats.
+    compared: greedy tokens before the texts part. total_error, largest_error: of their
+        log-probabilities, against stock's, in nats.
     wrong: the faults, in words.
     held: resources of the engine's processes between batches, with seconds since the start.
     """
@@ -190,6 +205,9 @@ class Report:
     equal: int = 0
     ties: int = 0
     widest_tie: float = 0.0
+    compared: int = 0
+    total_error: float = 0.0
+    largest_error: float = 0.0
     tokens: int = 0
     steps: int = 0
     preemptions: int = 0
@@ -224,6 +242,17 @@ class Report:
         self.greedy += 1
         ours = Answer("", answer.token_ids, len(answer.prompt_ids), 0)
         parted = divergences(*(Batch((a,), 0, 0) for a in (ours, request.expected(eos))))
+        same = parted[0].position if parted else len(answer.token_ids)
+        pairs = zip(answer.logprobs[:same], request.case.logprobs[:same], strict=True)
+        errors = [abs(a - b) for a, b in pairs]
+        self.compared += same
+        self.total_error += sum(errors)
+        self.largest_error = max(self.largest_error, *errors, 0.0)
+        if max(errors, default=0.0) > self.max_gap:
+            self.wrong.append(
+                f"{where}: a token of {request.sampling} has a log-probability {max(errors):.3f} "
+                "nats from stock's"
+            )
         if not parted:
             self.equal += 1
         elif parted[0].gap <= self.max_gap:
@@ -270,33 +299,38 @@ def endure(
         seed += 1
 
 
-def grown(held: Sequence[tuple[float, Held]]) -> tuple[int, int]:
-    """How many bytes and open files the last fifth of the records has more than the second fifth.
-    Least values are compared. The first fifth fills caches and pools.
+def grown(held: Sequence[tuple[float, Held]]) -> Held:
+    """How much more of each resource the last fifth of the records has than the second fifth. Least
+    values are compared. The first fifth fills caches and pools.
     """
     part = max(1, len(held) // 5)
     early, late = ([h for _, h in some] for some in (held[part : 2 * part], held[-part:]))
-    if not early:
-        return 0, 0
-    return (
-        min(h.rss for h in late) - min(h.rss for h in early),
-        min(h.open_files for h in late) - min(h.open_files for h in early),
-    )
+
+    def more(name: str) -> int:
+        return min(getattr(h, name) for h in late) - min(getattr(h, name) for h in early)
+
+    return Held(*(more(f.name) if early else 0 for f in fields(Held)))
 
 
 def spec(
-    backend: str, model: Path, variant: str = "plain", alone: bool = False, **options: Any
+    backend: str,
+    model: Path,
+    variant: str = "plain",
+    alone: bool = False,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Arguments of ``EngineProcess``.
 
     Args:
         alone: make an engine for ``answered_alone``, with room for the longest request, without
             drafts.
+        environment: further variables of the engine.
         options: over ``SETTINGS``.
     """
-    environment: Mapping[str, str] = ENVIRONMENT if backend == PREFIX_SHARE else {}
+    variables = {**(ENVIRONMENT if backend == PREFIX_SHARE else {}), **(environment or {})}
     settings = {**SETTINGS, **VARIANTS[variant], **options}
     if alone:
         settings.pop("speculative_config", None)
         settings["num_gpu_blocks_override"] = 20
-    return {"backend": backend, "model": model, "environment": environment, **settings}
+    return {"backend": backend, "model": model, "environment": variables, **settings}

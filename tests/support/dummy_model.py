@@ -147,6 +147,44 @@ def write_small_gemma2(folder: Path) -> Path:
     return _save(Gemma2ForCausalLM(config), folder, torch.bfloat16)
 
 
+def write_small_deepseek_v2(folder: Path, num_heads: int = 16) -> Path:
+    """Write a small DeepSeek V2 checkpoint, bfloat16, without experts: latents of 512 numbers and
+    64 rotated ones in each layer, as in the large models.
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **SMALL,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        moe_intermediate_size=256,
+        first_k_dense_replace=SMALL["num_hidden_layers"],
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = DeepseekV2ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= 2
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 1.5
+    return _save(model, folder, torch.bfloat16)
+
+
 def _save(model: Any, folder: Path, dtype: Any) -> Path:
     model.to(dtype).save_pretrained(folder)
     _write_word_tokenizer(folder)

@@ -22,7 +22,10 @@ from typing import Any
 from vllm_prefixshare.records import PrefixShareError
 
 STOCK = "stock"
+STOCK_GPU = "FLASH_ATTN"
 PREFIX_SHARE = "PREFIX_SHARE"
+#: vLLM's model runners on a GPU, and the variables that choose them.
+RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 
 #: Defaults for a machine without network and with few cores; variables that are set already win.
 DEFAULT_ENVIRONMENT = {

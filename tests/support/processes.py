@@ -1,5 +1,9 @@
-"""Resources of a process and of all processes that it has started: memory and open files."""
+"""Resources of a process and of all processes that it has started: memory, open files, memory on
+GPUs.
+"""
 
+import shutil
+import subprocess
 from dataclasses import dataclass
 
 import psutil
@@ -8,12 +12,13 @@ import psutil
 @dataclass(frozen=True, slots=True)
 class Held:
     """Resources of a process and its descendants. rss: resident bytes; pages that processes share
-    are counted for each process.
+    are counted for each process. device: bytes on GPUs, as nvidia-smi says; 0 without it.
     """
 
     processes: int
     rss: int
     open_files: int
+    device: int = 0
 
 
 def alive(process: psutil.Process) -> bool:
@@ -36,11 +41,23 @@ def tree(pid: int) -> list[psutil.Process]:
 
 def held_by(pid: int) -> Held:
     """The resources that the process and its descendants hold now."""
-    rss = open_files = count = 0
+    rss = open_files = count = device = 0
+    on_gpus = _device_memory()
     for process in tree(pid):
         try:
             memory, files = process.memory_info().rss, process.num_fds()
         except psutil.NoSuchProcess:  # the process has just ended
             continue
         rss, open_files, count = rss + memory, open_files + files, count + 1
-    return Held(count, rss, open_files)
+        device += on_gpus.get(process.pid, 0)
+    return Held(count, rss, open_files, device)
+
+
+def _device_memory() -> dict[int, int]:
+    """Bytes that each process holds on GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
+    rows = (line.split(", ") for line in said.splitlines())
+    return {int(row[0]): int(row[1]) << 20 for row in rows if len(row) == 2 and row[1].isdigit()}

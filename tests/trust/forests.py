@@ -1,13 +1,31 @@
-"""Random forests of requests with adversarial keys and values, for the kernels."""
+"""Random forests of requests with adversarial keys and values, for the kernels, and the float64
+result to compare with.
+"""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+from tests.planning.strategies import LinearCost
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+
+from . import scale
 
 #: distributions of keys and queries
 VALUES = ("plain", "large", "equal", "one key beats all", "overflow", "tiny")
+#: rounding the attention weights and the result, for one query token
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,11 @@ class ForestCase:
     @property
     def query_len(self) -> int:
         return max(self.query_lens)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return AttentionConfig(*self.heads, self.head_dim, self.block_size, dtype)
 
     @property
     def planned_lens(self) -> np.ndarray:
@@ -101,6 +124,53 @@ class ForestCase:
         k[0] = v[0] = 0.0  # vLLM zeroes the null block
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), spoiled
 
+    def batch(self) -> list[torch.Tensor]:
+        """Block table, lengths and query starts, as the kernel gets them."""
+        return [
+            torch.from_numpy(x) for x in (self.block_table(), self.true_lens, self.query_start_loc)
+        ]
+
+    def expected(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention in float64 from blocks that a request holds; other blocks must not matter."""
+        return reference_attention(q, k, v, *self.batch())
+
+    def check(
+        self, out: torch.Tensor, expected: torch.Tensor, spoiled: int, tolerance: float
+    ) -> None:
+        """Compare per query token and head, so that one wrong row cannot hide. Numbers below the
+        normal ones of a type are rounded to the nearest of equal steps.
+
+        Args:
+            out: of the batch's query tokens. spoiled: a row that is not compared, or -1.
+        """
+        numbers = torch.finfo(out.dtype)
+        steps = numbers.smallest_normal * numbers.eps / 2 * self.head_dim**0.5
+        starts = self.query_start_loc
+        compared = torch.ones(len(out), dtype=torch.bool)
+        if spoiled >= 0:
+            compared[starts[spoiled] : starts[spoiled + 1]] = False
+        out, expected = out.double()[compared], expected[compared]
+        assert torch.isfinite(out).all()
+        norm = expected.norm(dim=-1).clamp_min(1e-30)
+        error = ((out - expected).norm(dim=-1) - steps) / norm
+        assert (error < tolerance).all(), float(error.max())
+
+    def plan(self, executor: GpuExecutor) -> DecodePlan:
+        """The plan of ``executor`` for this batch, the same when it is made again, and right."""
+        cost = {
+            "estimate": analytic_cost(self.attention, "triton"),
+            "bytes": LinearCost(launch=0.001),
+            "launch": LinearCost(launch=100.0, per_row_token=0.01, unshared_launch=100.0),
+        }[self.cost]
+        config = executor.planner_config(None, "always", null_block_id=0)
+        arguments = config, cost, self.block_size, self.attention.gqa_group_size
+        batch = self.block_table(), self.planned_lens, executor.query_len
+        plan, again = (DecodePlanner(*arguments).update(*batch, slack=self.slack) for _ in range(2))
+        for name in DecodePlan.__slots__:
+            np.testing.assert_array_equal(getattr(plan, name), getattr(again, name))
+        invariants.check(plan, batch[0], self.true_lens)
+        return plan
+
 
 @st.composite
 def forest_cases(
@@ -111,9 +181,16 @@ def forest_cases(
     kv_tile: int,
     most_reqs: int,
     longest_tail: int,
+    longest_piece: int = 0,
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16),
+    query_lens: tuple[int, ...] = (1, 1, 1, 2, 5),
 ) -> ForestCase:
     """Random cases. Lengths are at the borders of blocks, KV tiles and pieces of the walk, or
     anywhere.
+
+    Args:
+        longest_piece: tokens; a prefix is made of up to three equally long pieces, of which each
+            case has three.
     """
     block = draw(st.sampled_from(block_sizes))
     borders = sorted(
@@ -126,13 +203,13 @@ def forest_cases(
     )
     lengths = st.sampled_from(borders) | st.integers(1, longest_tail)
     num_reqs = draw(st.integers(1, most_reqs))
-    stretch = draw(st.sampled_from([1, 2, 3, max(1, kv_tile // block)]))
+    stretch = draw(st.sampled_from([1, 2, 3, max(1, max(kv_tile, longest_piece) // block)]))
     words = st.lists(st.integers(0, 2), unique=True, min_size=1, max_size=3)
     prefixes = [
         [1 + word * stretch + i for word in draw(words) for i in range(stretch)]
         for _ in range(num_reqs)
     ]
-    query_len = draw(st.sampled_from([1, 1, 1, 2, 5]))
+    query_len = draw(st.sampled_from(query_lens))
     slack = draw(st.sampled_from([0, query_len - 1, 2 * (query_len - 1)]))
     # a request has its query tokens even if all drafts are rejected
     tails = [draw(lengths) + query_len + slack for _ in range(num_reqs)]
@@ -141,7 +218,7 @@ def forest_cases(
         heads=draw(st.sampled_from(heads)),
         head_dim=draw(st.sampled_from(head_dims)),
         block_size=block,
-        dtype=draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        dtype=draw(st.sampled_from(dtypes)),
         query_lens=[query_len, *(draw(some_queries) for _ in range(num_reqs - 1))],
         prefixes=prefixes,
         tails=tails,
@@ -151,3 +228,29 @@ def forest_cases(
         cost=draw(st.sampled_from(["estimate", "bytes", "launch"])),
         seed=draw(st.integers(0, 1000)),
     )
+
+
+def on_forests(
+    cases: st.SearchStrategy[ForestCase], count: int
+) -> Callable[[Callable[[ForestCase], None]], Callable[[], None]]:
+    """Run a function on random cases: others with another TRUST_SEED."""
+
+    def decorate(function: Callable[[ForestCase], None]) -> Callable[[], None]:
+        limits = settings(
+            database=None,
+            deadline=None,
+            max_examples=count,
+            phases=[Phase.generate],  # making a failure smaller takes minutes
+            suppress_health_check=list(HealthCheck),
+        )
+        return limits(seed(scale.SEED)(given(cases)(function)))
+
+    return decorate
+
+
+def note(tried: Counter[str], case: ForestCase, plan: DecodePlan) -> None:
+    """Count a case that passed."""
+    tried["forests"] += 1
+    tried["shared"] += bool(len(plan.shared_rows))
+    tried["merged"] += plan.num_partials > 0
+    tried[case.values] += 1

@@ -3,8 +3,11 @@
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ Is everything in place, and which layers of a model would be served?
 
 Each line is a check that an engine makes when it starts. The exit status is 0 if PREFIX_SHARE can
 be chosen, 1 if not."""
+#: there while the driver is loaded (WSL has none: there the kernel is chosen in its turn)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -33,20 +38,24 @@ class Machine:
 
     attention: the shape to choose a kernel for. from_model: whether it is the model's.
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
+    gpu_kernel: the kernel that would serve the shape on a GPU, chosen in another process meanwhile;
+        None where there is no NVIDIA driver.
     """
 
     attention: AttentionConfig
     from_model: bool
     on_cpu: bool | None = None
+    gpu_kernel: Future[str] | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a check: whether an engine could start, and one sentence."""
+    """The outcome of a check: whether an engine could start, one sentence, and how long it took."""
 
     check: str
     ok: bool
     says: str
+    seconds: float
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
         layers = layer_kinds(config)
         if any(layer.attention and not layer.use_mla for layer in layers):
             machine = _machine_for(args.model, config)
-    results = [_try(name, check, machine) for name, check in CHECKS.items()]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as beside:
+        if NVIDIA_DRIVER.exists():
+            machine.gpu_kernel = beside.submit(gpu_kernel, machine.attention)
+        results = [_try(name, check, machine) for name, check in CHECKS.items()]
     served = [] if config is None else _layers(layers, machine)
     if served:
         results.append(_try("strict", lambda _: strict(served), machine))
@@ -85,12 +97,16 @@ def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
 
 
 def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result:
+    began = time.perf_counter()
+    ok = False
     try:
-        return Result(name, True, check(machine))
+        says = check(machine)
+        ok = True
     except PrefixShareError as e:
-        return Result(name, False, str(e))
+        says = str(e)
     except ImportError as e:
-        return Result(name, False, f"{e}: install what is missing, or reinstall vLLM.")
+        says = f"{e}: install what is missing, or reinstall vLLM."
+    return Result(name, ok, says, round(time.perf_counter() - began, 2))
 
 
 def package(machine: Machine) -> str:
@@ -155,9 +171,20 @@ def kernel(machine: Machine) -> str:
         reasons: list[str] = []
         name = cpu_executor(machine.attention, reasons.append).name
         return " ".join([name, *reasons])
+    if machine.gpu_kernel is not None:
+        return machine.gpu_kernel.result()
+    return gpu_kernel(machine.attention)
+
+
+def gpu_kernel(attention: AttentionConfig) -> str:
+    """The kernel that serves this shape on the first GPU: it is compiled.
+
+    Raises:
+        PrefixShareError: no kernel serves it, or none compiles.
+    """
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
-    return GpuExecutor(machine.attention, "cuda", kernel=settings().kernel).name
+    return GpuExecutor(attention, "cuda", kernel=settings().kernel).name
 
 
 def cost_table(machine: Machine) -> str:
@@ -201,21 +228,33 @@ def _layers(layers: list[LayerKind], machine: Machine) -> list[dict[str, Any]]:
 
 
 def _falls_back(layer: LayerKind, on_cpu: bool | None) -> str | None:
+    from vllm_prefixshare.integration.support import NOTHING, gpu_extras
+
+    reason = _refusal(layer, NOTHING, on_cpu)
+    if on_cpu or reason == _refusal(layer, gpu_extras(anywhere=True), on_cpu):
+        return reason
+    # only now: it imports half of vLLM, which takes seconds
+    return _refusal(layer, gpu_extras(anywhere=on_cpu is None), on_cpu)
+
+
+def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> str | None:
+    """Why a layer would fall back where a GPU's layers may have ``extras``."""
     from vllm_prefixshare.integration.support import (
         CUDA_DTYPES,
-        NOTHING,
-        gpu_extras,
+        latent_refusal,
         selector_refusal,
     )
 
     if layer.chunked:
         return "chunked local attention"
-    extras = NOTHING if on_cpu else gpu_extras(anywhere=on_cpu is None)
     if layer.alibi and "alibi" not in extras:
         return "ALiBi slopes"
     if layer.logits_soft_cap and "softcap" not in extras:
         return "a logits soft cap"
-    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    reason = selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    if reason is None and layer.use_mla:
+        reason = latent_refusal(layer.num_heads)
+    return reason
 
 
 def strict(served: list[dict[str, Any]]) -> str:

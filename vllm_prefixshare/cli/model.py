@@ -77,13 +77,15 @@ class LayerKind:
     """Layers of one kind, with the fields of vLLM's ``AttentionSelectorConfig`` that decide
     whether they are served.
 
-    count: how many there are. attention: whether they have a KV cache.
+    count: how many there are. attention: whether they have a KV cache. num_heads: query heads of
+    the model, on all GPUs.
     logits_soft_cap, alibi: what vLLM says to the layer's implementation only.
     """
 
     name: str
     count: int
     head_size: int
+    num_heads: int
     dtype: str
     attention: bool = True
     use_mla: bool = False
@@ -127,15 +129,18 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
     head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
     if is_full and config.get("global_head_dim"):
         head_dim = config["global_head_dim"]
+    if latent := "kv_lora_rank" in config:
+        head_dim = config["kv_lora_rank"] + int(config.get("qk_rope_head_dim") or 0)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return LayerKind(
         name=name.replace("_", " "),
         count=count,
         head_size=int(head_dim),
+        num_heads=int(heads),
         # vLLM runs float32 checkpoints in 16 bits unless told otherwise
         dtype="bfloat16" if dtype.endswith("float32") else dtype.removeprefix("torch."),
         attention=name in ("full_attention", "sliding_attention", "chunked_attention"),
-        use_mla="kv_lora_rank" in config,
+        use_mla=latent,
         use_sparse="index_topk" in config,
         has_sink=model_type in SINKS,
         has_sliding_window=name == "sliding_attention",

@@ -29,6 +29,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the program with tracing on; the exit status is its own."""
     path: Path = args.file.expanduser().absolute()
+    if path.exists() and not path.is_file():  # a device has no end, and a pipe waits for a reader
+        raise PrefixShareError(f"{path} is not a regular file: name another.")
     try:
         path.open("wb").close()
     except OSError as e:

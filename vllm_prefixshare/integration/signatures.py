@@ -12,6 +12,8 @@ from pathlib import Path
 from vllm_prefixshare.records import PrefixShareError
 
 _FLASH_ATTN = "vllm.v1.attention.backends.flash_attn"
+_MLA = "vllm.v1.attention.backends.mla.flashattn_mla"
+_MLA_COMMON = "vllm.model_executor.layers.attention.mla_attention"
 _V2_TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
 _SCHED = "vllm.v1.core.sched"
 
@@ -80,6 +82,16 @@ MEMBERS: dict[str, tuple[str, ...]] = {
         "dcp_world_size", "dcp_rank", "cp_kv_cache_interleave_size",
     ),
     f"{_FLASH_ATTN}.FlashAttentionImpl": ("dcp_combine", "_dcp_dtype", "_dcp_max_num_tokens"),
+    "vllm.v1.attention.backend.MLAAttentionImpl": ("do_kv_cache_update",),
+    f"{_MLA}.FlashAttnMLABackend": ("get_impl_cls", "get_builder_cls"),
+    f"{_MLA}.FlashAttnMLAMetadataBuilder": ("__init__", "_schedule_decode"),
+    f"{_MLA}.FlashAttnMLADecodeMetadata": (
+        "query_start_loc", "scheduler_metadata", "max_num_splits",
+    ),
+    f"{_MLA}.FlashAttnMLAMetadata": (),
+    f"{_MLA}.FlashAttnMLAImpl": ("forward_mqa",),
+    f"{_MLA_COMMON}.MLACommonDecodeMetadata": ("block_table", "seq_lens"),
+    f"{_MLA_COMMON}.MLACommonMetadata": ("num_decode_tokens", "decode"),
     "vllm.v1.worker.workspace.WorkspaceManager": ("get_simultaneous",),
     "vllm.v1.worker.block_table.BlockTable": ("__init__", "block_table"),
     _V2_TABLES: ("__init__", "max_num_reqs", "input_block_tables"),

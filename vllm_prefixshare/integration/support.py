@@ -3,7 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
+from vllm_prefixshare.config import (
+    FP8,
+    LATENT_SHAPE,
+    MAX_HEAD_DIM,
+    MIN_HEAD_DIM,
+    AttentionConfig,
+)
 from vllm_prefixshare.integration import BACKEND_NAME, metrics
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
@@ -14,6 +20,9 @@ from vllm_prefixshare.settings import settings
 CUDA_DTYPES = ("bfloat16", "float16")
 #: largest head_dim that a GPU has run
 USUAL_HEAD_DIM = 256
+#: most query heads of a layer with latents (MLA) on a GPU: with more, arithmetic takes as long as
+#: reading for each request
+MOST_LATENT_HEADS = 16
 #: vLLM's names of an e4m3 KV cache with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
@@ -23,7 +32,7 @@ NOTHING: frozenset[str] = frozenset()
 
 def gpu_extras(anywhere: bool = False) -> frozenset[str]:
     """What layers may have on this GPU: sinks and fp8 caches only where FLASH_ATTN, which does
-    their prefills, takes them.
+    their prefills, takes them; latents where FLASH_ATTN_MLA does.
 
     Args:
         anywhere: what they may have on a GPU that takes all.
@@ -31,9 +40,11 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
     extras = GPU_EXTRAS | settings().experimental
     if anywhere:
         return extras
+    from vllm.v1.attention.backends.fa_utils import flash_attn_supports_mla
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     takes = {
+        "mla": flash_attn_supports_mla(),
         "sinks": FlashAttentionBackend.supports_sink(),
         "fp8": FlashAttentionBackend.supports_kv_cache_dtype("fp8"),
     }
@@ -66,25 +77,40 @@ def selector_refusal(
     # not every release has every field
     if "sinks" in extras:
         del named["has_sink"]
-    if "dcp" in extras:
+    if "dcp" in extras and not layer.use_mla:
         del named["use_dcp"]
+    if "mla" in extras:
+        del named["use_mla"]
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
     if dtype not in dtypes:
         found.append(f"dtype {dtype}")
-    caches = FP8_CACHES if "fp8" in extras else ()
+    caches = FP8_CACHES if "fp8" in extras and not layer.use_mla else ()
     if layer.kv_cache_dtype not in (None, "auto", dtype, *caches):
         found.append(f"a {layer.kv_cache_dtype} KV cache")
     widest = MAX_HEAD_DIM if "head_dim" in extras else USUAL_HEAD_DIM
-    if not MIN_HEAD_DIM <= layer.head_size <= widest or layer.head_size % 8:
+    fits = MIN_HEAD_DIM <= layer.head_size <= widest and layer.head_size % 8 == 0
+    if layer.use_mla:
+        fits = layer.head_size == LATENT_SHAPE[0]
+    if not fits:
         found.append(f"head_dim {layer.head_size}")
     return found[0] if found else None
 
 
-def declines(layer: Any, dtypes: Iterable[str]) -> str | None:
+def latent_refusal(num_heads: int) -> str | None:
+    """Why MLA with so many query heads on a GPU is not served, or None."""
+    if num_heads > MOST_LATENT_HEADS:
+        return f"multi-head latent attention of more than {MOST_LATENT_HEADS} heads a GPU"
+    return None
+
+
+def declines(layer: Any, dtypes: Iterable[str], latent: bool = False) -> str | None:
     """As ``selector_refusal``, and said once. Asked for each kind of layer for which the backend
     was chosen, so metrics start here: also where no layer is served.
+
+    Args:
+        latent: whether the caller has a backend for latents, which is another class.
 
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
@@ -92,19 +118,24 @@ def declines(layer: Any, dtypes: Iterable[str]) -> str | None:
     metrics.start_in_worker()
     dtypes = tuple(dtypes)
     extras = gpu_extras() if dtypes == CUDA_DTYPES else NOTHING
+    if not latent:
+        extras -= {"mla"}
     reason = selector_refusal(layer, dtypes, extras)
     if reason is not None:
         fall_back(reason)
     return reason
 
 
-def spec_refusal(spec: Any) -> str | None:
+def spec_refusal(spec: Any, latent: bool = False) -> str | None:
     """Why layers with this ``KVCacheSpec`` cannot be served, or None. Block tables of other kinds
     than full attention keep ids of freed blocks, or leave some out.
-    """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    if type(spec) is not FullAttentionSpec:
+    Args:
+        latent: whether they have latents in place of keys and values.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if type(spec) is not (MLAAttentionSpec if latent else FullAttentionSpec):
         return f"a KV cache of {type(spec).__name__}"
     if getattr(spec, "sliding_window", None) is not None:
         return "a sliding window"
@@ -142,7 +173,10 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
     Args:
         dtype: of the model, whatever the KV cache holds.
     """
-    impl = impls[0]
+    impl, name = impls[0], str(dtype).removeprefix("torch.")
+    if (rank := getattr(impl, "kv_lora_rank", None)) is not None:
+        shape = impl.num_heads, 1, impl.head_size, block_size
+        return AttentionConfig(*shape, name, kv_lora_rank=rank)
     has = {
         "sinks": any(x.sinks is not None for x in impls),
         "soft_cap": any(x.logits_soft_cap for x in impls),
@@ -154,7 +188,7 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
         impl.num_kv_heads,
         impl.head_size,
         block_size,
-        str(dtype).removeprefix("torch."),
+        name,
         kv_dtype,
         kv_dtype if getattr(impl, "supports_quant_query_input", False) else None,
         tuple(name for name, there in has.items() if there),

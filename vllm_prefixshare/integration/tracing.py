@@ -29,8 +29,8 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self._path, self._size, self._open = path, 0, True
         try:
-            # the lock lasts as long as the process
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            # O_NONBLOCK: a pipe would wait for a reader; the lock lasts as long as the process
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -38,9 +38,8 @@ def reference_attention_and_lse(
         float64 ``[num_tokens, num_qo_heads, head_dim of V]``, and the log-sum-exp of each query's
         scaled scores and its sink: float64 ``[num_tokens, num_qo_heads]``, natural logarithm.
     """
-    num_qo_heads, head_dim = q.shape[1:]
+    head_dim = q.shape[-1]
     block_size, num_kv_heads = k_cache.shape[1:3]
-    group = num_qo_heads // num_kv_heads
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     starts = list(range(len(seq_lens) + 1)) if query_start_loc is None else query_start_loc.tolist()
     shape = *q.shape[:2], v_cache.shape[-1]
@@ -49,19 +48,15 @@ def reference_attention_and_lse(
     q_scale, k_scale, v_scale = (
         torch.as_tensor(1.0 if x is None else x, dtype=torch.float64, device=q.device)
         .reshape(-1)
-        .expand(num_kv_heads)
-        .repeat_interleave(group)[:, None]
+        .expand(num_kv_heads)[:, None]
         for x in (extras.q_scale, extras.k_scale, extras.v_scale)
     )
     for request, length in enumerate(seq_lens.tolist()):
         first, last = starts[request], starts[request + 1]
         ids = block_table[request, : -(-length // block_size)].long()
-        k, v = (
-            _blocks(cache, ids)[:length].double().repeat_interleave(group, dim=1)
-            for cache in (k_cache, v_cache)
-        )
-        queries = q[first:last].double() * q_scale
-        scores = torch.einsum("qhd,khd->hqk", queries, k * k_scale) * scale
+        k, v = (_blocks(cache, ids)[:length].double() for cache in (k_cache, v_cache))
+        queries = q[first:last].double().unflatten(1, (num_kv_heads, -1)) * q_scale[:, None]
+        scores = torch.einsum("qhgd,khd->hgqk", queries, k * k_scale).flatten(0, 1) * scale
         if extras.soft_cap:
             scores = torch.tanh(scores / extras.soft_cap) * extras.soft_cap
         position = torch.arange(length - (last - first), length, device=q.device)
@@ -74,7 +69,8 @@ def reference_attention_and_lse(
             scores = torch.cat([scores, sinks], dim=-1)
         lse[first:last] = torch.logsumexp(scores, dim=-1).T
         weights = torch.softmax(scores, dim=-1)[..., :length]
-        out[first:last] = torch.einsum("hqk,khd->qhd", weights, v * v_scale)
+        weights = weights.unflatten(0, (num_kv_heads, -1))
+        out[first:last] = torch.einsum("hgqk,khd->qhgd", weights, v * v_scale).flatten(1, 2)
     return out, lse
 
 

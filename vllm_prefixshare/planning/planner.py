@@ -13,6 +13,7 @@ from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, last_piece
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
@@ -215,6 +216,11 @@ class DecodePlanner:
             self._note_fallback(PLAN_TOO_LARGE)
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+        if self.config.divider == batch_invariant.__name__:
+            # the same plan, and so the same bits, for all lengths that end in the same piece
+            piece = problem.round_up(self.config.kv_chunk_size)
+            first = last_piece(kv_lens, piece)
+            return replace(plan, planned_seq_lens=first + 1), (first + piece).astype(float)
         return plan, self._longest(plan, problem.forest)
 
     def _note_fallback(self, reason: str) -> None:

@@ -49,23 +49,20 @@ from vllm_prefixshare.settings import settings
 class PrefixShareCUDAImpl(FlashAttentionImpl):
     """One layer: decodes in the kernels of this package, prefills in FLASH_ATTN."""
 
+    shares: bool
+    partials: PartialResults
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         reason = (
             impl_refusal(self, (-1, -1), gpu_extras())
-            or _config_refusal(config)
+            or config_refusal(config)
             or _shard_refusal(self, config)
         )
-        self.shares = reason is None
-        if reason is not None:
-            fall_back(reason)
-            return
-        if self.dcp_world_size > 1:
+        if reason is None and self.dcp_world_size > 1:
             context_parallel.check_collectives(config)
-        host_tables.want()
-        # allocated here, since vLLM measures the memory left for the KV cache after the layers
-        self.partials = _reserve_partials(self, config, this_device())
+        set_up(self, config, reason)
         self._extras: LayerExtras | None = None
 
     def forward(
@@ -163,7 +160,7 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
     builder_cls = PrefixShareMetadataBuilder
 
 
-def _config_refusal(config: Any) -> str | None:
+def config_refusal(config: Any) -> str | None:
     """Why a configuration cannot be served, or None; for settings that no layer knows."""
     parallel = config.parallel_config
     checks = (
@@ -205,7 +202,22 @@ def this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
+def set_up(impl: Any, config: Any, falls_back: str | None) -> None:
+    """Set ``impl.shares``, whether the layer is served, and for one that is ``impl.partials``:
+    room for partial results, because vLLM measures the memory for the KV cache after the layers.
+
+    Args:
+        falls_back: why the layer is not served; None if it is.
+    """
+    impl.shares = falls_back is None
+    if falls_back is not None:
+        fall_back(falls_back)
+        return
+    host_tables.want()
+    impl.partials = reserve_partials(impl, config, this_device())
+
+
+def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
     """Room for the partial results of any batch of this configuration."""
     block_size = config.cache_config.block_size or 16  # as far as it is known yet
     attention = attention_of([impl], block_size, config.model_config.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
 
 #: Loaded only in workers whose configuration chose the backend.
-_METADATA = "vllm_prefixshare.integration.cuda.metadata"
+_PLANNING = "vllm_prefixshare.integration.cuda.planning"
 
 
 def hook_wake_up(module: ModuleType) -> None:
@@ -16,9 +16,9 @@ def hook_wake_up(module: ModuleType) -> None:
     def wrapper(original: Function) -> Function:
         def wake_up(self: Any, tags: list[str] | None = None) -> Any:
             result = original(self, tags)
-            metadata = sys.modules.get(_METADATA)
-            if metadata is not None and (tags is None or "kv_cache" in tags):
-                metadata.after_wake_up()
+            planning = sys.modules.get(_PLANNING)
+            if planning is not None and (tags is None or "kv_cache" in tags):
+                planning.after_wake_up()
             return result
 
         return wake_up

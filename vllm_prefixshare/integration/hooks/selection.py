@@ -14,12 +14,13 @@ from vllm_prefixshare.integration import (
     BACKEND_NAME,
     CPU_BACKEND,
     CUDA_BACKEND,
+    MLA_BACKEND,
     compat,
     metrics,
     precompiling,
 )
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
-from vllm_prefixshare.integration.support import CUDA_DTYPES, declines
+from vllm_prefixshare.integration.support import CUDA_DTYPES, declines, fall_back
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -62,10 +63,14 @@ def is_ours(backend: Any) -> bool:
 
 
 def hook_environment(module: ModuleType) -> None:
-    """Make this plugin's variables known to vLLM, which warns of others."""
+    """Make this plugin's variables known to vLLM, which warns of others.
+
+    vLLM also reads each known variable into the key of what torch.compile has cached. Ours change
+    no compiled graph, and one names a folder that is new in each process, so vLLM gets no values.
+    """
     ours = is_ours(os.environ.get(ENV_VAR, ""))
     for name in (*VARIABLES, *((ENV_VAR,) if ours else ())):
-        module.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
+        module.environment_variables.setdefault(name, lambda: None)
 
 
 def hook_engine_config(module: ModuleType) -> None:
@@ -231,7 +236,7 @@ def _attention_of(config: Any) -> AttentionConfig:
 def hook_cuda_platform(module: ModuleType) -> None:
     # the backend is one of vLLM's own, and its configuration is validated as such
     """Let CUDA layers that are not served keep vLLM's own backend."""
-    _choose_backends(module.CudaPlatformBase, CUDA_DTYPES, None)
+    _choose_backends(module.CudaPlatformBase, CUDA_DTYPES, None, latent=True)
 
 
 def hook_cpu_platform(module: ModuleType) -> None:
@@ -239,9 +244,14 @@ def hook_cpu_platform(module: ModuleType) -> None:
     _choose_backends(module.CpuPlatform, DTYPES, CPU_BACKEND)
 
 
-def _choose_backends(platform: type, dtypes: tuple[str, ...], path: str | None) -> None:
+def _choose_backends(
+    platform: type, dtypes: tuple[str, ...], path: str | None, latent: bool = False
+) -> None:
     """Choose ``path`` for the layers that are served (None: what the platform makes of the
     member PREFIX_SHARE) and the platform's own backend for the others.
+
+    Args:
+        latent: whether MLA is served where the platform's own backend for it is FLASH_ATTN_MLA.
     """
 
     def wrapper(original: Function) -> Function:
@@ -250,10 +260,22 @@ def _choose_backends(platform: type, dtypes: tuple[str, ...], path: str | None) 
         ) -> Any:
             if not is_ours(selected_backend):
                 return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-            if declines(attn_selector_config, dtypes) is not None:
-                return original(cls, None, attn_selector_config, *args, **kwargs)
+            declined = declines(attn_selector_config, dtypes, latent) is not None
+            if declined or attn_selector_config.use_mla:
+                own = original(cls, None, attn_selector_config, *args, **kwargs)
+                return own if declined else latent_backend(own)
             return path or original(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
         return get_attn_backend_cls
 
     wrap(platform, "get_attn_backend_cls", wrapper)
+
+
+def latent_backend(own: str) -> str:
+    """The backend of an MLA layer, given the path of the class that vLLM would take."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if own == AttentionBackendEnum.FLASH_ATTN_MLA.get_path():
+        return MLA_BACKEND
+    fall_back(f"multi-head latent attention in {own.rpartition('.')[2]}")
+    return own

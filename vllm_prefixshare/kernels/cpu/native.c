@@ -1,4 +1,4 @@
-/* Partial attention and merge for the CPU, bfloat16, AVX-512.
+/* Partial attention and merge for the CPU: AVX-512, bfloat16, or float32 with -DFLOAT32.
  *
  * What the torch executor does in some thirty operators, in two parallel loops: every piece of
  * work is one KV head over some blocks of one request's block table, for the query rows of all
@@ -6,7 +6,7 @@
  *
  * Per block and head the cache holds K as [head_dim][block_size] and V as
  * [block_size][head_dim] (vLLM's CPU_ATTN, vector kernels). Both are sums over their rows, so
- * one packing routine and one product serve Q K and P V alike.
+ * one product serves Q K and P V alike, and one packing routine, which float32 does not need.
  *
  * OpenMP comes from the runtime that torch has loaded: two runtimes would fight for the cores.
  */
@@ -16,7 +16,15 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef uint16_t bf16;
+/* Element of q, the cache and the result. A product takes 4 bytes of each side at a time: a pair
+ * of bfloat16, or one float32. */
+#ifdef FLOAT32
+typedef float element;
+#define PER_STEP 1
+#else
+typedef uint16_t element;
+#define PER_STEP 2
+#endif
 
 typedef struct {
   int64_t num_pieces, num_tokens, most_partials;
@@ -24,8 +32,8 @@ typedef struct {
   int64_t q_token, q_head, out_token, out_head; /* strides in elements */
   int64_t cache_block, cache_head, v_offset, table_row;
   float sm_scale;
-  const bf16 *q, *cache;
-  bf16 *out;
+  const element *q, *cache;
+  element *out;
   const int32_t *block_table; /* [num_reqs, max_blocks] */
   /* per piece: batch row, first and last token, range of token_of and visible */
   const int32_t *piece_row, *piece_start, *piece_end, *piece_indptr;
@@ -37,20 +45,28 @@ typedef struct {
   float *out_lse; /* [num_tokens, num_qo_heads], or NULL */
 } Work;
 
-static inline bf16 round_bf16(float x) {
+/* x + the products of the elements in each 4 bytes of a and b, and rounding to elements. Without
+ * AVX-512 BF16 a bfloat16 is widened by shifting it into the upper half of a float. */
+#ifdef FLOAT32
+static inline element rounded(float x) { return x; }
+static inline __m512 add_products(__m512 x, __m512i a, __m512i b) {
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), x);
+}
+static inline void store_weights(element *at, __m512 x) { _mm512_storeu_ps(at, x); }
+#else
+static inline element rounded(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);
-  if ((u & 0x7fffffff) > 0x7f800000) return (bf16)((u >> 16) | 64); /* NaN stays NaN */
-  return (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+  if ((u & 0x7fffffff) > 0x7f800000) return (element)((u >> 16) | 64); /* NaN stays NaN */
+  return (element)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-
-/* x + the products of two pairs of bf16, and rounding to bf16. Without AVX-512 BF16 a bf16 is
- * widened by shifting it into the upper half of a float. */
 #ifdef __AVX512BF16__
 static inline __m512 add_products(__m512 x, __m512i a, __m512i b) {
   return _mm512_dpbf16_ps(x, (__m512bh)a, (__m512bh)b);
 }
-static inline __m256i rounded_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+static inline void store_weights(element *at, __m512 x) {
+  _mm256_storeu_si256((__m256i *)at, (__m256i)_mm512_cvtneps_pbh(x));
+}
 #else
 static inline __m512 add_products(__m512 x, __m512i a, __m512i b) {
   const __m512i high = _mm512_set1_epi32((int)0xffff0000);
@@ -59,12 +75,13 @@ static inline __m512 add_products(__m512 x, __m512i a, __m512i b) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
                          _mm512_castsi512_ps(_mm512_and_si512(b, high)), x);
 }
-static inline __m256i rounded_bf16(__m512 x) { /* no NaN comes here: weights */
+static inline void store_weights(element *at, __m512 x) { /* no NaN comes here */
   __m512i u = _mm512_castps_si512(x);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(u, 16));
+  _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16(_mm512_srli_epi32(u, 16)));
 }
+#endif
 #endif
 
 /* 2^y for y <= 0: 2^n times a polynomial on [-1/2, 1/2], about 1e-7 relative */
@@ -82,9 +99,10 @@ static inline __m512 exp2_negative(__m512 y) {
   return _mm512_scalef_ps(p, n);
 }
 
+#ifndef FLOAT32
 /* Interleave rows 2i and 2i+1, as vdpbf16ps wants them: dst[rows / 2][cols] pairs, of which the
  * first `used` columns are written. Rows from `valid` on count as zero, whatever lies there. */
-static void pack_pairs(const bf16 *src, int rows, int cols, int used, int valid, uint32_t *dst) {
+static void pack_pairs(const element *src, int rows, int cols, int used, int valid, uint32_t *dst) {
   static const uint16_t low[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                    8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i lo = _mm512_loadu_si512(low);
@@ -100,9 +118,11 @@ static void pack_pairs(const bf16 *src, int rows, int cols, int used, int valid,
     }
 }
 
-/* ROWS x used of C (+)= A B: a [.., lda] bf16, b packed [pairs][cols], c [.., cols] */
+#endif
+
+/* ROWS x used of C (+)= A B: a [.., lda], b [steps][cols] of 4 bytes each, c [.., cols] */
 #define DEFINE_PRODUCT(ROWS)                                                                     \
-  static inline void product_##ROWS(const bf16 *a, int lda, const uint32_t *b, int pairs,        \
+  static inline void product_##ROWS(const element *a, int lda, const uint32_t *b, int steps,     \
                                     int cols, int used, float *c, int add) {                     \
     for (int j = 0; j < used; j += 32) {                                                         \
       __m512 x[ROWS], y[ROWS];                                                                   \
@@ -110,13 +130,13 @@ static void pack_pairs(const bf16 *src, int rows, int cols, int used, int valid,
         x[r] = add ? _mm512_loadu_ps(c + (size_t)r * cols + j) : _mm512_setzero_ps();            \
         y[r] = add ? _mm512_loadu_ps(c + (size_t)r * cols + j + 16) : _mm512_setzero_ps();       \
       }                                                                                          \
-      for (int k = 0; k < pairs; k++) {                                                          \
+      for (int k = 0; k < steps; k++) {                                                          \
         __m512i u = _mm512_loadu_si512(b + (size_t)k * cols + j);                                \
         __m512i v = _mm512_loadu_si512(b + (size_t)k * cols + j + 16);                           \
         for (int r = 0; r < ROWS; r++) {                                                         \
-          int32_t pair;                                                                          \
-          memcpy(&pair, a + (size_t)r * lda + 2 * k, 4);                                         \
-          __m512i w = _mm512_set1_epi32(pair);                                                   \
+          int32_t bits;                                                                          \
+          memcpy(&bits, a + (size_t)r * lda + PER_STEP * k, 4);                                  \
+          __m512i w = _mm512_set1_epi32(bits);                                                   \
           x[r] = add_products(x[r], w, u);                                                       \
           y[r] = add_products(y[r], w, v);                                                       \
         }                                                                                        \
@@ -145,23 +165,23 @@ static inline void fetch_ahead(Ahead *ahead) {
 }
 
 /* rows is a multiple of 4 */
-static void product(const bf16 *a, int lda, const uint32_t *b, int pairs, int cols, int used,
+static void product(const element *a, int lda, const uint32_t *b, int steps, int cols, int used,
                     float *c, int rows, int add, Ahead *ahead) {
   int r = 0;
   for (; r + 8 <= rows; r += 8) {
     fetch_ahead(ahead);
-    product_8(a + (size_t)r * lda, lda, b, pairs, cols, used, c + (size_t)r * cols, add);
+    product_8(a + (size_t)r * lda, lda, b, steps, cols, used, c + (size_t)r * cols, add);
   }
   if (r < rows) {
     fetch_ahead(ahead);
-    product_4(a + (size_t)r * lda, lda, b, pairs, cols, used, c + (size_t)r * cols, add);
+    product_4(a + (size_t)r * lda, lda, b, steps, cols, used, c + (size_t)r * cols, add);
   }
 }
 
 typedef struct {
-  bf16 *q, *p;
+  element *q, *p;
   float *s, *acc, *m, *l;
-  uint32_t *k, *v;
+  uint32_t *k, *v; /* packed pairs; float32 is read where it lies */
 } Scratch;
 
 static size_t scratch_bytes(const Work *w, int rows, Scratch *x, char *base) {
@@ -169,8 +189,11 @@ static size_t scratch_bytes(const Work *w, int rows, Scratch *x, char *base) {
 #define TAKE(field, bytes)                                                                       \
   x->field = (void *)(base + at);                                                                \
   at += ((size_t)(bytes) + 63) & ~(size_t)63;
-  TAKE(q, rows * d * 2) TAKE(p, rows * n * 2) TAKE(s, rows * n * 4) TAKE(acc, rows * d * 4)
-  TAKE(m, rows * 4) TAKE(l, rows * 4) TAKE(k, d / 2 * n * 4) TAKE(v, n / 2 * d * 4)
+  TAKE(q, rows * d * sizeof(element)) TAKE(p, rows * n * sizeof(element)) 
+  TAKE(s, rows * n * 4) TAKE(acc, rows * d * 4) TAKE(m, rows * 4) TAKE(l, rows * 4)
+#ifndef FLOAT32
+  TAKE(k, d / 2 * n * 4) TAKE(v, n / 2 * d * 4)
+#endif
 #undef TAKE
   return at;
 }
@@ -192,9 +215,9 @@ static void softmax_block(const Work *w, const Scratch *x, int first, int used,
       top = _mm512_mask_max_ps(top, seen, top, _mm512_loadu_ps(s + j));
     }
     float m = fmaxf(x->m[r], _mm512_reduce_max_ps(top) * scale2);
-    bf16 *p = x->p + (size_t)r * n;
+    element *p = x->p + (size_t)r * n;
     if (m == -INFINITY) { /* nothing seen so far */
-      memset(p, 0, (size_t)n * 2);
+      memset(p, 0, (size_t)n * sizeof(element));
       continue;
     }
     __m512 sum = _mm512_setzero_ps(), base = _mm512_set1_ps(m), scale = _mm512_set1_ps(scale2);
@@ -203,7 +226,7 @@ static void softmax_block(const Work *w, const Scratch *x, int first, int used,
       __m512 e = exp2_negative(_mm512_fmsub_ps(_mm512_loadu_ps(s + j), scale, base));
       e = _mm512_maskz_mov_ps(seen, e);
       sum = _mm512_add_ps(sum, e);
-      _mm256_storeu_si256((__m256i *)(p + j), rounded_bf16(e));
+      store_weights(p + j, e);
     }
     if (m != x->m[r]) {
       float shrink = exp2f(x->m[r] - m);
@@ -226,37 +249,45 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
   const int start = w->piece_start[i], end = w->piece_end[i];
   for (int r = 0; r < padded; r++) {
     if (r < rows) {
-      const bf16 *q = w->q + w->token_of[slot + r / group] * w->q_token +
+      const element *q = w->q + w->token_of[slot + r / group] * w->q_token +
                       (h * group + r % group) * w->q_head;
-      memcpy(x->q + (size_t)r * d, q, (size_t)d * 2);
+      memcpy(x->q + (size_t)r * d, q, (size_t)d * sizeof(element));
     } else {
-      memset(x->q + (size_t)r * d, 0, (size_t)d * 2);
+      memset(x->q + (size_t)r * d, 0, (size_t)d * sizeof(element));
     }
     x->m[r] = -INFINITY;
     x->l[r] = 0.0f;
   }
   memset(x->acc, 0, (size_t)padded * d * 4);
-  memset(x->p + (size_t)rows * n, 0, (size_t)(padded - rows) * n * 2);
+  memset(x->p + (size_t)rows * n, 0, (size_t)(padded - rows) * n * sizeof(element));
   const int32_t *table = w->block_table + w->piece_row[i] * w->table_row;
   for (int t = start; t < end; t += n) {
-    const bf16 *block = w->cache + table[t / n] * w->cache_block + h * w->cache_head;
+    const element *block = w->cache + table[t / n] * w->cache_block + h * w->cache_head;
     int valid = end - t < n ? end - t : n;
     Ahead ahead = {NULL, 0, 0};
     if (t + n < end) {
       ahead.at = (const char *)(w->cache + table[t / n + 1] * w->cache_block + h * w->cache_head);
-      ahead.left = (w->v_offset + (int64_t)n * d) * 2; /* K, then V */
+      ahead.left = (w->v_offset + (int64_t)n * d) * (int64_t)sizeof(element); /* K, then V */
       ahead.step = (ahead.left / (2 * ((padded + 7) / 8)) + 63) / 64 * 64;
     }
     const int used = (valid + 31) & ~31;
     if (t == start) { /* nothing was fetched ahead: let V come while K is packed */
       const char *v = (const char *)(block + w->v_offset);
-      for (int64_t j = 0; j < (int64_t)valid * d * 2; j += 64) _mm_prefetch(v + j, _MM_HINT_T1);
+      for (int64_t j = 0; j < (int64_t)valid * d * (int64_t)sizeof(element); j += 64) _mm_prefetch(v + j, _MM_HINT_T1);
     }
+#ifdef FLOAT32
+    const uint32_t *keys = (const uint32_t *)block;
+    const uint32_t *values = (const uint32_t *)(block + w->v_offset);
+    const int steps = valid;
+#else
+    const uint32_t *keys = x->k, *values = x->v;
+    const int steps = used / 2;
     pack_pairs(block, d, n, used, d, x->k);
     pack_pairs(block + w->v_offset, used, d, d, valid, x->v);
-    product(x->q, d, x->k, d / 2, n, used, x->s, padded, 0, &ahead);
+#endif
+    product(x->q, d, keys, d / PER_STEP, n, used, x->s, padded, 0, &ahead);
     softmax_block(w, x, t, used, w->visible + slot, rows);
-    product(x->p, n, x->v, used / 2, d, d, x->acc, padded, 1, &ahead);
+    product(x->p, n, values, steps, d, d, x->acc, padded, 1, &ahead);
   }
   const int64_t heads = w->num_kv_heads * group;
   for (int r = 0; r < rows; r++) {
@@ -271,7 +302,7 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
 static void merge(const Work *w, int64_t i) {
   const int64_t heads = w->num_kv_heads * w->gqa_group_size, d = w->head_dim;
   const int32_t *slots = w->merge_slots + i * w->most_partials;
-  bf16 *out = w->out + w->out_tokens[i] * w->out_token;
+  element *out = w->out + w->out_tokens[i] * w->out_token;
   float sum[1024];
   for (int64_t h = 0; h < heads; h++) {
     float m = -INFINITY, total = 0.0f;
@@ -284,7 +315,7 @@ static void merge(const Work *w, int64_t i) {
       total += weight;
       for (int64_t j = 0; j < d; j++) sum[j] += weight * part[j];
     }
-    for (int64_t j = 0; j < d; j++) out[h * w->out_head + j] = round_bf16(sum[j] / total);
+    for (int64_t j = 0; j < d; j++) out[h * w->out_head + j] = rounded(sum[j] / total);
     if (w->out_lse) w->out_lse[w->out_tokens[i] * heads + h] = m + logf(total);
   }
 }

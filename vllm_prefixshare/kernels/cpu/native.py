@@ -1,8 +1,8 @@
-"""The CPU executor for bfloat16 where the processor multiplies it: ``native.c``.
+"""The CPU executor for bfloat16 and float32 on processors with AVX-512: ``native.c``.
 
 On a CPU the thirty small operators of the torch executor cost as much as the attention
 itself, and torch has no product of bfloat16 matrices that keeps a float32 result. The C file
-is compiled once per machine with the compiler that vLLM's CPU build needs anyway.
+is compiled once per machine and type with the compiler that vLLM's CPU build needs anyway.
 """
 
 import ctypes
@@ -31,6 +31,8 @@ SOURCE = Path(__file__).with_name("native.c")
 #: -march=native: the library is built where it runs. No libgomp of its own: the symbols come
 #: from the runtime that torch has loaded.
 COMPILE = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
+#: Further options for each dtype.
+DTYPES: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DFLOAT32",)}
 MAX_ROWS = 128  # query rows of a piece: its scores and outputs stay in the L2 cache
 MAX_HEAD_DIM = 256
 MIN_TOKENS = 512  # of a piece, where its run is longer
@@ -59,13 +61,13 @@ class _Work(ctypes.Structure):
     )  # fmt: skip
 
 
-def load_library() -> ctypes.CDLL:
-    """Compile ``native.c`` if this machine has not yet, and load it.
+def load_library(dtype: str) -> ctypes.CDLL:
+    """Compile ``native.c`` for a dtype if this machine has not yet, and load it.
 
     Raises:
         NativeUnavailableError: no AVX-512, no compiler, or it failed.
     """
-    found = _find_library()
+    found = _find_library(dtype)
     if isinstance(found, str):
         raise NativeUnavailableError(found)
     return found
@@ -79,7 +81,7 @@ def processor_flags() -> frozenset[str]:
 
 
 @cache  # a failure is remembered too, so that it is not tried again for every layer
-def _find_library() -> ctypes.CDLL | str:
+def _find_library(dtype: str) -> ctypes.CDLL | str:
     flags = processor_flags()
     if not {"avx512f", "avx512bw"} <= flags:
         return "the processor has no AVX-512"
@@ -87,13 +89,14 @@ def _find_library() -> ctypes.CDLL | str:
     if compiler is None:
         return "there is no C compiler (gcc or cc)"
     # the flags, because machines of one processor model may hide different instructions
+    options = (*COMPILE, *DTYPES[dtype])
     key = hashlib.sha256(
-        "\0".join((SOURCE.read_text(), *sorted(flags), compiler, *COMPILE)).encode()
+        "\0".join((SOURCE.read_text(), *sorted(flags), compiler, *options)).encode()
     )
     library = settings().cache / f"native-{key.hexdigest()[:16]}.so"
     try:
         if not library.is_file():
-            _compile(compiler, library)
+            _compile([compiler, *options], library)
         if (why := distrusted(library)) is not None:
             return why
         loaded = ctypes.CDLL(str(library))
@@ -105,13 +108,13 @@ def _find_library() -> ctypes.CDLL | str:
     return loaded
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(command: list[str], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / "native.o", Path(folder) / "native.so"
         steps = (
-            [compiler, *COMPILE, str(SOURCE), "-o", str(built[0])],
-            [compiler, "-shared", str(built[0]), "-lm", "-o", str(built[1])],
+            [*command, str(SOURCE), "-o", str(built[0])],
+            [command[0], "-shared", str(built[0]), "-lm", "-o", str(built[1])],
         )
         for step in steps:
             subprocess.run(step, capture_output=True, text=True, check=True)
@@ -141,7 +144,7 @@ class _Step:
 
 
 class NativeExecutor(CpuExecutor):
-    """Runs DecodePlans on CPU_ATTN's own KV cache, in bfloat16.
+    """Runs DecodePlans on CPU_ATTN's own KV cache, in bfloat16 or float32.
 
     Args:
         attention: shape of the layer; head_dim and block_size must be multiples of 32.
@@ -155,15 +158,16 @@ class NativeExecutor(CpuExecutor):
     def __init__(self, attention: AttentionConfig, num_workers: int = 1) -> None:
         super().__init__(attention, num_workers)
         head_dim, block_size = attention.head_dim, attention.block_size
-        if attention.dtype != "bfloat16" or attention.kv_dtype:
-            raise NativeUnavailableError(f"it computes in bfloat16, not {attention.of_cache}")
+        if attention.dtype not in DTYPES or attention.kv_dtype:
+            names = " or ".join(DTYPES)
+            raise NativeUnavailableError(f"it computes in {names}, not {attention.of_cache}")
         if attention.features:
             raise NativeUnavailableError(f"it has no {' and no '.join(attention.features)}")
         if head_dim % 32 or block_size % 32 or head_dim > MAX_HEAD_DIM:
             raise NativeUnavailableError(
                 f"head_dim (at most {MAX_HEAD_DIM}) and block_size must be multiples of 32"
             )
-        self._library = load_library()
+        self._library = load_library(attention.dtype)
         self._shape = attention.num_kv_heads, attention.gqa_group_size, head_dim, block_size
         self._static: tuple[DecodePlan, bytes, _Pieces] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -261,7 +265,7 @@ class NativeExecutor(CpuExecutor):
         heads, group, dim, size = self._shape
         assert q.stride(2) == out.stride(2) == k_cache.stride(1) == v_cache.stride(3) == 1
         assert k_cache.stride(3) == size and v_cache.stride(1) == dim
-        assert v_cache.data_ptr() - k_cache.data_ptr() == 2 * dim * size
+        assert v_cache.data_ptr() - k_cache.data_ptr() == k_cache.element_size() * dim * size
         work, threads = step.work, torch.get_num_threads()
         partial = step.num_partials * heads * group
         work.partial_out = self._buffer("partial_out", partial * dim * 4)

@@ -26,7 +26,7 @@ from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.dividers.windows import Runs, list_runs
-from vllm_prefixshare.planning.scheduler import longest_first
+from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.records import OPEN_END, FloatArray, Forest, IntArray, WorkTiles
 
 #: tokens that a kernel multiplies at once

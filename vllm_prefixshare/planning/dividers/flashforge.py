@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, split
-from vllm_prefixshare.planning.scheduler import longest_first
+from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.records import IntArray, WorkTiles
 
 

@@ -8,6 +8,7 @@ from vllm_prefixshare.planning.dividers.baselines import (
     fixed,
     per_request,
 )
+from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant
 from vllm_prefixshare.planning.dividers.depth_first import depth_first
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
 from vllm_prefixshare.planning.dividers.problem import Divider
@@ -24,6 +25,7 @@ DIVIDERS: dict[str, Divider] = {
         fixed,
         per_request,
         depth_first,
+        batch_invariant,
     )
 }
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
-from vllm_prefixshare.planning.plan import build_plan
-from vllm_prefixshare.planning.scheduler import longest_first
+from vllm_prefixshare.planning.plan import build_plan, longest_first
 
 from .exact import optimal_division, optimal_makespan
 from .strategies import COSTS, forest_of_ids, quick

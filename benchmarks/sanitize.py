@@ -1,0 +1,235 @@
+"""Run every kernel under NVIDIA's compute-sanitizer: memory errors, races in shared memory, misuse
+of barriers.
+
+    python benchmarks/sanitize.py --out sanitizer.json
+
+A first run without it compiles, compares with float64 and keeps the output. Then each tool has
+processes of its own that launch the same again: the tool must find nothing, and the output must
+have the same bits. The exit status is 1 if anything was found.
+
+Of a kernel with ``warp_specialize`` racecheck reports the byte by which Triton tells a warp what to
+run: "read" where the kernel begins, "written" there or at the call. It is no race: each write is
+before, and each later one behind, a barrier of all warps. A kernel that does nothing else is among
+those that are launched; such reports are counted apart.
+"""
+
+import argparse
+import inspect
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import repository  # noqa: F401
+import torch
+from results import versions, write
+
+from tests.gpu import test_extras as extra_cases
+from tests.gpu.layer import FP16, KERNELS, Layer, poison, random_trees
+from tests.gpu.test_mla import LatentLayer
+from vllm_prefixshare.costs.lookup import gpu
+from vllm_prefixshare.kernels.extras import PLAIN
+from vllm_prefixshare.workloads.trees import tree
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+BATCH = "1,2,8_256,64,40"  # with partial results on every kernel
+PLACES = "/usr/local/cuda/bin"
+#: a layer, by the arguments of ``Layer`` beside the batch
+LAYERS: dict[str, dict[str, Any]] = {
+    "head_dim 64": {"heads": (4, 4), "head_dim": 64, "dtype": FP16},
+    "head_dim 80, HND": {"heads": (8, 2), "head_dim": 80, "layout": "HND interleaved"},
+    "head_dim 128": {"heads": (32, 8), "head_dim": 128},
+    "head_dim 256": {"heads": (8, 2), "head_dim": 256},
+    "head_dim 512": {"heads": (16, 2), "head_dim": 512},
+    "several queries": {"heads": (8, 2), "counts": [4, 1, 3, 2] * 2},
+    "more rows than a tile": {"heads": (64, 2), "counts": [5] * 8},
+    "token trees": {"heads": (8, 2), "counts": [6] * 8, "parents": random_trees([6] * 8)},
+}
+CONTROL = "Triton's warps alone"
+PORTABLE_ONLY = extra_cases.PORTABLE_ONLY | {"head_dim 512"}
+Started = tuple[subprocess.Popen[bytes], Path]
+EXTRAS = ("fp8", "fp8, sinks, soft_cap", "sinks", "soft_cap", "alibi")
+
+
+def specialised() -> list[Any]:
+    """Every kernel with ``warp_specialize``; first the one that does nothing else."""
+    from sanitize_control import nothing_else
+
+    from vllm_prefixshare.kernels.hopper.kernel import partial_attention
+
+    return [nothing_else, partial_attention]
+
+
+def dispatches() -> set[str]:
+    """Where racecheck places what Triton reads and writes to tell warps what to run."""
+    found = set()
+    for kernel in specialised():
+        lines, first = inspect.getsourcelines(kernel.fn)
+        for i, line in enumerate(lines):
+            if line.startswith("def ") or "gl.warp_specialize(" in line:
+                found.add(f"{Path(inspect.getfile(kernel.fn)).name}:{first + i}")
+    return found
+
+
+def variants() -> list[tuple[str, str]]:
+    """Kernel and name of everything that is launched."""
+    found = [(kernel, name) for kernel in KERNELS for name in (*LAYERS, *EXTRAS)]
+    found = [x for x in found if x[0] == "portable" or x[1] not in PORTABLE_ONLY]
+    if "hopper" in KERNELS:
+        found += [("mla_hopper", "latent KV cache"), ("hopper", CONTROL)]
+    return found
+
+
+def launched(kernel: str, name: str, checks: bool) -> torch.Tensor:
+    """The output of one variant.
+
+    Args:
+        checks: compare with float64.
+    """
+    if name == CONTROL:
+        written = torch.zeros(2, dtype=torch.int16, device="cuda")
+        specialised()[0][(1,)](written, num_warps=4)
+        return written
+    if kernel == "mla_hopper":
+        latent = LatentLayer(tree(BATCH, 64))
+        out, lse = latent.run(latent.planned())
+        if checks:
+            latent.check(out, lse)
+        return out
+    options, extras = extra_cases.extras_of(name) if name in EXTRAS else ({}, PLAIN)
+    layer = Layer(tree(BATCH), **LAYERS.get(name, {"heads": extra_cases.HEADS}))
+    extra_cases.prepared(layer, options)
+    wrapper = layer.planned(kernel, **options)
+    poison(wrapper._executor)
+    out, lse = wrapper.run(**layer.tensors, extras=extras, return_lse=True)
+    if checks and name in LAYERS:
+        layer.check(out)
+    elif checks:
+        extra_cases.check(layer, out, lse, extras)
+    return out
+
+
+def launch(path: Path, part: int, parts: int) -> int:
+    """Launch a part of all: keep the output in ``path``, or compare it with what is there."""
+    first = not path.exists()
+    before = {} if first else dict(np.load(path))
+    found = {}
+    for kernel, name in variants()[part::parts]:
+        key = f"{kernel}, {name}"
+        found[key] = launched(kernel, name, first).cpu().view(torch.int16).numpy()
+        print(f"launched {key}", flush=True)
+        if not first and not np.array_equal(found[key], before[key]):
+            print(f"other bits: {key}", flush=True)
+    if first:
+        np.savez(path, **found)
+    return 0
+
+
+def started(folder: Path, label: str, prefix: list[str], parts: int) -> list[Started]:
+    """Start processes that launch everything together."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if label == "memcheck":
+        # each tensor is an allocation of its own, so that a step past its end is seen
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    found = []
+    for part in range(parts):
+        bits, log = folder / f"{part}.npz", folder / f"{label}-{part}.log"
+        own = ["--launch", str(bits), "--part", str(part), "--parts", str(parts)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, __file__, *own],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # so that what the tool starts can be ended with it
+            )
+        found.append((process, log))
+    return found
+
+
+def ended(running: list[Started], deadline: float) -> tuple[str, list[int | None]]:
+    """What processes wrote, and their statuses: None where their time was up."""
+    statuses: list[int | None] = []
+    for process, _ in running:
+        try:
+            statuses.append(process.wait(max(1.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            statuses.append(None)
+    return "\n".join(log.read_text(errors="replace") for _, log in running), statuses
+
+
+def judge(
+    tool: str, text: str, statuses: list[int | None], seconds: float, expected: int
+) -> dict[str, Any]:
+    """What a tool said."""
+    launches = len(re.findall(r"^launched ", text, re.MULTILINE))
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text)
+    said = [int(n) for line in summary for n in re.findall(r"\d+(?= (?:errors?|hazards?))", line)]
+    places = re.findall(r"access at .*? in (\S+)", text)
+    known = sum(place in dispatches() for place in places) if tool == "racecheck" else 0
+    found = [line for line in text.splitlines() if line.startswith("other bits")]
+    if (any(said) and known < max(1, len(places))) or len(summary) != len(statuses):
+        found += [line for line in text.splitlines() if line.startswith("=========")][:40]
+    if launches != expected or any(s != 0 for s in statuses):
+        found.append(f"{launches} of {expected} launches, statuses {statuses} (None: time was up)")
+    return {
+        "tool": tool,
+        "launches": launches,
+        "seconds": round(seconds, 1),
+        "summary": sorted(set(summary)),
+        "of_dispatch": known,
+        "wrong": found,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tools", nargs="+", choices=[*TOOLS, "initcheck"], default=list(TOOLS))
+    parser.add_argument("--seconds", type=float, default=120, help="for all tools, which share it")
+    parser.add_argument("--parts", type=int, default=8, help="processes for each tool")
+    parser.add_argument("--out", type=Path, help="write the report here as JSON")
+    parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.launch:
+        return launch(args.launch, args.part, args.parts)
+    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{PLACES}")
+    if sanitizer is None or not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU and compute-sanitizer, of the CUDA toolkit")
+    expected = len(variants())
+    with tempfile.TemporaryDirectory() as name:
+        folder, began = Path(name), time.monotonic()
+        text, statuses = ended(started(folder, "first", [], args.parts), began + 240)
+        if any(s != 0 for s in statuses):
+            print(text)
+            return 1
+        print(f"{expected} launches, {time.monotonic() - began:.0f} s without a tool", flush=True)
+        began = time.monotonic()
+        running = {
+            tool: started(folder, tool, [sanitizer, "--tool", tool], args.parts)
+            for tool in args.tools
+        }
+        rows = []
+        for tool, processes in running.items():
+            text, statuses = ended(processes, began + args.seconds)
+            row = judge(tool, text, statuses, time.monotonic() - began, expected)
+            rows.append(row)
+            print(f"{tool}: {row['launches']} launches, {row['seconds']:.0f} s, {row['summary']}")
+            print(*row["wrong"], sep="\n", flush=True)
+    command = shlex.join(["python", *sys.argv])
+    write(args.out, {"command": command, "device": gpu(), "versions": versions(), "rows": rows})
+    return int(any(row["wrong"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Multi-head latent attention (MLA) inside a real vLLM engine on a GPU: a small model in the shape
+of DeepSeek V2, 16 heads.
+
+As in ``test_engine_extras.py`` the error in decode, against stock's prefill of the same tokens, is
+compared with the error of stock's own decode.
+
+    python -m pytest -m gpu tests/gpu/test_engine_mla.py
+"""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.dummy_model import write_small_deepseek_v2
+from tests.support.engine_steps import drive
+
+from . import engine_cases as cases
+from .engine_cases import GREEDY, Text, assert_shared, engines
+from .layer import HOPPER, ON_GPU
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [
+    *ON_GPU,
+    pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM"),
+    pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0"),
+]
+#: prefills of several requests go through steps in which others decode
+OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "max_num_batched_tokens": 256}
+#: STRICT is set as well: a layer that is not served is refused
+ENVIRONMENT = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "mla"}
+
+
+@pytest.mark.parametrize("runner", ["V2", "V1"])
+def test_as_exact_as_stock(runner, tmp_path):
+    model = write_small_deepseek_v2(tmp_path / "model")
+    text = Text(model)
+    shared = text.asking(1200, [50, 9, 31, 64, 17] * 3)
+    alone = [text.part(900 * i, 300 + 37 * i) for i in range(7)]
+    stock = cases.stock(model, **{**OPTIONS, "backend": "FLASH_ATTN_MLA"})
+    extension = "tests.gpu.engine_cases.KernelNames"
+    ours = cases.ours(model, runner, env=ENVIRONMENT, worker_extension_cls=extension, **OPTIONS)
+    errors, runs = {}, {}
+    with engines(stock, ours) as both:
+        for name, prompts in (("shared", shared), ("alone", alone)):
+            for who, engine in zip(("stock", "ours"), both, strict=True):
+                engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
+                run = runs[name, who] = engine.call(drive, prompts, {**GREEDY, "max_tokens": 64})
+                errors[name, who] = np.concatenate(cases.errors(run.completions, both[0]))
+        kernels = both[1].call(cases.kernels_in_graphs)
+    for (name, who), error in errors.items():
+        print(f"{name}, {who}: mean {error.mean():.4f}, max {error.max():.3f}")
+    assert kernels == ["mla_hopper"]
+    assert_shared(runs["shared", "ours"], factor=2.0)
+    assert runs["shared", "ours"].stats["decode_steps"] >= 63
+    assert runs["alone", "ours"].stats["shared_steps"] == 0
+    assert not runs["shared", "ours"].stats["fallbacks"]
+    for name in ("shared", "alone"):
+        mine, stocks = errors[name, "ours"], errors[name, "stock"]
+        assert stocks.mean() < 0.3, "stock's decode disagrees with its prefill: no reference"
+        assert 0 < mine.mean() < 1.3 * stocks.mean() + 1e-3
+        assert mine.max() < 2 * stocks.max() + 1e-2

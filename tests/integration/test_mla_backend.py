@@ -1,0 +1,308 @@
+"""The backend for latent KV caches without a GPU: vLLM's builder and layer, driven with hand-made
+metadata.
+
+Our kernel's own source runs under Triton's interpreter. FLASH_ATTN_MLA does not run here: a
+stand-in computes in float64 what it is asked for, from the metadata that it gets.
+"""
+
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.model_executor.layers.attention import MLAAttention, mla_attention
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from tests.batches import PagedBatch
+from tests.kernels.gluon_interpreter import load_kernel
+from tests.kernels.portable import H100_SHARED_MEMORY, relative_error
+from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.integration import host_tables, planner
+from vllm_prefixshare.integration.cuda import backend as cuda
+from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.mla_hopper import launch as kernel
+from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.kernels.registry import Choice
+from vllm_prefixshare.settings import settings
+
+from .test_cuda_backend import BLOCK, CPU, MAX_REQS, Group, analytic, vllm_config
+
+# FLASH_ATTN_MLA imports functions that need a GPU, up to vLLM 0.32 from this package
+extension = ModuleType("vllm.vllm_flash_attn")
+for module in (extension, fa_utils):
+    for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
+        if not hasattr(module, name):
+            setattr(module, name, None)
+sys.modules[extension.__name__] = extension
+from vllm.v1.attention.backends.mla import flashattn_mla  # noqa: E402
+
+del sys.modules[extension.__name__]
+from vllm_prefixshare.integration.cuda import mla, planning  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a real engine"),
+    # rows without any token divide by zero and are then discarded, as on a GPU
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+HEADS = 4
+SHAPE = {
+    "q_lora_rank": None,
+    "kv_lora_rank": RANK,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+PREFILL = SimpleNamespace(prepare_metadata=lambda metadata: None, get_name=lambda: "FLASH_ATTN")
+SPEC = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": WIDTH, "dtype": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch, tmp_path):
+    """Make the executor treat the CPU as a GPU with four multiprocessors."""
+    h100 = Gpu((9, 0), 4, H100_SHARED_MEMORY)
+
+    def choose(attention, device, kernel_name, query_len):
+        return Choice(kernel.LatentHopperKernel(attention, query_len, h100), None)
+
+    source = load_kernel(Path(kernel.__file__).with_name("kernel.py"), tmp_path)
+    monkeypatch.setattr(kernel, "partial_attention", source)
+    monkeypatch.setattr(gpu, "choose_kernel", choose)
+    monkeypatch.setattr(cuda, "kernels_that_may_serve", lambda *layer: [choose(*layer).kernel])
+    monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "this_device", lambda: CPU)
+    monkeypatch.setattr(mla_attention, "PIN_MEMORY", False, raising=False)
+    monkeypatch.setattr(flashattn_mla, "flash_attn_supports_mla", lambda: True)
+    monkeypatch.setattr(flashattn_mla.FlashAttnMLAImpl, "forward_mqa", stand_in)
+    # so few tokens are read twice by default
+    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", "flashforge")
+    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
+    settings.cache_clear()
+    STATS.reset()
+
+
+def stand_in(impl, q, cache, metadata, layer):
+    """What ``FlashAttnMLAImpl.forward_mqa`` is asked for, in float64."""
+    decode = metadata.decode
+    q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+    caches = cache[:, :, None], cache[:, :, None, :RANK]
+    lists = decode.block_table, decode.seq_lens, decode.query_start_loc
+    return reference_attention(q, *caches, *lists, sm_scale=impl.scale).to(q.dtype), None
+
+
+class LatentGroup(Group):
+    """One KV-cache group with one MLA layer, its cache and its V2 block tables."""
+
+    def __init__(self, monkeypatch, spec=None, num_heads=HEADS, drafts=0, parallel=None) -> None:
+        self.config = config = vllm_config(drafts)
+        vars(config.parallel_config).update(parallel or {})
+        config.model_config.max_model_len = 64 * BLOCK
+        config.model_config.get_head_size = lambda: WIDTH
+        config.model_config.hf_text_config = SimpleNamespace(**SHAPE)  # up to vLLM 0.26
+        config.attention_config.use_prefill_query_quantization = False
+        config.scheduler_config.max_num_batched_tokens = 1024
+        for module in (mla, mla_attention):
+            monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+        self.impl = mla.PrefixShareMLAImpl(
+            num_heads=num_heads, head_size=WIDTH, scale=SCALE, num_kv_heads=1, alibi_slopes=None,
+            sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None, attn_type="decoder",
+            kv_sharing_target_layer_name=None, qk_head_dim=192, kv_b_proj=None, **SHAPE,
+        )  # fmt: skip
+        layer = self.layer = MLAAttention.__new__(MLAAttention)
+        torch.nn.Module.__init__(layer)
+        vars(layer).update(
+            SHAPE, impl=self.impl, num_heads=num_heads,
+            prefill_backend=SimpleNamespace(clone=lambda: PREFILL),
+            kv_cache=torch.zeros(8, BLOCK, WIDTH, dtype=torch.float16),
+        )  # fmt: skip
+        config.compilation_config.static_forward_context["layer"] = layer
+        spec = spec or MLAAttentionSpec(**SPEC)
+        self.builder = mla.PrefixShareMLAMetadataBuilder(spec, ["layer"], config, CPU)
+        self.tables = SimpleNamespace(
+            max_num_reqs=MAX_REQS,
+            input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
+        )
+        host_tables.keep_v2_tables(self.tables)
+
+    def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
+        """Output of the rows that are decodes to vLLM, from queries in two parts."""
+        q = torch.zeros(num_tokens, *batch.q.shape[1:], dtype=batch.q.dtype)
+        q[: len(batch.q)] = batch.q
+        parts = q[..., :RANK].contiguous(), q[..., RANK:].contiguous()
+        out, lse = self.impl.forward_mqa(parts, batch.k_cache[:, :, 0], metadata, self.layer)
+        assert lse is None and out.shape == (num_tokens, HEADS, RANK)
+        return out
+
+    def assert_right(self, batch: PagedBatch, padding: int = 0) -> object:
+        """Build the step's metadata, run the layer, and compare the output with float64."""
+        metadata = self.builder.build(0, self.common(batch, padding))
+        out = self.forward(batch, metadata, len(batch.q) + padding)
+        assert relative_error(out[: len(batch.q)], expected(batch)[0]) < 2e-3
+        return metadata
+
+
+def batch_of(**shape) -> PagedBatch:
+    shape = {"documents": 1, "requests": 3, "block_size": BLOCK, "query_lens": 1, **shape}
+    return latent_batch(HEADS, dtype=torch.float16, **shape)
+
+
+def test_decodes_share_under_one_plan_while_they_grow(monkeypatch):
+    group, batch = LatentGroup(monkeypatch), batch_of()
+    batch.k_cache.nan_to_num_(0.5)
+    group.start(batch)
+    for _ in range(3):
+        metadata = group.assert_right(batch, padding=2)
+        assert metadata.rest is None and metadata.num_planned_tokens == len(batch.q) + 2
+        batch.seq_lens[:] += 1
+    assert STATS.plans == 1 and STATS.shared_steps == STATS.decode_steps == 3
+    assert STATS.kv_tokens_stock > 1.3 * STATS.kv_tokens_read
+
+
+def test_what_a_graph_holds_reads_later_plans(monkeypatch):
+    group, batch = LatentGroup(monkeypatch), batch_of()
+    held = group.builder.build_for_cudagraph_capture(group.common(batch))
+    assert STATS.decode_steps == 0
+    group.start(batch)
+    group.builder.build(0, group.common(batch))
+    out = group.forward(batch, held, len(batch.q))
+    assert relative_error(out, expected(batch)[0]) < 2e-3
+
+
+def with_queries(batch: PagedBatch, counts: list[int]) -> PagedBatch:
+    """The same requests, with so many query tokens each."""
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q = torch.randn(int(starts[-1]), HEADS, WIDTH).half()
+    return replace(batch, q=q, query_start_loc=starts)
+
+
+def test_short_prefills_go_to_the_parent(monkeypatch):
+    # FLASH_ATTN_MLA calls requests of up to 512 new tokens decodes
+    group, batch = LatentGroup(monkeypatch), with_queries(batch_of(requests=4), [1, 1, 7, 2])
+    group.start(batch)
+    metadata = group.assert_right(batch)
+    assert metadata.num_decode_tokens == 11 and metadata.num_planned_tokens == 2
+    assert metadata.rest.decode.query_start_loc.tolist() == [0, 7, 9]
+    assert metadata.rest.decode.scheduler_metadata is None
+    assert group.builder._plan.num_reqs == 2 and STATS.shared_steps == 1
+
+
+def test_long_prefills_are_the_parents_own(monkeypatch):
+    group, batch = LatentGroup(monkeypatch), with_queries(batch_of(), [1, 1, 80])
+    batch.seq_lens[2] = 80  # nothing cached: what is would be gathered on the GPU
+    group.builder.reorder_batch_threshold = 64  # 512 in vLLM
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    assert metadata.prefill.query_start_loc.tolist() == [0, 80] and metadata.rest is None
+    rows = replace(
+        batch, q=batch.q[:2], block_table=batch.block_table[:2], seq_lens=batch.seq_lens[:2],
+        query_start_loc=batch.query_start_loc[:3],
+    )  # fmt: skip
+    assert relative_error(group.forward(rows, metadata, 2), expected(rows)[0]) < 2e-3
+
+
+def test_the_parents_schedule_is_made_where_a_layer_needs_it(monkeypatch):
+    made = []
+
+    def get_scheduler_metadata(**options):
+        made.append(options["batch_size"])
+        return torch.zeros(9, dtype=torch.int32)
+
+    monkeypatch.setattr(flashattn_mla, "get_flash_attn_version", lambda: 3)
+    monkeypatch.setattr(flashattn_mla, "get_scheduler_metadata", get_scheduler_metadata)
+    group, batch = LatentGroup(monkeypatch), batch_of()
+    group.start(batch)
+    group.builder.build(0, group.common(batch))
+    assert made == []
+    impl = SimpleNamespace(shares=False, num_heads=HEADS)
+    other = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(other)
+    vars(other).update({**vars(group.layer), "impl": impl})
+    group.config.compilation_config.static_forward_context["draft"] = other
+    group.builder = mla.PrefixShareMLAMetadataBuilder(
+        MLAAttentionSpec(**SPEC), ["layer", "draft"], group.config, CPU
+    )
+    group.assert_right(batch)
+    assert made == [3]
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafts", "changes", "reason"),
+    [
+        (17, 0, {}, "multi-head latent attention of more than 16 heads a GPU"),
+        (4, 2, {}, "drafts with multi-head latent attention"),
+        (4, 0, {"decode_context_parallel_size": 2}, "decode context parallelism"),
+        (4, 0, {"use_ubatching": True}, "micro-batches"),
+    ],
+)
+def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, heads, drafts, changes, reason):
+    def group() -> LatentGroup:
+        return LatentGroup(monkeypatch, num_heads=heads, drafts=drafts, parallel=changes)
+
+    assert not group().impl.shares and STATS.fallbacks == {reason: 1}
+    if heads == HEADS and not changes:
+        made, batch = group(), batch_of()
+        metadata = made.assert_right(batch)
+        assert not isinstance(metadata, mla.PrefixShareMLAMetadata) and not STATS.decode_steps
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match=reason):
+        group()
+
+
+def test_the_portable_kernel_has_no_latents(monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "portable")
+    settings.cache_clear()
+    assert not LatentGroup(monkeypatch).impl.shares
+
+
+def test_a_group_of_another_kind_of_cache_keeps_its_parent(monkeypatch):
+    group = LatentGroup(monkeypatch, FullAttentionSpec(**SPEC))
+    assert group.builder._executor is None
+    assert STATS.fallbacks == {"a KV cache of FullAttentionSpec": 1}
+
+
+def test_latents_are_written_finite(monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        flashattn_mla.FlashAttnMLAImpl,
+        "do_kv_cache_update",
+        lambda self, *args: written.append(args),
+    )
+    latents = torch.tensor([[1.0, torch.nan, torch.inf]]).half()
+    LatentGroup(monkeypatch).impl.do_kv_cache_update(latents, "rope", "cache")
+    assert written[0][0].isfinite().all() and written[0][0][0, 0] == 1
+    assert written[0][1:] == ("rope", "cache")
+
+
+def test_a_plan_is_made_anew_after_sleep(monkeypatch):
+    group, batch = LatentGroup(monkeypatch), batch_of()
+    group.start(batch)
+    group.assert_right(batch)
+    for array in group.builder._executor.workspace.plan.arrays.values():
+        array.fill_(-1)
+    group.layer.kv_cache[3] = torch.nan
+    planning.after_wake_up()
+    assert group.layer.kv_cache.isfinite().all()
+    group.assert_right(batch)
+    assert STATS.plans == 2
+
+
+def test_our_metadata_hides_no_field_of_theirs():
+    theirs = {f.name for f in fields(flashattn_mla.FlashAttnMLAMetadata)}
+    assert not theirs & mla.PrefixShareMLAMetadata.__annotations__.keys()
+
+
+def test_full_graphs_are_captured_for_uniform_batches():
+    support = mla.PrefixShareMLAMetadataBuilder.get_cudagraph_support(None, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+    backend = mla.PrefixShareMLABackend
+    assert backend.is_mla() and backend.get_name() == "PREFIX_SHARE"

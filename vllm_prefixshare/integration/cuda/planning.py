@@ -1,0 +1,240 @@
+"""What the metadata builders of plain and of latent attention share: the plan of the decodes."""
+
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+from vllm_prefixshare.integration import BACKEND_NAME, host_tables
+from vllm_prefixshare.integration.compat import steps_in_flight
+from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
+from vllm_prefixshare.integration.host_tables import HostTable
+from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.planner import planner_for
+from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.support import attention_of, fall_back, spec_refusal
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
+
+
+class PlanningBuilder(AttentionMetadataBuilder[Any]):
+    """Plans for one KV-cache group; stands before a metadata builder of vLLM's, the parent, among
+    the bases of a class that says how a step is divided between the two.
+
+    latent: whether layers have latents in place of keys and values.
+    """
+
+    supports_update_block_table = False  # another group has another tree
+    latent = False
+    _shard = Interleaved(1, 0, 1)
+
+    def _start_planning(self, layers: Iterable[Any], final: type, query_len: int) -> None:
+        """Make an executor and a planner where a layer is served and its KV cache can be.
+
+        Args:
+            layers: those of the group that may be served.
+            final: the class whose ``_divide`` is known; vLLM derives others from it.
+            query_len: most query tokens of a decode.
+        """
+        self._executor: GpuExecutor | None = None
+        self._query_len = query_len
+        served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
+        self._all_layers = len(served) == len(self.layer_names)
+        reason = spec_refusal(self.kv_cache_spec, self.latent)
+        if reason is None and type(self) is not final:
+            # a subclass of vLLM's changes the runner's metadata before it builds
+            reason = f"metadata of {type(self).__name__}"
+        if served and reason is not None:
+            fall_back(reason)
+        elif served:
+            self._prepare_executor(served)
+
+    def _prepare_executor(self, impls: list[Any]) -> None:
+        dtype = self.vllm_config.model_config.dtype
+        attention = attention_of(impls, self.kv_cache_spec.block_size, dtype)
+        executor = GpuExecutor(
+            attention,
+            self.device,
+            kernel=settings().kernel if self.latent else kernel_for(self.kv_cache_spec),
+            query_len=self._query_len,
+            partials=impls[0].partials,
+        )
+        scheduler = self.vllm_config.scheduler_config
+        executor.reserve_for(scheduler.max_num_seqs)
+        self._planner = planner_for(executor, attention, self.vllm_config)
+        self._planner.warm_up(then=executor.prepare)
+        drafts = self._query_len - 1
+        # The host counts drafts as accepted before the GPU has verified them, so lengths may be
+        # shorter in a later step. A plan must hold for lengths up to this much shorter.
+        self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
+        self._plan: DecodePlan | None = None
+        self.supports_draft_decode_metadata_update = False  # lengths would change unseen
+        self._executor = executor
+        _BUILDERS.add(self)
+        if executor.passed_over:
+            logger().warning_once("%s", executor.passed_over)
+        logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.name)
+
+    def forget_plan(self) -> None:
+        """Make a new plan in the next step: the one on the device is lost."""
+        self._plan = None
+        self._planner.forget()
+
+    def clean_cache(self) -> None:
+        """Make every slot of the KV cache finite: the memory may hold anything after wake-up, and
+        zero times NaN is NaN. Finite values are kept.
+        """
+        context = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            cache = context[name].kv_cache
+            for tensor in cache if isinstance(cache, list) else [cache]:
+                if tensor.element_size() == 1:  # of e4m3 all bits set is no number
+                    bits = tensor.view(torch.uint8)
+                    bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
+                else:
+                    torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def after_wake_up(self, tags: list[str] | None) -> None:
+        """Plan anew and clean the KV cache, if it slept.
+
+        A patched vLLM calls this; otherwise the function ``after_wake_up`` does.
+        """
+        if self._executor is not None and (tags is None or "kv_cache" in tags):
+            self.forget_plan()
+            self.clean_cache()
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """As the parent's, and puts the plan of the decodes in force."""
+        table = self._host_table(common_attn_metadata)
+        if self._executor is None or table is None:
+            parent: Any = super()
+            return parent.build(common_prefix_len, common_attn_metadata, fast_build)
+        return self._divide(self._executor, table, common_attn_metadata, dummy=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """As in vLLM, with a plan of no requests: the graph reads later plans in its place."""
+        table = self._host_table(common_attn_metadata)
+        if self._executor is None or table is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self._divide(self._executor, table, common_attn_metadata, dummy=True)
+
+    def _divide(
+        self, executor: GpuExecutor, table: HostTable, common: CommonAttentionMetadata, dummy: bool
+    ) -> Any:
+        """The metadata of a step whose decodes are planned by ``_plan_decodes``."""
+        raise NotImplementedError
+
+    def _host_table(self, common: CommonAttentionMetadata) -> HostTable | None:
+        """The host's copy of the block table. A KV-cache group whose table is derived from the
+        runner's in each step has none, and keeps the parent; this is known from its first batch
+        on, before any graph is captured.
+
+        Raises:
+            PrefixShareError: a graph was captured already.
+        """
+        if self._executor is None:
+            return None
+        table = host_tables.table_of(common)
+        if table is None:
+            if self._executor.workspace.plan.captured:
+                raise PrefixShareError(
+                    f"{BACKEND_NAME} does not know a block table that it knew when graphs were "
+                    "captured: choose another backend, and report the model and settings."
+                )
+            fall_back("block tables of their own")
+            self._executor = None
+        return table
+
+    def _plan_decodes(
+        self, executor: GpuExecutor, table: HostTable, common: CommonAttentionMetadata, dummy: bool
+    ) -> tuple[int, int]:
+        """Put the plan of the decodes at the head of the batch in force.
+
+        Args:
+            dummy: plan for no requests, to capture a graph.
+
+        Returns:
+            how many requests are planned, and how many query tokens, with the padding of a graph.
+        """
+        if common.causal is not True:
+            raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
+        starts = common.query_start_loc_cpu.numpy()
+        num_reqs = 0 if dummy else table.num_reqs(starts)
+        num_decodes, num_tokens = num_reqs, common.num_actual_tokens
+        if common.max_query_len > self._query_len:  # some are in prefill
+            num_decodes = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
+            num_tokens = int(starts[num_decodes])
+        self._load_plan(executor, table, common, num_decodes)
+        return num_decodes, num_tokens
+
+    def _load_plan(
+        self,
+        executor: GpuExecutor,
+        table: HostTable,
+        common: CommonAttentionMetadata,
+        num_decodes: int,
+    ) -> None:
+        """Put the plan of the first ``num_decodes`` requests in force."""
+        made = self._planner.counters.plans
+        if num_decodes:
+            bound = common.seq_lens_cpu_upper_bound
+            # where lengths are unknown nothing is shared, and each request is read to its end
+            seq_lens = (
+                np.ones(num_decodes, np.int32) if bound is None else bound.numpy()[:num_decodes]
+            )
+            seq_lens = self._shard.lengths(seq_lens)
+            table_rows, row_ids = table.rows(num_decodes)
+            plan = self._planner.update(
+                table.block_table if table_rows is not None else table.block_table[:num_decodes],
+                seq_lens,
+                self._query_len,
+                table_rows=table_rows,
+                row_ids=row_ids,
+                slack=self._slack,
+            )
+        else:
+            seq_lens = np.zeros(0, np.int32)
+            plan = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
+        if plan is not self._plan:
+            began = time.perf_counter()
+            executor.prepare(plan)
+            self._plan = plan
+            planned = plan.planned_seq_lens
+            self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
+            if num_decodes and self._planner.counters.plans > made:
+                seconds = self._planner.last_plan_seconds + time.perf_counter() - began
+                STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
+        if num_decodes:
+            STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
+
+
+#: Builders that have a plan on the device.
+_BUILDERS: "weakref.WeakSet[PlanningBuilder]" = weakref.WeakSet()
+
+
+def after_wake_up() -> None:
+    """Plan again and clean the KV cache: sleep freed the memory of both."""
+    for builder in _BUILDERS:
+        builder.after_wake_up(None)
+
+
+def kernel_for(spec: Any) -> Any:
+    """The kernel that the environment names; ``portable`` in place of ``auto`` where padding
+    puts blocks apart by a part of a token, which TMA cannot follow.
+    """
+    kernel = settings().kernel
+    token_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    if kernel == "auto" and spec.page_size_bytes % token_bytes:
+        return "portable"
+    return kernel

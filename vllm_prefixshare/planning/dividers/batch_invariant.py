@@ -1,0 +1,65 @@
+"""Pieces at fixed places: the output bits of a request do not depend on who shares with it.
+
+Every request is cut at the same places, multiples of ``kv_chunk_size`` from its first token, and
+each piece is a tile of one run. A kernel then walks a piece in the same steps for all who read it,
+and merge states takes a request's pieces from its first to its last. Who reads a piece together,
+and which worker computes it, decides nothing: in a matrix product a row does not depend on others.
+
+What requests share is therefore whole pieces; the rest of a shared prefix, half a piece on
+average, is read by each request itself. The last piece is never shared: it grows.
+"""
+
+import numpy as np
+
+from vllm_prefixshare.planning.dividers.problem import DivisionProblem, indptr_of
+from vllm_prefixshare.records import OPEN_END, IntArray, WorkTiles
+
+
+def last_piece(kv_lens: IntArray, piece: int) -> IntArray:
+    """First token of the piece that holds the last token of each request."""
+    return np.maximum(kv_lens - 1, 0) // piece * piece
+
+
+def batch_invariant(problem: DivisionProblem) -> WorkTiles:
+    """Tiles of one piece each, in the order of their places."""
+    forest, limit = problem.forest, problem.config.max_tile_requests
+    piece = problem.round_up(problem.config.kv_chunk_size)
+    lens = problem.kv_lens[forest.request_rows]
+    # of each node, then of each request alone: its readers, as depth-first positions, and tokens
+    alone = np.arange(forest.num_reqs)
+    low = np.concatenate([forest.node_reader_start, alone])
+    high = np.concatenate([forest.node_reader_end, alone + 1])
+    start = np.concatenate([forest.node_start, forest.private_start]) // piece
+    end = np.concatenate([forest.node_end // piece, last_piece(lens, piece) // piece + 1])
+    part, nth = _ranges(np.maximum(end - start, 0))
+    low, high, start = low[part], high[part], start[part] + nth
+    is_last = (part >= forest.num_nodes) & (start + 1 == end[part])
+    # no more readers than a tile takes
+    tiles = -(-(high - low) // limit)
+    part, nth = _ranges(tiles)
+    count, tiles, start, is_last = (high - low)[part], tiles[part], start[part], is_last[part]
+    high = low[part] + count * (nth + 1) // tiles
+    low = low[part] + count * nth // tiles
+    order = np.argsort(start, kind="stable")
+    low, high, is_last = low[order], high[order], is_last[order]
+    start = start[order] * piece
+    tokens = np.where(is_last, lens[low] - start, piece)
+    slot, nth = _ranges(high - low)
+    runs = np.zeros((len(start), 5), np.int32)
+    runs[:, 0] = forest.request_rows[low]
+    runs[:, 1] = start
+    runs[:, 2] = np.where(is_last, OPEN_END, start + piece)
+    runs[:, 4] = high - low
+    return WorkTiles(
+        row_indptr=indptr_of(high - low),
+        rows=forest.request_rows[low[slot] + nth],
+        run_indptr=np.arange(len(start) + 1, dtype=np.int32),
+        runs=runs,
+        cost=problem.tile_cost(high - low, np.maximum(tokens, 1)),
+    )
+
+
+def _ranges(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """For ``counts[i]`` entries of each ``i`` in turn: ``i``, and the entry's number within it."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
