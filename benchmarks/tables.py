@@ -632,11 +632,35 @@ def order_table() -> str:
     return "\n".join(lines)
 
 
+def context_parallel_table() -> str:
+    """Decode context parallelism in an engine, beside one GPU."""
+    result = published("context_parallel")
+    used = result["settings"]
+    lines = [
+        f"{result['gpu']}, {result['model']}; {versions(result)}. `{result['command']}`: "
+        f"{used['requests']} requests on one document of {used['document']} tokens, runs of "
+        f"{used['interleave']}. Milliseconds per output token while all requests decode; the "
+        "floor has hardly any context, attention is the difference.",
+        "",
+        "| GPUs | | ms | floor | attention | of half of one GPU's | share factor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(result["rows"], key=lambda row: row["gpus"]):
+        of_half = f"{result['of_half'][row['engine']]:.3f}" if row["gpus"] > 1 else "-"
+        factor = f"{row['share_factor']:.1f}" if row["share_factor"] else "-"
+        lines.append(
+            f"| {row['gpus']} | {row['engine']} | {row['ms']:.2f} | {row['floor_ms']:.2f} "
+            f"| {row['attention_ms']:.2f} | {of_half} | {factor} |"
+        )
+    return "\n".join(lines)
+
+
 #: table -> (file that holds the table, its results, the function that writes it)
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
     "scale measured": ("docs/scale.md", "scale", scale_measured_table),
     "order": ("docs/scale.md", "order", order_table),
+    "context parallel": ("docs/scale.md", "context_parallel", context_parallel_table),
     "startup": ("docs/performance.md", "startup", startup_table),
     "headline": ("README.md", "engine", headline),
     "chart": ("README.md", "engine", chart_configuration),
