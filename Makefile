@@ -10,7 +10,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
 
-.PHONY: demo test docs trust soak ray releases kernels lint venv model clean
+.PHONY: demo test docs trust soak ray ray-small releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
@@ -38,6 +38,9 @@ soak: model
 # of its own that looks into $(VENV), which stays as the lock says.
 ray: model $(RAY)/.locked
 	$(RAY)/bin/python -m pytest tests/examples/test_ray.py $(PYTEST_ARGS)
+
+ray-small: venv $(RAY)/.locked
+	$(RAY)/bin/python -m pytest tests/examples/test_ray.py -k small $(PYTEST_ARGS)
 
 # The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
 releases: venv

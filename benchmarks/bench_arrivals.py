@@ -224,8 +224,10 @@ def distinct_tokens(requests: Requests, block: int) -> int:
     """Prompt tokens in different blocks: what a cache for everything must hold."""
     seen = set()
     for prompt in requests.prompts:
-        for end in range(block, len(prompt) + 1, block):
-            seen.add(hash(tuple(prompt[:end])))
+        prefix = 0  # a hash of all tokens up to here
+        for start in range(0, len(prompt) - block + 1, block):
+            prefix = hash((prefix, *prompt[start : start + block]))
+            seen.add(prefix)
     return len(seen) * block
 
 

@@ -37,8 +37,6 @@ from vllm_prefixshare import PrefixShareError
 
 GPUS = 2
 VOCAB = 128256  # of Llama 3.1
-#: what serves context parallelism; without meaning to stock
-ASKED = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "dcp"}
 #: tokens of context where attention takes hardly any time, and tokens of each answer compared
 FLOOR_CONTEXT, CHECKED_TOKENS = 16, 16
 SAMPLING = {"ignore_eos": True, "detokenize": False}
@@ -77,7 +75,7 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
     alone = [{"environment": {"CUDA_VISIBLE_DEVICES": str(gpu)}} for gpu in range(GPUS)]
     return [
         *({**settings, **b, **own} for b, own in zip(backends, alone, strict=True)),
-        *({**settings, **b, **sharded, "environment": ASKED} for b in backends),
+        *({**settings, **b, **sharded} for b in backends),
     ]
 
 

@@ -51,6 +51,16 @@ from vllm_prefixshare.costs.lookup import processor
 Engines = dict[str, EngineProcess]
 
 RECORDED = ("mooncake", "deft")
+#: what Llama 3.1's shapes have other than the 8B's
+SHAPES: dict[str, Row] = {
+    "8b": {},
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
 WORKLOADS = (*work.FIXED, "grpo", *RECORDED)
 #: context of the requests whose decode time is part of the floor, in tokens
 FLOOR_CONTEXT = 16
@@ -326,6 +336,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mooncake-tokens", type=int, default=256, help="cut longer answers")
     add("--deft", type=Path, help="one of DeFT's recorded *ToT.json")
     add("--deft-trees", type=int, default=4, help="number of its largest runs, replayed at once")
+    add("--shape", choices=SHAPES, default="8b", help="of Llama 3.1, without --model")
+    add("--layers", type=int, help="fewer than the shape has, without --model")
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
     add("--tensor-parallel-size", type=int, default=1)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -357,10 +369,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} must be 1 or more")
     if args.tokens < 2 or not 0 < args.scale <= 1 or args.bandwidth_tbs <= 0:
         parser.error("--tokens must be 2 or more, --scale in (0, 1], --bandwidth-tbs positive")
+    if args.layers is not None and args.layers < 1:
+        parser.error("--layers must be 1 or more")
+    if args.model and (args.layers or args.shape != "8b"):
+        parser.error("--shape and --layers go without --model")
     args.cuda = torch.cuda.is_available()
     if args.apart and len(visible_gpus()) < gpus_needed(args):
         parser.error(f"--apart needs {gpus_needed(args)} GPUs, here are {len(visible_gpus())}")
     return args
+
+
+def layers(args: argparse.Namespace) -> Row:
+    """What ``--layers`` changes in the model's configuration."""
+    return {} if args.layers is None else {"num_hidden_layers": args.layers}
+
+
+def described(args: argparse.Namespace) -> str:
+    """The model with random weights, in words."""
+    fewer = "" if args.layers is None else f" with {args.layers} layers"
+    return f"Llama-3.1-{args.shape.upper()}'s shape{fewer}, random weights, bfloat16"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -369,7 +396,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             model = args.model
             if model is None:
-                model = write_llama_8b(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                model = write_llama_8b(folder, **{**SHAPES[args.shape], **layers(args)})
             elif not (model / "config.json").is_file():
                 raise PrefixShareError(f"model {model} is not a checkpoint folder.")
             engines, started = start(args, model, own_weights=args.model is None)
@@ -379,9 +407,7 @@ def main(argv: list[str] | None = None) -> int:
                 "command": shlex.join(["python", *sys.argv]),
                 "gpu": torch.cuda.get_device_name() if args.cuda else processor(),
                 "versions": versions(),
-                "model": args.model.name
-                if args.model
-                else "Llama-3.1-8B's shape, random weights, bfloat16",
+                "model": args.model.name if args.model else described(args),
                 "repeats": args.repeats,
                 "trace_repeats": args.trace_repeats,
                 "bandwidth_tbs": args.bandwidth_tbs,

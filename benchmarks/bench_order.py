@@ -1,10 +1,13 @@
 """The time of ``LLM.generate`` on questions about more documents than the KV cache holds: grouped
 by document, shuffled, and shuffled with ``VLLM_PREFIXSHARE_ORDER=prefix``.
 
-On a GPU the engine has Llama-3.1-8B's shape and random weights. On a CPU a smaller run uses the
-embedded model. The exit status is 1 if answers differ where the engine's token had a clear lead.
+On a GPU the engine has Llama-3.1-8B's shape and random weights, and compiles nothing, so that it
+starts sooner; on two GPUs the engines with and without order run at the same time. On a CPU a
+smaller run uses the embedded model. The exit status is 1 if answers differ where the engine's token
+had a clear lead.
 
     python benchmarks/bench_order.py --out order.json
+    python benchmarks/bench_order.py --layers 8 --cache 0.25 0.75 1.5 --limit 240
 """
 
 import argparse
@@ -12,7 +15,9 @@ import random
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,9 @@ from vllm_prefixshare.costs.lookup import processor
 
 #: nats; batches differ with the order, so bfloat16 logits may differ by one or two roundings
 MAX_GAP = 0.26
+
+#: batches by the name of the run
+Runs = dict[str, Batch]
 
 
 def answered(
@@ -69,7 +77,8 @@ def settings_for(work: SharedDocuments, tokens: int, cache: float, gpu: bool) ->
     if not gpu:
         return {**common, "max_num_seqs": 4, "enforce_eager": True}
     return {**common, "load_format": "dummy", "skip_tokenizer_init": True,
-            "worker_extension_cls": "bench_worker.BenchWorker"}  # fmt: skip
+            "worker_extension_cls": "bench_worker.BenchWorker",
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}  # fmt: skip
 
 
 def main() -> int:
@@ -82,11 +91,14 @@ def main() -> int:
     parser.add_argument("--cache", type=float, nargs="+", default=[0.5],
                         help="KV-cache sizes, as fractions of the documents' KV")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=1, help="runs of each; the fastest counts")
+    parser.add_argument("--layers", type=int, default=32, help="on a GPU; Llama-3.1-8B has 32")
+    parser.add_argument("--limit", type=float, default=3600.0,
+                        help="seconds after which no further cache size begins")  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args()
     counts = (args.documents, args.questions, args.document_tokens, args.tokens, args.repeats)
-    if min(counts) < 1 or min(args.cache) <= 0:
-        parser.error("all counts must be 1 or more, and --cache above 0")
+    if min(*counts, args.layers) < 1 or min(*args.cache, args.limit) <= 0:
+        parser.error("all counts must be 1 or more, --cache and --limit above 0")
 
     work = SharedDocuments(
         "order", args.documents, args.questions, args.document_tokens, 64 if gpu else 32
@@ -100,29 +112,47 @@ def main() -> int:
         "shuffled, ordered": ("prefix", shuffled),
         "grouped, ordered": ("prefix", grouped),
     }
-    rows, wrong = [], 0
+    rows, wrong, began = [], 0, time.monotonic()
+    several = torch.cuda.device_count() > 1
+
+    def run_order(place: int, order: str, model: Path, settings: dict[str, Any]) -> Runs:
+        """The fastest of the runs of one order, with an engine of its own."""
+        environment = {"VLLM_PREFIXSHARE_ORDER": order}
+        if several:
+            environment["CUDA_VISIBLE_DEVICES"] = str(place)
+        with EngineProcess(PREFIX_SHARE, model, environment, **settings) as engine:
+            if gpu:
+                engine.collective_rpc("randomize_weights")
+            engine.generate(prompts[:2], args.tokens, ignore_eos=True)  # compiles
+            return {
+                name: min(
+                    (answered(engine, prompts, places, args.tokens) for _ in range(args.repeats)),
+                    key=lambda batch: batch.seconds,
+                )
+                for name, (wanted, places) in runs.items()
+                if wanted == order
+            }
+
     print(f"{work.num_reqs} questions about {work.documents} documents of {work.document_tokens}")
     print("cache  run                 seconds  tokens/s  prefilled  cached  wrong")
     try:
         with tempfile.TemporaryDirectory() if gpu else nullcontext() as folder:
-            model = write_llama_8b(Path(folder)) if folder else embedded_model_path()
+            model = embedded_model_path()
+            if folder:
+                model = write_llama_8b(Path(folder), num_hidden_layers=args.layers)
             for cache in args.cache:
-                best: dict[str, Batch] = {}
+                if time.monotonic() - began > args.limit:
+                    print(f"{cache:5}  left out, the time limit has passed")
+                    continue
                 settings = settings_for(work, args.tokens, cache, gpu)
-                for order in ("off", "prefix"):
-                    environment = {"VLLM_PREFIXSHARE_ORDER": order}
-                    with EngineProcess(PREFIX_SHARE, model, environment, **settings) as engine:
-                        if gpu:
-                            engine.collective_rpc("randomize_weights")
-                        engine.generate(prompts[:2], args.tokens, ignore_eos=True)  # compiles
-                        for name, (wanted, places) in runs.items():
-                            if wanted == order:
-                                batches = [
-                                    answered(engine, prompts, places, args.tokens)
-                                    for _ in range(args.repeats)
-                                ]
-                                best[name] = min(batches, key=lambda b: b.seconds)
-                for name, batch in best.items():
+                with ThreadPoolExecutor(2 if several else 1) as pool:
+                    futures = [
+                        pool.submit(run_order, i, order, model, settings)
+                        for i, order in enumerate(("off", "prefix"))
+                    ]
+                    best = {name: b for f in futures for name, b in f.result().items()}
+                for name in runs:
+                    batch = best[name]
                     differ = [d for d in divergences(batch, best["grouped"]) if d.gap > MAX_GAP]
                     wrong += len(differ)
                     found = {"cache": cache, "run": name, **row(batch), "wrong": len(differ)}
@@ -144,6 +174,7 @@ def main() -> int:
         "questions": work.num_reqs,
         "document_tokens": work.document_tokens,
         "answer_tokens": args.tokens,
+        "layers": args.layers if gpu else None,
         "rows": rows,
     }
     write(args.out, report)

@@ -582,18 +582,24 @@ def scale_measured_table() -> str:
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
         f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
         f"{result['repeats']} calls in turns, launched one by one, the slowest rank's. Bound: the "
-        "time of a rank's own shard and of one small all-reduce. Memory: peak of the call beside "
+        "time of a rank's own shard and of one small all-reduce. Model: what "
+        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of the call beside "
         "shard and queries, MiB.",
         "",
-        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | small all-reduce "
+        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | small all-reduce | model "
         "| ring / best tree | best tree / bound | memory, gather / ring |",
-        "|" + "---|" * (8 + len(trees)),
+        "|" + "---|" * (9 + len(trees)),
     ]
     for row in result["rows"]:
         us = row["us"]
         best = min(us[way] for way in trees)
         peaks = (f"{row['peak_bytes'][way] / 2**20:.1f}" for way in ("gather", "ring"))
-        times = (*(us[way] for way in trees), us["ring"], us["own shard"], us["small all-reduce"])
+        layer = Layer(row["requests"], row["tokens"])
+        times = (
+            *(us[way] for way in trees),
+            *(us[name] for name in ("ring", "own shard", "small all-reduce")),
+            tree_us(layer, H200S, result["ranks"]),
+        )
         lines.append(
             f"| {row['tokens'] >> 10}k | {row['requests']} "
             f"| {' | '.join(f'{t:.0f}' for t in times)} "
@@ -605,8 +611,10 @@ def scale_measured_table() -> str:
 def order_table() -> str:
     """The time of shuffled questions with and without order."""
     result = published("order")
+    layers = result.get("layers", 32)
+    shape = "shape" if layers == 32 else f"shape with {layers} layers"
     lines = [
-        f"{result['device']}, Llama-3.1-8B's shape, random weights; {versions(result)}. "
+        f"{result['device']}, Llama-3.1-8B's {shape}, random weights; {versions(result)}. "
         f"`{result['command']}`: {result['questions']} questions about {result['documents']} "
         f"documents of {result['document_tokens']} tokens, {result['answer_tokens']} tokens each.",
         "",
@@ -622,11 +630,35 @@ def order_table() -> str:
     return "\n".join(lines)
 
 
+def context_parallel_table() -> str:
+    """Decode context parallelism in an engine, beside one GPU."""
+    result = published("context_parallel")
+    used = result["settings"]
+    lines = [
+        f"{result['gpu']}, {result['model']}; {versions(result)}. `{result['command']}`: "
+        f"{used['requests']} requests on one document of {used['document']} tokens, runs of "
+        f"{used['interleave']}. Milliseconds per output token while all requests decode; the "
+        "floor has hardly any context, attention is the difference.",
+        "",
+        "| GPUs | | ms | floor | attention | of half of one GPU's | share factor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(result["rows"], key=lambda row: row["gpus"]):
+        of_half = f"{result['of_half'][row['engine']]:.3f}" if row["gpus"] > 1 else "-"
+        factor = f"{row['share_factor']:.1f}" if row["share_factor"] else "-"
+        lines.append(
+            f"| {row['gpus']} | {row['engine']} | {row['ms']:.2f} | {row['floor_ms']:.2f} "
+            f"| {row['attention_ms']:.2f} | {of_half} | {factor} |"
+        )
+    return "\n".join(lines)
+
+
 #: table -> (file that holds the table, its results, the function that writes it)
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
     "scale measured": ("docs/scale.md", "scale", scale_measured_table),
     "order": ("docs/scale.md", "order", order_table),
+    "context parallel": ("docs/scale.md", "context_parallel", context_parallel_table),
     "startup": ("docs/performance.md", "startup", startup_table),
     "headline": ("README.md", "engine", headline),
     "chart": ("README.md", "engine", chart_configuration),

@@ -12,7 +12,7 @@ from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
 #: what layers may have that no GPU has run yet: served only where it is asked for
-EXPERIMENTAL = ("alibi", "dcp", "head_dim", "mla")
+EXPERIMENTAL = ("alibi", "head_dim", "mla")
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,8 +372,7 @@ def sharded(
         "distributed_executor_backend": "mp",
         "max_num_batched_tokens": 512,  # prefill is chunked and mixes with decode
     }
-    env = {"env": {"VLLM_PREFIXSHARE_EXPERIMENTAL": "dcp"}}
-    with three(model, {**options, **env}, **options) as started:
+    with three(model, options, **options) as started:
         yield Text(model), started
 
 

@@ -59,8 +59,6 @@ class World:
     def __init__(self, monkeypatch, size: int, interleave: int, whole: PagedBatch) -> None:
         self.size, self.interleave, self.whole = size, interleave, whole
         self._monkeypatch = monkeypatch
-        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "dcp")
-        settings.cache_clear()
         self._config = flash_attn_config(size, interleave)
         monkeypatch.setattr(one_rank, "vllm_config", lambda drafts: self._config)
         monkeypatch.setattr(flash_attn, "get_current_vllm_config_or_none", lambda: self._config)
@@ -249,7 +247,7 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
     available = "is_flash_attn_varlen_func_available"
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi,dcp")
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi")
     settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)

@@ -177,7 +177,6 @@ def _shard_refusal(impl: Any, config: Any) -> str | None:
     if impl.dcp_world_size == 1:
         return None
     checks = (
-        ("dcp" not in gpu_extras(), "decode context parallelism"),
         # several queries of a request have a causal order
         (decode_query_len(config) > 1, "drafts under decode context parallelism"),
         # every rank would count them
