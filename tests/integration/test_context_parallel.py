@@ -245,6 +245,8 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
     supports = "flash_attn_supports_kv_cache_dtype"
     monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
+    takes = "supports_kv_cache_dtype"  # vLLM 0.26 asks the processor itself
+    monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
     available = "is_flash_attn_varlen_func_available"
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
     monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi")
