@@ -480,7 +480,8 @@ def startup_table() -> str:
     return "\n".join(
         [
             f"One NVIDIA H200, vLLM {versions['vllm']}, torch {versions['torch']}, Triton "
-            f"{versions['triton']}, Llama-3.1-8B's shape; `python benchmarks/bench_startup.py`.",
+            f"{versions['triton']}, Llama-3.1-8B's shape; `python benchmarks/bench_startup.py`. "
+            + found.get("note", ""),
             "",
             *lines,
         ]
