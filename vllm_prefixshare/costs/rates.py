@@ -20,10 +20,10 @@ class TileRates(NamedTuple):
 
     memory, cached: ``[2]`` microseconds of a token read by this tile only, and by very many
         tiles at the same time; for tiles of 64 and of 128 query rows.
-    reading, tile: ``[8]`` ascending: a tile whose tokens cost ``reading`` microseconds by their
-        rates takes ``tile``.
-    base, slope: ``[9]`` of the lines before, between and behind these points: a tile whose
-        tokens cost ``x`` takes ``base + slope * x``.
+    lines: ``[4, 9]`` what a tile costs by what its tokens cost by their rates: nine straight
+        lines, the first one level. Rows: the tokens' cost, and the tile's, at which a line ends;
+        the tile's cost where the line meets no tokens; its slope. One array, because a record of
+        many arrays is copied at each call of a compiled function.
     overhead: of a long tile, beside its reading.
     merge: of one row of one partial result.
     partial_write: of writing a tile's results as partial ones; merge_launch: of the launch that
@@ -32,10 +32,7 @@ class TileRates(NamedTuple):
 
     memory: FloatArray
     cached: FloatArray
-    reading: FloatArray
-    tile: FloatArray
-    base: FloatArray
-    slope: FloatArray
+    lines: FloatArray
     overhead: float
     merge: float
     partial_write: float = 1.0
@@ -56,10 +53,7 @@ class TileRates(NamedTuple):
         return cls(
             memory=rate[0].copy(),
             cached=rate[1].copy(),
-            reading=reading,
-            tile=tile,
-            base=base,
-            slope=slope,
+            lines=np.array([np.append(reading, np.inf), np.append(tile, np.inf), base, slope]),
             overhead=max(1e-3, float(beside[..., short].mean())),
             merge=max(0.0, float(cost.merge(1))),
         )

@@ -12,7 +12,7 @@ from vllm_prefixshare.records import WorkTiles
 
 #: prices that count tokens, whoever reads them
 _ONE = np.ones(2)
-TOKENS = TileRates(_ONE, _ONE, _ONE, _ONE, _ONE, _ONE, overhead=0.0, merge=0.0)
+TOKENS = TileRates(_ONE, _ONE, np.ones((4, 1)), overhead=0.0, merge=0.0)
 
 
 def fasttree(problem: DivisionProblem) -> WorkTiles:

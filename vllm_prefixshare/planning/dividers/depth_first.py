@@ -93,28 +93,28 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
 
 
 @compiled
-def _position(values: FloatArray, value: float) -> int:
-    """How many of ``values``, ascending, are at most ``value``. Most tiles are long."""
-    at = len(values)
-    while at > 0 and values[at - 1] > value:
+def _line(ends: FloatArray, value: float) -> int:
+    """Which line of ``TileRates.lines`` a value lies on. Most tiles are long: from the last on."""
+    at = len(ends) - 1
+    while at > 0 and ends[at - 1] > value:
         at -= 1
     return at
 
 
 @compiled
-def _tile_us(rates: TileRates, reading: float) -> float:
+def _tile_us(lines: FloatArray, reading: float) -> float:
     """Microseconds of a tile whose runs take ``reading`` by their rates."""
-    at = _position(rates.reading, reading)
-    return rates.base[at] + rates.slope[at] * reading
+    at = _line(lines[0], reading)
+    return lines[2, at] + lines[3, at] * reading
 
 
 @compiled
-def _reading_in(rates: TileRates, us: float) -> float:
+def _reading_in(lines: FloatArray, us: float) -> float:
     """The inverse of ``_tile_us``: what a tile of ``us`` microseconds has for reading; less
     than zero where that is too little for any tile.
     """
-    at = _position(rates.tile, us)
-    return (us - rates.base[at]) / rates.slope[at] if at else us - rates.tile[0]
+    at = _line(lines[1], us)
+    return (us - lines[2, at]) / lines[3, at] if at else us - lines[1, 0]
 
 
 @compiled
@@ -183,7 +183,7 @@ def _cut_evenly(
             tile[1], tile[2] = run, done
             run, done, reading = tile_end(runs, limits, run, done, goal)
             tile[3], tile[4] = run, done
-            cost[count] = _tile_us(rates, reading)
+            cost[count] = _tile_us(rates.lines, reading)
             count, piece = count + 1, piece + 1
         if count > begun + 1:
             cost[begun:count] += rates.partial_write
@@ -225,9 +225,9 @@ def _cut_through(
         writing = rates.partial_write if tiles_of_window else 0.0
         goal = np.inf
         left = target - load + slack - writing
-        if rest > left or _tile_us(rates, rest) > left:
+        if rest > left or _tile_us(rates.lines, rest) > left:
             # a piece of the window, with enough before and after it
-            room = _reading_in(rates, target - load - rates.partial_write)
+            room = _reading_in(rates.lines, target - load - rates.partial_write)
             part = min(max(room, least), rest - least)
             if load > 0.0 and (room < least or part < least):
                 worker, load = worker + 1, 0.0
@@ -238,7 +238,7 @@ def _cut_through(
         tile[0], tile[1], tile[2] = worker, run, done
         run, done, reading = tile_end(runs, limits, run, done, goal)
         tile[3], tile[4] = run, done
-        cost[count] = _tile_us(rates, reading) + writing
+        cost[count] = _tile_us(rates.lines, reading) + writing
         load += cost[count]
         finish = max(finish, load)
         count += 1
