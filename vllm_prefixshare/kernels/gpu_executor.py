@@ -272,7 +272,8 @@ class GpuExecutor:
         if not capturing:
             if len(self._extras) >= MOST_EXTRAS:
                 self._extras.clear()
-            self._extras[id(extras)] = extras, checked  # held, so that its id is nobody else's
+            # kept alive, so that no other object gets its id
+            self._extras[id(extras)] = extras, checked
         return checked
 
     def _check(self, t: Tensors) -> None:

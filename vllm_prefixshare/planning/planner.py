@@ -89,7 +89,7 @@ class DecodePlanner:
         second in each process after that. Call it at start-up, or the first plan takes it.
 
         Args:
-            then: called with a plan for two requests; what follows planning compiles, too.
+            then: called with a plan for two requests, so that what uses plans compiles as well.
         """
         twin = DecodePlanner(self.config, self.cost, self.block_size, self.gqa_group_size)
         table = np.array([[1, 2], [1, 3]], np.int32)
@@ -127,7 +127,7 @@ class DecodePlanner:
                 other request has had before.
             table_rows: ``[num_reqs]`` row of ``block_table`` that each request has, where its
                 rows are not those of the batch; goes with ``row_ids``.
-            slack: the true lengths may be less than ``seq_lens`` by so much.
+            slack: by how many tokens the true lengths may be less than ``seq_lens``.
 
         Raises:
             PrefixShareError: the arguments differ in requests.
@@ -151,8 +151,8 @@ class DecodePlanner:
             table = np.ascontiguousarray(block_table, np.int32)
             self.last_fallback = None
             try:
-                plan, longest = self._make_plan(table, table_rows, least, query_len)
-                known.remember(plan, longest, query_len, table, row_ids)
+                plan, max_balanced_lens = self._make_plan(table, table_rows, least, query_len)
+                known.remember(plan, max_balanced_lens, query_len, table, row_ids)
             except PrefixShareError:
                 raise
             except Exception as e:
@@ -221,7 +221,7 @@ class DecodePlanner:
             piece = problem.round_up(self.config.kv_chunk_size)
             first = last_piece(kv_lens, piece)
             return replace(plan, planned_seq_lens=first + 1), (first + piece).astype(float)
-        return plan, self._longest(plan, problem.forest)
+        return plan, self._max_balanced_lens(plan, problem.forest)
 
     def _note_fallback(self, reason: str) -> None:
         self.counters.fallbacks[reason] += 1
@@ -250,11 +250,11 @@ class DecodePlanner:
         tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
         return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
 
-    def _longest(self, plan: DecodePlan, forest: Forest) -> FloatArray:
+    def _max_balanced_lens(self, plan: DecodePlan, forest: Forest) -> FloatArray:
         """Tokens of each request up to which the plan stays balanced."""
         if self.config.num_workers == 1:
             return np.full(plan.num_reqs, np.inf)
-        return _balanced_up_to(
+        return _max_lens_of(
             forest.request_rows,
             forest.private_start,
             plan.planned_seq_lens,
@@ -278,12 +278,13 @@ class CachedPlan:
         self._query_len = 1
         self._row_ids: IntArray | None = None
         self._block_ids = np.zeros((0, 0), np.int32)  # of the plan's requests, and room for more
-        self._longest = np.zeros(0)  # tokens of each request up to which the plan is balanced
+        #: ``[num_reqs]`` tokens of each request up to which the plan is balanced
+        self._max_balanced_lens = np.zeros(0)
 
     def remember(
         self,
         plan: DecodePlan,
-        longest: FloatArray,
+        max_balanced_lens: FloatArray,
         query_len: int,
         block_table: IntArray,
         row_ids: IntArray | None,
@@ -291,10 +292,10 @@ class CachedPlan:
         """Keep a plan. The block table is read only where no row ids stand for it.
 
         Args:
-            longest: ``[num_reqs]`` tokens up to which the plan is balanced.
+            max_balanced_lens: ``[num_reqs]`` tokens up to which the plan is balanced.
             query_len, block_table, row_ids: as in ``DecodePlanner.update``.
         """
-        self.plan, self._longest, self._query_len = plan, longest, query_len
+        self.plan, self._max_balanced_lens, self._query_len = plan, max_balanced_lens, query_len
         self._row_ids = None if row_ids is None else row_ids.copy()
         if row_ids is not None:
             return
@@ -322,7 +323,9 @@ class CachedPlan:
             return False
         if row_ids is not None and self._row_ids is not None:
             planned = plan.planned_seq_lens
-            return bool(_rows_hold(row_ids, self._row_ids, seq_lens, planned, self._longest))
+            return bool(
+                _rows_hold(row_ids, self._row_ids, seq_lens, planned, self._max_balanced_lens)
+            )
         if row_ids is not self._row_ids:  # the other of the two was kept
             return False
         return bool(
@@ -331,14 +334,14 @@ class CachedPlan:
                 np.ascontiguousarray(seq_lens, np.int32),
                 self._block_ids,
                 plan.planned_seq_lens,
-                self._longest,
+                self._max_balanced_lens,
                 self._block_size,
             )
         )
 
 
 @compiled
-def _balanced_up_to(
+def _max_lens_of(
     request_rows: IntArray,
     private_start: IntArray,
     planned: IntArray,
@@ -348,11 +351,11 @@ def _balanced_up_to(
     """Tokens of each request at which its private part is ``factor`` times as long as planned,
     and a block more.
     """
-    longest = np.empty(len(planned))
+    max_lens = np.empty(len(planned))
     for position, row in enumerate(request_rows):
         private = private_start[position]
-        longest[row] = private + factor * (planned[row] - private) + block_size
-    return longest
+        max_lens[row] = private + factor * (planned[row] - private) + block_size
+    return max_lens
 
 
 @compiled
@@ -361,15 +364,15 @@ def _blocks_hold(
     seq_lens: IntArray,
     known: IntArray,
     planned: IntArray,
-    longest: FloatArray,
+    max_lens: FloatArray,
     block_size: int,
 ) -> bool:
     """Whether each request has at least its planned tokens, in the blocks that are known of
-    it, and no more than ``longest``.
+    it, and no more than ``max_lens``.
     """
     for row in range(len(seq_lens)):
         # fewer: it was rolled back, maybe into blocks that are read to their end
-        if not planned[row] <= seq_lens[row] <= longest[row]:
+        if not planned[row] <= seq_lens[row] <= max_lens[row]:
             return False
         used = (planned[row] + block_size - 1) // block_size
         if used > table.shape[1] or first_difference(table[row], known[row], 0, used) < used:
@@ -383,10 +386,10 @@ def _rows_hold(
     known: IntArray,
     seq_lens: IntArray,
     planned: IntArray,
-    longest: FloatArray,
+    max_lens: FloatArray,
 ) -> bool:
     for row in range(len(row_ids)):
-        if row_ids[row] != known[row] or not planned[row] <= seq_lens[row] <= longest[row]:
+        if row_ids[row] != known[row] or not planned[row] <= seq_lens[row] <= max_lens[row]:
             return False
     return True
 
@@ -406,7 +409,7 @@ def shareable_forest(
     table_rows: IntArray | None = None,
 ) -> Forest:
     """What the requests of a step may share: see ``DecodePlanner.update`` for the arguments."""
-    # a block that this step's queries may still write to is nobody else's
+    # a block that this step's queries may still write to is not shared
     filled = np.maximum(kv_lens - query_len, 0) // block_size
     filled = np.minimum(filled, table.shape[1]).astype(np.int32)
     return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
