@@ -142,7 +142,7 @@ def show_answers(document: str, questions: list[Question], answers: list[str]) -
 def main() -> int:
     """Run the example; the exit status is 1 if the tokens of the two engines differ."""
     # short blocks: a pass prefills what a prompt holds behind its last whole block again
-    parser = common.options(__doc__, pairs=8, block_size=32)
+    parser = common.options(__doc__, pairs=6, block_size=32)
     parser.add_argument("--document", type=Path, default=DOCUMENT)
     parser.add_argument("--questions", type=Path, help="file with one question per line")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of an answer")
