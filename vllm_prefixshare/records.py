@@ -14,7 +14,7 @@ OPEN_END = -1
 
 
 class PrefixShareError(ValueError):
-    """A user's mistake, said in one sentence that names the remedy."""
+    """A user's mistake; the message is one sentence that names the remedy."""
 
 
 class Forest(NamedTuple):
@@ -22,7 +22,7 @@ class Forest(NamedTuple):
 
     In that order the requests below a node are one interval, so a node needs two integers
     where DeFT (section 3.3) keeps a bit mask. Only nodes with two requests or more are
-    listed; what follows the last of them in a request is its private part.
+    listed; the tokens of a request after its last node are its private part.
 
     request_rows: ``[num_reqs]`` batch row of each depth-first position.
     private_start: ``[num_reqs]`` first private token, by depth-first position.
@@ -41,7 +41,7 @@ class Forest(NamedTuple):
 
     @classmethod
     def alone(cls, num_reqs: int) -> "Forest":
-        """Requests in the order of the batch, of which none shares anything."""
+        """A forest without sharing, its requests in the order of the batch."""
         no_nodes = [np.zeros(0, np.int32) for _ in range(5)]
         rows = np.arange(num_reqs, dtype=np.int32)
         return cls(rows, np.zeros(num_reqs, np.int32), *no_nodes)
@@ -88,8 +88,8 @@ class WorkTiles:
         read for the requests ``[reader_start, reader_end)`` of its tile, through the block table
         of batch row ``row``.
     cost: ``[num_tiles]`` float64, estimated microseconds.
-    worker: ``[num_tiles]`` int32, ascending: who runs each tile, in this order; None leaves
-        that to the scheduler.
+    worker: ``[num_tiles]`` int32, ascending: worker of each tile, which runs its tiles in this
+        order; None leaves the assignment to the scheduler.
     """
 
     row_indptr: IntArray
@@ -111,7 +111,7 @@ def host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
     """``value`` as int32 with ``ndim`` dimensions.
 
     Raises:
-        PrefixShareError: it is something else; ``name`` is what the sentence calls it.
+        PrefixShareError: ``value`` is anything else; the message calls it ``name``.
     """
     try:
         array = np.asarray(value)

@@ -11,16 +11,16 @@ from typing import Any, Literal, NamedTuple
 from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
-#: what layers may have that no GPU has run yet: served only where it is asked for
+#: features of layers that no GPU has run yet: served only where the user asks for them
 EXPERIMENTAL = ("alibi", "head_dim", "mla")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment says; ``VARIABLES`` has the meaning of each field.
+    """Values from the environment; ``VARIABLES`` has the meaning of each field.
 
-    divider: None for the one that measures best with the kernel.
-    order_bound: seconds; None for what fits the engine.
+    divider: None for the one measured fastest with the kernel.
+    order_bound: seconds; None for a bound that fits the engine.
     """
 
     kernel: Literal["auto", "hopper", "portable"]
@@ -40,7 +40,7 @@ class Settings:
 class Variable(NamedTuple):
     """A variable of the environment.
 
-    parse: from text to the value of the field; raises ValueError with what it should be.
+    parse: turns text into the field's value; its ValueError says what the text should be.
     """
 
     parse: Callable[[str], Any]
@@ -154,7 +154,7 @@ def read(environment: Mapping[str, str]) -> Settings:
     """The settings in ``environment``.
 
     Raises:
-        PrefixShareError: an unknown variable of ours, or a value that cannot be parsed.
+        PrefixShareError: an unknown ``VLLM_PREFIXSHARE_*`` variable, or a value not parsed.
     """
     for name in environment:
         if name.startswith(PREFIX) and name not in VARIABLES:

@@ -1,4 +1,4 @@
-"""Whether a file that this package has kept on the disk may be somebody else's work."""
+"""Check of cached files: whether another user may have written one."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def distrusted(path: Path) -> str | None:
-    """Why a file in the cache folder is not to be used, in words, or None.
+    """The reason not to use a file in the cache folder, in words, or None.
 
     Whoever can write to the file or replace it in its folder decides what is read there. Files
     of this user and of root are trusted, unless anybody may write to them.

@@ -1,6 +1,6 @@
-"""What a work tile costs.
+"""Cost models: the time of a work tile.
 
-``model`` says what a cost model answers, ``table`` holds a measured one, ``roofline`` estimates,
-``rates`` has the few numbers that planning asks for. ``lookup`` finds the table that fits,
-``profile_cpu`` and ``profile_gpu`` measure one; those shipped are in ``tables``.
+``model`` is their interface, ``table`` a measured one, ``roofline`` an estimate; ``rates`` holds
+the few numbers that planning uses. ``lookup`` finds the table that fits, ``profile_cpu`` and
+``profile_gpu`` measure one; shipped tables are in ``tables``.
 """

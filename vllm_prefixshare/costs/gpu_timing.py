@@ -71,7 +71,7 @@ def capture(call: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """What a GPU can do at most: bytes read from device memory and matrix FLOPs a second."""
+    """Highest rates of a GPU: bytes read from device memory and matrix FLOPs, per second."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -84,7 +84,7 @@ class MachineRates:
 
 def measure_rates(timer: GpuTimer, dtype: torch.dtype = torch.bfloat16) -> MachineRates:
     """Rates of the current device: the bandwidth of a 4 GiB reduction or copy, whichever moves
-    more bytes, and that of a large matrix product of ``dtype``. Takes about a second.
+    more bytes, and the FLOPs of a large matrix product of ``dtype``. Takes about a second.
     """
     return MachineRates(_bandwidth(timer), _matmul_rate(timer, dtype))
 

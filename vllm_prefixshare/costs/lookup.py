@@ -1,6 +1,6 @@
-"""Finding the cost table that fits.
+"""The cost table that fits.
 
-It is the one that the user names, else one measured on this machine, else one shipped for this GPU.
+The user's choice comes first, then one measured on this machine, then one shipped for this GPU.
 """
 
 import platform
@@ -16,7 +16,7 @@ from vllm_prefixshare.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import distrusted
 
-#: Changes whenever the executor's speed does; part of every fingerprint.
+#: Versions of the executors, changed whenever their speed does; part of every fingerprint.
 KERNELS = {
     "torch": "torch-1",
     "native": "native-1",
@@ -39,7 +39,7 @@ def fingerprint(
     same. A CPU executor works on all heads at once, so there all of it matters.
 
     Args:
-        device_name: of the processor; found out if None.
+        device_name: name of the processor; detected if None.
     """
     if executor not in GPU_KERNELS:
         return Fingerprint.of(attention, device_name or processor(), KERNELS[executor])
@@ -85,7 +85,7 @@ def cost_model(
 ) -> CostModel:
     """The measured table for this machine and shape, or the analytic estimate.
 
-    A table measured here goes before a shipped one.
+    A table measured here is preferred to a shipped one.
 
     Args:
         executor: "torch" or "native", or the kernel of a GPU: "hopper" or "portable".

@@ -1,6 +1,6 @@
-"""What a work tile costs: the questions that every cost model answers.
+"""The interface of cost models, which price work tiles.
 
-``table`` answers them from measured times, ``roofline`` with an estimate.
+``table`` implements it with measured times, ``roofline`` with an estimate.
 """
 
 from typing import Protocol
@@ -22,7 +22,7 @@ class CostModel(Protocol):
         ...
 
     def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:
-        """One request read whole, as the backend does that shares nothing."""
+        """All tokens of one request, read by the backend that shares nothing."""
         ...
 
     def merge(self, rows: ArrayLike) -> FloatArray:

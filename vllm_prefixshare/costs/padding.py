@@ -1,8 +1,8 @@
 """FastTree's coefficient model (section 4.2, equations 3 to 11) as a cost model, to compare with.
 
 The paper prices what a group of queries wastes: rows and tokens that pad its tiles, and partial
-results. Here a tile's own work is added, which is the same for both sides of each of the paper's
-comparisons: they come out as published, and the sum can also balance workers.
+results. Here a tile's own work is added. It is equal on both sides of each comparison in the
+paper, so that decisions stay as published, and the sum can also balance workers.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from vllm_prefixshare.records import FloatArray
 
 #: prices of an element of padding along the queries, along the context, and of a partial result,
-#: beside 1 for an element of work; as in the paper's artifact
+#: relative to an element of work; as in the paper's artifact
 ALPHA, BETA, GAMMA = 0.66, 0.33, 0.1
 
 
@@ -32,7 +32,7 @@ class PaddingCost:
     elements_per_us: float = 1.2e6
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
-        """As ``CostModel.tile``; where the KV comes from makes no difference."""
+        """As ``CostModel.tile``; ``readers`` makes no difference."""
         n = np.asarray(rows, np.float64)
         length = np.asarray(kv_len, np.float64)
         along_queries = _padding(self.tile_rows, n) * length
@@ -53,5 +53,5 @@ class PaddingCost:
 
 
 def _padding(tile: int, size: FloatArray) -> FloatArray:
-    """Equation 3: what is missing to a whole number of tiles."""
+    """Equation 3: the padding of ``size`` to a multiple of ``tile``."""
     return tile - ((size - 1) % tile + 1)

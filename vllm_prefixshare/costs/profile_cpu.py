@@ -20,7 +20,7 @@ from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 REQUESTS = (1, 4, 16, 64)
 TOKENS = (256, 1024, 4096, 16384)
 
-#: Times that ``measure_cpu`` takes: of tiles, of two halves and a whole, of unshared requests.
+#: Timings in ``measure_cpu``: tiles, one tile cut in two and uncut, unshared requests.
 STEPS = len(REQUESTS) * len(TOKENS) + 2 + len(TOKENS)
 
 #: (requests, tokens of each) -> seconds of one layer that reads every request on its own

@@ -26,13 +26,13 @@ TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 #: block of its own for each KV head, and a block sees query rows, not heads.
 NUM_QO_HEADS, NUM_KV_HEADS = 32, 8
 BLOCK_SIZE = 16
-#: Most tiles of a worker, and most tokens that it reads. With them the block tables are multiples
-#: of 16 wide, for which Triton compiles a kernel of its own: one kernel is measured, not two.
+#: Most tiles of a worker, and most tokens that it reads. They make block tables a multiple of 16
+#: wide. Triton compiles a separate kernel for those widths, so only one kernel is measured.
 MOST_TILES, MOST_TOKENS = 32, 16384
 MERGE_TOKENS, MERGE_TILES = 256, (2, 8)
-#: Most times that ``measure_gpu`` takes: two grids of few and many tiles, and merging.
+#: Most timings in ``measure_gpu``: two grids of few and many tiles, and merging.
 STEPS = 4 * len(ROWS) * len(TOKENS) + 2 * len(MERGE_TILES)
-#: Keeps a price positive that is smaller than what can be measured.
+#: Least price: keeps a price that is too small to measure positive.
 LEAST_US = 0.001
 
 #: Microseconds of one call, with cold caches, launches captured in a CUDA graph.
@@ -40,7 +40,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class TileExecutor(Executor, Protocol):
-    """What is measured: ``kernels.gpu_executor.GpuExecutor``."""
+    """The executor that is measured: ``kernels.gpu_executor.GpuExecutor``."""
 
     device: torch.device
     num_workers: int
@@ -52,7 +52,7 @@ class TileExecutor(Executor, Protocol):
 
 
 def profiled_shape(attention: AttentionConfig) -> AttentionConfig:
-    """The layer that stands for all with the ``head_dim`` and dtype of ``attention``."""
+    """The layer measured for all layers with the ``head_dim`` and dtype of ``attention``."""
     return AttentionConfig(
         NUM_QO_HEADS, NUM_KV_HEADS, attention.head_dim, BLOCK_SIZE, attention.dtype
     )
@@ -69,7 +69,7 @@ def scattered_blocks(num_workers: int, requests: int, num_blocks: int, shared: i
 
     Args:
         shared: 0: each worker reads blocks of its own. Otherwise: all workers read the same
-            ``shared`` blocks, again and again.
+            ``shared`` blocks repeatedly.
     """
     ids = np.random.default_rng(0).permutation(num_workers * num_blocks).astype(np.int32)
     if shared:
@@ -84,7 +84,7 @@ class TileBench:
 
     Args:
         attention, make_executor, timer: as in ``measure_gpu``.
-        tokens: of the tiles that are timed.
+        tokens: lengths of the tiles that are timed.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TileBench:
     def microseconds(
         self, requests: int, kv_len: int, repeats: int, *, shared: bool, partials: bool = False
     ) -> float:
-        """Both launches of a layer under a plan of ``repeated_tiles``."""
+        """Time of both launches of a layer under a plan of ``repeated_tiles``."""
         # a new executor for each: a workspace that a CUDA graph holds does not grow
         executor = self.make_executor()
         plan = repeated_tiles(
@@ -136,13 +136,13 @@ class TileBench:
         )
 
     def tile(self, requests: int, kv_len: int, shared: bool) -> float:
-        """One tile that writes its output directly."""
+        """Time of one tile that writes its output directly."""
         few, many = tile_counts(kv_len)
         times = [self.microseconds(requests, kv_len, n, shared=shared) for n in (few, many)]
         return (times[1] - times[0]) / (many - few)
 
     def merge(self) -> float:
-        """Leaving and merging one row of one partial result."""
+        """Time to write and merge one row of one partial result."""
         requests = self.requests[-1]
         extra = [
             self.microseconds(requests, MERGE_TOKENS, n, shared=False, partials=True)

@@ -14,7 +14,7 @@ def repeated_tiles(
     block_size: int,
     partials: bool = False,
 ) -> DecodePlan:
-    """``repeats`` tiles for each worker, all over the same ``requests`` requests of its own.
+    """A plan with ``repeats`` tiles for each worker, all for the worker's own ``requests``.
 
     Worker ``w`` has the batch rows ``[w * requests, (w + 1) * requests)``. Its tile ``i`` reads
     the tokens ``[i * kv_len, (i + 1) * kv_len)`` once for all of them.

@@ -1,4 +1,4 @@
-"""A cost model as the few numbers that the loops of planning ask for."""
+"""TileRates: a cost model as the few numbers that planning's loops use."""
 
 from typing import NamedTuple
 
@@ -14,20 +14,19 @@ SIZES = 64 << np.arange(8)
 class TileRates(NamedTuple):
     """A ``CostModel`` for one attention shape as a few numbers, for loops that ask it often.
 
-    Reading has a rate for each token, which depends on who reads it with whom. What a tile
-    costs beside its reading depends on its size: short tiles cost less than the line through
-    long ones, and none less than a launch.
+    Reading a token has a rate that depends on its readers. The rest of a tile's cost depends on
+    its size: short tiles cost less than the line through long ones, and none less than a launch.
 
     memory, cached: ``[2]`` microseconds of a token read by this tile only, and by very many
         tiles at the same time; for tiles of 64 and of 128 query rows.
-    lines: ``[4, 9]`` what a tile costs by what its tokens cost by their rates: nine straight
-        lines, the first one level. Rows: the tokens' cost, and the tile's, at which a line ends;
-        the tile's cost where the line meets no tokens; its slope. One array, because a record of
-        many arrays is copied at each call of a compiled function.
-    overhead: of a long tile, beside its reading.
-    merge: of one row of one partial result.
-    partial_write: of writing a tile's results as partial ones; merge_launch: of the launch that
-        merges them. Of an H200; on any GPU both are far below what a tile takes.
+    lines: ``[4, 9]`` cost of a tile as a function of its tokens' cost by their rates: nine
+        straight lines, the first one level. Rows: the tokens' cost and the tile's cost at which a
+        line ends; the tile's cost where the line meets no tokens; its slope. One array, because a
+        record of many arrays is copied at each call of a compiled function.
+    overhead: cost of a long tile besides its reading.
+    merge: cost of merging one row of one partial result.
+    partial_write: cost of writing a tile's results as partial ones; merge_launch: cost of the
+        launch that merges them. Both are an H200's; on any GPU they are far below a tile's cost.
     """
 
     memory: FloatArray

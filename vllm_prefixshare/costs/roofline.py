@@ -16,9 +16,9 @@ class Roofline:
     launch_us: fixed price of a tile. bytes_per_us, flops_per_us: one worker's share of the
     memory and the arithmetic. cached_bytes_per_us: the same for KV that another tile reads at
     the same time. unshared_flops_per_us: arithmetic that a kernel without query rows to batch
-    reaches (matrix-vector rather than matrix-matrix work). one_head: a worker is one thread
-    block for each KV head, and these are figures of one of them. rows_of_all: query rows that every
-    tile multiplies, used or not; None for as many as it has.
+    reaches (matrix-vector rather than matrix-matrix work). one_head: a worker has one thread
+    block for each KV head, and the figures are those of one thread block. rows_of_all: query rows
+    that every tile multiplies, used or not; None for as many as it has.
     """
 
     launch_us: float
@@ -56,7 +56,7 @@ class AnalyticCost:
 
     @property
     def _both(self) -> int:
-        """Elements of a token's K and V together as they are multiplied, and of a row's query and
+        """Elements multiplied for a token's K and V together; as many are in a row's query and
         output.
         """
         return self._heads * (self.attention.head_dim + self.attention.v_head_dim)

@@ -19,13 +19,13 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import FloatArray, PrefixShareError
 
 FORMAT = 2
-#: Microseconds. A table with a longer time is taken for a damaged one.
+#: Most microseconds in a table: one with a longer time counts as damaged.
 MOST_US = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a cost table was measured on; a table is used only where all of it agrees."""
+    """What a cost table was measured on; a table is used only where all fields agree."""
 
     device: str
     num_kv_heads: int
@@ -54,8 +54,8 @@ class Grid:
     """Microseconds over a grid, interpolated linearly.
 
     rows ``[R]`` and kv_len ``[K]`` ascend strictly; microseconds ``[R, K]``. Beyond the last
-    entry the last slope goes on. Below the first the first value holds, because the shortest tile
-    costs a launch, too.
+    entry the last slope continues. Below the first entry its value holds, because the shortest
+    tile costs a launch, too.
     """
 
     rows: FloatArray
@@ -116,8 +116,8 @@ class Grid:
 class CostTable:
     """A measured ``CostModel``.
 
-    tile_us, unshared_us: grids for ``tile`` and ``unshared``; where the second is missing
-        an unshared request costs what a tile of it does.
+    tile_us, unshared_us: grids for ``tile`` and ``unshared``; without ``unshared_us`` an
+        unshared request costs as much as a tile of its size.
     merge_us: microseconds to merge one row of one partial result.
     tile_l2_us: grid for a ``tile`` whose KV lies in a shared cache already; where it is missing
         such a tile costs as much as any other.
@@ -152,7 +152,7 @@ class CostTable:
         return self.merge_us * np.asarray(rows, np.float64)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``save`` writes."""
+        """The object that ``save`` writes."""
         return {
             "format": FORMAT,
             "fingerprint": asdict(self.fingerprint),
@@ -163,7 +163,7 @@ class CostTable:
         }
 
     def save(self, path: Path) -> None:
-        """Write JSON; the file appears whole or not at all.
+        """Write JSON; the file appears complete or not at all.
 
         Raises:
             PrefixShareError: it cannot be written.

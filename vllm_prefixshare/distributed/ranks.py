@@ -1,4 +1,4 @@
-"""Ranks that agree on what they compute, and whose collectives end in time."""
+"""Ranks: a process group whose ranks agree on what they compute and whose collectives time out."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vllm_prefixshare.records import PrefixShareError
 
-#: groups made so far in this process, by their ranks: every rank counts alike
+#: number of groups made so far in this process, by their ranks; equal on every rank
 _made: Counter[tuple[int, ...]] = Counter()
 
 
@@ -20,24 +20,24 @@ class Ranks:
     """A process group of its own, with a time-out, over the ranks of another one.
 
     Ranks describe what they are about to do, through the store of torch.distributed, before
-    they open a connection to each other: ranks that disagree, or do not come, are named in one
-    sentence on every rank that did.
+    they open a connection to each other: ranks that disagree, or are missing, are named in one
+    sentence on every rank that is there.
 
-    Its connections last until ``torch.distributed.destroy_process_group`` ends all of them. One
-    group alone is never destroyed: PyTorch would give the next one its name, under which the
-    store still has the old addresses.
+    Its connections last until ``torch.distributed.destroy_process_group`` ends all of them. A
+    single group is never destroyed: PyTorch would give its name to the next group, and the store
+    still has the old addresses under that name.
 
     Args:
-        device: of the tensors: nccl carries those of a GPU, gloo those of a CPU.
+        device: device of the tensors: nccl sends those of a GPU, gloo those of a CPU.
         describe: what all ranks must have in common, names and JSON values.
         group: the ranks; all of them if None.
         timeout: seconds within which a call to another rank ends.
-        backend: another one than the device's own.
+        backend: backend to use in place of the device's own.
 
     Attributes:
         rank, size: this rank, and how many there are.
-        bytes_sent: by this rank so far, where a collective is done as a ring does it; without
-            what ranks say to each other on the host.
+        bytes_sent: bytes that this rank has sent so far if collectives are rings; messages
+            on the host are not counted.
 
     Raises:
         PrefixShareError: torch.distributed is not initialised, the backend is missing on a rank,
@@ -69,7 +69,7 @@ class Ranks:
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         problem = _problem(backend, device)
         self._agree_by_store({"backend": backend, **describe, "": problem})
-        # the host's group carries what ranks say to each other, whatever carries the tensors
+        # the host group carries messages between ranks, whichever backend carries the tensors
         self._host = self._new_group("gloo")
         self.group = self._host if backend == "gloo" else self._new_group(backend)
 
@@ -81,7 +81,7 @@ class Ranks:
         return made
 
     def _agree_by_store(self, mine: dict[str, Any]) -> None:
-        """Before there is a connection."""
+        """Compare descriptions through the store, before there is a connection."""
         _made[tuple(self._members)] += 1
         number = _made[tuple(self._members)]
         prefix = f"vllm_prefixshare/{self._members}/{number}"
@@ -91,7 +91,7 @@ class Ranks:
             store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
             store.set(str(self.rank), json.dumps(mine))
             for rank in range(self.size):
-                # once a rank has not come in time the others have, or are not waited for
+                # after one rank has timed out, the others have had as long: do not wait again
                 patience = timedelta(seconds=0.1) if missing else self.timeout
                 try:
                     store.wait([str(rank)], patience)
@@ -112,16 +112,16 @@ class Ranks:
         self._compare(said)
 
     def agree(self, describe: dict[str, Any]) -> None:
-        """Make sure that all ranks say the same; every rank must call it.
+        """Make sure that all ranks give the same description; every rank must call it.
 
         Raises:
-            PrefixShareError: they do not, or one is missing.
+            PrefixShareError: descriptions differ, or a rank is missing.
         """
         said: list[dict[str, Any]] = self.exchange(describe)
         self._compare(said)
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What every rank says, by rank; every rank must call it.
+        """The values of all ranks, by rank; every rank must call it.
 
         Raises:
             PrefixShareError: a rank is missing.
@@ -145,7 +145,7 @@ class Ranks:
 
     @contextmanager
     def within_time(self, doing: str) -> Iterator[None]:
-        """Turn the end of a connection, or of the time, into one sentence."""
+        """Turn a lost connection or a time-out into an error of one sentence."""
         try:
             yield
         except (RuntimeError, ValueError) as e:
@@ -180,10 +180,10 @@ class Ranks:
         return gathered
 
     def pass_on(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
-        """Send tensors to the next rank and receive the last one's, of the same shapes.
+        """Send tensors to the next rank and receive the previous rank's, of the same shapes.
 
         Returns:
-            What is received, and what to call before it is read.
+            The tensors received, and a function to call before reading them.
 
         Raises:
             PrefixShareError: a rank is missing.

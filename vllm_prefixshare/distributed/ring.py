@@ -17,11 +17,11 @@ from vllm_prefixshare.records import PrefixShareError
 
 
 class RingDecode:
-    """As ``tree_reduction.TreeDecode``, by passing the shards around. The next shard travels
-    while one is attended to.
+    """The result of ``tree_reduction.TreeDecode``, by passing the shards around a ring. The next
+    shard is sent while one is attended to.
 
     Args:
-        make_wrapper: makes an operator; each rank plans every rank's shard with one of its own.
+        make_wrapper: makes an operator; each rank has one for every rank's shard.
         group, timeout, backend: see ``Ranks``.
 
     Raises:
@@ -46,11 +46,11 @@ class RingDecode:
         self._agreed: object = None
 
     def plan(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
-        """Tell every rank where the tokens of this shard lie, and plan all shards. To be called
-        at each step: the baseline does not follow sequences that grow.
+        """Tell every rank where the tokens of this shard lie, and plan all shards. Call it at
+        each step: the baseline does not follow sequences that grow.
 
         Args:
-            block_table, seq_lens: as of ``TreeDecode.plan``.
+            block_table, seq_lens: as in ``TreeDecode.plan``.
 
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
@@ -78,7 +78,7 @@ class RingDecode:
 
         Args:
             q: ``[num_reqs, num_qo_heads, head_dim]``, the same on every rank.
-            k_cache, v_cache: of the shard, contiguous, of the same shape on every rank.
+            k_cache, v_cache: the shard, contiguous, with the same shape on every rank.
 
         Returns:
             As ``TreeDecode.run``.

@@ -1,7 +1,7 @@
-"""What decode attention over sharded KV sends, holds and takes: Tree Attention, section 6, with
-grouped-query attention and requests that share a prefix.
+"""Model of the traffic, memory and time of decode attention over sharded KV: Tree Attention,
+section 6, with grouped-query attention and requests that share a prefix.
 
-A model, not a measurement; ``benchmarks/bench_scale.py`` measures.
+Nothing is measured here; ``benchmarks/bench_scale.py`` measures.
 """
 
 import math
@@ -14,7 +14,7 @@ LSE_BYTES = 4  # float32
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """latency_us: of one small message. bytes_per_us: of one GPU, in one direction."""
+    """A link. latency_us: time of a small message. bytes_per_us: rate of a GPU in one direction."""
 
     latency_us: float
     bytes_per_us: float
@@ -46,10 +46,10 @@ class Layer:
     """One layer in one decode step of requests that share a prefix.
 
     num_reqs: requests, a query each. shared, private: KV tokens of the prefix, and of each
-    request behind it. item_bytes: of an element of queries, KV and outputs.
+    request behind it. item_bytes: size of an element of queries, KV and outputs.
 
     Raises:
-        PrefixShareError: a size below its least.
+        PrefixShareError: a size below its minimum.
     """
 
     num_reqs: int
@@ -91,7 +91,7 @@ class Layer:
 
 def ring_bytes(layer: Layer, gpus: int) -> float:
     """Bytes that one GPU sends in ring attention: its shard, to each of the others in turn
-    (eq. 10 counts the last round, too, which nobody needs).
+    (eq. 10 also counts the last round, which is not needed).
     """
     return (gpus - 1) * layer.kv_bytes / gpus
 
@@ -103,7 +103,7 @@ def all_reduce_bytes(layer: Layer, gpus: int) -> float:
 
 
 def gather_bytes(layer: Layer, gpus: int) -> float:
-    """Bytes that one GPU sends in the variant of one collective: output and log-sum-exp."""
+    """Bytes that one GPU sends with a single collective: output and log-sum-exp."""
     return (gpus - 1) * (layer.out_bytes + layer.lse_bytes)
 
 
@@ -136,7 +136,7 @@ def collective_us(layer: Layer, cluster: Cluster, gpus: int) -> float:
 
 
 def tree_us(layer: Layer, cluster: Cluster, gpus: int) -> float:
-    """Microseconds of tree reduction: each GPU its shard, then one collective."""
+    """Microseconds of tree reduction: each GPU attends to its shard, then one collective."""
     if gpus == 1:
         return attention_us(layer, cluster)
     return attention_us(layer, cluster, gpus) + collective_us(layer, cluster, gpus)
@@ -144,7 +144,7 @@ def tree_us(layer: Layer, cluster: Cluster, gpus: int) -> float:
 
 def ring_us(layer: Layer, cluster: Cluster, gpus: int) -> float:
     """Microseconds of ring attention: every GPU attends to each shard in turn while the next
-    one travels, on the slowest link of the ring.
+    one is sent, on the slowest link of the ring.
     """
     link = cluster.inside if gpus <= cluster.gpus_per_node else cluster.between
     shard = layer.kv_bytes / gpus

@@ -9,7 +9,7 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 
 
 class Shard(NamedTuple):
-    """What a rank holds of one layer, on its device.
+    """The KV of one layer that a rank holds, on its device.
 
     k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
     block_table: int32 ``[num_reqs, max_blocks]`` block ids of the rank's own cache.
@@ -26,10 +26,10 @@ def shard(
     block_table: IntArray, seq_lens: IntArray, block_size: int, rank: int, world_size: int
 ) -> tuple[IntArray, IntArray]:
     """The part of a batch that ``rank`` holds: every ``world_size``-th block of each request,
-    the ``rank``-th first. Any world size is right, the tokens differ by a block at most, and
+    the ``rank``-th first. Any world size works, ranks differ by a block at most, and
     requests that share blocks share them on every rank.
 
-    A query sees all tokens before it, so their order does not matter to one query per request.
+    With one query per request, which sees all tokens, their order does not matter.
 
     Args:
         block_table: int32 ``[num_reqs, max_blocks]`` of the whole sequences.
@@ -40,7 +40,7 @@ def shard(
         shard, which may be 0.
 
     Raises:
-        PrefixShareError: a rank outside of the world.
+        PrefixShareError: ``rank`` is not below ``world_size``, or negative.
     """
     if not 0 <= rank < world_size:
         raise PrefixShareError(f"rank must be from 0 to {world_size - 1}, got {rank}.")

@@ -1,7 +1,7 @@
 """Tree Attention (section 5): attention over KV that ranks hold in shards, by one reduction.
 
-Each rank attends over its own shard, and what ranks send each other is an output and a
-log-sum-exp of each query, whatever the length of the context. The collectives choose the tree.
+Each rank attends over its own shard. Ranks send each other an output and a log-sum-exp for each
+query, whatever the length of the context. The collectives choose the tree.
 """
 
 from typing import Literal
@@ -21,8 +21,8 @@ REDUCTIONS: tuple[Reduction, ...] = ("gather", "all_reduce", "energy")
 
 
 def reduce_lse(ranks: Ranks, lse: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp over all ranks' tokens: algorithm 1 without its source term, from that of
-    each rank's own tokens. Two all-reduces.
+    """The log-sum-exp over all ranks' tokens, from each rank's own: algorithm 1 without its
+    source term. Two all-reduces.
 
     Args:
         lse: float32 ``[num_tokens, num_qo_heads]``, natural logarithm; ``-inf`` for no tokens.
@@ -39,7 +39,7 @@ def reduce_by_energy(
     ranks: Ranks, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 2: the log-sum-exp over all ranks first, then the sum of the outputs, each
-    weighted by its share of it. Arguments and results as of ``reduce_by_gather``.
+    weighted by its share of it. Arguments and results as in ``reduce_by_gather``.
     """
     total = reduce_lse(ranks, lse)
     share = torch.exp(lse - _finite(total))[..., None]
@@ -50,7 +50,7 @@ def reduce_by_all_reduce(
     ranks: Ranks, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 3: all-reduces of the maximum, of the numerator and of the denominator.
-    Arguments and results as of ``reduce_by_gather``.
+    Arguments and results as in ``reduce_by_gather``.
     """
     largest = ranks.all_reduce(lse.clone(), dist.ReduceOp.MAX)
     share = torch.exp(lse - _finite(largest))
@@ -84,7 +84,7 @@ def reduce_by_gather(
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
-    """To subtract: no rank saw a token where it is ``-inf``."""
+    """``largest`` to subtract, with 0 in place of ``-inf``, where no rank saw a token."""
     return largest.masked_fill(largest == -torch.inf, 0.0)
 
 
@@ -134,12 +134,12 @@ class TreeDecode:
         self._rows: torch.Tensor | None = None
 
     def plan(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
-        """Follow the batch, as ``PrefixShareDecodeWrapper.plan``. Ranks compare the number of
+        """Plan for the batch, as ``PrefixShareDecodeWrapper.plan``. Ranks compare the number of
         requests when it changes.
 
         Args:
             block_table: host ``[num_reqs, max_blocks]`` block ids of the rank's own shard.
-            seq_lens: host ``[num_reqs]`` tokens of it; 0 where the rank holds none.
+            seq_lens: host ``[num_reqs]`` tokens of the shard; 0 where the rank holds none.
 
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
@@ -172,7 +172,7 @@ class TreeDecode:
         return self._reduce(self.ranks, *self.partial(q, shard))
 
     def partial(self, q: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp over the rank's own tokens; arguments as of ``run``."""
+        """Output and log-sum-exp over the rank's own tokens; arguments as in ``run``."""
         if len(q) != self._num_reqs:
             raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
         return partial_of(self._wrapper, self._rows, q, shard)
@@ -192,7 +192,7 @@ def partial_of(
 
 
 def shape_of(wrapper: PrefixShareDecodeWrapper) -> dict[str, object]:
-    """What ranks must have in common of their operators."""
+    """The properties of the operator that must be equal on all ranks."""
     a = wrapper.attention
     return {
         "num_qo_heads": a.num_qo_heads,

@@ -1,9 +1,9 @@
-"""Which requests read which KV segment together.
+"""Query groups: which requests read a KV segment together.
 
 One group per tree node is the start (FlashForge section 4.1, DeFT-Node). FastTree section
 4.2 then decides, edge by edge from the root, whether a child reads its parent's segment
 again as part of its own: a short parent costs its readers one more partial result each,
-and that can be dearer than reading it twice.
+and that can cost more than reading it twice.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def group_queries(
     Args:
         forest: the shared part of the batch.
         kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
-        cost: decides the edges.
+        cost: cost model that decides the edges.
         rows_per_request: query rows of one request on one KV head.
         concatenate: FastTree's edge assignment; without it every node is a group.
     """
@@ -100,7 +100,7 @@ def _edges_to_cut(
     counts = np.array([b - a for _, a, b, _ in readers])
     kid_lens = np.array([n for *_, n in readers])
     own = cost.tile(np.arange(num_reqs + 1) * rows_per_request, length)
-    own[0] = 0.0  # a parent that nobody reads is no tile at all
+    own[0] = 0.0  # a parent without readers needs no tile
     kid_rows = counts * rows_per_request
     apart = cost.tile(kid_rows, kid_lens) + cost.merge(kid_rows)
     joined = cost.tile(kid_rows, kid_lens + length)

@@ -1,4 +1,4 @@
-"""What must hold for every plan, whoever made it."""
+"""Checks that every plan must pass, whichever divider made it."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from vllm_prefixshare.records import OPEN_END, IntArray
 
 
 class InvariantError(AssertionError):
-    """A plan that would compute something wrong: a bug of the planner."""
+    """A plan would compute a wrong result: a bug in the planner."""
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:

@@ -1,7 +1,7 @@
 """DecodePlan: what a kernel walks, as named integer arrays, and the schedule of its work tiles.
 
 A plan stays right while its sequences grow: shared runs are whole, filled blocks, and each
-request has one open run that reads to whatever length it has when the kernel runs.
+request has one open run that reads to its length at the time the kernel runs.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class DecodePlan:
         partial_indices: parallel to tile_req_indices: row of partial_out and partial_lse,
             or -1 where the request has one tile only and is written directly.
         merge_indptr: ``[num_reqs + 1]`` partial rows to merge into each request.
-    planned_seq_lens: ``[num_reqs]`` lengths that the division was balanced for, and the least
-        that it serves. Of ``batch_invariant``: the least.
+    planned_seq_lens: ``[num_reqs]`` least lengths that the plan serves; except with
+        ``batch_invariant`` also those that it was balanced for.
     """
 
     num_reqs: int
@@ -153,13 +153,13 @@ def longest_first(
 def build_plan(
     tiles: WorkTiles, num_workers: int, block_size: int, seq_lens: IntArray
 ) -> DecodePlan:
-    """Schedule ``tiles``, where they are not scheduled yet, and write them down.
+    """Make the plan of ``tiles``, and schedule them where no worker is given yet.
 
     Args:
         tiles: together covering every token of every request once.
         seq_lens: ``[num_reqs]`` lengths the tiles were made for.
     """
-    # numbered in the divider's order, which no schedule changes, and merged in it
+    # partial results are numbered and merged in the divider's order, whatever the schedule
     partial, merge_indptr = _number_partials(tiles.rows, len(seq_lens))
     if tiles.worker is None:
         order, work_indptr, _ = longest_first(tiles.cost, num_workers)
@@ -194,7 +194,7 @@ def _in_order(tiles: WorkTiles, order: IntArray) -> WorkTiles:
 
 
 def _permuted(indptr: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
-    """Ranges taken in another order: their indptr, and where their entries come from."""
+    """The indptr of the ranges in another order, and the old index of each of their entries."""
     counts = np.diff(indptr)[order]
     new = np.zeros_like(indptr)
     np.cumsum(counts, out=new[1:])

@@ -1,4 +1,4 @@
-"""One plan after the other: a new one only where the batch asks for it."""
+"""DecodePlanner: keeps plans, and makes a new one only when none of them fits the batch."""
 
 import logging
 import time
@@ -21,15 +21,15 @@ from vllm_prefixshare.planning.sharing import without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
 from vllm_prefixshare.tree.prefix_tree import first_difference, forest_from_blocks
 
-#: Why a plan shares nothing although one was made, or tried, that does.
+#: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
 
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """How often the planner was asked, how often it had to plan, and for how long.
+    """Numbers of updates and of plans made, and the seconds that each took in all.
 
-    fallbacks: plans that shared nothing, by reason: the plan that did exceeded the limits, or
+    fallbacks: plans without sharing, by reason: the plan with sharing exceeded the limits, or
         making it raised an exception.
     """
 
@@ -48,14 +48,13 @@ class DecodePlanner:
         cost: measured or analytic cost model.
         block_size: tokens in a KV block.
         gqa_group_size: query heads per KV head.
-        on_failure: told once when a plan cannot be made; a warning is logged if None.
+        on_failure: called once when a plan cannot be made; a warning is logged if None.
         on_plan: called with each new plan, its seconds, and the block table and the lengths of
             its requests.
 
     Attributes:
-        last_plan_seconds: what the last plan took to make.
-        last_fallback: why the last plan that was made shares nothing, where one that shares
-            could not be used; None where nothing went wrong.
+        last_plan_seconds: time that making the last plan took.
+        last_fallback: why the last plan made fell back to sharing nothing; None if it did not.
 
     Raises:
         PrefixShareError: unknown divider.
@@ -81,7 +80,7 @@ class DecodePlanner:
         self.last_fallback: str | None = None
         self._divide = get_divider(config.divider)
         self._rates = TileRates.of(cost)
-        #: The one used last comes first.
+        #: Most recently used first.
         self._known = [CachedPlan(block_size) for _ in range(config.kept_plans)]
 
     def warm_up(self, then: Callable[[DecodePlan], object] | None = None) -> None:
@@ -89,14 +88,14 @@ class DecodePlanner:
         second in each process after that. Call it at start-up, or the first plan takes it.
 
         Args:
-            then: called with a plan for two requests, so that what uses plans compiles as well.
+            then: called with a plan for two requests, to compile the code that uses plans.
         """
         twin = DecodePlanner(self.config, self.cost, self.block_size, self.gqa_group_size)
         table = np.array([[1, 2], [1, 3]], np.int32)
         lens = np.full(2, self.block_size + 1, np.int32)
         with one_process_at_a_time():
             for rows in (None, np.arange(2)):
-                for _ in range(2):  # a plan, and the question whether it holds
+                for _ in range(2):  # first makes a plan, then checks that it holds
                     plan = twin.update(table, lens, table_rows=rows, row_ids=rows)
             if then is not None:
                 then(plan)
@@ -111,7 +110,7 @@ class DecodePlanner:
         row_ids: IntArray | None = None,
         slack: int = 0,
     ) -> DecodePlan:
-        """The plan for this batch: one that was kept, while it still holds.
+        """The plan for this batch: a kept one if it still holds, else a new one.
 
         A step in which sequences only grew costs one comparison of the block table; int32
         arrays in C order are read as they are, others are copied first. Where planning itself
@@ -122,15 +121,15 @@ class DecodePlanner:
             seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
             query_len: most query tokens of a request. They and the block that they fill
                 stay private.
-            row_ids: ``[num_reqs]`` stands for the block table in the comparison: a number
-                that a request keeps as long as the blocks it has stay the same, and that no
-                other request has had before.
+            row_ids: ``[num_reqs]`` compared in place of the block table: a number that a
+                request keeps as long as the blocks it has stay the same, and that no other
+                request has had before.
             table_rows: ``[num_reqs]`` row of ``block_table`` that each request has, where its
                 rows are not those of the batch; goes with ``row_ids``.
             slack: by how many tokens the true lengths may be less than ``seq_lens``.
 
         Raises:
-            PrefixShareError: the arguments differ in requests.
+            PrefixShareError: the arguments differ in their number of requests.
         """
         if len(block_table if table_rows is None else table_rows) != len(seq_lens):
             raise PrefixShareError(
@@ -185,7 +184,7 @@ class DecodePlanner:
         query_len: int,
         row_ids: IntArray | None,
     ) -> "CachedPlan":
-        """The known batch whose plan serves this one, or the oldest one, emptied."""
+        """The cached plan that holds for this batch, or the oldest one, emptied."""
         for known in self._known:
             if known.holds(block_table, seq_lens, query_len, row_ids):
                 break
@@ -230,7 +229,7 @@ class DecodePlanner:
     def _plan_without_sharing(
         self, seq_lens: IntArray, query_len: int, reason: Exception
     ) -> DecodePlan:
-        """One tile for each request: right for every batch, whatever went wrong before."""
+        """A plan with one tile for each request, which is right for every batch."""
         self._note_fallback(PLANNING_FAILED)
         if self.counters.fallbacks[PLANNING_FAILED] == 1:
             self._on_failure(
@@ -264,9 +263,7 @@ class DecodePlanner:
 
 
 class CachedPlan:
-    """A plan, and what the next batches are compared with.
-
-    That is the block ids of its requests, or numbers that stand for those of each request.
+    """A plan, and what the next batches are compared with: its requests' block ids or row ids.
 
     Attributes:
         plan: None until something is remembered.
@@ -307,7 +304,7 @@ class CachedPlan:
         _copy_rows(block_table, used, self._block_ids)
 
     def forget(self) -> None:
-        """Hold for no batch."""
+        """Drop the plan, so that it holds for no batch."""
         self.plan = self._row_ids = None
 
     def holds(
@@ -326,7 +323,7 @@ class CachedPlan:
             return bool(
                 _rows_hold(row_ids, self._row_ids, seq_lens, planned, self._max_balanced_lens)
             )
-        if row_ids is not self._row_ids:  # the other of the two was kept
+        if row_ids is not self._row_ids:  # only one of the two is None
             return False
         return bool(
             _blocks_hold(
@@ -367,11 +364,11 @@ def _blocks_hold(
     max_lens: FloatArray,
     block_size: int,
 ) -> bool:
-    """Whether each request has at least its planned tokens, in the blocks that are known of
-    it, and no more than ``max_lens``.
+    """Whether each request has at least its planned tokens, in its known blocks, and no more
+    than ``max_lens``.
     """
     for row in range(len(seq_lens)):
-        # fewer: it was rolled back, maybe into blocks that are read to their end
+        # fewer tokens than planned: rolled back, maybe into blocks that are read to their end
         if not planned[row] <= seq_lens[row] <= max_lens[row]:
             return False
         used = (planned[row] + block_size - 1) // block_size
@@ -408,7 +405,7 @@ def shareable_forest(
     null_block_id: int | None = None,
     table_rows: IntArray | None = None,
 ) -> Forest:
-    """What the requests of a step may share: see ``DecodePlanner.update`` for the arguments."""
+    """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
     # a block that this step's queries may still write to is not shared
     filled = np.maximum(kv_lens - query_len, 0) // block_size
     filled = np.minimum(filled, table.shape[1]).astype(np.int32)

@@ -26,12 +26,12 @@ def without_losses(problem: DivisionProblem) -> Forest:
 
 
 def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
-    """Microseconds of what is read together or alone in a batch that shares, and the
-    depth-first position of a request that reads it.
+    """For each segment in a batch that shares: the depth-first position of a request that reads
+    it, and its microseconds.
     """
     forest, config, rows = problem.forest, problem.config, problem.rows_per_request
     lens = np.maximum(1, problem.kv_lens[forest.request_rows] - forest.private_start)
-    if config.divider == "depth_first":  # no tiles for single nodes: rates will do
+    if config.divider == "depth_first":  # its tiles are not single nodes: rates suffice
         rates = problem.rates or TileRates.of(problem.cost)
         nodes = (forest.node_end - forest.node_start) * rates.memory[1]
         private = lens * rates.memory[0]
@@ -48,7 +48,7 @@ def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
 
 
 def _drop_trees(forest: Forest, roots: list[int]) -> Forest:
-    """``forest`` without the trees under ``roots``; their requests become private whole."""
+    """``forest`` without the trees under ``roots``; their requests become entirely private."""
     if not roots:
         return forest
     private = forest.private_start.copy()

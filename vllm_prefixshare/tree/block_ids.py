@@ -1,4 +1,4 @@
-"""Checking a block table at memory speed: it is looked at in every step."""
+"""The range of a block table's ids, found at memory speed: every step checks it."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ _NONE = np.int32(np.iinfo(np.int32).max)
 
 @compiled
 def block_id_range(table: IntArray, seq_lens: IntArray, block_size: int) -> tuple[int, int]:
-    """Least and greatest block id in use; the least is greater if none is.
+    """Least and greatest block id in use; the first exceeds the second if none is in use.
 
     Args:
         table: ``[num_reqs, max_blocks]`` physical block ids.

@@ -25,7 +25,7 @@ def forest_from_blocks(
     null_block_id: int | None = None,
     table_rows: IntArray | None = None,
 ) -> Forest:
-    """Which requests share which leading blocks, in time proportional to the shared part.
+    """The forest of shared leading blocks, in time proportional to the shared part.
 
     Siblings come in the order of their lowest batch row, requests that end at a node before
     those that go on below it.
@@ -81,14 +81,14 @@ def _forest(
     private = np.zeros(n, np.int32)
     nodes = np.empty((5, n), np.int32)
     num_nodes = 0
-    # groups of requests that share a block and were not looked at yet: depth of that block,
-    # node above, positions of its readers
+    # groups of requests that share a block, still to be split: depth of that block, node above,
+    # positions of its readers
     stack = np.empty((n, 4), np.int32)
     work = np.empty((3, n + 1), np.int32)
     size = 2
     while size < 2 * n:
         size *= 2
-    slots = np.zeros((size, 3), np.int32)  # hash table: key, number, and the split it is of
+    slots = np.zeros((size, 3), np.int32)  # hash table: key, its number, and its split
 
     splits = 1
     height = _split(
@@ -141,8 +141,8 @@ def _split(
     split: int,
 ) -> int:
     """Sort the requests ``[low, high)`` by their block at ``depth``, where their common
-    prefix ends. Those alone with it are private from there; the others go on the stack, in
-    reverse, so that they come off it in order. Returns the stack's new height.
+    prefix ends. A request alone with its block is private from there; groups are pushed on the
+    stack in reverse, so that they are popped in order. Returns the stack's new height.
     """
     key_of, end_of, sorted_rows = work[0], work[1], work[2]
     end_of[0] = 0

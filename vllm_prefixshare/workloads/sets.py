@@ -56,7 +56,7 @@ def flashforge(block_size: int) -> Iterator[Workload]:
     for arity, depth in ((2, 4), (3, 3), (4, 3), (5, 3)):
         count = sum(arity**level for level in range(depth))
         yield _even(f"full {arity}T", [(i - 1) // arity for i in range(count)], block_size)
-    # degenerate: of two children only the left one has children
+    # degenerate: only the left one of two children has children
     yield _even("degenerate tree", [-1, *[max(0, 2 * (i // 2) - 1) for i in range(10)]], block_size)
 
 
@@ -81,7 +81,7 @@ def grpo(block_size: int) -> Iterator[Workload]:
 
 
 def unshared(block_size: int) -> Iterator[Workload]:
-    """Nothing shared: equal lengths, then very unequal ones."""
+    """Batches without sharing: equal lengths, then very unequal ones."""
     for spec in ("1_16384", "8_8192", "64_4096", "256_512", "256_1024"):
         yield tree(spec, block_size)
     rng = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def unshared(block_size: int) -> Iterator[Workload]:
 
 def deft(block_size: int, folder: Path, trees: int = 2, steps: int = 4) -> Iterator[Workload]:
     """Steps of recorded tree-of-thoughts runs (DeFT, table 4): the largest runs of each file,
-    at evenly spaced steps. A branch is a request while it grows; ended ones are gone.
+    at evenly spaced steps. A branch is a request only while it grows.
     """
     for path in sorted(folder.glob("*ToT.json")):
         runs = [list(run["data"].values()) for run in json.loads(path.read_text())]
@@ -115,7 +115,7 @@ def recorded_step(name: str, nodes: list[dict[str, Any]], step: int, block_size:
         while at is not None and at not in kept:
             kept.add(at)
             at = parent_of.get(at)
-    # by start, parents come first: a child starts after its parent has ended
+    # sorted by start, parents come first: a child starts after its parent has ended
     alive = sorted((n for n in nodes if n["id"] in kept), key=lambda n: n["start"])
     index = {node["id"]: i for i, node in enumerate(alive)}
     parents = [index[parent_of[n["id"]]] if n["id"] in parent_of else -1 for n in alive]

@@ -1,8 +1,8 @@
-"""Batches with shared prefixes, and the sets of them that kernels are compared on.
+"""Batches with shared prefixes, made from forests.
 
-A batch is a forest: nodes of tokens, whose leaves are the requests. What vLLM shares of it is
-whole blocks only. Where a node ends inside a block, each of its children holds a copy of that
-block's first tokens, because the block's content differs from there on.
+A batch is a forest of token nodes whose leaves are the requests. vLLM shares whole blocks only.
+Where a node ends inside a block, each of its children holds a copy of that block's first tokens,
+because the block's content differs from there on.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 
 
 class BlockNode(NamedTuple):
-    """Block-table columns ``[start, end)`` of the requests ``[first, last)``, in whose rows
-    they are the same blocks. parent: index of the node before it, -1 for a root.
+    """Block-table columns ``[start, end)`` that hold the same blocks for the requests
+    ``[first, last)``. parent: index of the parent node, -1 for a root.
     """
 
     parent: int
@@ -33,8 +33,8 @@ class Workload:
 
     block_table: ``[num_reqs, max_blocks]`` physical ids, scattered; block 0 stays unused.
     seq_lens: ``[num_reqs]`` tokens, the queries included.
-    num_blocks: size of the cache it lives in.
-    nodes: the blocks' own forest, parents first, each request's private blocks included.
+    num_blocks: size of its cache.
+    nodes: the forest of blocks, parents first, each request's private blocks included.
     query_len: query tokens of each request.
     query_parents: ``[query_len]``, their token tree, the same in each request (-1: a root);
         a chain if None.
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def share_factor(self) -> float:
-        """Tokens of all requests one by one, over ``kv_tokens``."""
+        """Sum of all requests' tokens, over ``kv_tokens``."""
         return float(self.seq_lens.sum()) / self.kv_tokens
 
 
@@ -78,14 +78,14 @@ def forest(
     query_len: int = 1,
     query_parents: IntArray | None = None,
 ) -> Workload:
-    """Any forest of token nodes.
+    """A workload from any forest of token nodes.
 
     Args:
-        parents: of each node, -1 for a root; parents come first. Nodes without children are
-            the requests.
-        tokens: of each node.
-        spare: further tokens of room that each row of the block table has.
-        seed: of the permutation that scatters the blocks over the cache.
+        parents: parent of each node, -1 for a root; parents come first. Nodes without children
+            are the requests.
+        tokens: tokens of each node.
+        spare: tokens of extra room in each row of the block table.
+        seed: seed of the permutation that scatters the blocks over the cache.
         query_len, query_parents: see ``Workload``; the queries are the last of the tokens.
 
     Raises:
@@ -109,7 +109,7 @@ def forest(
         )
     spans = _spans_below(parents, requests)
     nodes: list[BlockNode] = []
-    # of each token node: the block node above its children, and the column they start at
+    # for each token node: the block node above its children, and the column they start at
     above: list[tuple[int, int]] = []
     for i, parent in enumerate(parents):
         node, start = above[parent] if parent >= 0 else (-1, 0)

@@ -10,7 +10,7 @@ from vllm_prefixshare.planning.dividers.problem import DivisionProblem, alone, b
 from vllm_prefixshare.planning.dividers.windows import list_runs
 from vllm_prefixshare.records import WorkTiles
 
-#: prices that count tokens, whoever reads them
+#: a price of 1 per token, whichever requests read it
 _ONE = np.ones(2)
 TOKENS = TileRates(_ONE, _ONE, np.ones((4, 1)), overhead=0.0, merge=0.0)
 
@@ -58,7 +58,7 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
 
 
 def fixed(problem: DivisionProblem) -> WorkTiles:
-    """Every group in ``num_splits`` pieces, whatever it costs."""
+    """Cut every group into ``num_splits`` pieces, whatever their cost."""
     groups = problem.groups(problem.config.grouping)
     lens = np.array([g.kv_len for g in groups])
     most = np.maximum(1, lens // problem.block_size)

@@ -1,12 +1,12 @@
-"""Pieces at fixed places: the output bits of a request do not depend on who shares with it.
+"""The divider with pieces at fixed places: a request's output bits do not depend on the batch.
 
 Every request is cut at the same places, multiples of ``kv_chunk_size`` from its first token, and
-each piece is a tile of one run. A kernel then walks a piece in the same steps for all who read it,
-and merge states takes a request's pieces from its first to its last. Who reads a piece together,
-and which worker computes it, decides nothing: in a matrix product a row does not depend on others.
+each piece is a tile of one run. A kernel then walks a piece in the same steps for all its readers,
+and merge states merges a request's pieces from first to last. A piece's other readers and its
+worker do not change the bits: in a matrix product a row does not depend on others.
 
-What requests share is therefore whole pieces; the rest of a shared prefix, half a piece on
-average, is read by each request itself. The last piece is never shared: it grows.
+Requests therefore share whole pieces only; each reads the rest of a shared prefix, half a piece
+on average, by itself. The last piece is never shared: it grows.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def batch_invariant(problem: DivisionProblem) -> WorkTiles:
     forest, limit = problem.forest, problem.config.max_tile_requests
     piece = problem.round_up(problem.config.kv_chunk_size)
     lens = problem.kv_lens[forest.request_rows]
-    # of each node, then of each request alone: its readers, as depth-first positions, and tokens
+    # for each node, then each request alone: readers as depth-first positions, and tokens
     alone = np.arange(forest.num_reqs)
     low = np.concatenate([forest.node_reader_start, alone])
     high = np.concatenate([forest.node_reader_end, alone + 1])

@@ -1,21 +1,21 @@
-"""The divider for kernels that walk runs of KV blocks: one depth-first list, cut to measure.
+"""The divider for kernels that walk runs of KV blocks: one depth-first list, cut by time.
 
 It is DeFT-Flatten (section 3.3) with costs in place of block counts. In depth-first order
 neighbouring requests share the most, so the batch is cut into windows of as many neighbours as
 a work tile holds. The runs of KV tokens below a window, root to leaves, follow each other in
 preorder: then the readers of any piece of the list are neighbours, too.
 
-There are two ways to cut, and the estimates choose. ``_cut_evenly`` gives each window a whole
+There are two ways to cut; the lower estimate wins. ``_cut_evenly`` gives each window a whole
 number of equal pieces: windows below the same node then read it in step, and what one fetches
-from memory the others find in cache. Where the numbers of windows and workers do not suit each
-other, ``_cut_through`` lays the windows end to end and cuts them into one part of equal time for
+from memory the others find in cache. Where the numbers of windows and workers do not match,
+``_cut_through`` lays the windows end to end and cuts them into one part of equal time for
 each worker, the target found by bisection (FlashForge's lower bound, section 5.1, with this
 cut as its test); a part that reaches into the next window is two tiles.
 
-What a token costs depends on who reads it. A kernel's tile is two halves, each with half of the
-requests: a run that both read is bound by arithmetic, one of a single half by memory, because
-the halves work side by side. And a run that several windows read comes from memory once. What a
-tile costs beside its tokens is read off the cost table at the tile's own size (``TileRates``).
+The cost of a token depends on its readers. A kernel's tile is two halves, each with half of the
+requests: a run that both halves read is bound by arithmetic, a run that one half reads by memory,
+because the halves work in parallel. A run that several windows read comes from memory once. The
+cost of a tile besides its tokens is taken from the cost table at the tile's size (``TileRates``).
 """
 
 from typing import NamedTuple
@@ -35,14 +35,14 @@ KV_TILE = 128
 SLACK, OVERHEAD_SLACK = 0.02, 0.2
 #: bisection ends at this precision
 PRECISION = 0.005
-#: what windows that read in step are worth, as a part of the finish
+#: advantage of an even cut, whose windows read in step, as a part of the finish
 IN_STEP = 0.03
-#: differences in cost, as a part of the largest, that are not worth leaving their order for
+#: tiles keep their order where their costs differ by less than this part of the largest
 ABOUT_EQUAL = 0.02
 
 
 class Limits(NamedTuple):
-    """What a cut respects.
+    """Limits of a cut.
 
     rows_per_request: query rows of one request on one KV head.
     kv_tile: tokens; long runs are cut at multiples of it, short ones at whole blocks.
@@ -57,7 +57,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, problem: DivisionProblem, kv_tile: int = KV_TILE) -> "Limits":
-        """Those of ``problem``; kv_tile is rounded up to whole blocks."""
+        """The limits of ``problem``; kv_tile is rounded up to whole blocks."""
         block = problem.block_size
         return cls(
             problem.config.num_workers,
@@ -73,7 +73,7 @@ class Cut(NamedTuple):
     """A way to cut the list.
 
     finish: microseconds until the last result is merged.
-    tiles: ``[num_tiles, 5]``: worker; run and token in it where the tile begins; where it ends.
+    tiles: ``[num_tiles, 5]``: worker; run and token where it begins; run and token where it ends.
     cost: ``[num_tiles]`` microseconds.
     """
 
@@ -94,7 +94,7 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
 
 @compiled
 def _line(ends: FloatArray, value: float) -> int:
-    """Which line of ``TileRates.lines`` a value lies on. Most tiles are long: from the last on."""
+    """The line of ``TileRates.lines`` for a value; the last first, because most tiles are long."""
     at = len(ends) - 1
     while at > 0 and ends[at - 1] > value:
         at -= 1
@@ -110,8 +110,8 @@ def _tile_us(lines: FloatArray, reading: float) -> float:
 
 @compiled
 def _reading_in(lines: FloatArray, us: float) -> float:
-    """The inverse of ``_tile_us``: what a tile of ``us`` microseconds has for reading; less
-    than zero where that is too little for any tile.
+    """The inverse of ``_tile_us``: microseconds for reading in a tile of ``us`` microseconds,
+    negative where ``us`` is too little for any tile.
     """
     at = _line(lines[1], us)
     return (us - lines[2, at]) / lines[3, at] if at else us - lines[1, 0]
@@ -121,9 +121,9 @@ def _reading_in(lines: FloatArray, us: float) -> float:
 def tile_end(
     runs: Runs, limits: Limits, run: int, done: int, goal: float
 ) -> tuple[int, int, float]:
-    """Where a tile ends that begins at token ``done`` of ``run``, and what it reads costs: at
-    about ``goal`` microseconds of the whole list, in whole blocks, where long runs have whole
-    KV tiles; at the latest where its window or the room for runs ends.
+    """The run and token where a tile ends that begins at token ``done`` of ``run``, and the cost
+    of its tokens. It ends at about ``goal`` microseconds of the whole list, after whole blocks,
+    or whole KV tiles if it is long; at the latest where its window or the room for runs ends.
     """
     stop = min(runs.window_end[run], run + limits.max_tile_runs)
     begin = runs.before[run] + done * runs.rate[run]
@@ -135,7 +135,7 @@ def tile_end(
     read = tokens - done if end == run else tokens
     step = kv_tile if read >= 4 * kv_tile else block
     at = int(tokens) // step * step
-    if end == run and at <= done:  # a tile reads something
+    if end == run and at <= done:  # no tile is empty
         at = min(done + block, runs.tokens[run])
     cost = runs.before[end] + at * runs.rate[end] - begin
     return (end + 1, 0, cost) if at == runs.tokens[end] else (end, at, cost)
@@ -160,7 +160,7 @@ def _cut_evenly(
     runs: Runs, limits: Limits, rates: TileRates, ends: IntArray, num_tiles: int
 ) -> Cut:
     """Cut each window (which ends before run ``ends[w]``) into equal pieces, about ``num_tiles``
-    in all, or leave it whole where windows are as many, and schedule the tiles.
+    in all, or leave it uncut where there are that many windows, and schedule the tiles.
     """
     num_windows = len(ends)
     load = np.empty(num_windows)
@@ -251,8 +251,8 @@ def _cut_through(
 
 @compiled
 def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates, known: float) -> Cut:
-    """``_cut_through`` at the target that finishes first; or one that never finishes, when no
-    target before ``known`` can be met.
+    """``_cut_through`` at the target that finishes first; a cut with infinite finish if none
+    finishes before ``known``.
     """
     room = len(runs.tokens) + limits.num_workers
     tiles, cost = np.empty((room, 5), np.int32), np.empty(room)

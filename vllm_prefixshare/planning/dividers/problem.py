@@ -1,8 +1,8 @@
-"""What dividers are given, and how query groups become work tiles.
+"""DivisionProblem, the input of dividers, and how query groups become work tiles.
 
 Minimising the slowest thread block over all splits and assignments is NP-hard (FlashForge,
 section 5.1). Every strategy splits along KV only and leaves the assignment to ``scheduler``,
-but for ``depth_first``, which schedules what it cuts.
+except ``depth_first``, which schedules its own tiles.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class DivisionProblem:
 
     kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
     rows_per_request: query rows of one request on one KV head.
-    rates: of ``cost``, if they are at hand.
+    rates: rates of ``cost``, if already known.
     """
 
     forest: Forest
@@ -81,7 +81,7 @@ def indptr_of(counts: IntArray) -> IntArray:
 
 
 def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) -> WorkTiles:
-    """Cut each group into (at most) that many pieces of whole blocks, equal but the last."""
+    """Cut each group into at most ``splits`` pieces of whole blocks, equal but the last."""
     counts = np.array([len(g.rows) for g in groups])
     lens = np.array([g.kv_len for g in groups])
     row, start, end = np.array([g.segment for g in groups]).T
@@ -113,7 +113,7 @@ def by_chunk(problem: DivisionProblem, groups: list[QueryGroup], chunk: int) -> 
 
 
 def one_tile_each(problem: DivisionProblem) -> WorkTiles:
-    """Nothing is shared and nothing split: the plan that always fits."""
+    """One tile for each request, without sharing or splits: the plan that always fits."""
     groups = alone(problem)
     return split(problem, groups, np.ones(len(groups), np.int64))
 

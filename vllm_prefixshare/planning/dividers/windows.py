@@ -21,8 +21,9 @@ class Runs(NamedTuple):
 
     window_end: first run of the next window.
     start, tokens: KV tokens, planned, in whole blocks.
-    reader_start, reader_end: depth-first positions of the readers, clipped to the window. What
-        a single request reads is its open run: above it, node and private part have become one.
+    reader_start, reader_end: depth-first positions of the readers, clipped to the window.
+        Consecutive tokens with the same readers are one run, so that the tokens that a single
+        request of the window reads are its open run.
     rate: microseconds per token.
     before: ``[num_runs + 1]`` microseconds of all runs before this one.
     """
@@ -107,7 +108,7 @@ def list_runs(
 
     window_end, start, tokens, reader_start, reader_end = np.empty((5, most), np.int32)
     rate = np.empty(most)
-    above = np.empty(num_nodes + 1, np.int32)  # nodes on the path to the position at hand
+    above = np.empty(num_nodes + 1, np.int32)  # nodes on the path to the current position
     depth = 0
     count = v = begun = origin = 0
     for p in range(n):
@@ -145,7 +146,7 @@ def list_runs(
                 and reader_start[above_it] == p
                 and reader_end[above_it] == stop
                 and start[above_it] + tokens[above_it] == low
-            ):  # the same readers go on reading: one run
+            ):  # the same readers continue: one run
                 cost = rate[above_it] * tokens[above_it] + per_token * length
                 tokens[above_it] += length
                 rate[above_it] = cost / tokens[above_it]
