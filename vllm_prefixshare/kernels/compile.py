@@ -12,7 +12,7 @@ from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
-#: query tokens on both sides of where merge states takes wider programs
+#: query tokens below and above the size at which merge states changes its programs
 FEW_TOKENS, MANY_TOKENS = 1, 4096
 
 
@@ -30,8 +30,8 @@ def compile_launches(
     layout: str = "NHD",
     lse: bool = False,
 ) -> list[CompiledKernel]:
-    """Compile all that a ``GpuExecutor`` launches for a layer; nothing runs. Launches that
-    follow in this process find it in memory.
+    """Compile all that a ``GpuExecutor`` launches for a layer; nothing runs. Later launches in this
+    process find it in memory.
 
     Args:
         tree: with a mask of token trees, which engines do not pass.
@@ -47,8 +47,8 @@ def compile_launches(
     """
     try:
         with triton.knobs.cache.scope(), only_compile() as binaries:
-            # Half-way through its start vLLM gives Triton a folder for each model. What was
-            # compiled before that, or in another process, would not be found there.
+            # While it starts, vLLM gives Triton a cache folder for each model. Binaries compiled
+            # before that, or in another process, would not be found there.
             triton.knobs.cache.dir = str(settings().cache / "compiled")
             arguments = _arguments(attention, query_len, tree, layout, lse)
             words = torch.empty(16, dtype=torch.int32, device="meta")
@@ -60,7 +60,7 @@ def compile_launches(
                     out, arguments.query_start_loc, query_len, arguments.out_lse,
                     arguments.extras.sinks,
                 )  # fmt: skip
-    except Exception as e:  # what Triton raises differs between its releases
+    except Exception as e:  # Triton's exceptions differ between releases
         raise CompileError(
             f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
             f"compute capability {gpu.capability[0]}.{gpu.capability[1]}: {_one_line(e)}."
@@ -79,7 +79,7 @@ def compile_launches(
 def _arguments(
     attention: AttentionConfig, query_len: int, tree: bool, layout: str, lse: bool
 ) -> Tensors:
-    """Tensors without memory, like an engine's in all that Triton looks at."""
+    """Tensors without memory, like an engine's in every property that Triton looks at."""
     num_heads, kv_heads, dim = attention.num_qo_heads, attention.num_kv_heads, attention.head_dim
     dtype = getattr(torch, attention.dtype)
     of_queries = getattr(torch, attention.of_queries)
@@ -93,7 +93,7 @@ def _arguments(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q = numbers(64 * query_len, num_heads, dim, dtype=of_queries)
-    # vLLM keeps K and V of a token's head side by side, a latent once for both
+    # vLLM keeps K and V of a token's head side by side, a latent vector once for both
     width = dim if attention.kv_lora_rank else 2 * dim
     if layout == "HND":
         cache = numbers(8, kv_heads, attention.block_size, width, dtype=of_cache)

@@ -1,4 +1,4 @@
-"""The interface of every executor, and that of a GPU kernel to its executor."""
+"""Interfaces: ``Executor`` runs plans on a device, ``Kernel`` is a GPU kernel that it launches."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -33,7 +33,7 @@ class Executor(Protocol):
 
     @property
     def name(self) -> str:
-        """The kernel's name; cost tables are kept apart by it."""
+        """The kernel's name; each kernel has its own cost tables."""
         ...
 
     @property
@@ -43,8 +43,8 @@ class Executor(Protocol):
 
     @property
     def row_tiles(self) -> int:
-        """Tiles that the query rows of one request fill. Each walks the KV that the request reads;
-        on a GPU at about the same time, so that all but one find it in the L2 cache.
+        """Tiles that the query rows of one request fill. Each tile reads all KV of the request; on
+        a GPU at about the same time, so that all but one find it in the L2 cache.
         """
         ...
 
@@ -56,16 +56,16 @@ class Executor(Protocol):
     def planner_config(
         self, divider: str | None = None, share: str = "always", **options: Any
     ) -> PlannerConfig:
-        """How plans for this executor are made.
+        """Configuration of the planner for this executor.
 
         Args:
-            divider: name of a strategy; the fastest one measured here if None.
+            divider: name of a strategy; if None, the one that measured fastest with this executor.
             options: other fields of ``PlannerConfig``.
         """
         ...
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
-        """Put ``plan`` in force for the layers that follow. Once per step."""
+        """Make ``plan`` the current one for the layers that follow. Once per step."""
         ...
 
     def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
@@ -85,15 +85,15 @@ class Executor(Protocol):
         lse: torch.Tensor | None = None,
         extras: LayerExtras | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer under the plan in force. Once per layer.
+        """Attention of one layer under the current plan. Once per layer.
 
         Args:
             q, out: ``[num_tokens, num_qo_heads, head_dim]``; out has V's width.
             k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, any strides
-                that the executor can follow. Of a latent KV cache (``kv_lora_rank``) V is a view
-                of K's first numbers.
-            block_table, seq_lens: of the batch, int32 on the device. A CPU executor has looked
-                them up in ``prepare`` and does not read them again.
+                that the executor can follow. In a latent KV cache (``kv_lora_rank``) V is a view of
+                K's first elements.
+            block_table, seq_lens: the batch's, int32 on the device. A CPU executor uses those
+                given to ``prepare`` instead.
             sm_scale: softmax scale.
             lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: where to write the log-sum-exp
                 of each query's scaled scores, natural logarithm; not computed if None.
@@ -110,20 +110,20 @@ class Tensors(NamedTuple):
 
     q: ``[num_tokens, num_qo_heads, head_dim]``, bfloat16, float16 or e4m3.
     k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same strides,
-        multiples of 8 elements; head_dim contiguous. NHD and HND alike. Of e4m3 the type or, as
-        uint8, the bits; then multiples of 16 elements if head_dim is one. Of a latent KV cache V
-        is a view of K's first numbers.
+        multiples of 8 elements; head_dim contiguous. NHD and HND alike. An e4m3 cache has that
+        dtype or holds the bits as uint8; its strides are multiples of 16 elements if head_dim is.
+        In a latent KV cache V is a view of K's first elements.
     block_table: int32 ``[num_reqs, max_blocks]``.
     seq_lens: int32 ``[num_reqs]``, the queries included.
     query_start_loc: int32 ``[num_reqs + 1]``, read if requests may have several query tokens;
-        then all have the most if it is None.
+        if None, each has ``query_len``.
     tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says that it sees
         query token ``j`` of its request. Causal order if None.
     partial_out: float32 ``[num_partials * query_len, num_qo_heads, head_dim]``.
     partial_lse: float32 ``[num_partials * query_len, num_qo_heads]``, natural logarithm.
     out: like ``q``, 16 bits wide; its last dimension, like that of partial_out, is V's.
     out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: written where ``out`` is.
-    extras: of the layer; its scales are tensors where numbers are quantised, see
+    extras: the layer's extras; scales are tensors where values are quantised, see
         ``extras.checked_extras``.
     """
 
@@ -155,11 +155,11 @@ class Capacity(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """What a kernel is made for.
+    """Properties of a GPU that kernels depend on.
 
     capability: compute capability, as in ``(9, 0)``.
-    multi_processor_count: its multiprocessors.
-    shared_memory: bytes of it that a thread block may have.
+    multi_processor_count: number of multiprocessors.
+    shared_memory: bytes of shared memory that a thread block may have.
     """
 
     capability: tuple[int, int]
@@ -178,10 +178,10 @@ class Gpu(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Partial attention as one kernel does it.
+    """A GPU kernel for partial attention.
 
-    divider: the one that measures best with it.
-    num_workers, max_tile_requests, max_tile_runs: what its plans must keep to.
+    divider: the divider that measures best with this kernel.
+    num_workers, max_tile_requests, max_tile_runs: values that its plans are made with.
     row_tiles: see ``Executor.row_tiles``.
     """
 

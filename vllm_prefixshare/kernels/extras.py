@@ -1,4 +1,4 @@
-"""What a layer adds to plain attention, and the scales of quantised queries and KV."""
+"""Features of a layer beyond plain attention, and the scales of quantised queries and KV."""
 
 import math
 from typing import NamedTuple
@@ -16,11 +16,11 @@ class LayerExtras(NamedTuple):
 
     sinks: ``[num_qo_heads]``: the logit of a token without a value that every query of the head
         sees, one more weight in the denominator. float32 or the layer's dtype. With it a
-        log-sum-exp counts the sink, too: of states to be merged only one may have it.
+        log-sum-exp counts the sink, too: only one of the states to be merged may have it.
     soft_cap: scaled scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; 0 for none.
-    alibi_slopes: float32 ``[num_qo_heads]``: a key ``d`` tokens before the query has ``slope * d``
-        taken off its score, after the soft cap.
-    q_scale, k_scale, v_scale: what quantised numbers are multiplied by; 1 if None. A number, or
+    alibi_slopes: float32 ``[num_qo_heads]``: ``slope * d`` is subtracted from the score of a key
+        ``d`` tokens before the query, after the soft cap.
+    q_scale, k_scale, v_scale: factors of quantised values; 1 if None. A number, or
         float32 ``[1]`` or ``[num_kv_heads]``, read where the attention runs.
     """
 
@@ -41,11 +41,11 @@ def checked_extras(
     device: torch.device,
     read: bool = True,
 ) -> LayerExtras:
-    """The extras as kernels take them: scales as float32 ``[num_kv_heads]`` tensors (of one
-    value, perhaps, with a stride of 0) where their numbers are quantised, None elsewhere.
+    """The extras as kernels take them: scales as float32 ``[num_kv_heads]`` tensors (a single value
+    may have stride 0) where values are quantised, None elsewhere.
 
     Args:
-        read: look at what scales on the device hold, which waits for a GPU.
+        read: check the values of scales on the device, which waits for the GPU.
 
     Raises:
         PrefixShareError: a tensor of another shape, dtype or device, scales that are not positive

@@ -20,7 +20,7 @@ from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
-#: records of layers that an executor remembers to have checked
+#: most ``LayerExtras`` that an executor remembers as checked
 MOST_EXTRAS = 1024
 
 
@@ -36,7 +36,7 @@ class GpuExecutor:
             are on the same stream; its own if None.
 
     Attributes:
-        name: of the kernel.
+        name: the kernel's name.
         passed_over: why a kernel that "auto" prefers does not serve; None if it does.
         num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
         row_tiles: as in ``contract.Executor``.
@@ -83,16 +83,16 @@ class GpuExecutor:
     def planner_config(
         self, divider: str | None = None, share: str = "always", **options: Any
     ) -> PlannerConfig:
-        """How plans for this executor are made; the fastest divider measured if None. They
-        keep to the room that ``reserve_for`` made, if it was called.
+        """Configuration of the planner for this executor; ``divider`` None takes the kernel's.
+        Plans keep to the room that ``reserve_for`` made, if it was called.
 
         Args:
             options: other fields of ``PlannerConfig``.
         """
         divider = divider or self._kernel.divider
         if share == "auto" and divider == "depth_first":
-            # what is read alone runs in the same kernel, and depth first weighs both at every
-            # cut: asking before it as well takes a third of a plan's time and drops no tree
+            # unshared KV is read by the same kernel, and depth first weighs both at every cut:
+            # deciding beforehand as well takes a third of a plan's time and drops no tree
             share = "always"
         config = PlannerConfig(
             divider=divider,
@@ -113,12 +113,12 @@ class GpuExecutor:
         )
 
     def prepare(self, plan: DecodePlan, batch: HostBatch | None = None) -> None:
-        """Put ``plan`` in force for the launches that follow on this stream; nothing is copied
-        for the one that is.
+        """Make ``plan`` the current one for the launches that follow on this stream; nothing is
+        copied if it already is.
 
         Args:
-            batch: its queries are kept on the device, where a request may have several; None
-                if the caller has them there and hands them to ``run``.
+            batch: its ``query_start_loc`` and ``tree_mask`` are copied to the device if a request
+                may have several queries; None if the caller passes them to ``run``.
 
         Raises:
             PrefixShareError: the plan was made for another executor, or it exceeds a
@@ -159,7 +159,7 @@ class GpuExecutor:
 
     @property
     def query_start_loc(self) -> torch.Tensor:
-        """What ``set_queries`` was given, on the device; it never moves once captured."""
+        """The argument of ``set_queries`` on the device; its address is fixed once captured."""
         return self.workspace.queries.arrays["query_start_loc"]
 
     @property
@@ -188,7 +188,7 @@ class GpuExecutor:
 
     def reserve_for(self, num_reqs: int) -> None:
         """Make room before a CUDA graph is captured, for every plan of at most ``num_reqs``
-        requests that is made as ``planner_config`` says from now on.
+        requests made with ``planner_config`` from now on.
 
         Raises:
             PrefixShareError: a CUDA graph holds a smaller workspace already.
@@ -212,7 +212,7 @@ class GpuExecutor:
         lse: torch.Tensor | None = None,
         extras: LayerExtras | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer under the plan in force.
+        """Attention of one layer under the current plan.
 
         Args:
             q: ``[num_tokens, num_qo_heads, head_dim]``.
@@ -222,13 +222,13 @@ class GpuExecutor:
             block_table: int32 ``[num_reqs, max_blocks]``.
             seq_lens: int32 ``[num_reqs]``, the queries included.
             out: like ``q``, V's width.
-            query_start_loc: int32 ``[num_reqs + 1]``; what ``set_queries`` was given if None.
+            query_start_loc: int32 ``[num_reqs + 1]``; that of ``set_queries`` if None.
             tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
-                that it sees query token ``j`` of its request. Those of the prepared batch if both
-                this and ``query_start_loc`` are None, causal if there are none.
-            lse: as in ``contract.Executor.run``. The first launch with it compiles: before a CUDA
-                graph is captured.
-            extras: what the layer adds to plain attention. The same record for every call of a
+                that it sees query token ``j`` of its request. If both this and ``query_start_loc``
+                are None, that of the prepared batch; causal if it has none.
+            lse: as in ``contract.Executor.run``. The first launch with it compiles, so it must come
+                before a CUDA graph is captured.
+            extras: what the layer adds to plain attention. Pass the same record in every call of a
                 layer: its tensors are checked at its first call outside of a capture, which waits
                 for the GPU.
 
@@ -264,7 +264,7 @@ class GpuExecutor:
         return out
 
     def _checked_extras(self, extras: LayerExtras | None) -> LayerExtras:
-        """The extras of a layer as kernels take them, looked at once."""
+        """The extras of a layer as kernels take them, checked once."""
         if (kept := self._extras.get(id(extras))) is not None:
             return kept[1]
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -280,7 +280,7 @@ class GpuExecutor:
         a = self.attention
         dtype = getattr(torch, a.dtype)
         of_queries, of_cache = getattr(torch, a.of_queries), getattr(torch, a.of_cache)
-        # 16 bytes, where head_dim has them
+        # 16-byte loads where head_dim allows them
         step = 16 if a.kv_dtype and a.head_dim % 16 == 0 else 8
         heads = (a.num_qo_heads, a.head_dim)
         block = (a.block_size, a.num_kv_heads)
@@ -315,7 +315,7 @@ class GpuExecutor:
                 )
         strides = t.k_cache.stride(), t.v_cache.stride()
         steps = zip(strides[0][:3], t.k_cache.shape, strict=False)
-        # nothing is that far apart where there is one head, and its stride may be any number
+        # the stride of a dimension of size 1 is unused, and may be any number
         if strides[0] != strides[1] or any(s % step for s, n in steps if n > 1):
             raise PrefixShareError(
                 f"k_cache and v_cache have strides {list(strides[0])} and {list(strides[1])}: "

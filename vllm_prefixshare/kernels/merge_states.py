@@ -1,12 +1,12 @@
-"""Merge states: partial results of the same query become its output.
+"""Merge states: combine the partial results of each query into its output.
 
 A partial result is an output over some of the tokens with the logarithm of its sum of
-exponentials. Their average weighted by those sums is the attention over all the tokens
+exponentials. The average of the outputs, weighted by the sums, is the attention over all the tokens
 (FlashForge's POR, section 4.2; flash-decoding's reduction).
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Signatures of many names read better in lines than one to a line; kernels are not typed.
+# Long signatures read better wrapped than with one name per line; kernels are not typed.
 
 import torch
 import triton
@@ -53,7 +53,7 @@ def merge_states(
     num_reqs = min(len(merge_indptr) - 1, num_tokens if ragged else num_tokens // query_len)
     if num_reqs == 0:
         return
-    # a small batch needs every warp it can get; a large one fewer and wider programs
+    # many narrow programs for a small batch, to fill the GPU; fewer and wider ones for a large one
     heads_each, unroll, warps = (2, 8, 1) if num_tokens * num_heads <= 2048 else (32, 4, 8)
     launch(
         _merge_states, (num_reqs, query_len, triton.cdiv(num_heads, heads_each)),
@@ -95,7 +95,7 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, sinks, q
             m = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
             total += 1.0
         for start in range(first, last, UNROLL):
-            for i in tl.static_range(UNROLL):  # so many loads in flight
+            for i in tl.static_range(UNROLL):  # UNROLL loads in flight
                 here = start + i < end
                 row = ((start + i) * QUERY_LEN + query).to(tl.int64) * HEADS + head
                 lse = tl.load(partial_lse + row, mask=here, other=float("-inf"))

@@ -38,13 +38,13 @@ SHARED_MEMORY = {
 
 
 class StandInDriver:
-    """Tells Triton's compiler which GPU to compile for; no GPU is needed."""
+    """A Triton driver that names the GPU to compile for; no GPU is needed."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.arch = 10 * capability[0] + capability[1]
 
     def get_current_target(self) -> GPUTarget:
-        """What Triton compiles for."""
+        """The target that Triton compiles for."""
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
@@ -57,21 +57,21 @@ class StandInDriver:
 
 
 def stand_in(capability: tuple[int, int]) -> Gpu:
-    """A GPU to compile for in the rest of this process, which can launch nothing any more.
+    """Make Triton compile for this GPU in the rest of the process, which can then launch nothing.
 
     Raises:
-        PrefixShareError: a compute capability that is not known.
+        PrefixShareError: an unknown compute capability.
     """
     if capability not in SHARED_MEMORY:
         known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_MEMORY)
         raise PrefixShareError(f"capability must be one of {known}, got {capability}.")
-    driver: Any = StandInDriver(capability)  # as much of Triton's `DriverBase` as compiling asks
+    driver: Any = StandInDriver(capability)  # the part of Triton's `DriverBase` that compiling uses
     triton.runtime.driver.set_active(driver)
     return Gpu(capability, 132, SHARED_MEMORY[capability] << 10)  # any number of multiprocessors
 
 
 def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
-    """Compile what makes a plan and its layout, for the divider that ``kernel`` has by default."""
+    """Compile the planning and layout functions for the default divider of ``kernel``."""
     config = PlannerConfig(
         divider=kernel.divider,
         share="always",

@@ -1,4 +1,4 @@
-"""Attention in float64, one request after the other: what every executor is measured by."""
+"""Attention in float64, one request after the other: the reference for every executor."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 
 
 def reference_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The first of what ``reference_attention_and_lse`` returns, for the same arguments."""
+    """The output of ``reference_attention_and_lse``, without the log-sum-exp."""
     return reference_attention_and_lse(*args, **kwargs)[0]
 
 
@@ -30,9 +30,9 @@ def reference_attention_and_lse(
             width.
         block_table: ``[num_reqs, max_blocks]`` physical block ids.
         seq_lens: ``[num_reqs]`` tokens of each request, its queries (the last ones) included.
-        query_start_loc: ``[num_reqs + 1]`` token range of each request; one each if None.
+        query_start_loc: ``[num_reqs + 1]`` token range of each request; one token each if None.
         sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
-        extras: of the layer; scales may be numbers or ``[1]`` or ``[num_kv_heads]``.
+        extras: the layer's extras; scales may be numbers or ``[1]`` or ``[num_kv_heads]``.
 
     Returns:
         float64 ``[num_tokens, num_qo_heads, head_dim of V]``, and the log-sum-exp of each query's

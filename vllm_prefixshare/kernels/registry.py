@@ -1,4 +1,4 @@
-"""Which kernel serves a layer on a GPU."""
+"""Choice of the kernel that serves a layer on a GPU."""
 
 from functools import cache
 from importlib import import_module
@@ -38,11 +38,11 @@ _ROOMS = {
 def choose_kernel(
     attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
 ) -> Choice:
-    """The first kernel that can serve and that Triton can compile here; its launches are
-    compiled then. The answer is kept for the next call.
+    """The first kernel that can serve and that Triton can compile here; its launches are then
+    compiled. The choice is cached.
 
     Raises:
-        PrefixShareError: there is none, or the one that was named is not it.
+        PrefixShareError: no kernel can serve, or not the one that was named.
     """
     _check_name(kernel)
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -54,8 +54,8 @@ def choose_kernel(
 def kernels_that_may_serve(
     attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
 ) -> list[Kernel]:
-    """The kernel that is chosen, and under "auto" the portable one: it serves where padding puts
-    KV pages apart by a part of a token, which is known once the KV cache is laid out.
+    """The chosen kernel, and under "auto" also the portable one: it serves if padding makes the
+    block stride no multiple of a token's, which is known once the KV cache is laid out.
 
     Raises:
         PrefixShareError: see ``choose_kernel``.
@@ -99,7 +99,7 @@ def make_kernel(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu)
 def candidates(
     attention: AttentionConfig, gpu: Gpu, kernel: str = "auto", query_len: int = 1
 ) -> list[str]:
-    """Kernels that serve this shape on this GPU, best first; only the one that is named.
+    """Kernels that serve this shape on this GPU, best first; if one is named, only that.
 
     Raises:
         PrefixShareError: there is none.

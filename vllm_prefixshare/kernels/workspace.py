@@ -6,7 +6,7 @@ import torch
 
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
-RING = 4  # host buffers: a host some steps ahead of the GPU need not wait for its copies
+RING = 4  # host buffers: plans that the host may be ahead of the GPU without waiting
 GAP = 4096  # words of two arrays this close are copied together
 
 
@@ -14,7 +14,7 @@ class DeviceArrays:
     """Named int32 arrays in one device buffer.
 
     Each array has a fixed place with some room to grow. A buffer that turns out too small is
-    replaced by a larger one, until a CUDA graph has captured it: from then on it is refused.
+    replaced by a larger one, until a CUDA graph has captured it: from then on growing is refused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class DeviceArrays:
         Raises:
             PrefixShareError: see ``reserve``.
         """
-        self._loaded = {}  # not worth moving to a larger buffer
+        self._loaded = {}  # `reserve` need not copy the old contents
         self.reserve({name: array.size for name, array in arrays.items()})
         self._loaded = arrays
         self._copy()
@@ -72,7 +72,7 @@ class DeviceArrays:
             end = at + array.size
             host[at:end] = array.ravel()
             if "indptr" in name or "start_loc" in name:
-                # repeat the last entry over what a larger batch has left behind it
+                # overwrite entries left by a larger batch with the last entry
                 host[end : at + size] = array.flat[-1] if array.size else 0
                 end = at + size
             if spans and at - spans[-1][1] <= GAP:
@@ -104,7 +104,7 @@ class _HostBuffer:
 
 
 class PartialResults:
-    """What work tiles leave for the merge; executors on one stream may share it.
+    """Partial results of work tiles, to be merged; executors on one stream may share them.
 
     Args:
         shape: ``(num_qo_heads, head_dim)`` of a partial result.
@@ -139,7 +139,7 @@ class PartialResults:
 
 
 class Workspace:
-    """The plan in force, the shape of its queries, and the partial results of its tiles."""
+    """The current plan, the shape of its queries, and the partial results of its tiles."""
 
     def __init__(self, device: torch.device, partials: PartialResults) -> None:
         self.plan = DeviceArrays(device)
@@ -147,13 +147,13 @@ class Workspace:
         self.partials = partials
 
     def note_launch(self) -> None:
-        """From the first launch inside a CUDA graph on, nothing moves."""
+        """Mark the buffers as captured if a launch is inside a CUDA graph."""
         if not self.plan.captured and torch.cuda.is_current_stream_capturing():
             self.plan.captured = self.queries.captured = self.partials.captured = True
 
 
 def require_free(captured: bool, what: str) -> None:
-    """Raises ``PrefixShareError`` if a CUDA graph holds the buffer that ``what`` exceeds."""
+    """Raise ``PrefixShareError`` if a CUDA graph holds the buffer that ``what`` exceeds."""
     if captured:
         raise PrefixShareError(
             f"{what} exceed the workspace that a CUDA graph has captured: call reserve() for "

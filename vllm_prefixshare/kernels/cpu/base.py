@@ -1,4 +1,4 @@
-"""What both executors for CPUs have in common: how plans are made, and what a layer must be."""
+"""Base of both CPU executors: how plans are made, and checks of a layer's tensors."""
 
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ class CpuExecutor:
             return
         a = self.attention
         expected = (self._num_tokens, a.num_qo_heads, a.head_dim)
-        # there may be more tokens where some rows are not computed: those behind the prepared ones
+        # q may have more tokens, after the prepared ones, where some rows are not computed
         if q.dim() != 3 or len(q) < expected[0] or tuple(q.shape[1:]) != expected[1:]:
             raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
         for name, cache, dim in (

@@ -1,14 +1,14 @@
 /* Partial attention and merge for the CPU: AVX-512, bfloat16, or float32 with -DFLOAT32.
  *
- * What the torch executor does in some thirty operators, in two parallel loops: every piece of
- * work is one KV head over some blocks of one request's block table, for the query rows of all
- * its readers. The blocks are read once; products accumulate in float32.
+ * Two parallel loops replace some thirty operators of the torch executor: every piece of work is
+ * one KV head over some blocks of one request's block table, for the query rows of all its
+ * readers. The blocks are read once; products accumulate in float32.
  *
  * Per block and head the cache holds K as [head_dim][block_size] and V as
  * [block_size][head_dim] (vLLM's CPU_ATTN, vector kernels). Both are sums over their rows, so
  * one product serves Q K and P V alike, and one packing routine, which float32 does not need.
  *
- * OpenMP comes from the runtime that torch has loaded: two runtimes would fight for the cores.
+ * OpenMP comes from the runtime that torch has loaded: two runtimes would compete for the cores.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -39,7 +39,7 @@ typedef struct {
   const int32_t *piece_row, *piece_start, *piece_end, *piece_indptr;
   const int32_t *token_of; /* query token of each partial result */
   const int32_t *visible;  /* it sees the tokens of its request below this one */
-  const int32_t *merge_slots; /* [num_out_tokens, most_partials], -1 fills up */
+  const int32_t *merge_slots; /* [num_out_tokens, most_partials], padded with -1 */
   const int32_t *out_tokens;
   float *partial_out, *partial_lse; /* [num_partials, num_qo_heads(, head_dim)] */
   float *out_lse; /* [num_tokens, num_qo_heads], or NULL */
@@ -75,7 +75,7 @@ static inline __m512 add_products(__m512 x, __m512i a, __m512i b) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
                          _mm512_castsi512_ps(_mm512_and_si512(b, high)), x);
 }
-static inline void store_weights(element *at, __m512 x) { /* no NaN comes here */
+static inline void store_weights(element *at, __m512 x) { /* x is never NaN */
   __m512i u = _mm512_castps_si512(x);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -100,7 +100,7 @@ static inline __m512 exp2_negative(__m512 y) {
 }
 
 #ifndef FLOAT32
-/* Interleave rows 2i and 2i+1, as vdpbf16ps wants them: dst[rows / 2][cols] pairs, of which the
+/* Interleave rows 2i and 2i+1, as vdpbf16ps needs them: dst[rows / 2][cols] pairs, of which the
  * first `used` columns are written. Rows from `valid` on count as zero, whatever lies there. */
 static void pack_pairs(const element *src, int rows, int cols, int used, int valid, uint32_t *dst) {
   static const uint16_t low[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -271,7 +271,7 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
       ahead.step = (ahead.left / (2 * ((padded + 7) / 8)) + 63) / 64 * 64;
     }
     const int used = (valid + 31) & ~31;
-    if (t == start) { /* nothing was fetched ahead: let V come while K is packed */
+    if (t == start) { /* nothing was fetched ahead: fetch V while K is packed */
       const char *v = (const char *)(block + w->v_offset);
       for (int64_t j = 0; j < (int64_t)valid * d * (int64_t)sizeof(element); j += 64) _mm_prefetch(v + j, _MM_HINT_T1);
     }
@@ -294,7 +294,7 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
     int64_t at = (slot + r / group) * heads + h * group + r % group;
     float inverse = x->l[r] > 0.0f ? 1.0f / x->l[r] : 0.0f;
     for (int j = 0; j < d; j++) w->partial_out[at * d + j] = x->acc[(size_t)r * d + j] * inverse;
-    w->partial_lse[at] = x->m[r] * 0.69314718f + logf(x->l[r]); /* natural, as everywhere */
+    w->partial_lse[at] = x->m[r] * 0.69314718f + logf(x->l[r]); /* natural logarithm */
   }
 }
 

@@ -28,18 +28,18 @@ from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import distrusted
 
 SOURCE = Path(__file__).with_name("native.c")
-#: -march=native: the library is built where it runs. No libgomp of its own: the symbols come
-#: from the runtime that torch has loaded.
+#: -march=native: the library is built where it runs. libgomp is not linked: the symbols come from
+#: the runtime that torch has loaded.
 COMPILE = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
 #: Further options for each dtype.
 DTYPES: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DFLOAT32",)}
 MAX_ROWS = 128  # query rows of a piece: its scores and outputs stay in the L2 cache
 MAX_HEAD_DIM = 256
-MIN_TOKENS = 512  # of a piece, where its run is longer
+MIN_TOKENS = 512  # least tokens of a piece of a longer run
 
 
 class NativeUnavailableError(RuntimeError):
-    """Why the native executor cannot be used here."""
+    """The native executor cannot be used here; the message says why."""
 
 
 class _Work(ctypes.Structure):
@@ -62,10 +62,10 @@ class _Work(ctypes.Structure):
 
 
 def load_library(dtype: str) -> ctypes.CDLL:
-    """Compile ``native.c`` for a dtype if this machine has not yet, and load it.
+    """Load the library for a dtype; compile ``native.c`` first if this machine has not yet.
 
     Raises:
-        NativeUnavailableError: no AVX-512, no compiler, or it failed.
+        NativeUnavailableError: no AVX-512, no compiler, or compiling failed.
     """
     found = _find_library(dtype)
     if isinstance(found, str):
@@ -74,13 +74,13 @@ def load_library(dtype: str) -> ctypes.CDLL:
 
 
 def processor_flags() -> frozenset[str]:
-    """What the processor can do, by Linux's names; empty on another system."""
+    """Features of the processor, by Linux's names; empty on another system."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-@cache  # a failure is remembered too, so that it is not tried again for every layer
+@cache  # caches failures too, so that compiling is not retried for every layer
 def _find_library(dtype: str) -> ctypes.CDLL | str:
     flags = processor_flags()
     if not {"avx512f", "avx512bw"} <= flags:
@@ -118,7 +118,7 @@ def _compile(command: list[str], library: Path) -> None:
         )
         for step in steps:
             subprocess.run(step, capture_output=True, text=True, check=True)
-        os.replace(built[1], library)  # whole or not at all, whoever else compiles
+        os.replace(built[1], library)  # atomic: other processes may compile, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class NativeExecutor(CpuExecutor):
         return _Pieces(row, start, end, tokens, token_of, visible)
 
     def _compute(self, t: CpuTensors) -> None:
-        # on the views that ``cache_views`` makes of CPU_ATTN's KV cache; extras are not served
+        # the caches are ``cache_views`` of CPU_ATTN's KV cache; extras are not served
         q, k_cache, v_cache, out, lse, sm_scale, _ = t
         step = self._step
         assert step is not None, "prepare comes first"

@@ -1,4 +1,4 @@
-"""Where partial results lie, and which of them make up a query token."""
+"""Slots of partial results, and which of them belong to each query token."""
 
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ def merge_slots(
 
     Args:
         owner: ``[num_partials]`` query token of each partial result.
-        empty: fills up the table.
+        empty: value of unused entries.
         padding: bool ``[num_partials]``, results that belong to no token.
 
     Returns:

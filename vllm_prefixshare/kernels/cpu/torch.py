@@ -22,7 +22,7 @@ from vllm_prefixshare.records import IntArray
 
 #: Scores of one piece of work, so that they stay in the caches of the CPU.
 MAX_SCORES = 1 << 21
-#: Hides a score. Finite, so that a block hidden whole gives no NaN; it weighs exp(-1e30) = 0.
+#: Hides a score. Finite, so that a fully hidden block gives no NaN; it weighs exp(-1e30) = 0.
 HIDDEN = -1e30
 
 BlockIds: TypeAlias = torch.Tensor | slice
@@ -232,7 +232,7 @@ class TorchExecutor(CpuExecutor):
             return rows.reshape(num_runs, heads, -1, dim)
 
         def bias(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor | None:
-            """ALiBi's of the scores of a piece, for K as ``_gather`` returns it."""
+            """ALiBi bias of a piece's scores, for K as ``_gather`` returns it."""
             if x.alibi_slopes is None:
                 return None
             runs, blocks, *_, width = k.shape
@@ -257,13 +257,13 @@ class TorchExecutor(CpuExecutor):
             store(piece.slot, *self._attend(rows, k, v, None, bias(piece, k), x.soft_cap))
         for batch in step.private:
             k, v = self._gather(k_cache, v_cache, batch.blocks, batch.num_runs, batch.width)
-            # what lies beyond may be anything; a weight of 0 does not undo a NaN
+            # values beyond the run may be anything; a weight of 0 does not undo a NaN
             v.masked_fill_(batch.beyond, 0.0)
             rows = queries(batch.tokens, batch.num_runs)
             added = bias(batch, k)
             store(batch.slot, *self._attend(rows, k, v, batch.hidden, added, x.soft_cap))
 
-        slots = step.merge_slots  # index_select: far quicker than indexing by a matrix
+        slots = step.merge_slots  # index_select: much faster than indexing by a matrix
         lses = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)
         parts = partial_out.index_select(0, slots.flatten()).view(*slots.shape, -1, v_dim)
         if x.sinks is not None:  # one more partial result, whose output is zero
@@ -294,7 +294,7 @@ class TorchExecutor(CpuExecutor):
 
         def pick(name: str, cache: torch.Tensor, in_place: bool) -> torch.Tensor:
             if cache.element_size() == 1 and cache.dtype != torch.uint8:
-                # torch cannot index all types of one byte
+                # torch cannot index every one-byte dtype
                 return pick(name, cache.view(torch.uint8), in_place).view(cache.dtype)
             if isinstance(blocks, slice):
                 return cache[blocks]
@@ -352,7 +352,7 @@ class TorchExecutor(CpuExecutor):
         weights = torch.softmax(scores, -1, out=take("weights", shape))
         # the largest weight is exp(largest - lse): cheaper than a second pass of exponentials
         lse = largest - weights.amax(-1).log()
-        # the queries are done with, and the output mostly has their shape
+        # `spread` is no longer needed; the output mostly has its shape
         o = spread if v.shape[4] == q.shape[3] else take("o", (*shape[:4], v.shape[4]))
         torch.bmm(weights.flatten(0, 2), v.flatten(0, 2), out=o.flatten(0, 2))
         total = torch.logsumexp(lse, dim=1)

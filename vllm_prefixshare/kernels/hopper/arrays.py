@@ -8,11 +8,11 @@ LEAVES_PARTIALS: 1 if any request of the tile has a partial result, else 0.
 from typing import Any, NamedTuple
 
 NUM_REQS, NUM_RUNS, WIDE_RUNS, LOW_RUNS, NEXT_TILE, LOW_REQS, LEAVES_PARTIALS = range(7)
-WORDS = 8  # from tile to tile: 32 bytes, a sector of memory
+WORDS = 8  # per tile: 32 bytes, a sector of memory
 
 
 class PlanArrays(NamedTuple):
-    """A value for each array of a plan, all int32: on the host, on the device, or its size.
+    """One value per array of a plan: the int32 array on the host or the device, or its size.
 
     tile_info: ``[num_tiles, WORDS]``. The runs of a tile are sorted: first the wide ones, which
         both halves read, then those of the low half, then those of the high.
@@ -35,6 +35,6 @@ class PlanArrays(NamedTuple):
 
 
 def sizes(num_tiles: int, max_slots: int, max_runs: int, num_reqs: int) -> PlanArrays:
-    """Entries of each array for so many tiles, idle workers' included, and requests."""
+    """Entries of each array; ``num_tiles`` includes the tiles of idle workers."""
     slots, runs = num_tiles * max_slots, num_tiles * max_runs
     return PlanArrays(num_tiles * WORDS, slots, slots, runs, runs, runs, runs, num_reqs + 1)

@@ -1,7 +1,7 @@
-"""Gluon's names, under which Triton releases from 3.6 on hold them.
+"""Gluon functions under one name each, for Triton releases from 3.6 on.
 
-Gluon is experimental: releases rename what it offers. Each name is looked for rather than a
-version compared, so that a release which keeps both, or takes a change back, works as well.
+Gluon is experimental: releases rename what it offers. Names are looked up instead of comparing
+versions, so that a release that keeps both names, or reverts a change, works as well.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -2,13 +2,13 @@
 
 A thread block belongs to one worker and one KV head and walks the worker's tiles. A tile
 holds up to 128 query rows in two halves of 64, one for each consumer warpgroup, and a list of
-runs of KV blocks. Two producer warps (``hopper_producer``) fetch the blocks by TMA, one K, the
+runs of KV blocks. Two producer warps (``hopper.producer``) fetch the blocks by TMA, one K, the
 other V. The consumers multiply with wgmma and skip KV tiles that none of their rows reads.
 
 Because depth-first order makes the readers of a run neighbours, its mask is one interval of
-rows: DeFT's bit mask (section 3.3) in two bytes. Runs that only one half reads are dealt to the
-halves in turn, and spread evenly between the runs that both read: memory traffic of the
-private parts then hides behind the arithmetic of the shared ones.
+rows: DeFT's bit mask (section 3.3) in two bytes. Runs that only one half reads alternate between
+the halves, spread evenly between the runs that both read: memory traffic of the private parts then
+hides behind the arithmetic of the shared ones.
 
 A quantised (e4m3) cache is multiplied as it is with quantised queries. V's product takes operands
 of eight bits in another order than the cache has them, so each consumer widens V to float16, in
@@ -16,7 +16,7 @@ shared memory of its own, while K is multiplied. The weights are float16 then.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Signatures of many names read better in lines than one to a line; kernels are not typed.
+# Long signatures read better wrapped than with one name per line; kernels are not typed.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,8 +50,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 MASKED = gl.constexpr(-1e30)
 # where a row's running maximum starts: far above masked scores, so that a row that saw no token
-# yet has weights of exactly zero. (Were it MASKED itself, the fused multiply-add of the exponent
-# and the rounded maximum would differ by 1e22, and the weights be infinite.)
+# yet has weights of exactly zero. (With MASKED itself, the fused multiply-add of the exponent and
+# the rounded maximum would differ by 1e22, and the weights would be infinite.)
 LOWEST = gl.constexpr(-1e20)
 
 
@@ -96,7 +96,7 @@ def _widen(wide, narrow, D: gl.constexpr, KV_TILE: gl.constexpr):
     ROWS: gl.constexpr = 64 if D <= 128 else 16
     ACROSS: gl.constexpr = D // 16  # threads that read a row, 16 bytes each
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    barrier()  # every warp is done with what lies there
+    barrier()  # every warp has finished with the old contents
     for i in gl.static_range(KV_TILE // ROWS):
         numbers = narrow.slice(i * ROWS, ROWS, 0).load(LAYOUT)
         wide.slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
@@ -135,14 +135,14 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     low = HALF * HALF_ROWS
     high = low + HALF_ROWS
     q_tile = q_smem.index(HALF)
-    out_tile = q_tile  # results pass through it on their way to memory
+    out_tile = q_tile  # staging buffer for the results
     if FP8:
         wide_v = wide.index(HALF)
         WIDE: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=128, element_bitwidth=16, rank=2
         )
         out_tile = reinterpret(wide_v, dtype, [KV_TILE, D], WIDE).slice(0, HALF_ROWS, 0)
-    # rows are counted from the first request of the half, or of a request in several chunks
+    # rows count from the half's first request, or from the start of a request in several chunks
     base = gl.where(R > HALF_ROWS, chunk * TILE_ROWS + low, 0)
     row_q = base + gl.arange(0, HALF_ROWS, Q_ROW)
     row_s = low + gl.arange(0, HALF_ROWS, S_ROW)  # within the tile
@@ -193,7 +193,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         acc = gl.zeros([HALF_ROWS, D], gl.float32, O)
         m = gl.full([HALF_ROWS], LOWEST, gl.float32, S_ROW)
         total = gl.zeros([HALF_ROWS], gl.float32, S_ROW)
-        if sinks is not None:  # the first token of a request that is finished here
+        if sinks is not None:  # counts in outputs, not in partial results
             sink = gl.load(sinks + head_q).to(gl.float32) * LOG2E
             m = gl.convert_layout(gl.where(there & (partial < 0), sink, LOWEST), S_ROW)
             m = gl.maximum(m, LOWEST)
@@ -249,7 +249,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                          gl.convert_layout(lse, Q_ROW), mask=there & (partial < 0))
             merged = there & (partial >= 0)
             # A branch on a reduction over `merged` would cost every iteration of the loop above:
-            # from Triton 3.8 on a reduction ends in a shuffle, ptxas then takes the warps for
+            # from Triton 3.8 on a reduction ends in a shuffle, ptxas then considers the warps
             # divergent, and builds the descriptors of wgmma in vector registers.
             if leaves_partials != 0:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
@@ -283,9 +283,9 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
     a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
     out_lse: as ``out`` without its last dimension. sinks: one for each query head. cap_rate: twice
-    the softmax scale over the soft cap, in powers of two; qk_scale is the cap's then. q_scale,
-    k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``, where queries and cache
-    are e4m3. For each that is None Triton makes a binary without it.
+    the softmax scale over the soft cap, times log2(e); qk_scale is then the cap times log2(e).
+    q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``, where queries and
+    cache are e4m3. For each that is None Triton makes a binary without it.
     D: ``HEAD_DIM`` rounded up to a power of two. RUNS: most runs of a tile, a power of two.
     """
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)

@@ -1,4 +1,4 @@
-"""Launching the Hopper kernel: what Triton needs to know beside the tensors."""
+"""Launch of the Hopper kernel: its compile-time shape and its tensor descriptors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LOG2E = 1.4426950408889634
 
 
 def kv_layout(padded_dim: int, item: int) -> gl.NVMMASharedLayout:
-    """How a KV block of numbers of ``item`` bytes lies in shared memory."""
+    """Shared-memory layout of a KV block with elements of ``item`` bytes."""
     width = min(128, padded_dim * item)
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * item, rank=2)
 
@@ -31,7 +31,7 @@ class HopperShape:
     """Compile-time shape of the Hopper kernel.
 
     chunks: pieces of 128 rows that a request with more query rows is cut into.
-    max_tile_requests, max_tile_runs: places that a tile has for them.
+    max_tile_requests, max_tile_runs: most requests and runs of a tile.
     kv_tile: tokens that one step of the inner loop multiplies.
     stages: KV tiles in flight.
     """
@@ -56,11 +56,11 @@ class HopperShape:
     @property
     def max_tile_requests(self) -> int:
         """Most requests of a work tile."""
-        return max(1, 2 * (64 // self.rows))  # as many in each half
+        return max(1, 2 * (64 // self.rows))  # the same number in each half
 
     @property
     def max_tile_runs(self) -> int:
-        # each request has a private run, and n requests have at most n - 1 distinct nodes above
+        # each request has a private run, and n requests share at most n - 1 nodes
         """Most runs of a work tile, a power of two."""
         return max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
 
@@ -208,7 +208,7 @@ class HopperKernel:
 
 
 def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
-    """The shape of a layer as the kernel sees it."""
+    """Compile-time shape of the kernel for a layer."""
     return HopperShape(
         attention.num_qo_heads,
         attention.num_kv_heads,

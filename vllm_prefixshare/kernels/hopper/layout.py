@@ -37,7 +37,7 @@ def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bo
         and size in BLOCK_SIZES
         and size <= kv_tile(attention.head_dim)
         and "alibi" not in attention.features
-        # quantised is either both or none, and rows of TMA are multiples of 16 bytes
+        # queries and cache are both quantised or neither; TMA rows are multiples of 16 bytes
         and attention.kv_dtype == attention.query_dtype
         and not (attention.kv_dtype and attention.head_dim % 16)
     )
@@ -48,10 +48,9 @@ def linked_layout(
 ) -> PlanArrays:
     """The arrays that the Hopper kernel walks, all int32.
 
-    Everything lies at fixed places, so that a thread block that starts cold finds its first
-    tile, requests and runs in one round trip to memory instead of three: the first tile of
-    worker ``w`` is tile ``w``, without runs if the worker is idle, and each tile names the next
-    one of its worker.
+    All entries have fixed places, so that a starting thread block finds its first tile, requests
+    and runs in one round trip to memory instead of three: the first tile of worker ``w`` is tile
+    ``w``, without runs if the worker is idle, and each tile names the next one of its worker.
 
     The rows of a tile are a low and a high half of 64. Each takes half of the tile's requests
     (or half of the rows, if one request has more than 64), so that both have work.
@@ -102,7 +101,7 @@ def link_tiles(
     max_slots: int,
     max_runs: int,
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """The arrays of ``linked_layout``, but for ``merge_indptr``.
+    """The arrays of ``linked_layout`` except ``merge_indptr``.
 
     Args:
         reqs: tile_req_indices and partial_indices of a plan.

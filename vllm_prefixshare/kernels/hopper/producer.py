@@ -1,11 +1,11 @@
-"""The producer warps of the Hopper kernel: which KV block goes where, and who reads it.
+"""The producer warps of the Hopper kernel: order of the KV blocks, and the rows that read them.
 
 A work tile is a list of runs of KV blocks. They are laid end to end; every slot of a KV tile
 finds its run by binary search, in registers, and its block through the block table.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Signatures of many names read better in lines than one to a line; kernels are not typed.
+# Long signatures read better wrapped than with one name per line; kernels are not typed.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,7 +53,7 @@ def _tile_row(reader, is_end, half, R: gl.constexpr, chunk):
 
 @gluon.jit
 def _prefetch(address):
-    """Ask for the cache lines of ``address``, to be read once the lengths have come."""
+    """Prefetch the cache lines of ``address`` into L2, to be read once the lengths are loaded."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -71,7 +71,7 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
     row, kv_start, kv_end, num_blocks, rows, first_query = run
     tile = batch * (32 // NB) + lane // NB
     # Narrow tiles go in pairs, one for each half, and the pairs are spread evenly between the
-    # pairs of wide tiles; what is left of either comes last.
+    # pairs of wide tiles; the rest of either comes last.
     pairs = (low + high) // 2
     all_pairs = gl.maximum(pairs + wide // 2, 1)
     pair = tile // 2
@@ -101,7 +101,7 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
     at = table + gl.gather(row, found, 0).to(gl.int64) * stride_table + start // BLOCK_SIZE
     ids = gl.load(at, mask=filled, other=0)
     # slots past the end of a list repeat their tile's first block: their tokens are masked, but
-    # what lies in shared memory must be finite
+    # shared memory must hold finite values
     ids = gl.where(filled, ids, gl.gather(ids, lane - lane % NB, 0))
     span = gl.gather(rows, found, 0) | (gl.where(filled, tokens, 0) << 16)
     tail = gl.maximum(start - gl.gather(first_query, found, 0), -BLOCK_SIZE)
@@ -116,7 +116,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
             RUNS: gl.constexpr, ITEM: gl.constexpr):
     """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile.
 
-    ITEM: bytes of a number in the cache.
+    ITEM: bytes of an element of the cache.
     """
     tile_info, _, _, run_row, run_kv_start, run_kv_end, run_readers = plan
     block_rows, head_rows, head_cols = where
@@ -172,7 +172,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
         read_by = _tile_row(readers & 0xFFFF, 0, half, R, chunk)
         read_by |= _tile_row(readers >> 16, 1, half, R, chunk) << 8
         run = (row, kv_start, kv_end, num_blocks, read_by, first_query)
-        # one at least: the consumers wait for a last one, were all requests shorter than planned
+        # at least one: consumers wait for a last tile even if all requests are shorter than planned
         tiles = gl.maximum(wide + low + high, gl.minimum(num_runs, 1))
 
         ids, rows, tail = _slots(0, tiles, wide, low, high, starts, run, lane, table,

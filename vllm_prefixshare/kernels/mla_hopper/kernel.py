@@ -6,12 +6,12 @@ once, while the one before is multiplied, and serves both products from there: a
 latent as V. Two warpgroups share each product by columns: half of the tokens each for the scores,
 half of the latent each for the sum.
 
-The weights of both halves meet in shared memory, and so do the maxima of their rows. The sums of
-the weights stay in the threads that made them until the tile is finished.
+The halves exchange their weights and row maxima through shared memory. The sums of the
+weights stay in the threads that made them until the tile is finished.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Signatures of many names read better in lines than one to a line; kernels are not typed.
+# Long signatures read better wrapped than with one name per line; kernels are not typed.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -177,7 +177,7 @@ def partial_attention(q, cache, block_table, seq_lens, work_indptr, tile_info, s
             s = warpgroup_mma(q_rope, ropes.index(stage).permute((1, 0)), zero, use_acc=False,
                               is_async=True)
             s = warpgroup_mma(q_latent, latents.index(stage).permute((1, 0)), s, is_async=True)
-            # no branch: past the last one nobody reads
+            # no branch: a copy past the last KV tile is not read
             _fetch(latents.index(1 - stage), ropes.index(1 - stage), spans.index(1 - stage), cache,
                    block, slot, pos, kv_len, span, stride_block, stride_token, dim, rope_dim)
             block, slot, pos, kv_len, span = _tokens_of(
@@ -210,7 +210,7 @@ def partial_attention(q, cache, block_table, seq_lens, work_indptr, tile_info, s
         seen = total > 0
         lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
         acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
-        # looked up again: registers are dearer than the loads
+        # looked up again: loads cost less than registers
         there_o = row_o < num_rows
         request_o = gl.load(slot_row + slots + row_o // HEADS, mask=there_o, other=0).to(gl.int64)
         partial = gl.load(slot_partial + slots + row_o // HEADS, mask=there_o, other=0)

@@ -16,12 +16,12 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END, IntArray
 
 LOG2E = 1.4426950408889634
-#: 64 rows of outputs fill half of the registers, two KV tiles and the queries shared memory
+#: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
 TILE = QTile(rows=64, kv_tile=64, warps=8, stages=2, blocks_per_sm=1)
 
 
 def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
-    """As ``walk_layout``, with parts alone: no run is long enough for a loop of its own."""
+    """``walk_layout`` with parts only: no run is long enough for a loop of its own."""
     ends = plan.run_kv_end
     lengths = [*(ends - plan.run_kv_start)[ends != OPEN_END], *plan.planned_seq_lens, 0]
     return walk_layout(plan, grid._replace(long=int(max(lengths)) // grid.kv_tile + 1))
@@ -30,12 +30,12 @@ def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
 def latent_partial_attention(
     num_workers: int, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float
 ) -> None:
-    """Launch; the arguments have been checked by the executor.
+    """Launch the kernel; the executor has checked the arguments.
 
     The launch depends on shapes only: it may be captured in a CUDA graph.
 
     Args:
-        num_workers: that the plan was made for.
+        num_workers: number of workers that the plan was made for.
         plan: the arrays of ``latent_layout`` on the device.
         sm_scale: softmax scale, above 0.
     """

@@ -1,19 +1,19 @@
 """The arrays that the portable kernel walks, their sizes, and the words of a work tile in
 ``tile_info``, as the host writes and the kernel reads them.
 
-FIRST_RUN, END_RUN: runs of whole KV tiles. FIRST_PART: of the lists that fill KV tiles together.
-PLANNED_KV_TILES, NEW_KV_TILES: KV tiles of the parts that were planned, and of those for tokens
-that come after the plan.
+FIRST_RUN, END_RUN: runs of whole KV tiles. FIRST_PART: first of the parts that share KV tiles.
+PLANNED_KV_TILES, NEW_KV_TILES: number of KV tiles of planned parts, and of parts for tokens that
+come after the plan.
 """
 
 from typing import Any, NamedTuple
 
 FIRST_SLOT, NUM_REQS, FIRST_RUN, END_RUN, FIRST_PART, PLANNED_KV_TILES, NEW_KV_TILES = range(7)
-WORDS = 8  # from tile to tile: 32 bytes, a sector of memory
+WORDS = 8  # per tile: 32 bytes, a sector of memory
 
 
 class PlanArrays(NamedTuple):
-    """A value for each array of a plan, all int32: on the host, on the device, or its size.
+    """One value per array of a plan: the int32 array on the host or the device, or its size.
 
     work_indptr, merge_indptr: ``[num_workers + 1]``, ``[num_reqs + 1]`` as in the plan.
     tile_info: ``[num_tiles, WORDS]``.

@@ -1,17 +1,17 @@
 """Partial attention in plain Triton, for every NVIDIA GPU from compute capability 8.0 on.
 
-A thread block belongs to one worker and one KV head, and walks the worker's work tiles. Of a tile
-it reads the long runs first, one KV tile after the other. Then it reads one list of the KV tiles
-into which ``layout.walk_layout`` has packed the short runs and what was left of the long ones. In
+A thread block belongs to one worker and one KV head, and walks the worker's work tiles. In a tile
+it reads the long runs first, one KV tile after the other. Then it reads the list of KV tiles into
+which ``layout.walk_layout`` has packed the short runs and the rest of the long ones. In
 depth-first order the rows that read a run are one interval: two integers in place of DeFT's bit
 mask (section 3.3).
 
-A load whose address is itself loaded in the same iteration is not pipelined by Triton, so block
-ids are carried through the loops in registers, and so is where the KV tile after the next lies.
+A load whose address is itself loaded in the same iteration is not pipelined by Triton, so block ids
+and the location of the KV tile after the next are carried through the loops in registers.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Signatures of many names read better in lines than one to a line; kernels are not typed.
+# Long signatures read better wrapped than with one name per line; kernels are not typed.
 
 import triton
 import triton.language as tl
@@ -54,8 +54,8 @@ def _visible(pos, reads, query, first_query, token, tree_mask, stride_mask,
 
 @triton.jit
 def _settled(x):
-    """``x``, computed where it is. Otherwise Triton would repeat the loads that it comes from
-    in the layout of the scores, where a thread holds a copy of every fourth token.
+    """``x``, computed in its own layout. Otherwise Triton would repeat the loads behind it in the
+    layout of the scores, where a thread holds a copy of every fourth token.
     """
     return tl.max(tl.broadcast_to(x[:, None], [x.shape[0], 2]), 1)
 
@@ -81,15 +81,15 @@ def _widened(x, dtype: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, pos, slope, position, cap_rate):
-    """Products of queries and keys, in units of which the caller's scale makes powers of two.
+    """Products of queries and keys; times the caller's scale they are exponents of two.
 
-    cap_rate: None for no soft cap; else twice the scores' own scale over the cap, and what comes
-        back is the hyperbolic tangent, to be scaled by the cap.
-    slope, position: of ALiBi, one for each row; slope None for none.
+    cap_rate: None for no soft cap; else twice the softmax scale over the cap, times log2(e), and
+        the result is the hyperbolic tangent, which the caller scales by the cap.
+    slope, position: ALiBi slope and query position of each row; slope is None without ALiBi.
     """
     s = tl.dot(q, tl.trans(_widened(k, q.dtype)))
     if cap_rate is not None:
-        # by this formula the absolute error is that of a float32 near 1; `tanh.approx` has 2**-11
+        # absolute error: that of a float32 near 1; `tanh.approx` has 2**-11
         s = 1.0 - 2.0 / (tl.exp2(s * cap_rate) + 1.0)
     if slope is not None:
         s += slope[:, None] * (pos[None, :] - position[:, None]).to(tl.float32)
@@ -102,8 +102,8 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
                 D: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
                 STAGES: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
-    rows of ``reads`` see. The mask is one of rows, so it costs nothing per score: a row that
-    does not read has an infinite maximum for the time being.
+    rows of ``reads`` see. The mask is per row, so it costs nothing per score: a row that does not
+    read temporarily has an infinite maximum.
     """
     m, total, acc = state
     cols = tl.arange(0, KV_TILE_SIZE)
@@ -131,14 +131,14 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
 
 @triton.jit
 def _parts_of(n, parts, part, first, packed, opened, new, steps, PARTS: tl.constexpr):
-    """Where KV tile ``n`` of ``steps`` lies: how often the new parts came before it; and of each
-    of its parts batch row, position and readers.
+    """Location of KV tile ``n`` of ``steps``: how often the new parts came before it, and batch
+    row, position and readers of each of its parts.
     """
     part_row, part_pos, part_readers = parts
     rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
     entry = tl.maximum(n - packed, 0) - rounds * new
     at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
-    # as many as they mask: the interpreter of Triton 3.9 makes a block of a scalar mask int32
+    # a block, like the loads: Triton 3.9's interpreter turns a scalar mask into an int32 block
     more = part * 0 + n < steps
     kv_row = tl.load(part_row + at, mask=more, other=0)
     start = tl.load(part_pos + at, mask=more, other=0)
@@ -152,9 +152,9 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                   HEAD_DIM: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                   BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
                   TREE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
-    """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones that are listed
-    from ``first`` on, then the ``new`` ones from ``opened`` on, again and again, each time a
-    unit further.
+    """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones listed from
+    ``first`` on, then the ``new`` ones from ``opened`` on, repeatedly, each time one unit
+    further.
     """
     m, total, acc = state
     part_row, part_pos, part_readers = parts
@@ -162,7 +162,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     part = tl.arange(0, KV_TILE_SIZE) // UNIT
     in_part = tl.arange(0, KV_TILE_SIZE) % UNIT
     dim = tl.arange(0, D)
-    at = first + part  # those for new tokens follow, where there are no others
+    at = first + part  # without planned parts, those for new tokens start here
     kv_row = tl.load(part_row + at)
     start = tl.load(part_pos + at)
     readers = tl.load(part_readers + at)
@@ -170,7 +170,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
     length = tl.load(seq_lens + kv_row)
-    n = 1  # the KV tile after the one at hand
+    n = 1  # the next KV tile
     rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
                                                PARTS)
     # a gathered mask is not worth the shared memory that its stages would take
@@ -181,8 +181,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         at_kv += dim[None, :]
         k = _load_kv(k_head, at_kv, there, True)
         here = pos
-        # The next KV tile's blocks, and where the one after it lies. What was carried has to
-        # change on its way: Triton does not pipeline a loop that hands a value on twice.
+        # Blocks of the next KV tile, and location of the one after it. Carried values have to
+        # change: Triton does not pipeline a loop that passes a value on twice unchanged.
         pos = start + (in_part + rounds * UNIT)
         low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
         block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
@@ -233,15 +233,15 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
 
     out_lse: as ``out`` without its last dimension. sinks, alibi_slopes: one for each query head.
     q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``. cap_rate:
-    see ``_scores``; qk_scale is the cap's then. For each that is None Triton makes a binary
-    without it.
+    see ``_scores``; qk_scale is then the cap times log2(e). For each that is None Triton makes a
+    binary without it.
     """
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
     kv_head = tl.program_id(0) % KV_HEADS
     chunk = (tl.program_id(0) // KV_HEADS) % CHUNKS
     worker = tl.program_id(0) // (KV_HEADS * CHUNKS)
-    # 16-byte loads where head_dim has them: the launcher's caller has checked it
+    # 16-byte loads where head_dim allows them: the launcher's caller has checked it
     ALIGN: tl.constexpr = 16 if k_scale is not None and HEAD_DIM % 16 == 0 else 8  # type: ignore
     stride_block = tl.multiple_of(stride_block, ALIGN)
     stride_token = tl.multiple_of(stride_token, ALIGN)
@@ -292,7 +292,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         m = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
         total = tl.zeros([Q_TILE_SIZE], tl.float32)
         acc = tl.zeros([Q_TILE_SIZE, D], tl.float32)
-        if sinks is not None:  # the first token of a request that is finished here
+        if sinks is not None:  # counts in outputs, not in partial results
             partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
             sink = tl.load(sinks + q_head).to(tl.float32) * LOG2E
             m = tl.where(partial < 0, sink, m)

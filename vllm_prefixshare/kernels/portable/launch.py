@@ -1,6 +1,4 @@
-"""Launching the portable kernel: size of its Q tile, limits of a plan, what Triton needs to know
-beside the tensors.
-"""
+"""Launch of the portable kernel: size of its Q tile, limits of a plan, compile-time arguments."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class QTile:
-    """How the kernel is cut.
+    """Tile sizes and occupancy of the kernel.
 
     rows: query rows of a tile; a power of two of at least 16.
     kv_tile: tokens that one step of the inner loop multiplies.
@@ -41,22 +39,22 @@ class QTile:
         """Workers whose thread blocks fill the GPU."""
         per_worker = num_kv_heads * self.chunks(rows_per_request)
         workers = max(1, multiprocessors * self.blocks_per_sm // per_worker)
-        # an even number: two windows cut into as many pieces each read what they share in step
+        # even: two windows cut into equally many pieces read their shared KV in step
         return workers - workers % 2 if workers > 2 else workers
 
     def chunks(self, rows_per_request: int) -> int:
-        """Pieces that a request with more rows than the tile is walked in."""
+        """Tiles that the query rows of a request fill."""
         return -(-rows_per_request // self.rows)
 
 
 def q_tile(head_dim: int, shared_memory: int, quantised: bool = False) -> QTile:
     """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
-    so that one multiplies while the other is at its softmax.
+    so that one multiplies while the other computes its softmax.
 
     Args:
         shared_memory: bytes that a thread block may have.
-        quantised: the KV cache has one byte a number. Widening them takes registers, and with
-            ``mma`` (not ``wgmma``) those of 64 tokens would spill.
+        quantised: the KV cache has one byte per element. Widening takes registers: with ``mma``
+            (not ``wgmma``) 64 tokens would spill.
     """
     if head_dim > 256:  # more rows or tokens spill
         return QTile(32, 32 if shared_memory >= 160 << 10 else 16, 8, 2, 1)
@@ -77,12 +75,12 @@ def portable_partial_attention(
     t: Tensors,
     sm_scale: float,
 ) -> None:
-    """Launch; the arguments have been checked by the executor.
+    """Launch the kernel; the executor has checked the arguments.
 
     The launch depends on shapes only: it may be captured in a CUDA graph.
 
     Args:
-        num_workers: that the plan was made for.
+        num_workers: number of workers that the plan was made for.
         query_len: most query tokens of a request.
         plan: the arrays of ``portable.arrays`` on the device.
         sm_scale: softmax scale, above 0.
@@ -151,12 +149,12 @@ def portable_partial_attention(
 
 
 def walk_capacity(num_reqs: int, num_workers: int, max_tile_requests: int, grid: Grid) -> Capacity:
-    """Room for plans of up to ``num_reqs`` requests, in the arrays that both kernels walk."""
+    """Room for plans of up to ``num_reqs`` requests in ``PlanArrays``."""
     # depth first makes a tile for every request at worst, and at most two for each worker
     # where windows are cut: only those leave partial results
     max_tiles = num_reqs + 2 * num_workers
     max_partials = 2 * num_workers * max_tile_requests
-    max_runs = 2 * num_reqs + max_tiles  # n requests have at most n - 1 distinct nodes above
+    max_runs = 2 * num_reqs + max_tiles  # n requests share at most n - 1 nodes
     max_parts = max_parts_of(grid, max_runs, max_tiles)
     slots = num_reqs + max_partials
     room = sizes(num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
@@ -172,7 +170,7 @@ class PortableKernel:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
         quantised = attention.kv_dtype is not None
-        # below, Triton has no such type: the kernel takes its bits
+        # below 8.9 Triton has no e4m3: the kernel takes the bits
         self.takes_bits = quantised and gpu.capability < (8, 9)
         self.tile = q_tile(attention.head_dim, gpu.shared_memory, quantised)
         self.num_workers = self.tile.num_workers(

@@ -25,13 +25,13 @@ FAR = 1 << 30
 
 
 class Grid(NamedTuple):
-    """How a size of the kernel cuts KV, in tokens.
+    """Sizes into which a kernel cuts KV, in tokens.
 
-    kv_tile: what one step of a loop reads.
-    unit: what has one batch row and one interval of readers in a KV tile that several runs
-        share; it divides kv_tile and blocks.
+    kv_tile: tokens that one step of a loop reads.
+    unit: tokens of a part, which has one batch row and one interval of readers; divides kv_tile and
+        blocks.
     own_queries: tokens at the end of each request that its queries see in part only.
-    long: KV tiles of a run that are worth a loop of their own.
+    long: least KV tiles of a run that get a loop of their own.
     """
 
     kv_tile: int
@@ -48,8 +48,8 @@ class Grid(NamedTuple):
 
 @compiled
 def max_parts_of(grid: Grid, num_runs: int, num_tiles: int) -> int:
-    """Most parts that ``walk_layout`` writes: of each run less than ``long`` KV tiles, its
-    queries and a part for new tokens; and each tile has two lists of whole KV tiles.
+    """Most parts that ``walk_layout`` writes: per run less than ``long`` KV tiles, its queries and
+    a part for new tokens; per tile two lists of whole KV tiles.
     """
     per_tile = grid.kv_tile // grid.unit
     per_run = grid.long * per_tile + (grid.kv_tile + grid.own_queries) // grid.unit + 3
@@ -59,10 +59,10 @@ def max_parts_of(grid: Grid, num_runs: int, num_tiles: int) -> int:
 def walk_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
     """The arrays that the portable kernel walks, all int32.
 
-    What a tile reads is written down twice: whole KV tiles of long runs as runs, everything
+    The KV of a tile is listed in two forms: whole KV tiles of long runs as runs, everything
     else as parts of one unit, which fill KV tiles that several runs share. The last such KV
-    tiles are for the tokens that come after the plan: a part for each request, to be read
-    again a unit further on as often as the longest request asks for.
+    tiles are for the tokens that come after the plan: a part for each request, read again one unit
+    further on until the longest request is done.
     """
     info, slot_end, runs, parts = _runs_and_parts(
         plan.tile_req_indptr,
@@ -127,7 +127,7 @@ def _runs_and_parts(
         info[t, END_RUN] = num_long
         steps = -(-(num_parts - begun) // per_tile)
         info[t, PLANNED_KV_TILES] = steps
-        num_parts = begun = begun + steps * per_tile  # nobody reads what fills the last one
+        num_parts = begun = begun + steps * per_tile  # padding of the last one has no readers
         for r in range(run_indptr[t], run_indptr[t + 1]):
             if run_end[r] == OPEN_END:
                 row = run_row[r]
