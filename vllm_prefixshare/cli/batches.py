@@ -1,4 +1,4 @@
-"""Batches that a command is given: a tree in words, or a file with block tables."""
+"""Batches for a command: a tree such as ``1,4,16_1024,256,64``, or a file with block tables."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from vllm_prefixshare.integration.tracing import MOST_BYTES
 from vllm_prefixshare.records import IntArray, PrefixShareError
 from vllm_prefixshare.workloads.trees import tree
 
-#: A file larger than a trace may be is not read, and a larger batch is not made.
+#: Largest batch that is read or made; a file is at most ``MOST_BYTES``, as a trace.
 MOST_REQUESTS = 16384
 MOST_ENTRIES = 1 << 24
 #: vLLM pads its block tables with block 0, which no request holds.
@@ -39,7 +39,7 @@ def tree_batch(spec: str, block_size: int) -> Batch:
         PrefixShareError: not a tree, or one that is too large.
     """
     counts, _, lengths = spec.partition("_")
-    # counts ascend, so that the most are the requests
+    # counts ascend, so the largest is the number of requests
     nodes = max(map(_number, counts.split(",")))
     tokens = sum(map(_number, lengths.split(",")))
     if nodes > MOST_REQUESTS or nodes * (tokens // max(1, block_size)) > MOST_ENTRIES:
@@ -76,7 +76,7 @@ def read_batch(path: Path, step: int = 0) -> Batch:
 
 
 def read_text(path: Path) -> str:
-    """A file of ``MOST_BYTES`` at most.
+    """The text of a file of at most ``MOST_BYTES``.
 
     Raises:
         PrefixShareError: it cannot be read, is longer, or is not UTF-8 text.
@@ -94,7 +94,7 @@ def read_text(path: Path) -> str:
 
 
 def _batch(name: str, data: Any) -> Batch:
-    """Raises ValueError with what is wrong."""
+    """The batch that ``data`` describes. Raises ValueError with what is wrong."""
     keys = ("block_size", "block_tables", "kv_lens")
     if not isinstance(data, dict) or any(key not in data for key in keys):
         raise ValueError(f"it must be an object with {', '.join(keys)}")
@@ -127,7 +127,7 @@ def _batch(name: str, data: Any) -> Batch:
 
 
 def _number(text: str) -> int:
-    """The number in ``text``, 0 if there is none, which ``tree`` refuses with a sentence."""
+    """The number in ``text``; 0, which ``tree`` refuses, if it is not a number."""
     if not text.isdecimal():
         return 0
     return int(text) if len(text) < 12 else 1 << 40
@@ -138,5 +138,5 @@ def _is_count(value: Any, most: int) -> bool:
 
 
 def _numbers(row: list[Any]) -> list[Any]:
-    """The entries of a row; -2, which is not valid, for one that is no integer."""
+    """The entries of a row; -2, an invalid id, in place of each that is not an integer."""
     return [n if type(n) is int else -2 for n in row]

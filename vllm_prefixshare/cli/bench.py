@@ -27,12 +27,12 @@ What would this machine gain for a model's shape, with 32 requests on a document
 Without --tree there is a row for each of a few usual batches, in two minutes at most. Results are
 compared with a float64 reference first; the exit status is 1 if one differs."""
 
-#: One by one, by the device: documents with questions, a tree, and nothing shared.
+#: Default batches by device: documents with questions, a tree, and nothing shared.
 TREES = {
     "cpu": ("1,8_2048,64", "1,16_4096,64", "1,32_4096,64", "1,4,16_2048,512,64", "16_1024"),
     "cuda": ("1,16_4096,64", "1,64_8192,128", "1,64_32768,128", "1,8,64_8192,1024,128", "64_2048"),
 }
-#: Pairs of one workload, and requests whose result is compared with the reference.
+#: Fewest and most pairs per workload; requests whose result is compared with the reference.
 LEAST_PAIRS, MOST_PAIRS, CHECKED = 5, 200, 8
 #: Greatest difference from the reference, over the reference's greatest value.
 TOLERANCE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.03}
@@ -48,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 class Side(NamedTuple):
-    """One way to compute a layer. seconds: runs it once or a few times; of one run."""
+    """One way to compute a layer. seconds: times it; seconds of one run."""
 
     out: "torch.Tensor"
     run: Callable[[], object]
@@ -59,7 +59,7 @@ class Side(NamedTuple):
 class Sides(NamedTuple):
     """Both ways, on the same queries and cache.
 
-    kernel: of the shared one. baseline: what the unshared one is.
+    kernel: of the shared side. baseline: name of the unshared side.
     rows: batch rows that are compared. reference: their float64 result.
     """
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(
     batch: "Batch", sides: Sides, attention: AttentionConfig, seconds: float
 ) -> dict[str, Any]:
-    """Compare, then time in pairs, so that what else the machine does meets both."""
+    """Compare, then time in pairs, so that other load on the machine affects both sides."""
     errors = {}
     scale = float(sides.reference.abs().max())
     for name in ("unshared", "shared"):
@@ -166,7 +166,7 @@ def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
     shared, unshared, baseline = side("auto"), side("never"), "the same kernel, one by one"
     if (stock := _cpu_attn(attention, q, kv_cache, batch)) is not None:
         unshared, baseline = stock, "vLLM's CPU_ATTN"
-        if shared.kv_tokens == unshared.kv_tokens:  # the backend leaves it to CPU_ATTN as well
+        if shared.kv_tokens == unshared.kv_tokens:  # the backend also leaves this batch to CPU_ATTN
             shared = stock
     unshared, shared = (s._replace(seconds=seconds(s.run)) for s in (unshared, shared))
     kernel = " ".join([f"{executor.name}.", *notes]).removesuffix(".")
@@ -176,7 +176,7 @@ def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
 def _cpu_attn(
     attention: AttentionConfig, q: "torch.Tensor", kv_cache: "torch.Tensor", batch: "Batch"
 ) -> Side | None:
-    """VLLM's own kernel; None if it is not installed for CPUs."""
+    """CPU_ATTN's kernel; None if vLLM is not installed for CPUs."""
     import torch
 
     from vllm_prefixshare.integration import compat
@@ -252,7 +252,7 @@ def _planned(
 def _reference(
     batch: "Batch", q: "torch.Tensor", k_cache: "torch.Tensor", v_cache: "torch.Tensor"
 ) -> "tuple[list[int], torch.Tensor]":
-    """Some rows of the batch, from the first to the last, and what they should be."""
+    """Up to ``CHECKED`` rows spread over the batch, and their reference results."""
     import torch
 
     from vllm_prefixshare.kernels.reference import reference_attention

@@ -8,15 +8,15 @@ from typing import Literal, NamedTuple
 
 from vllm_prefixshare.records import PrefixShareError
 
-#: Average width of a letter over the size of the font, of a usual sans-serif; rather too wide.
+#: Average letter width over font size for a usual sans-serif font, estimated on the wide side.
 LETTER = 0.58
 BACKGROUND, TEXT, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#d1d9e0"
-#: Pixels of a PNG for one of the page.
+#: PNG pixels per pixel of the page.
 SCALE = 2
 
 
 class Rect(NamedTuple):
-    """hint: what a browser shows when the pointer rests on it."""
+    """A rectangle, in pixels. hint: its tooltip in a browser."""
 
     x: float
     y: float
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 class Text(NamedTuple):
-    """y: of the baseline."""
+    """A line of text. y: its baseline, in pixels."""
 
     x: float
     y: float
@@ -52,7 +52,7 @@ Shape = Rect | Line | Text
 
 
 def text_width(text: str, size: int) -> float:
-    """Pixels that ``text`` takes at most, about."""
+    """Approximate upper bound of the width of ``text`` in pixels."""
     return len(text) * size * LETTER
 
 
@@ -69,7 +69,7 @@ class Canvas:
         self.shapes: list[Shape] = []
 
     def add(self, *shapes: Shape) -> None:
-        """Draw shapes above what is drawn already."""
+        """Draw shapes above those drawn already."""
         self.shapes += shapes
 
     def svg(self) -> str:

@@ -23,7 +23,7 @@ Is everything in place, and which layers of a model would be served?
 
 Each line is a check that an engine makes when it starts. The exit status is 0 if PREFIX_SHARE can
 be chosen, 1 if not."""
-#: there while the driver is loaded (WSL has none: there the kernel is chosen in its turn)
+#: exists while the driver is loaded, except on WSL; there the kernel is chosen in sequence
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -34,9 +34,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Machine:
-    """What earlier checks tell later ones.
+    """Results of earlier checks that later ones use.
 
-    attention: the shape to choose a kernel for. from_model: whether it is the model's.
+    attention: the shape to choose a kernel for. from_model: whether the shape is the model's.
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
     gpu_kernel: the kernel that would serve the shape on a GPU, chosen in another process meanwhile;
         None where there is no NVIDIA driver.
@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
-    """The shape of the model's layers, or the default where no kernel serves it: that is said
-    with the layers.
+    """A machine for the model's attention shape, or for the default shape where no kernel serves
+    the model's; the check of the layers reports that.
     """
     try:
         return Machine(attention_shape(model, config, 16, "bfloat16"), from_model=True)
@@ -161,13 +161,13 @@ def platform(machine: Machine) -> str:
 
 
 def kernel(machine: Machine) -> str:
-    """The kernel that serves the shape: it is compiled, as in an engine."""
+    """The kernel that serves the shape; compiles it, as in an engine."""
     if machine.on_cpu is None:
         raise PrefixShareError("not known without a platform: see above.")
     if machine.on_cpu:
         from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
-        machine.attention = replace(machine.attention, block_size=128)  # as vLLM has it there
+        machine.attention = replace(machine.attention, block_size=128)  # vLLM's block size on CPUs
         reasons: list[str] = []
         name = cpu_executor(machine.attention, reasons.append).name
         return " ".join([name, *reasons])
@@ -177,7 +177,7 @@ def kernel(machine: Machine) -> str:
 
 
 def gpu_kernel(attention: AttentionConfig) -> str:
-    """The kernel that serves this shape on the first GPU: it is compiled.
+    """The kernel that serves this shape on the first GPU; compiles it.
 
     Raises:
         PrefixShareError: no kernel serves it, or none compiles.

@@ -31,7 +31,7 @@ prompts.jsonl has a prompt on each line, such as "Once upon a time" or {"prompt"
 Neighbours in the file decode together, --batch of them at a time. A server's log will do as well,
 from: VLLM_LOGGING_LEVEL=DEBUG vllm serve MODEL --enable-log-requests"""
 
-#: Of a batch; its token ids take four bytes each.
+#: Most tokens of a batch; token ids take four bytes each.
 MOST_TOKENS = 1 << 26
 
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _batches(
     prompts: Iterator[IntArray], size: int, block_size: int, generated: int
 ) -> Iterator["Batch"]:
-    """Prompts of ``size`` requests at a time, half way through what they generate."""
+    """Batches of ``size`` prompts, each with ``generated`` tokens so far."""
     some: list[IntArray] = []
     tokens = 0
     for prompt in prompts:
@@ -123,7 +123,7 @@ def batch_of(prompts: list[IntArray], block_size: int, generated: int = 0) -> "B
             "lower --batch."
         )
     table = np.zeros((len(prompts), width), np.int32)
-    # a block is known by the one before it and its tokens
+    # a block is identified by the block before it and its own tokens
     known: dict[tuple[int, bytes], int] = {}
     used = 0
     for row, tokens, count in zip(table, prompts, blocks.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""GPUs by name, to plan for one that need not be here."""
+"""GPUs by name, to plan for one that this machine may not have."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class NamedGpu(NamedTuple):
     """A GPU as its vendor describes it.
 
-    device: as CUDA names it. gb_per_s: of its memory. tflops: bfloat16, dense.
+    device: its CUDA name. gb_per_s: memory bandwidth. tflops: dense bfloat16.
     """
 
     device: str
@@ -25,7 +25,7 @@ class NamedGpu(NamedTuple):
     tflops: float
 
 
-#: Vendor's data sheets; H200 is the one that tables and rooflines were measured on.
+#: From NVIDIA's data sheets; tables and rooflines were measured on the H200.
 GPUS = {
     "A100": NamedGpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2039, 312),
     "H100": NamedGpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 3350, 989),
@@ -39,7 +39,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class GpuPlanning:
-    """What plans for a GPU are made with.
+    """Planner limits and costs for a GPU.
 
     says: where the costs come from.
     """
@@ -64,7 +64,7 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
     kernel = _kernel(gpu, attention)
     config = PlannerConfig(
         divider=kernel.divider,
-        share="always",  # as the executor has it where depth_first weighs both at every cut
+        share="always",  # as in the executor: depth_first compares both at every cut
         num_workers=kernel.num_workers,
         max_tile_requests=kernel.max_tile_requests,
         max_tile_runs=kernel.max_tile_runs,

@@ -26,7 +26,7 @@ The first line says how many KV tokens are read with and without sharing, then c
 then a line for each divider; plan.svg shows the forest above the schedule. Give a FILE instead of
 --tree to look at block tables of your own: docs/cli.md describes its form."""
 
-#: Lines of a forest that are printed.
+#: Most lines printed of a forest.
 MOST_LINES = 24
 
 
@@ -46,7 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of one divider. seconds: that planning took."""
+    """The plan of one divider. seconds: planning time."""
 
     divider: str
     plan: "DecodePlan"
@@ -221,7 +221,7 @@ def _forest_lines(forest: Forest, batch: "Batch") -> list[str]:
     depth = np.zeros(forest.num_nodes, int)
     for i, parent in enumerate(forest.node_parent.tolist()):
         depth[i] = depth[parent] + 1 if parent >= 0 else 0
-    # as many levels as there are lines for, the first in any case
+    # as many levels as fit, but always the first
     fits = np.cumsum(np.bincount(depth)) <= MOST_LINES
     levels = max(1, int(fits.sum()))
     tokens, requests = (

@@ -57,11 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] == "vllm_prefixshare":
-            raise  # ours to mend
+            raise  # a bug in this package
         print(
             f"vllm-prefixshare: error: this command needs {e.name}: install it with pip first.",
             file=sys.stderr,
         )
         return 2
     except KeyboardInterrupt:
-        return 130  # as a shell has it
+        return 130  # the shell's status for Ctrl-C

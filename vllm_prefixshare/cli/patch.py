@@ -26,7 +26,7 @@ In a checkout of vLLM's tag v0.29.0, so that the plugin installs no hooks there:
 Without --checkout it is the vLLM that this interpreter would import. Nobody needs the patches to
 use the plugin. What cannot be patched is left as it was, and the exit status is 2."""
 
-#: Where the files are kept that are being replaced; left behind by a process that was killed.
+#: Folder that keeps the files being replaced; a killed process leaves it behind.
 JOURNAL = ".prefix_share_patch"
 
 
@@ -72,7 +72,7 @@ STATES = {
 
 
 def patches_folder() -> Path:
-    """In the wheel they lie in the package, in a checkout beside it."""
+    """The folder of the patches: inside the package in a wheel, beside it in a checkout."""
     package = Path(vllm_prefixshare.__file__).parent
     inside = package / "patches"
     return inside if inside.is_dir() else package.parent / "patches"
@@ -106,7 +106,7 @@ def find_tree(checkout: Path | None) -> "Tree":
 
 
 def _release(root: Path) -> str:
-    """Of the last tag in a checkout, or of the file that vLLM's build writes; "" if unknown."""
+    """Release by a checkout's last tag, or by the file that vLLM's build writes; "" if unknown."""
     if (root / ".git").exists():
         tag = _git(root, "describe", "--tags", "--abbrev=0", "--match=v[0-9]*")
         if tag.returncode == 0:
@@ -132,18 +132,18 @@ class Tree:
 
     @property
     def files(self) -> list[str]:
-        """What the series changes, relative to ``root``."""
+        """Files that the series changes, relative to ``root``."""
         text = "".join(path.read_text() for path in self.series)
         return sorted(set(re.findall(r"^diff --git a/(\S+) b/\1$", text, re.MULTILINE)))
 
     @property
     def journal(self) -> Path:
-        """The file that says what an interrupted change must take back."""
+        """The folder that holds what undoing an interrupted change needs."""
         return self.root / "vllm" / JOURNAL
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process changes a tree at a time."""
+        """Lock the tree: only one process changes it at a time."""
         with (self.root / "vllm" / "__init__.py").open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +181,7 @@ class Tree:
         self._replace_files(revert=True)
 
     def changed_file(self) -> str:
-        """A file that is not as it was committed, or installed; "" if there is none."""
+        """A file that differs from its committed or installed state; "" if there is none."""
         if (self.root / ".git").exists():
             done = _git(self.root, "status", "--porcelain", "--untracked-files=no")
             if done.returncode != 0:
@@ -203,7 +203,7 @@ class Tree:
         return ""
 
     def result(self, revert: bool) -> dict[str, bytes] | None:
-        """The files with the series applied, or taken back, in a copy; None if it does not fit."""
+        """Contents of the files with the series applied, or reverted; None if it does not fit."""
         with tempfile.TemporaryDirectory() as scratch:
             for name in self.files:
                 if not (self.root / name).is_file():
@@ -218,7 +218,7 @@ class Tree:
             return {name: Path(scratch, name).read_bytes() for name in self.files}
 
     def _replace_files(self, revert: bool) -> None:
-        """All of the files, or none: what is replaced is kept until all are."""
+        """Replace all of the files or none: the old ones are kept until all are replaced."""
         new = self.result(revert)
         if new is None:
             raise PrefixShareError(
@@ -235,7 +235,7 @@ class Tree:
             (self.journal / "complete").touch()
             for name in new:
                 (self.journal / "new" / name).replace(self.root / name)
-        except BaseException as e:  # an interruption, too
+        except BaseException as e:  # interruptions included
             with contextlib.suppress(OSError):
                 self.undo_interrupted()
             if isinstance(e, OSError):
@@ -246,7 +246,7 @@ class Tree:
         self._forget_journal()
 
     def undo_interrupted(self) -> bool:
-        """Put back what a process that was interrupted had replaced. Returns whether one was."""
+        """Restore files that an interrupted process replaced. Returns whether there were any."""
         if not self.journal.is_dir():
             return False
         try:
@@ -265,14 +265,14 @@ class Tree:
         return complete
 
     def _forget_journal(self) -> None:
-        # first what says that it is to be used
+        # first the marker that makes the journal valid
         (self.journal / "complete").unlink(missing_ok=True)
         shutil.rmtree(self.journal)
 
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """A signal to end becomes an exception, so that what was begun is taken back first."""
+    """Turn SIGTERM and SIGHUP into an exception, so that an unfinished change is undone first."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -286,7 +286,7 @@ def _termination_raises() -> Iterator[None]:
 
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Git in ``folder``, not for a repository around it."""
+    """Run git in ``folder``, ignoring any repository around it."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent), "LC_ALL": "C"}
     if arguments[0] == "apply":  # a user's settings may change whitespace

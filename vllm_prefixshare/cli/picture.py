@@ -27,11 +27,11 @@ PRIVATE_FILL, EDGE = "#e3e7eb", "#57606a"
 PRIVATE = -1
 
 WIDTH, MARGIN = 1040, 24
-#: Pixels of the forest: the lowest drawn by itself, the highest request, all of them at most.
+#: Heights in pixels: least of a row drawn by itself, most of a request, most of the forest.
 LEAST_ROW, MOST_ROW, MOST_FOREST = 0.5, 30.0, 360.0
-#: Left and right of the schedule's bars, a worker's bar, and from one worker to the next.
+#: Pixels left and right of the schedule's bars, height of a bar, from one worker to the next.
 LEFT, RIGHT, BAR, STEP = 84, 178, 15, 20
-#: Most workers that are drawn: of more, some from the busiest to the least busy.
+#: Most workers drawn; if there are more, a sample from the busiest to the least busy.
 MOST_WORKERS = 32
 
 
@@ -95,7 +95,7 @@ def picture(
     """The forest, widths by requests and lengths by tokens, above the plan's schedule.
 
     Args:
-        title: what the batch is. says: its figures. made_by: how the plan was made.
+        title: names the batch. says: its figures. made_by: how the plan was made.
         seq_lens: ``[num_reqs]`` by batch row.
     """
     canvas, room = Canvas(WIDTH, title), WIDTH - 2 * MARGIN
@@ -120,7 +120,7 @@ def _fill(node: int) -> str:
 
 
 def _rim(width: float, height: float) -> str:
-    """A white line around what is large enough to be seen within it."""
+    """The stroke of a rectangle: white if it is large enough for a rim, else none."""
     return "#ffffff" if width >= 6 and height >= 3 else "none"
 
 
@@ -130,7 +130,7 @@ def _draw_forest(canvas: Canvas, forest: Forest, lens: IntArray, top: float) -> 
     row = min(MOST_ROW, MOST_FOREST / n)
     height, scale = n * row, (WIDTH - 2 * MARGIN) / int(lens.max())
     _draw_axis(canvas, MARGIN, scale, int(lens.max()), top, top + height, "KV tokens")
-    # requests that would be thinner than half a pixel are drawn several in one
+    # requests thinner than half a pixel are drawn together
     for first in range(0, n, step := max(1, math.ceil(LEAST_ROW / row))):
         last = min(n, first + step)
         start, end = int(forest.private_start[first:last].min()), int(lens[first:last].max())
@@ -197,7 +197,7 @@ def _draw_schedule(
 
 
 def _shown(workers: list[list[Tile]]) -> tuple[list[int], str]:
-    """Workers to draw, and what is to be said of the others."""
+    """Workers to draw, and a note on the others."""
     busy = [w for w, tiles in enumerate(workers) if tiles]
     idle = len(workers) - len(busy)
     says = f", {idle} of them idle" if idle else ""
@@ -238,7 +238,7 @@ def _draw_worker(canvas: Canvas, worker: int, tiles: list[Tile], scale: float, y
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:
-    """One piece for each node, in the order of the first of each."""
+    """Pieces merged by node, in order of first appearance."""
     tokens: dict[int, int] = {}
     for piece in pieces:
         tokens[piece.node] = tokens.get(piece.node, 0) + piece.tokens

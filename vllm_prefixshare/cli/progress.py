@@ -8,10 +8,10 @@ WIDTH = 30
 
 
 class Progress:
-    """Counts steps; use it as a context, which takes the bar away at its end.
+    """Counts steps; use it as a context manager, which removes the bar at the end.
 
     Args:
-        total: steps that there will be.
+        total: number of steps.
         stream: standard error if None. Nothing is written unless it is a terminal.
     """
 
@@ -22,7 +22,7 @@ class Progress:
         self._began = time.monotonic()
 
     def step(self) -> None:
-        """One more step is done."""
+        """Count one step as done."""
         self.done = min(self.total, self.done + 1)
         if self._shown:
             full = WIDTH * self.done // self.total

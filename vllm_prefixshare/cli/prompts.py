@@ -1,4 +1,4 @@
-"""Prompts from a file, one after the other: its size does not matter, that of a line does."""
+"""Prompts read from a file line by line: only the size of a line is limited."""
 
 import json
 import re
@@ -11,9 +11,9 @@ import numpy as np
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 MOST_LINE = 8 << 20
-#: What stands for a token where no tokenizer is named.
+#: Bytes that count as a token where no tokenizer is named.
 BYTES_PER_TOKEN = 4
-#: As vLLM's request logger writes it at level DEBUG.
+#: Token ids of a prompt as vLLM's request logger writes them at level DEBUG.
 LOGGED = re.compile(r"prompt_token_ids: (\[[0-9, ]*\])")
 FORMS = (
     'a JSON string, an object with "prompt", or a list of token ids on each line, or a log of '
@@ -62,7 +62,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> Iterator[IntArray]:
             logged = LOGGED.findall(line)
             if not logged:
                 continue
-            line = logged[-1]  # the prompt's text, which may look like it, comes before
+            line = logged[-1]  # the prompt's text comes earlier and may also match
         try:
             tokens = _tokens(json.loads(line), tokenizer)
         except (ValueError, RecursionError, OverflowError) as e:
@@ -96,7 +96,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _tokens(data: Any, tokenizer: Tokenizer) -> IntArray:
-    """Raises ValueError with what is wrong."""
+    """Token ids of one prompt. Raises ValueError with what is wrong."""
     if isinstance(data, dict):
         data = data.get("prompt_token_ids", data.get("prompt"))
     if isinstance(data, str):

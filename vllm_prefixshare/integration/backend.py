@@ -14,8 +14,8 @@ from vllm_prefixshare.integration.support import declines
 class BackendMethods:
     """The methods that are the same in the backend classes of both platforms.
 
-    dtypes: names of those that the platform's executors take.
-    impl_cls, builder_cls: the classes of a layer and of what builds a step's metadata.
+    dtypes: names of the dtypes that the platform's executors take.
+    impl_cls, builder_cls: the classes of a layer and of its metadata builder.
     """
 
     dtypes: ClassVar[tuple[str, ...]]

@@ -82,16 +82,17 @@ def decode_query_len(config: Any) -> int:
 
 def kernel_blocks_per_id(block_tables: Any) -> list[int]:
     """Kernel blocks in each block of the KV-cache manager, for each KV-cache group of a
-    ``BlockTables`` (V2 model runner). Up to 0.31 vLLM splits the ids when it notes them in that
-    table; from 0.32 on when it builds metadata, and the table holds the manager's own.
+    ``BlockTables`` (V2 model runner). Up to 0.31 vLLM splits the ids when it stores them in that
+    table; from 0.32 on, the table holds the manager's ids, and vLLM splits them when it builds
+    metadata.
     """
     groups = len(block_tables.input_block_tables)
     return list(getattr(block_tables, "blocks_per_kv_block", [1] * groups))
 
 
 def steps_in_flight(config: Any) -> int:
-    """Most steps that may still run on the GPU while the host prepares the next: it does not know
-    yet which of their drafts were accepted.
+    """Most steps that may still run on the GPU while the host prepares the next; the host does not
+    know yet which of their drafts were accepted.
     """
     if not config.scheduler_config.async_scheduling:
         return 0

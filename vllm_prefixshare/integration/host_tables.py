@@ -1,4 +1,4 @@
-"""Copies of vLLM's block tables on the host. vLLM gives its metadata builders those of the device.
+"""Copies of vLLM's block tables on the host. vLLM gives its metadata builders the device tables.
 
 A builder finds the copy by the address of the device tensor. The V1 model runner has a copy of its
 own, in the order of the batch. The V2 runner has none: the hooks note, by request slot, the block

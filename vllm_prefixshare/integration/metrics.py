@@ -1,10 +1,10 @@
 """The counters on the server's ``/metrics`` and, once a minute, in the log.
 
-They are counted in a worker, and ``/metrics`` is answered in the front end. The first worker of an
-engine writes them once a second into files as those of prometheus_client's multi-process mode,
-which the front end reads at every scrape. So a step pays nothing, and nothing of vLLM is wrapped:
-its own channel for statistics has typed fields only, and an entry point of
-``vllm.stat_logger_plugins`` would switch vLLM's statistics on for everybody who switched them off.
+Workers count, and the front end answers ``/metrics``. The first worker of an engine writes the
+counters once a second into files of prometheus_client's multi-process mode, which the front end
+reads at every scrape. So a step pays nothing, and no vLLM function is wrapped: vLLM's own channel
+for statistics has typed fields only, and an entry point of ``vllm.stat_logger_plugins`` would
+switch vLLM's statistics on for users who switched them off.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ VARIABLE = "VLLM_PREFIXSHARE_METRICS"
 PREFIX = "vllm_prefixshare_"
 TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.1, 1.0, 60.0
 
-#: Key of ``BackendStats.as_dict`` -> what ``/metrics`` says of it.
+#: Key of ``BackendStats.as_dict`` -> help text on ``/metrics``.
 COUNTERS = {
     "decode_steps": "Engine steps with a decode, for each KV-cache group.",
     "shared_steps": "Decode steps in which requests shared KV.",
@@ -56,8 +56,8 @@ class Sample(NamedTuple):
 
 
 def samples(recent_share_factor: float) -> Iterator[Sample]:
-    """What ``STATS`` holds. Known reasons are there from the start: an alert on an increase would
-    not see the first one otherwise.
+    """Samples of ``STATS``. Known fallback reasons start at 0, so that an alert on an increase sees
+    the first one.
     """
     from vllm_prefixshare.planning.planner import PLAN_TOO_LARGE, PLANNING_FAILED
 
@@ -76,8 +76,8 @@ def samples(recent_share_factor: float) -> Iterator[Sample]:
 
 
 def expose() -> None:
-    """In the front end: make the folder, name it to the workers, and let ``/metrics`` read it.
-    In a process of Ray, forward what the folder holds to Ray's own metrics.
+    """In the front end: make the folder, name it to the workers, and let ``/metrics`` read it. In a
+    Ray process, forward the folder's counters to Ray's own metrics.
 
     Raises:
         PrefixShareError: the folder cannot be used.
@@ -85,11 +85,11 @@ def expose() -> None:
     from prometheus_client import REGISTRY
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    # where it is set, as with several API servers, ``/metrics`` has what is in this folder alone
+    # where it is set, as with several API servers, ``/metrics`` shows only this folder
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     folder = shared or os.environ.get(VARIABLE) or _temporary_folder()
     os.environ[VARIABLE] = folder
-    settings.cache_clear()  # a forked worker inherits what was read
+    settings.cache_clear()  # a forked worker inherits the cached settings
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as e:
@@ -111,7 +111,7 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 def _temporary_folder() -> str:
-    """One that goes with this process."""
+    """A folder that is deleted when this process ends."""
     global _folder
     if _folder is None:
         _folder = tempfile.TemporaryDirectory(prefix="vllm-prefixshare-metrics-")
@@ -125,7 +125,7 @@ def start_in_worker() -> None:
 
     global _publisher
     if _publisher is not None or not torch.distributed.is_initialized():
-        return  # the latter: the front end, or the engine core beside its workers
+        return  # not initialized: the front end, or the engine core beside its workers
     config = get_current_vllm_config()
     if config.parallel_config.rank:
         return  # under tensor parallelism all ranks count the same
@@ -142,7 +142,7 @@ def start_in_worker() -> None:
 
 
 def remove_ended(folder: Path) -> None:
-    """Remove the files of workers that have ended: their counts are not of this server."""
+    """Remove the files of workers that have ended: this server must not report their counts."""
     for path in folder.glob("*_prefixshare-*.db"):
         # a worker keeps its files locked; where the file system has no locks, all files stay
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -155,7 +155,7 @@ class Publisher(threading.Thread):
 
     Args:
         folder: where ``expose`` looks; None: the log alone.
-        labels: of every sample.
+        labels: added to every sample.
     """
 
     def __init__(self, folder: Path | None, labels: dict[str, str]) -> None:
@@ -170,8 +170,8 @@ class Publisher(threading.Thread):
         self._known_fallbacks: dict[str, int] = {}
 
     def run(self) -> None:
-        """Write once a second and log once a minute, as long as the process lives. Write at once
-        when decodes stop: the process may be killed as soon as the last answer is there.
+        """Write once a second and log once a minute, until the process ends. Write at once when
+        decodes stop: the process may be killed right after the last answer.
         """
         wrote = logged = time.monotonic()
         seen = written = STATS.decode_steps
@@ -215,10 +215,10 @@ class Publisher(threading.Thread):
             self._files[sample.kind].write_value(key, float(sample.value), time.time())
 
     def _new_file(self, folder: Path, kind: str) -> Any:
-        """A file of prometheus_client, locked for as long as this process lives.
+        """A file of prometheus_client, locked until this process ends.
 
         Its name is unique: a folder may serve several hosts and containers, where process ids are
-        not. It gets the name once it can be read, because a scrape may come at any time.
+        not. The file gets this name once it is readable, because a scrape may come at any time.
         """
         from prometheus_client.mmap_dict import MmapedDict
 
@@ -233,14 +233,14 @@ class Publisher(threading.Thread):
         return file
 
     def log_line(self) -> str | None:
-        """What happened since it was last asked; None if nothing did."""
+        """The log line for the time since the last call; None if nothing happened."""
         n = self._since_log.take()
         counts, known = dict(STATS.fallbacks), self._known_fallbacks
         fallbacks = {
             reason: count - (known.get(reason, 0) if count > known.get(reason, 0) else 0)
             for reason, count in counts.items()
             if count != known.get(reason, 0)
-        }  # a count below the known one: it was reset in between
+        }  # a count below the known one was reset in between
         self._known_fallbacks = counts
         if not n["decode_steps"] and not fallbacks:
             return None

@@ -1,9 +1,9 @@
-"""The order in which vLLM starts waiting requests: those that share a prefix together, while that
-prefix is cached. A queue in the place of vLLM's own; its scheduler stays as it is.
+"""A queue of waiting requests: vLLM starts those that share a prefix together, while that prefix is
+cached. It replaces vLLM's own queue; the scheduler stays as it is.
 
 A block hash covers the whole prefix up to its block, so a dictionary from hash to requests is a
-trie. It holds not every depth of a request but four for each doubling (``DEPTHS``): what two
-requests share is known to a fifth of it, for some thirty entries instead of thousands.
+trie. It holds four depths for each doubling (``DEPTHS``) instead of every depth: the shared length
+is known to within a fifth, with some thirty entries instead of thousands.
 """
 
 import functools
@@ -34,8 +34,9 @@ Request = Any  # vllm.v1.request.Request
 
 
 class _Waiting(NamedTuple):
-    """hashes: of the request's first ``DEPTHS[i]`` blocks. given: ``_Level.given()`` when it
-    came.
+    """A waiting request.
+
+    hashes: of its first ``DEPTHS[i]`` blocks. given: ``_Level.given()`` when it came.
     """
 
     hashes: list[bytes]
@@ -58,7 +59,7 @@ class _Level:
         self._bound = bound
         self._stride = stride
         self._clock = clock
-        #: put back by the scheduler: pre-empted or skipped. They go first, as in vLLM.
+        #: requests that the scheduler put back, pre-empted or skipped; they go first, as in vLLM
         self._front: deque[Request] = deque()
         self._waiting: OrderedDict[Request, _Waiting] = OrderedDict()  # by age
         self._sharing: dict[bytes, OrderedDict[Request, None]] = {}  # hash -> requests, by age
@@ -94,9 +95,9 @@ class _Level:
         self._front.appendleft(request)
 
     def given(self) -> float:
-        """Seconds given so far to requests that overtook others: from when each was taken until
-        the next one was. What the oldest request lost is the difference since it came; every
-        other one lost at most as much.
+        """Total seconds given to requests that overtook others: each from when it was taken until
+        the next was. The oldest request lost the increase since it came; others lost at most as
+        much.
         """
         return self._given + (self._clock() - self._taken_at if self._overtakes else 0.0)
 
@@ -112,11 +113,11 @@ class _Level:
                 key = next(reversed(warm))
                 if self._cached(key):
                     return next(iter(self._sharing[key]))
-                del warm[key]  # evicted; it comes back with the next request that computes it
+                del warm[key]  # evicted; listed again when the next request computes it
         return oldest
 
     def take(self, request: Request) -> None:
-        """Remove ``request``, which is about to run: its prefix is what others should follow."""
+        """Remove ``request``, which is about to run: requests with its prefix should follow."""
         self._given = self.given()
         self._taken_at = self._clock()
         if self._front and self._front[0] is request:
@@ -163,8 +164,8 @@ class _Level:
 class PrefixQueue(RequestQueue):
     """A queue whose next request is the one with the longest cached prefix, else the oldest.
 
-    Requests that were put back go first. Priorities stand above all this, and nobody loses more
-    than the bound to requests of its priority that came after it.
+    Requests that were put back go first. Priorities come before all this, and no request loses more
+    than the bound to later requests of its priority.
 
     Args:
         cached: whether the block with this hash is in the KV cache.
@@ -186,8 +187,8 @@ class PrefixQueue(RequestQueue):
         self._by_priority = by_priority
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # a heap of the keys above
-        #: (request, its level): what was seen must be what is taken, although the cache has
-        #: changed in between
+        #: (request, its level) last peeked at, which must be the one taken even if the cache has
+        #: changed since
         self._seen: tuple[Request, _Level] | None = None
 
     def _level_of(self, request: Request) -> _Level:
@@ -251,8 +252,8 @@ class PrefixQueue(RequestQueue):
         return sum(map(len, self._levels.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        """By priority; within it those put back, then the others by age. In which order these
-        will be taken is known only when they are.
+        """Requests by priority, then those put back, then by age. The order in which they will be
+        taken is not known in advance.
         """
         for priority in sorted(self._levels):
             yield from self._levels[priority]
@@ -286,7 +287,7 @@ def order_requests(config: Any, offline: bool) -> None:
 
 
 class _PrefixOrder:
-    """Gives a scheduler of vLLM's a ``PrefixQueue`` for its waiting requests.
+    """Gives a vLLM scheduler a ``PrefixQueue`` for its waiting requests.
 
     bound: of the queue, in seconds, unless the settings name one.
     """
@@ -300,7 +301,7 @@ class _PrefixOrder:
         groups = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         if not groups:  # a model without attention
             return
-        # other groups cache no block that has left their window
+        # groups of other kinds do not cache blocks that have left their window
         full = (i for i, spec in enumerate(groups) if isinstance(spec, FullAttentionSpec))
         group_id = next(full, 0)
 
@@ -316,7 +317,7 @@ class _PrefixOrder:
         )
 
 
-# Classes of this module, and no closures: a configuration is pickled for the engine core's
+# Module-level classes instead of closures: a configuration is pickled for the engine core's
 # process, and vLLM checks the type of what it copies.
 
 
@@ -329,13 +330,13 @@ class PrefixOrderAsyncScheduler(_PrefixOrder, AsyncScheduler):
 
 
 class OfflinePrefixOrderScheduler(PrefixOrderScheduler):
-    """The same where nobody waits for a single answer."""
+    """The same for ``vllm.LLM``: later requests may overtake without bound."""
 
     bound = math.inf
 
 
 class OfflinePrefixOrderAsyncScheduler(PrefixOrderAsyncScheduler):
-    """The same where nobody waits for a single answer."""
+    """The same for ``vllm.LLM``: later requests may overtake without bound."""
 
     bound = math.inf
 

@@ -1,4 +1,4 @@
-"""The planner of one KV-cache group, as the settings of the process want it."""
+"""The planner of one KV-cache group, made from the settings of the process."""
 
 from functools import partial
 from typing import Any
@@ -25,13 +25,13 @@ def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any
     cost = cost_model(attention, executor.name, logger().info_once)
     share = chosen.share
     if share == "auto" and executor.name == "torch" and isinstance(cost, AnalyticCost):
-        # wherever it was measured, CPU_ATTN is as fast as sharing in torch operators, or faster
+        # in all measurements, CPU_ATTN was at least as fast as sharing in torch operators
         share = "never"
     config = executor.planner_config(
         chosen.divider,
         share,
         null_block_id=NULL_BLOCK_ID,
-        # the stages of a pipeline hold as many batches, which take turns
+        # with n pipeline stages, n batches take turns
         kept_plans=vllm_config.parallel_config.pipeline_parallel_size,
         check_plans=chosen.check_plans,
     )

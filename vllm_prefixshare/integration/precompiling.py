@@ -1,7 +1,7 @@
 """Compiling while vLLM starts, so that a fresh machine does not wait for it.
 
 The processes end by themselves, touch no GPU and only fill caches: if one fails, the worker
-compiles what is missing and says what is wrong.
+compiles what is missing and logs what is wrong.
 """
 
 import contextlib
@@ -60,18 +60,18 @@ def start(attention: AttentionConfig, config: Any) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        threading.Thread(target=process.wait, daemon=True).start()  # leaves no zombie
+        threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
 
 
 def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:
-    """Load what planning has compiled, or compile it, in a thread beside the weights: the first
-    plan would wait a second for it.
+    """Load or compile the planning code in a thread while weights load; the first plan would
+    otherwise wait a second for it.
     """
 
     def load() -> None:
         from vllm_prefixshare.kernels.precompile import warm_up_planning
 
-        # what goes wrong here goes wrong again, and is said, when the planner warms up
+        # the planner meets the same error when it warms up, and reports it
         with contextlib.suppress(Exception):
             warm_up_planning(kernel, attention)
 
@@ -79,7 +79,7 @@ def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:
 
 
 def done_file(what: str, arguments: list[str]) -> Path:
-    """The file that says that ``what`` is compiled for these arguments, by these sources."""
+    """The file that marks ``what`` as compiled for these arguments, by these sources."""
     package = Path(__file__).parents[1]
     sources = [f"{path} {path.stat().st_mtime_ns}" for path in sorted(package.rglob("*.py"))]
     versions = [sys.version, *map(version, LIBRARIES), os.environ.get("NUMBA_CACHE_DIR", "")]

@@ -1,8 +1,8 @@
 """The counters as metrics of Ray, whose ``/metrics`` has those of every process of a node.
 
-Under Ray nobody asks an engine's front end for ``/metrics``. So a thread of the front end, which is
-an actor of Ray, reads the files that the engine's workers write, and sets Ray's metrics once a
-second. A worker that vLLM's Ray executor made is an actor by itself and does it with its own files.
+Under Ray nothing scrapes the front end's ``/metrics``. So a thread of the front end, a Ray actor,
+reads the files that the engine's workers write, and sets Ray's metrics once a second. A worker that
+vLLM's Ray executor made is an actor itself and forwards its own files.
 """
 
 import sys
@@ -30,11 +30,11 @@ def forward(folder: str) -> None:
 
 
 class Forwarder(threading.Thread):
-    """Sets Ray's metrics to what the files in ``folder`` hold.
+    """Sets Ray's metrics from the files in ``folder``.
 
     Ray names them ``ray_vllm_prefixshare_...`` and adds the process and its node; ``ReplicaId`` is
-    that of Ray Serve, empty elsewhere, as in vLLM's metrics under Ray. A histogram of Ray takes
-    single observations only, which the files do not have: of the time of plans there is the sum.
+    that of Ray Serve, empty elsewhere, as in vLLM's metrics under Ray. A Ray histogram takes single
+    observations only, which the files lack, so plan time is exported as a sum.
     """
 
     def __init__(self, folder: str) -> None:
@@ -80,7 +80,7 @@ class Forwarder(threading.Thread):
 
 
 def _replica_id() -> str:
-    """Of the replica of Ray Serve that this process is; empty elsewhere."""
+    """The id of this process's Ray Serve replica; empty outside Ray Serve."""
     serve = sys.modules.get("ray.serve")
     if serve is None:
         return ""

@@ -1,5 +1,5 @@
-"""The entry points that vLLM calls. Both install the hooks and import nothing of vLLM: a hook
-waits until vLLM imports the module that it changes.
+"""The entry points that vLLM calls. Both install the hooks and import no vLLM module: a hook waits
+until vLLM imports the module that it changes.
 """
 
 

@@ -19,10 +19,10 @@ class BackendStats:
     kv_tokens_stock: KV tokens per layer that they would read one by one.
     plans, plan_seconds: plans made and copied to the device, and their time.
     build_seconds: time that planning adds to building metadata (CPU only).
-    imbalance: of the last plan: load of the busiest worker over the mean; 0 before the first.
+    imbalance: load of the busiest worker over the mean, in the last plan; 0 before the first.
     plans_by_time: plans in each of ``PLAN_BUCKETS``.
-    fallbacks: by reason: kinds of layers that keep vLLM's own backend, and plans that share
-        nothing because one that shares could not be used.
+    fallbacks: counts by reason: kinds of layers that keep vLLM's own backend, and plans that share
+        nothing because a sharing plan could not be used.
     """
 
     decode_steps: int = 0
@@ -39,7 +39,7 @@ class BackendStats:
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     def note_plan(self, seconds: float, imbalance: float, fallback: str | None = None) -> None:
-        """Count a plan, and that it shares nothing because of ``fallback``."""
+        """Count a plan, and ``fallback``, the reason why it shares nothing, if any."""
         self.plans += 1
         self.plan_seconds += seconds
         self.plans_by_time[bisect_left(PLAN_BUCKETS, seconds)] += 1
@@ -48,7 +48,7 @@ class BackendStats:
             self.note_fallback(fallback)
 
     def note_fallback(self, reason: str) -> None:
-        """Count what was not shared because of ``reason``."""
+        """Count a fallback by its ``reason``."""
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def note_step(self, tokens: int, saved: int) -> None:
@@ -59,11 +59,11 @@ class BackendStats:
         self.kv_tokens_read += tokens - saved
 
     def counters(self) -> dict[str, float]:
-        """All that is added up, as plain numbers."""
+        """The counters that add up, as plain numbers."""
         return {f.name: getattr(self, f.name) for f in fields(self)[:9]}
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, and what follows from them: kv_tokens_saved, share_factor, plans_reused."""
+        """Every field, and the derived kv_tokens_saved, share_factor, plans_reused."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {
             **values,
@@ -91,13 +91,13 @@ STATS = BackendStats()
 
 
 class Since:
-    """What the counters of this process have grown by since it was last asked."""
+    """Increases of this process's counters between calls of ``take``."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """By name; a reset in between takes nothing away."""
+        """Increase of each counter since the last call; after a reset, its value."""
         now, before = STATS.counters(), self._before
         self._before = now
         return {

@@ -18,10 +18,10 @@ from vllm_prefixshare.settings import settings
 
 #: dtypes that the GPU kernels take.
 CUDA_DTYPES = ("bfloat16", "float16")
-#: largest head_dim that a GPU has run
+#: largest head_dim run on a GPU so far
 USUAL_HEAD_DIM = 256
 #: most query heads of a layer with latents (MLA) on a GPU: with more, arithmetic takes as long as
-#: reading for each request
+#: reading the cache for each request
 MOST_LATENT_HEADS = 16
 #: vLLM's names of an e4m3 KV cache with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
@@ -35,7 +35,7 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
     their prefills, takes them; latents where FLASH_ATTN_MLA does.
 
     Args:
-        anywhere: what they may have on a GPU that takes all.
+        anywhere: return what layers may have on a GPU that supports everything.
     """
     extras = GPU_EXTRAS | settings().experimental
     if anywhere:
@@ -58,7 +58,7 @@ def selector_refusal(
 
     Args:
         dtypes: those that the platform's executors take.
-        extras: of ``GPU_EXTRAS`` and ``settings.EXPERIMENTAL``, what is served.
+        extras: the served ones of ``GPU_EXTRAS`` and ``settings.EXPERIMENTAL``.
     """
     dtype = str(layer.dtype).removeprefix("torch.")
     named = {
@@ -106,8 +106,8 @@ def latent_refusal(num_heads: int) -> str | None:
 
 
 def declines(layer: Any, dtypes: Iterable[str], latent: bool = False) -> str | None:
-    """As ``selector_refusal``, and said once. Asked for each kind of layer for which the backend
-    was chosen, so metrics start here: also where no layer is served.
+    """As ``selector_refusal``, and logs the reason once. Called for each kind of layer for which
+    the backend was chosen, so metrics start here even if no layer is served.
 
     Args:
         latent: whether the caller has a backend for latents, which is another class.
@@ -131,7 +131,7 @@ def spec_refusal(spec: Any, latent: bool = False) -> str | None:
     than full attention keep ids of freed blocks, or leave some out.
 
     Args:
-        latent: whether they have latents in place of keys and values.
+        latent: whether the layers have latents in place of keys and values.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -171,7 +171,7 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
     ranks that share KV heads under decode context parallelism.
 
     Args:
-        dtype: of the model, whatever the KV cache holds.
+        dtype: the model's, even if the KV cache has another.
     """
     impl, name = impls[0], str(dtype).removeprefix("torch.")
     if (rank := getattr(impl, "kv_lora_rank", None)) is not None:
@@ -196,7 +196,7 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
 
 
 def fall_back(reason: str) -> None:
-    """Say once that a layer keeps vLLM's own backend; refuse under the strict setting.
+    """Log once that a layer keeps vLLM's own backend; refuse under the strict setting.
 
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.

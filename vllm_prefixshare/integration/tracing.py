@@ -14,12 +14,12 @@ from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
-#: Of a trace; what does not fit is not recorded.
+#: Largest size of a trace; later batches are not recorded.
 MOST_BYTES = 16 << 20
 
 
 class Trace:
-    """A file with a JSON object on each line. Of several processes that name the same file, the
+    """A file with a JSON object on each line. If several processes name the same file, only the
     first records: the workers of one engine have the same batches.
 
     Raises:
@@ -51,8 +51,8 @@ class Trace:
         block_table: IntArray,
         seq_lens: IntArray,
     ) -> None:
-        """Add a batch, ``[num_reqs, max_blocks]`` block ids and ``[num_reqs]`` tokens, and what
-        its plan is like.
+        """Add a batch, ``[num_reqs, max_blocks]`` block ids and ``[num_reqs]`` tokens, and figures
+        of its plan.
         """
         if plan.num_reqs == 0:
             return
@@ -78,9 +78,7 @@ class Trace:
         )
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a line, while there is room. A trace that cannot be written any more ends; the
-        engine goes on.
-        """
+        """Add a line. If the trace is full or cannot be written, it ends; the engine continues."""
         if not self._open:
             return
         line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
@@ -91,7 +89,7 @@ class Trace:
                 raise OSError("the disk is full")
         except OSError as e:
             self._open = False
-            os.ftruncate(self._file, self._size)  # no part of a line
+            os.ftruncate(self._file, self._size)  # drop a partial line
             logger().warning("The trace %s ends here: %s.", self._path, e)
         else:
             self._size += len(line)
@@ -99,5 +97,5 @@ class Trace:
 
 @cache
 def trace_to(path: Path) -> Trace:
-    """One for all the KV-cache groups of a process."""
+    """The trace that all KV-cache groups of a process share."""
     return Trace(path)

@@ -61,8 +61,8 @@ def kernel_isa(isa: str) -> str:
 class PrefixShareCPUMetadata(CPUAttentionMetadata):
     """CPU_ATTN's metadata of the whole batch, and how this step divides it.
 
-    executor: holds the plan of the decodes that share KV. None where none do: CPU_ATTN then runs
-        the whole batch, and the two fields below are None.
+    executor: holds the plan of the decodes that share KV. None if no decodes share: CPU_ATTN then
+        runs the whole batch, and the two fields below are None.
     unshared_metadata: CPU_ATTN's metadata of the other requests; None if there are none.
     unshared_tokens: int64, their query tokens.
     """
@@ -103,7 +103,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _check_layout(self) -> bool:
         """Whether a block that vLLM writes has the layout that ``cache_views`` reads."""
-        assert isinstance(self.dtype, torch.dtype)  # no longer the name in the model's config
+        assert isinstance(self.dtype, torch.dtype)  # a dtype by now, not the config's name
         shape = (1, self.num_kv_heads, self.block_size, 2 * self.head_dim)
         cache = torch.zeros(shape, dtype=self.dtype)
         tokens = (self.block_size, self.num_kv_heads, self.head_dim)

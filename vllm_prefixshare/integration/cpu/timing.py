@@ -1,5 +1,5 @@
-"""CPU_ATTN's own kernel outside an engine: its time is the cost table's column of unshared
-requests, and what `bench` compares with.
+"""CPU_ATTN's own kernel outside an engine, timed for the cost table's column of unshared requests
+and for comparison in `bench`.
 """
 
 from collections.abc import Callable

@@ -7,9 +7,9 @@ first in a batch and run in the kernels of this package. One step:
                                            -> FLASH_ATTN metadata of the prefills
     forward(): GpuExecutor.run  and  FLASH_ATTN forward, each on its own tokens     [per layer]
 
-Under decode context parallelism what ``run`` leaves is combined across ranks: ``context_parallel``.
+Under decode context parallelism, ``context_parallel`` combines the results of ``run`` across ranks.
 ``build`` is in ``metadata``. A FULL CUDA graph holds what ``forward`` launched while it was
-captured, and is replayed after each ``build``: the launches stay, the plan that they read changes.
+captured, and is replayed after each ``build``: the launches stay the same and read the new plan.
 """
 
 import weakref
@@ -120,8 +120,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         return output
 
     def _extras_of(self, layer: Any, attention: AttentionConfig) -> LayerExtras:
-        """What this layer adds to plain attention; one record, made at its first call, when its
-        weights are there. Scales stay where vLLM has them, and may change there.
+        """What this layer adds to plain attention: one record, made at the first call, when weights
+        are loaded. It refers to vLLM's scale tensors, whose values may change.
         """
         quantised, kept = attention.kv_dtype is not None, self._extras
         if kept is None or (quantised and kept.k_scale is not layer._k_scale):  # loaded anew
@@ -183,7 +183,7 @@ def _shard_refusal(impl: Any, config: Any) -> str | None:
         (impl.sinks is not None, "attention sinks under decode context parallelism"),
         # positions in a shard are not those in the request
         (impl.alibi_slopes is not None, "ALiBi slopes under decode context parallelism"),
-        # right in theory; neither a test nor a GPU has gathered such queries
+        # should work, but no test or GPU has run it
         ("fp8" in impl.kv_cache_dtype, "an fp8 KV cache under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)
@@ -202,8 +202,8 @@ def this_device() -> torch.device:
 
 
 def set_up(impl: Any, config: Any, falls_back: str | None) -> None:
-    """Set ``impl.shares``, whether the layer is served, and for one that is ``impl.partials``:
-    room for partial results, because vLLM measures the memory for the KV cache after the layers.
+    """Set ``impl.shares``, whether the layer is served, and if so ``impl.partials``, the room for
+    partial results: reserved now, because vLLM sizes the KV cache after creating the layers.
 
     Args:
         falls_back: why the layer is not served; None if it is.
@@ -218,7 +218,7 @@ def set_up(impl: Any, config: Any, falls_back: str | None) -> None:
 
 def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
     """Room for the partial results of any batch of this configuration."""
-    block_size = config.cache_config.block_size or 16  # as far as it is known yet
+    block_size = config.cache_config.block_size or 16  # may not be known yet
     attention = attention_of([impl], block_size, config.model_config.dtype)
     query_len = decode_query_len(config)
     shape = (attention.num_qo_heads, attention.head_dim)

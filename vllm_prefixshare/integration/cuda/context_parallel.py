@@ -1,15 +1,15 @@
 """Decode context parallelism: the KV of each request in shards across ranks.
 
 Where ``decode_context_parallel_size`` is above 1, a rank holds every ``size``-th run of
-``interleave`` tokens of each request, one after the other in blocks of its own. Requests that share
-blocks share them on every rank, so each rank plans for its shard as for any batch. One layer:
+``interleave`` tokens of each request, packed in blocks of its own. Requests that share blocks share
+them on every rank, so each rank plans for its shard as for any batch. One layer:
 
     queries of all the group's heads -> GpuExecutor.run on the shard -> out, log-sum-exp
                                      -> vLLM's combine -> output of the rank's own heads
 
 A request with one query sees all tokens before it, so the order of tokens does not matter, and its
-newest token is read from the cache like the others: vLLM has written it there. FLASH_ATTN reads it
-apart, because its path takes prefills, too; these keep that path.
+newest token is read from the cache like the others: vLLM has written it there. FLASH_ATTN reads the
+newest token separately, because its path also takes prefills; prefills keep that path.
 """
 
 from typing import Any, NamedTuple
@@ -57,11 +57,11 @@ class Gathered(NamedTuple):
 def check_collectives(config: Any) -> None:
     """Refuse a combine that would leave garbage.
 
-    Where NCCL lacks a function that vLLM asks for (0.33 wants 2.29.7), vLLM switches its wrapper of
-    NCCL off without a word, and its reduce-scatter returns unwritten memory.
+    Where NCCL lacks a function that vLLM asks for (0.33 wants 2.29.7), vLLM silently disables its
+    NCCL wrapper, and its reduce-scatter returns unwritten memory.
 
     Raises:
-        PrefixShareError: this is so here.
+        PrefixShareError: vLLM's NCCL wrapper is disabled, and reduce-scatter would be used.
     """
     communicator = getattr(get_dcp_group(), "device_communicator", None)
     nccl = getattr(communicator, "pynccl_comm", None)

@@ -1,15 +1,15 @@
 """PREFIX_SHARE for multi-head latent attention (MLA), on NVIDIA GPUs of compute capability 9.0.
 
-Subclasses FLASH_ATTN_MLA for its KV cache, its prefill and its short ones: it calls a request with
-up to 512 new tokens a decode, too. Requests with one new token come first in a batch and run in
-the kernel of this package, after absorption: the queries that ``forward_mqa`` gets are as wide as
-the cache. One step:
+Subclasses FLASH_ATTN_MLA for its KV cache, its prefills and the short prefills (up to 512 new
+tokens) that it treats as decodes. Requests with one new token come first in a batch and run in the
+kernel of this package, after absorption: the queries that ``forward_mqa`` gets are as wide as the
+cache. One step:
 
     build():       FLASH_ATTN_MLA metadata of the batch; the plan of the decodes  [if changed]
     forward_mqa(): GpuExecutor.run on the decodes, FLASH_ATTN_MLA on the rest     [per layer]
 
-A FULL CUDA graph holds decodes alone, and so our launches alone; they read the plan of each step.
-As with plain attention, rows that share nothing run in our kernel too, since a graph cannot choose.
+A FULL CUDA graph holds only decodes, and so only our launches, which read the plan of each step. As
+with plain attention, rows that share nothing also run in our kernel: a graph cannot switch kernels.
 """
 
 from dataclasses import dataclass, replace
@@ -40,8 +40,8 @@ class PrefixShareMLAMetadata(FlashAttnMLAMetadata):
     """FLASH_ATTN_MLA's metadata of the whole batch, and how this step divides its decodes.
 
     executor: holds the plan of the requests with one new token; None where no layer is served.
-    num_planned_tokens: how many they are, with the padding of a graph; they come first.
-    rest: as FLASH_ATTN_MLA takes the others that it calls decodes; None if there are none.
+    num_planned_tokens: number of these requests, which come first, with a graph's padding.
+    rest: FLASH_ATTN_MLA's metadata of the other requests that it treats as decodes; None if none.
     """
 
     executor: GpuExecutor | None = None

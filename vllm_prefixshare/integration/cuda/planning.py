@@ -1,4 +1,4 @@
-"""What the metadata builders of plain and of latent attention share: the plan of the decodes."""
+"""The base of the metadata builders of plain and of latent attention: plans the decodes."""
 
 import time
 import weakref
@@ -24,8 +24,8 @@ from vllm_prefixshare.settings import settings
 
 
 class PlanningBuilder(AttentionMetadataBuilder[Any]):
-    """Plans for one KV-cache group; stands before a metadata builder of vLLM's, the parent, among
-    the bases of a class that says how a step is divided between the two.
+    """Plans for one KV-cache group. A subclass derives from this class first, then from a vLLM
+    metadata builder (the parent), and divides each step between the two.
 
     latent: whether layers have latents in place of keys and values.
     """
@@ -39,7 +39,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
 
         Args:
             layers: those of the group that may be served.
-            final: the class whose ``_divide`` is known; vLLM derives others from it.
+            final: the only class that may plan; vLLM derives others, which keep the parent.
             query_len: most query tokens of a decode.
         """
         self._executor: GpuExecutor | None = None
@@ -48,7 +48,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         self._all_layers = len(served) == len(self.layer_names)
         reason = spec_refusal(self.kv_cache_spec, self.latent)
         if reason is None and type(self) is not final:
-            # a subclass of vLLM's changes the runner's metadata before it builds
+            # a vLLM subclass changes the runner's metadata before it builds
             reason = f"metadata of {type(self).__name__}"
         if served and reason is not None:
             fall_back(reason)
@@ -74,7 +74,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         # shorter in a later step. A plan must hold for lengths up to this much shorter.
         self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
         self._plan: DecodePlan | None = None
-        self.supports_draft_decode_metadata_update = False  # lengths would change unseen
+        self.supports_draft_decode_metadata_update = False  # planning would miss new lengths
         self._executor = executor
         _BUILDERS.add(self)
         if executor.passed_over:
@@ -94,14 +94,14 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         for name in self.layer_names:
             cache = context[name].kv_cache
             for tensor in cache if isinstance(cache, list) else [cache]:
-                if tensor.element_size() == 1:  # of e4m3 all bits set is no number
+                if tensor.element_size() == 1:  # e4m3: all bits set is NaN
                     bits = tensor.view(torch.uint8)
                     bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
                 else:
                     torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
     def after_wake_up(self, tags: list[str] | None) -> None:
-        """Plan anew and clean the KV cache, if it slept.
+        """Make a new plan and clean the KV cache, if the cache slept.
 
         A patched vLLM calls this; otherwise the function ``after_wake_up`` does.
         """
@@ -115,7 +115,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """As the parent's, and puts the plan of the decodes in force."""
+        """As the parent's ``build``; also puts the plan of the decodes in force."""
         table = self._host_table(common_attn_metadata)
         if self._executor is None or table is None:
             parent: Any = super()
@@ -137,8 +137,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
 
     def _host_table(self, common: CommonAttentionMetadata) -> HostTable | None:
         """The host's copy of the block table. A KV-cache group whose table is derived from the
-        runner's in each step has none, and keeps the parent; this is known from its first batch
-        on, before any graph is captured.
+        runner's in each step has no copy and keeps the parent; its first batch shows this, before
+        any graph is captured.
 
         Raises:
             PrefixShareError: a graph was captured already.
@@ -159,7 +159,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     def _plan_decodes(
         self, executor: GpuExecutor, table: HostTable, common: CommonAttentionMetadata, dummy: bool
     ) -> tuple[int, int]:
-        """Put the plan of the decodes at the head of the batch in force.
+        """Put in force the plan of the decodes, which come first in the batch.
 
         Args:
             dummy: plan for no requests, to capture a graph.
@@ -230,8 +230,8 @@ def after_wake_up() -> None:
 
 
 def kernel_for(spec: Any) -> Any:
-    """The kernel that the environment names; ``portable`` in place of ``auto`` where padding
-    puts blocks apart by a part of a token, which TMA cannot follow.
+    """The kernel that the environment names; ``portable`` in place of ``auto`` where padding makes
+    the block stride not a multiple of a token's size, which TMA cannot address.
     """
     kernel = settings().kernel
     token_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize

@@ -19,7 +19,7 @@ class ImportWatcher(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module in ``names``, which runs ``loaded`` in the end; else None."""
+        """The spec of a module in ``names``, which runs ``loaded`` after the import; else None."""
         if name not in self._names:
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -1,4 +1,4 @@
-"""Hooks that follow the life of a worker."""
+"""Hooks on a worker's sleep and wake-up."""
 
 import sys
 from types import ModuleType
@@ -11,7 +11,7 @@ _PLANNING = "vllm_prefixshare.integration.cuda.planning"
 
 
 def hook_wake_up(module: ModuleType) -> None:
-    """Plan anew and clean the KV cache after a worker has woken up."""
+    """Make a new plan and clean the KV cache after a worker has woken up."""
 
     def wrapper(original: Function) -> Function:
         def wake_up(self: Any, tags: list[str] | None = None) -> Any:

@@ -30,7 +30,7 @@ ENV_VAR = "VLLM_ATTENTION_BACKEND"
 
 def hook_backend_enum(module: ModuleType) -> None:
     """Add the member PREFIX_SHARE. Its value is the CUDA backend; on a CPU the platform's hook
-    returns the other.
+    returns the CPU backend.
 
     Made as vLLM 0.32 makes dynamic members (``AttentionBackendEnum.register``, which older
     releases lack), but it pickles as a call of ``backend_member``: spawned workers unpickle
@@ -63,10 +63,11 @@ def is_ours(backend: Any) -> bool:
 
 
 def hook_environment(module: ModuleType) -> None:
-    """Make this plugin's variables known to vLLM, which warns of others.
+    """Make this plugin's variables known to vLLM, which warns of unknown ones.
 
-    vLLM also reads each known variable into the key of what torch.compile has cached. Ours change
-    no compiled graph, and one names a folder that is new in each process, so vLLM gets no values.
+    vLLM also reads each known variable into the key of its torch.compile cache. This plugin's
+    variables change no compiled graph, and one names a folder that is new in each process, so vLLM
+    gets no values.
     """
     ours = is_ours(os.environ.get(ENV_VAR, ""))
     for name in (*VARIABLES, *((ENV_VAR,) if ours else ())):
@@ -136,7 +137,7 @@ def choose_from_environment(engine_args: Any) -> None:
         PrefixShareError: the variable holds a misspelt PREFIX_SHARE.
     """
     name = os.environ.get(ENV_VAR, "")
-    if not is_ours(name):  # others are of earlier releases, and vLLM says that it ignores them
+    if not is_ours(name):  # names of earlier releases; vLLM warns that it ignores them
         if difflib.get_close_matches(name.upper(), [BACKEND_NAME]):
             raise PrefixShareError(
                 f"{ENV_VAR}={name!r} is not an attention backend: "
@@ -149,8 +150,8 @@ def choose_from_environment(engine_args: Any) -> None:
 
 
 def _check_engine_config(config: Any, offline: bool = False) -> None:
-    """Refuse settings that would fail later; give the workers the statistics method,
-    ``/metrics`` their counters, and the scheduler its order.
+    """Refuse settings that would fail later; set up the workers' statistics method, ``/metrics``
+    and the scheduler's order.
 
     Args:
         offline: whether the engine is known to serve ``vllm.LLM``.
@@ -228,7 +229,7 @@ def _attention_of(config: Any) -> AttentionConfig:
         model.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size,
         model.get_num_kv_heads(parallel),
         model.get_head_size(),
-        config.cache_config.block_size or 16,  # as far as it is known yet
+        config.cache_config.block_size or 16,  # may not be known yet
         str(model.dtype).removeprefix("torch."),
     )
 
