@@ -59,7 +59,7 @@ class Executor(Protocol):
         """Configuration of the planner for this executor.
 
         Args:
-            divider: name of a strategy; if None, the one that measured fastest with this executor.
+            divider: name of a divider; None for the executor's default.
             options: other fields of ``PlannerConfig``.
         """
         ...

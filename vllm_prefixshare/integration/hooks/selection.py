@@ -235,7 +235,6 @@ def _attention_of(config: Any) -> AttentionConfig:
 
 
 def hook_cuda_platform(module: ModuleType) -> None:
-    # the backend is one of vLLM's own, and its configuration is validated as such
     """Let CUDA layers that are not served keep vLLM's own backend."""
     _choose_backends(module.CudaPlatformBase, CUDA_DTYPES, None, latent=True)
 
