@@ -17,9 +17,9 @@ class Roofline:
     memory and the arithmetic. cached_bytes_per_us: the same for KV that another tile reads at
     the same time. unshared_flops_per_us: arithmetic that a kernel without query rows to batch
     reaches (matrix-vector rather than matrix-matrix work); unshared_launch_us: fixed price of
-    a request in that kernel. one_head: a worker has one thread
-    block for each KV head, and the figures are those of one thread block. rows_of_all: query rows
-    that every tile multiplies, used or not; None for as many as it has.
+    a request in that kernel. one_head: a worker has one thread block for each KV head, and the
+    figures are those of one thread block. rows_of_all: query rows that every tile multiplies,
+    used or not; None for as many as it has.
     """
 
     launch_us: float
