@@ -77,7 +77,8 @@ def test_matches_float64_for_every_divider(divider, workers, queries):
     wrapper = wrapper_for(batch, divider=divider, num_workers=workers)
     assert relative_error(run(batch, wrapper), reference(batch)) < TOLERANCE[torch.float32]
     shared = wrapper.stats().share_factor > 1
-    assert shared == (divider != "per_request")
+    # batch_invariant shares whole pieces of 512 tokens, and no prefix here is as long
+    assert shared == (divider not in ("per_request", "batch_invariant"))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])

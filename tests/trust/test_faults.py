@@ -259,7 +259,7 @@ def test_native_code_that_cannot_be_kept_is_done_without(cache, monkeypatch, why
         monkeypatch.setattr(native.subprocess, "run", full)
     native._find_library.cache_clear()
     with pytest.raises(native.NativeUnavailableError, match="cannot be built or loaded"):
-        native.load_library()
+        native.load_library("bfloat16")
     assert not list(cache.glob("*")), "nothing half written"
     native._find_library.cache_clear()
 
@@ -272,11 +272,11 @@ CPUINFO = "/proc/cpuinfo"
 @pytest.mark.parametrize("what", ["folder", "library"])
 def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
     native._find_library.cache_clear()
-    native.load_library()
+    native.load_library("bfloat16")
     give_away(cache if what == "folder" else next(cache.glob("*.so")), fault, monkeypatch)
     native._find_library.cache_clear()
     with pytest.raises(native.NativeUnavailableError, match="belongs to another user, or anybody"):
-        native.load_library()
+        native.load_library("bfloat16")
     monkeypatch.undo()
     native._find_library.cache_clear()
 
