@@ -40,6 +40,6 @@ def test_limits_are_those_of_the_code():
     assert f"{MOST_BYTES >> 20} MiB, {MOST_REQUESTS} requests" in PAGE
     assert f"{MOST_ENTRIES:,} entries" in PAGE
     assert f"A line may have {MOST_LINE >> 20} MiB" in PAGE
-    assert f"more than {MOST_WORKERS} workers, {MOST_WORKERS} are shown" in PAGE
+    assert f"At most {MOST_WORKERS} workers are shown" in PAGE
     *most, last = GPUS
     assert f"{', '.join(most)} and {last}" in PAGE
