@@ -29,22 +29,29 @@ def started(monkeypatch, tmp_path) -> list[list[str]]:
     return found
 
 
-def test_a_second_start_compiles_only_what_is_not_compiled_yet(started):
-    precompiling.start(LAYER, CONFIG)
-    assert [command[3] for command in started] == ["kernels", "planning"]
-    for command in started:
-        assert command[command.index("--query-len") + 1] == "1"
-    done = precompiling.done_file("planning", started[1][4:-2])
-    assert started[1][-1] == str(done)
+def test_planning_is_compiled_once_for_all_models(started):
+    precompiling.start_planning()
+    (command,) = started
+    assert command[3:5] == ["planning", "--capability=9.0"]
+    done = precompiling.done_file("planning", command[4:-1])
+    assert command[-1] == f"--done={done}"
     done.parent.mkdir(parents=True)
     done.touch()
-    started.clear()
-    precompiling.start(LAYER, CONFIG)
-    assert [command[3] for command in started] == ["kernels"]
+    precompiling.start_planning()
+    assert len(started) == 1
 
 
-def test_other_layers_are_compiled_anew(started):
-    precompiling.start(LAYER, CONFIG)
+def test_kernels_are_compiled_once_for_each_shape(started):
+    precompiling.start_kernels(LAYER, CONFIG)
+    (command,) = started
+    assert command[3] == "kernels"
+    assert {"--num-qo-heads=32", "--query-len=1"} <= set(command)
+    done = precompiling.done_file("kernels", command[4:-1])
+    assert command[-1] == f"--done={done}"
+    done.parent.mkdir(parents=True)
+    done.touch()
+    precompiling.start_kernels(LAYER, CONFIG)
+    assert len(started) == 1
     drafting = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
-    precompiling.start(LAYER, SimpleNamespace(speculative_config=drafting))
-    assert len({command[-1] for command in started}) == 4
+    precompiling.start_kernels(LAYER, SimpleNamespace(speculative_config=drafting))
+    assert "--query-len=4" in started[1]

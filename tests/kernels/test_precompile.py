@@ -20,7 +20,7 @@ def precompile(what: str, *arguments: str, **environment: str) -> subprocess.Com
 def test_planning_is_compiled_once(tmp_path: Path):
     file = tmp_path / "folder" / "file.done"
     done = precompile(
-        *("planning", "--capability", "9.0", *LAYER, "--done", str(file)),
+        *("planning", "--capability", "9.0", "--done", str(file)),
         NUMBA_CACHE_DIR=str(tmp_path),
     )
     assert done.returncode == 0, done.stderr

@@ -24,43 +24,57 @@ if TYPE_CHECKING:
 LIBRARIES = ("triton", "numba")
 
 
-def start(attention: AttentionConfig, config: Any) -> None:
-    """Compile kernels and planning for the layers of a ``VllmConfig`` in the background, unless
-    an earlier start on this machine has.
+def start_planning() -> None:
+    """Compile planning in the background, unless an earlier start on this machine has.
+
+    It is the same for every model, so it need not wait until vLLM has read the model's
+    configuration, and takes about as long as what vLLM does before its first plan.
+    """
+    _start("planning", {})
+
+
+def start_kernels(attention: AttentionConfig, config: Any) -> None:
+    """Compile the kernels for the layers of a ``VllmConfig`` in the background, unless an earlier
+    start on this machine has.
 
     Args:
         attention: shape of the full-attention layers on one rank.
     """
-    from vllm.platforms import current_platform
-
-    capability = current_platform.get_device_capability()
-    if capability is None:
-        return
-    options = {
-        "capability": f"{capability.major}.{capability.minor}",
+    shape = {
         "num-qo-heads": attention.num_qo_heads,
         "num-kv-heads": attention.num_kv_heads,
         "head-dim": attention.head_dim,
         "block-size": attention.block_size,
         "dtype": attention.dtype,
         "query-len": decode_query_len(config),
+    }
+    _start("kernels", shape)
+
+
+def _start(what: str, shape: dict[str, Any]) -> None:
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    if capability is None:
+        return
+    gpu = {
+        "capability": f"{capability.major}.{capability.minor}",
         "kernel": settings().kernel,
     }
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    for what in ("kernels", "planning"):
-        done = done_file(what, arguments)
-        if done.exists():
-            continue
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments),
-                *("--done", str(done)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
+    arguments = [f"--{name}={value}" for name, value in (gpu | shape).items()]
+    done = done_file(what, arguments)
+    if done.exists():
+        return
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments),
+            f"--done={done}",
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
 
 
 def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:

@@ -6,7 +6,7 @@ engine imports its modules and loads its weights (``integration.precompiling`` s
 
     python -m vllm_prefixshare.kernels.precompile kernels --capability 9.0 \
         --num-qo-heads 32 --num-kv-heads 8 --head-dim 128
-    python -m vllm_prefixshare.kernels.precompile planning --capability 9.0 ...
+    python -m vllm_prefixshare.kernels.precompile planning --capability 9.0
 """
 
 import argparse
@@ -89,9 +89,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
     parser.add_argument("what", choices=("kernels", "planning"))
     parser.add_argument("--capability", required=True, help="of the GPU, as in 9.0")
-    parser.add_argument("--num-qo-heads", type=int, required=True)
-    parser.add_argument("--num-kv-heads", type=int, required=True)
-    parser.add_argument("--head-dim", type=int, required=True)
+    # the defaults are Llama-3.1-8B's; planning is the same for all of them
+    parser.add_argument("--num-qo-heads", type=int, default=32)
+    parser.add_argument("--num-kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--query-len", type=int, default=1, help="1 + speculative tokens")

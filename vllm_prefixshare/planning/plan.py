@@ -146,8 +146,12 @@ def longest_first(
         loads[worker] += costs[tile]
         work_indptr[worker + 1] += 1
     work_indptr = np.cumsum(work_indptr).astype(np.int32)
-    order = by_cost[np.argsort(worker_of[by_cost], kind="mergesort")]
-    return order.astype(np.int32), work_indptr, loads.max()
+    place = work_indptr.copy()
+    order = np.empty(len(costs), np.int32)
+    for tile in by_cost:
+        order[place[worker_of[tile]]] = tile
+        place[worker_of[tile]] += 1
+    return order, work_indptr, loads.max()
 
 
 def build_plan(

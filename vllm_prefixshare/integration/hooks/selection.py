@@ -88,6 +88,7 @@ def hook_engine_config(module: ModuleType) -> None:
                 choose_from_environment(self)
                 if is_ours(self.attention_backend) or _chosen_in(self.attention_config):
                     check_platform()
+                    precompiling.start_planning()
                     config = original(self, *args, **kwargs)
                     context = args[0] if args else kwargs.get("usage_context")
                     offline = getattr(context, "name", "") == "LLM_CLASS"
@@ -108,6 +109,7 @@ def check_where_chosen(config: Any) -> None:
         return
     try:
         check_platform()
+        precompiling.start_planning()
         _check_engine_config(config)
     except PrefixShareError as e:
         refuse(e)
@@ -165,7 +167,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
     check_settings(functools.partial(_attention_of, config) if on_cpu else None)
     if not on_cpu:
         with contextlib.suppress(PrefixShareError):  # a shape that no layer has: nothing to compile
-            precompiling.start(_attention_of(config), config)
+            precompiling.start_kernels(_attention_of(config), config)
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     metrics.expose()

@@ -25,7 +25,7 @@ import numpy as np
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
-from vllm_prefixshare.planning.dividers.windows import Runs, list_runs
+from vllm_prefixshare.planning.dividers.windows import Runs, ends_of_windows, list_runs
 from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.records import OPEN_END, FloatArray, Forest, IntArray, WorkTiles
 
@@ -291,7 +291,7 @@ def _divide(
             continue
         tried = window
         runs = list_runs(forest, kv_lens, window, limits.rows_per_request, limits.block_size, rates)
-        ends = np.unique(runs.window_end)
+        ends = ends_of_windows(runs)
         least = (runs.before[-1] + len(ends) * rates.overhead) / workers
         if least >= best_score:
             continue

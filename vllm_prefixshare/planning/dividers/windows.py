@@ -161,3 +161,15 @@ def list_runs(
         window_end[:count], start[:count], tokens[:count], reader_start[:count],
         reader_end[:count], rate[:count], before,
     )  # fmt: skip
+
+
+@compiled
+def ends_of_windows(runs: Runs) -> IntArray:
+    """``[num_windows]`` the run after the last of each window."""
+    ends = np.empty(len(runs.tokens), np.int32)
+    count = end = 0
+    while end < len(runs.tokens):
+        end = runs.window_end[end]
+        ends[count] = end
+        count += 1
+    return ends[:count]
