@@ -45,6 +45,7 @@ from tests.support.load import Load, all_gone, ends_cleanly, server_faults
 from tests.support.processes import Held, tree
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_LEN = 1024
@@ -101,11 +102,14 @@ def engine(
 ) -> dict[str, Any]:
     """Run chaos on one variant of the engine. runner: vLLM's model runner; None on a CPU."""
     label = f"{variant}, {runner}" if runner else variant
+    if args.divider != "auto":
+        label += f", {args.divider}"
     path, settings, stock_backend = model.folder, dict(args.settings), STOCK
     environment: dict[str, str] = {}
     if runner:
         settings = {**chaos.GPU_SETTINGS, **settings}
         stock_backend, environment = STOCK_GPU, dict(RUNNERS[runner])
+    environment["VLLM_PREFIXSHARE_DIVIDER"] = args.divider
     adapters: list[str | None] = [None]
     if variant == "lora":
         # every request has an adapter: beside other requests, vLLM 0.32 on a CPU gives one without
@@ -269,6 +273,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             add("--longest", type=int, default=chaos.MAX_LEN, help="most tokens of an answer")
             add("--batch", type=int, default=32, help="requests between two checks")
             add("--backend", default=PREFIX_SHARE, help=f"backend to test; {STOCK} for comparison")
+            add(
+                "--divider", default="auto", choices=("auto", *DIVIDERS),
+                help="on a GPU the default shares no document as short as here, deft_flatten does",
+            )  # fmt: skip
             add("--dtype", help="default: float32, on a GPU float16")
             add("--max-gap", type=float, help="nats; see docs/fidelity.md")
         else:

@@ -312,7 +312,10 @@ def accuracy_table() -> str:
     )
 
 
-SOAKS = ("soak_engine", "soak_lora", "soak_server", "soak_engine_gpu", "soak_server_gpu")
+SOAKS = (
+    "soak_engine", "soak_lora", "soak_server",
+    "soak_engine_gpu", "soak_engine_gpu_shared", "soak_server_gpu",
+)  # fmt: skip
 
 
 def soak_table() -> str:
@@ -335,8 +338,9 @@ def soak_table() -> str:
                 compared = f"statuses of {len(row['statuses'])} kinds of nonsense"
             else:
                 tried = (
-                    f"{row['requests']} requests, {row['steps']} steps, {row['preemptions']} "
-                    f"pre-emptions, {row['aborted']} answers aborted"
+                    f"{row['requests']} requests, {row['steps']} steps, of which "
+                    f"{row['shared_steps']} shared KV, {row['preemptions']} pre-emptions, "
+                    f"{row['aborted']} answers aborted"
                 )
                 compared = (
                     f"{row['equal']} of {row['greedy']} greedy answers equal, {row['ties']} part "
