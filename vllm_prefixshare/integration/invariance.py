@@ -15,8 +15,8 @@ from vllm_prefixshare.settings import settings
 
 DIVIDER = "batch_invariant"
 #: Tokens of a piece, and how many pieces the longest request may have before pieces get longer.
-#: Each needs room for a partial result.
-LEAST_PIECE, MOST_PIECES = 512, 64
+#: Each needs room for a partial result. Pieces are multiples of the kernels' longest KV tile.
+LEAST_PIECE, MOST_PIECES, KV_TILE = 512, 64, 128
 
 #: Functions that choose a CUDA graph for a batch, in the V1 and the V2 model runner. vLLM 0.26 and
 #: 0.27 do not have the second.
@@ -63,8 +63,8 @@ def piece_tokens(config: Any) -> int:
     Args:
         config: a ``VllmConfig``.
     """
-    share = -(-int(config.model_config.max_model_len) // MOST_PIECES)
-    return max(LEAST_PIECE, 1 << (share - 1).bit_length())
+    step = KV_TILE * MOST_PIECES
+    return max(LEAST_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
 
 
 def piece_limits(config: Any, block_size: int = 0) -> PieceLimits | None:
