@@ -688,6 +688,11 @@ TABLES = {
         lambda: engine_table("engine_newest"),
     ),
     "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
+    "engine invariant": (
+        "docs/fidelity.md",
+        "engine_invariant",
+        lambda: engine_table("engine_invariant"),
+    ),
     "kernel invariant": (
         "docs/fidelity.md",
         "kernel_invariant",

@@ -36,12 +36,14 @@ def wanted() -> bool:
 @functools.cache
 def is_possible() -> bool:
     """Whether this vLLM lets the backend hold what it must: FLASH_ATTN is invariant, and steps with
-    prompt tokens can be kept from FULL CUDA graphs.
+    prompt tokens are kept from FULL CUDA graphs, by hooks.
     """
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
+    hooked = not hasattr(CommonAttentionMetadata, "block_table_cpu")  # as hooks.patched
     supports = FlashAttentionBackend.supports_batch_invariance()
-    return supports and all(map(signatures.is_function, GRAPH_CHOICES))
+    return hooked and supports and all(map(signatures.is_function, GRAPH_CHOICES))
 
 
 def check_divider() -> None:
