@@ -253,6 +253,8 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
     environment = {}
     if args.runner:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if args.runner == "v2" else "0"
+    if args.batch_invariant:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     used: dict[str, float] = {}
 
     names = (STOCK, PREFIX_SHARE)
@@ -339,6 +341,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--shape", choices=SHAPES, default="8b", help="of Llama 3.1, without --model")
     add("--layers", type=int, help="fewer than the shape has, without --model")
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
+    add("--batch-invariant", action="store_true", help="both engines: VLLM_BATCH_INVARIANT=1")
     add("--tensor-parallel-size", type=int, default=1)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")

@@ -118,6 +118,30 @@ def kernel_table(name: str) -> str:
     return "\n".join(lines)
 
 
+def invariant_table() -> str:
+    """What batch invariance costs one layer, in our kernel and in FlashAttention 3."""
+    result = published("kernel_invariant")
+    names, ratios = ("ours", "invariant", "fa3", "fa3_invariant"), []
+    lines = [
+        measured_how(result),
+        "",
+        f"| workload | batch | roof | {' | '.join(result['titles'][n] for n in names)} "
+        "| invariant over default, ours | FA3 over ours, both invariant |",
+        "|" + "---|" * 9,
+    ]
+    for cell in result["cells"]:
+        ours, invariant, _, fa3 = (cell["peers"][n]["ms"] for n in names)
+        ratios.append((invariant / ours, fa3 / invariant))
+        lines.append(
+            f"| {cell['workload']} | {cell['batch']} | {cell['roof_ms']:.4f} "
+            f"| {' | '.join(kernel_entry(cell['peers'][n]) for n in names)} "
+            f"| {ratios[-1][0]:.2f} | {ratios[-1][1]:.2f} |"
+        )
+    means = (math.prod(column) ** (1 / len(column)) for column in zip(*ratios, strict=True))
+    lines.append(f"| geometric mean | | | | | | | {' | '.join(f'{mean:.2f}' for mean in means)} |")
+    return "\n".join(lines)
+
+
 def measured_how(result: dict) -> str:
     return (
         f"{result['gpu']}; {versions(result)}. "
@@ -692,11 +716,12 @@ TABLES = {
         lambda: engine_table("engine_newest"),
     ),
     "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
-    "kernel invariant": (
+    "engine invariant": (
         "docs/fidelity.md",
-        "kernel_invariant",
-        lambda: kernel_table("kernel_invariant"),
+        "engine_invariant",
+        lambda: engine_table("engine_invariant"),
     ),
+    "kernel invariant": ("docs/fidelity.md", "kernel_invariant", invariant_table),
     "kernel mla": ("docs/kernel-results.md", "kernel_mla", lambda: kernel_table("kernel_mla")),
     "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0-1", triton_table),
     "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),

@@ -12,7 +12,7 @@ from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialResults
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.records import PieceLimits, PrefixShareError
 from vllm_prefixshare.workloads.trees import tree
 
 CPU = torch.device("cpu")
@@ -88,12 +88,37 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(kernel, heads, div
         assert plan.num_partials <= capacity.max_partials
 
 
+@pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32), (64, 1)], ids=str)
+def test_reserved_room_holds_every_plan_of_fixed_pieces(kernel, heads):
+    """Plans of a KV cache that holds each batch and no more."""
+    attention = AttentionConfig(*heads, 128, 16)
+    k = kernel(attention, 1, H100)
+    for spec in ("1,64_2048,64", "1,4,16,64_256,128,64,32", "64_1500", "1,2_4096,64", "8,64_600,9"):
+        work = tree(spec)
+        pieces = PieceLimits(-(-int(work.seq_lens.max()) // 512), work.num_blocks * 16 // 512)
+        capacity = k.capacity(64, pieces)
+        planner = make_planner(
+            16,
+            divider="batch_invariant",
+            gqa=attention.gqa_group_size,
+            num_workers=k.num_workers,
+            max_tile_requests=k.max_tile_requests,
+            max_tile_runs=k.max_tile_runs,
+        )
+        plan = planner.update(work.block_table, work.seq_lens)
+        assert plan.fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
+        layout = k.layout(plan)
+        assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
+
+
 @pytest.mark.parametrize(
     ("kernel", "divider", "share", "asked"),
     [
         (HopperKernel, None, "auto", "always"),  # depth first makes this decision itself
         (HopperKernel, None, "never", "never"),
         (HopperKernel, "flashforge", "auto", "auto"),
+        (HopperKernel, "batch_invariant", "auto", "always"),  # room is made for shared pieces
         (PortableKernel, None, "auto", "always"),
         (PortableKernel, "flashforge", "auto", "auto"),
     ],

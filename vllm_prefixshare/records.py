@@ -131,3 +131,23 @@ def host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
     ):
         raise PrefixShareError(f"{name} has entries beyond 32 bits.")
     return array.astype(np.int32, copy=False)
+
+
+class PieceLimits(NamedTuple):
+    """How many pieces the plans of the divider ``batch_invariant`` can have.
+
+    per_request: most pieces of a request.
+    in_cache: whole pieces that the KV cache holds.
+    """
+
+    per_request: int
+    in_cache: int
+
+    def max_tiles(self, num_reqs: int, max_tile_requests: int) -> int:
+        """Most work tiles of a plan that shares all it can."""
+        partials = num_reqs * self.per_request
+        # A tile reads a piece of a node or of a private part. These lie in different blocks, except
+        # where a node or a private part begins within a piece: 2 for each request at most, and its
+        # last piece is not whole. More readers than a tile takes need more tiles.
+        pieces = min(partials, self.in_cache + 3 * num_reqs)
+        return min(partials, pieces + partials // max_tile_requests)

@@ -83,6 +83,7 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             rswa_window=None,
             is_mm_prefix_lm=False,
             is_diffusion=False,
+            max_model_len=12 * BLOCK,
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
@@ -92,7 +93,7 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             dcp_comm_backend="ag_rs",
             use_ubatching=False,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
             max_cudagraph_capture_size=MAX_REQS,

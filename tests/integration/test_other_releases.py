@@ -33,6 +33,7 @@ TESTS = (
     "test_cuda_backend.py",
     "test_hook_targets.py",
     "test_host_tables.py",
+    "test_invariance.py",
     "test_metrics.py",
     "test_mla_backend.py",
     "test_order.py",

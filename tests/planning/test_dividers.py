@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, PrefixShareError
+from vllm_prefixshare.records import OPEN_END, PieceLimits, PrefixShareError
 
 from .oracle import (
     assert_reads_once,
@@ -342,6 +342,22 @@ def test_batch_invariant_cuts_every_request_at_the_same_places_and_merges_in_the
     for row, found in states.items():
         places = [start for _, start in sorted(found)]
         assert places == list(range(0, int(batch.seq_lens[row]), piece))
+
+
+@quick(80)
+@given(batches(), settings_of(), st.sampled_from([1, 2, 3, 32]))
+def test_plans_of_batch_invariant_keep_to_the_limits_that_room_is_made_for(batch, config, most):
+    config = {**config, "share": "always", "max_tile_requests": most}
+    plan = plan_of(batch, divider="batch_invariant", **config)
+    piece = -(-config["kv_chunk_size"] // batch.block_size) * batch.block_size
+    # as in an engine a block follows one prefix
+    used = -(-batch.seq_lens // batch.block_size)
+    rows = [row[:n].tolist() for row, n in zip(batch.block_table, used, strict=True)]
+    blocks = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
+    most_pieces = -(-int(batch.seq_lens.max()) // piece)
+    limits = PieceLimits(most_pieces, len(blocks) * batch.block_size // piece)
+    assert plan.num_runs == plan.num_tiles <= limits.max_tiles(plan.num_reqs, most)
+    assert plan.num_partials <= plan.num_reqs * limits.per_request
 
 
 def test_batch_invariant_plans_again_where_a_request_reaches_its_next_piece():

@@ -2,10 +2,11 @@
 
 import os
 
-#: random event sequences over all paths; random forests for each kernel; how often the largest
-#: batch is planned again
+#: random event sequences over all paths; random forests for each kernel, and for the emulator of a
+#: walk, which takes a tenth of the interpreter's time; how often the largest batch is planned again
 SEQUENCES = int(os.environ.get("TRUST_SEQUENCES", "300"))
 FORESTS = int(os.environ.get("TRUST_FORESTS", "24"))
+WALKS = int(os.environ.get("TRUST_FORESTS", "500"))
 #: with another seed the event sequences are others: several processes can share the full run
 SEED = int(os.environ.get("TRUST_SEED", "0"))
 PLANS_AGAIN = 1 if FORESTS < 100 else 5

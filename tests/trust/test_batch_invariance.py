@@ -14,8 +14,9 @@ import torch
 
 from tests.gpu.layer import KERNELS, THERE
 from tests.kernels.conftest import bfloat16_in_the_interpreter  # noqa: F401
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning import invariants
@@ -32,23 +33,27 @@ class Requests:
     query for each request.
 
     texts: of each request the block ids of its whole length.
+    extras: what the layer adds to plain attention.
     """
 
     attention: AttentionConfig
     texts: list[list[int]]
     lens: list[int]
     device: str
+    extras: LayerExtras = PLAIN
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        a, dtype = self.attention, getattr(torch, self.attention.dtype)
+        a = self.attention
         blocks = 1 + max(max(text) for text in self.texts)
 
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(dtype).to(self.device)
+        def random(dtype: str, *shape: int) -> torch.Tensor:
+            x = torch.randn(shape, generator=generator)
+            return x.to(getattr(torch, dtype)).to(self.device)
 
-        self.k, self.v = (random(blocks, BLOCK, a.num_kv_heads, a.head_dim) for _ in range(2))
-        self.q = random(len(self.texts), a.num_qo_heads, a.head_dim)
+        cache = a.of_cache, blocks, BLOCK, a.num_kv_heads, a.head_dim
+        self.k, self.v = random(*cache), random(*cache)
+        self.q = random(a.of_queries, len(self.texts), a.num_qo_heads, a.head_dim)
 
     def batch(self, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Block table and lengths of these requests."""
@@ -61,7 +66,9 @@ class Requests:
         """Compare with attention in float64."""
         table, lens = map(torch.from_numpy, self.batch(chosen))
         tensors = (x.cpu() for x in (self.q[chosen], self.k, self.v))
-        expected = reference_attention(*tensors, table, lens)
+        sinks = self.extras.sinks
+        extras = self.extras._replace(sinks=None if sinks is None else sinks.cpu())
+        expected = reference_attention(*tensors, table, lens, extras=extras)
         error = (outs.double().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < tolerance
 
@@ -102,11 +109,13 @@ class Decoder:
         for buffer in (partials.out, partials.lse):
             buffer.fill_(torch.nan)
         q = self.requests.q[chosen]
-        out = torch.full_like(q, torch.nan)
+        dtype = getattr(torch, self.requests.attention.dtype)
+        out = torch.full_like(q, torch.nan, dtype=dtype)
         tensors = (torch.from_numpy(x).to(q.device) for x in (table, lens))
         scale = self.requests.attention.head_dim**-0.5
         lse = torch.full(q.shape[:2], torch.nan, device=q.device)
-        self.executor.run(q, self.requests.k, self.requests.v, *tensors, out, scale, lse=lse)
+        caches, extras = (self.requests.k, self.requests.v), self.requests.extras
+        self.executor.run(q, *caches, *tensors, out, scale, lse=lse, extras=extras)
         return torch.cat([out.float(), lse[..., None]], dim=-1)
 
     def shares(self) -> bool:
@@ -115,7 +124,12 @@ class Decoder:
 
 
 def some_requests(
-    attention: AttentionConfig, count: int, piece: int, longest: int, device: str
+    attention: AttentionConfig,
+    count: int,
+    piece: int,
+    longest: int,
+    device: str,
+    extras: LayerExtras = PLAIN,
 ) -> Requests:
     """Requests with up to three texts in common, of any length, and tokens of their own."""
     random = Random(0)
@@ -129,7 +143,7 @@ def some_requests(
         length = len(text) * BLOCK + own
         texts.append([*text, *(next(fresh) for _ in range(-(-own // BLOCK)))])
         lens.append(length)
-    return Requests(attention, texts, lens, device)
+    return Requests(attention, texts, lens, device, extras)
 
 
 def assert_other_bits_by_default(decoder: Decoder) -> None:
@@ -185,3 +199,30 @@ def test_on_a_gpu(kernel, dtype, heads, head_dim):
     assert_the_same_bits(decoder, 8e-3, batches=12)
     if decoder.executor.max_tile_requests > 1:
         assert_other_bits_by_default(decoder)
+
+
+#: name -> how the layer differs, its extras, and the relative error that its types allow
+EXTRAS = {
+    "sinks": ({"features": ("sinks",)}, {"sinks": torch.linspace(-2.0, 4.0, 32)}, 8e-3),
+    "soft cap": ({"features": ("soft_cap",)}, {"soft_cap": 20.0}, 8e-3),
+    "fp8": (
+        {"kv_dtype": FP8, "query_dtype": FP8},
+        {"q_scale": 0.8, "k_scale": 1.3, "v_scale": 0.7},
+        2e-2,
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not THERE, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", EXTRAS)
+def test_layers_with_extras_on_a_gpu(kernel, name):
+    changes, values, tolerance = EXTRAS[name]
+    attention = AttentionConfig(32, 8, 128, BLOCK, **changes)
+    extras = LayerExtras(
+        **{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+    )
+    requests = some_requests(attention, 60, 512, 3000, "cuda", extras)
+    decoder = Decoder(requests, GpuExecutor(attention, "cuda", kernel=kernel), 512)
+    assert_the_same_bits(decoder, tolerance, batches=6)

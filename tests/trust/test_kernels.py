@@ -43,7 +43,7 @@ PORTABLE = forest_cases(
 def test_the_walk_of_the_hopper_kernel():
     tried: Counter[str] = Counter()
 
-    @on_forests(HOPPER, scale.FORESTS)
+    @on_forests(HOPPER, scale.WALKS)
     def one(case: ForestCase) -> None:
         executor = paths.executor("hopper", case.attention, case.query_len, 16, MULTIPROCESSORS)
         plan = case.plan(executor)

@@ -6,6 +6,7 @@ from typing import Any
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.roofline import AnalyticCost
+from vllm_prefixshare.integration import invariance
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.tracing import trace_to
 from vllm_prefixshare.kernels.contract import Executor
@@ -15,8 +16,13 @@ from vllm_prefixshare.settings import settings
 NULL_BLOCK_ID = 0  # pads vLLM's block tables; never holds a request's tokens
 
 
-def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any) -> DecodePlanner:
+def planner_for(
+    executor: Executor, attention: AttentionConfig, vllm_config: Any, invariant: bool = False
+) -> DecodePlanner:
     """A planner for ``executor``.
+
+    Args:
+        invariant: plan as batch invariance needs.
 
     Raises:
         PrefixShareError: a cost table that was named does not fit, or a trace cannot be written.
@@ -27,13 +33,15 @@ def planner_for(executor: Executor, attention: AttentionConfig, vllm_config: Any
     if share == "auto" and executor.name == "torch" and isinstance(cost, AnalyticCost):
         # in all measurements, CPU_ATTN was at least as fast as sharing in torch operators
         share = "never"
+    pieces = {"kv_chunk_size": invariance.piece_tokens(vllm_config)} if invariant else {}
     config = executor.planner_config(
-        chosen.divider,
+        invariance.DIVIDER if invariant else chosen.divider,
         share,
         null_block_id=NULL_BLOCK_ID,
         # with n pipeline stages, n batches take turns
         kept_plans=vllm_config.parallel_config.pipeline_parallel_size,
         check_plans=chosen.check_plans,
+        **pieces,
     )
     trace = None if chosen.trace is None else trace_to(chosen.trace)
     return DecodePlanner(

@@ -68,13 +68,15 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
         "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
         "num_reqs", "num_actual_tokens", "max_query_len", "block_table_tensor", "slot_mapping",
-        "causal", "replace", "dcp_local_seq_lens",
+        "causal", "replace", "dcp_local_seq_lens", "is_prefilling",
     ),
     "vllm.v1.attention.selector.AttentionSelectorConfig": (
         "head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sink", "use_sparse",
         "use_mm_prefix", "attn_type", "has_sliding_window", "use_batch_invariant",
     ),
-    f"{_FLASH_ATTN}.FlashAttentionBackend": ("supports_sink", "supports_kv_cache_dtype"),
+    f"{_FLASH_ATTN}.FlashAttentionBackend": (
+        "supports_sink", "supports_kv_cache_dtype", "supports_batch_invariance",
+    ),
     f"{_FLASH_ATTN}.FlashAttentionMetadata": (
         "block_table", "seq_lens", "query_start_loc", "dcp_context_kv_lens",
     ),
@@ -132,6 +134,11 @@ def moved(root: Path | None = None) -> str | None:
         if missing:
             return f"{name}.{min(missing)} (not found)"
     return None
+
+
+def is_function(name: str) -> bool:
+    """Whether this vLLM has a function of this dotted name."""
+    return isinstance(_find(package_folder(), name), ast.FunctionDef)
 
 
 def package_folder() -> Path:

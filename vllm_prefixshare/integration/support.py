@@ -10,7 +10,7 @@ from vllm_prefixshare.config import (
     MIN_HEAD_DIM,
     AttentionConfig,
 )
-from vllm_prefixshare.integration import BACKEND_NAME, metrics
+from vllm_prefixshare.integration import BACKEND_NAME, invariance, metrics
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.records import PrefixShareError
@@ -26,13 +26,14 @@ MOST_LATENT_HEADS = 16
 #: vLLM's names of an e4m3 KV cache with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
-GPU_EXTRAS = frozenset({"dcp", "fp8", "sinks", "softcap"})
+GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "sinks", "softcap"})
 NOTHING: frozenset[str] = frozenset()
 
 
 def gpu_extras(anywhere: bool = False) -> frozenset[str]:
     """What layers may have on this GPU: sinks and fp8 caches only where FLASH_ATTN, which does
-    their prefills, takes them; latents where FLASH_ATTN_MLA does.
+    their prefills, takes them; latents where FLASH_ATTN_MLA does; batch invariance where this vLLM
+    makes it possible.
 
     Args:
         anywhere: return what layers may have on a GPU that supports everything.
@@ -47,6 +48,7 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
         "mla": flash_attn_supports_mla(),
         "sinks": FlashAttentionBackend.supports_sink(),
         "fp8": FlashAttentionBackend.supports_kv_cache_dtype("fp8"),
+        "invariance": not invariance.wanted() or invariance.is_possible(),
     }
     return extras - {name for name, there in takes.items() if not there}
 
@@ -81,6 +83,8 @@ def selector_refusal(
         del named["use_dcp"]
     if "mla" in extras:
         del named["use_mla"]
+    if "invariance" in extras and not layer.use_mla:
+        del named["use_batch_invariant"]
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")

@@ -8,7 +8,7 @@ import torch
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray
+from vllm_prefixshare.records import IntArray, PieceLimits
 
 
 class HostBatch(NamedTuple):
@@ -196,9 +196,12 @@ class Kernel(Protocol):
         """The plan as int32 arrays for the device."""
         ...
 
-    def capacity(self, num_reqs: int) -> Capacity:
+    def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """Room for all plans of at most ``num_reqs`` requests; at the very least for one tile
         each, which leaves no partial results.
+
+        Args:
+            pieces: those of the divider ``batch_invariant``, if plans are made with it.
         """
         ...
 

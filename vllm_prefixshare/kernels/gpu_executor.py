@@ -18,7 +18,7 @@ from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 #: most ``LayerExtras`` that an executor remembers as checked
 MOST_EXTRAS = 1024
@@ -90,9 +90,10 @@ class GpuExecutor:
             options: other fields of ``PlannerConfig``.
         """
         divider = divider or self._kernel.divider
-        if share == "auto" and divider == "depth_first":
+        if share == "auto" and divider in ("depth_first", "batch_invariant"):
             # unshared KV is read by the same kernel, and depth first weighs both at every cut:
-            # deciding beforehand as well takes a third of a plan's time and drops no tree
+            # deciding beforehand as well takes a third of a plan's time and drops no tree. Pieces
+            # that are not shared would exceed the room for tiles.
             share = "always"
         config = PlannerConfig(
             divider=divider,
@@ -182,18 +183,21 @@ class GpuExecutor:
         mask_size = num_reqs * self.query_len * self._mask_words
         self.workspace.queries.reserve({"query_start_loc": num_reqs + 1, "tree_mask": mask_size})
 
-    def capacity(self, num_reqs: int) -> Capacity:
+    def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """The room that ``reserve_for`` makes."""
-        return self._kernel.capacity(num_reqs)
+        return self._kernel.capacity(num_reqs, pieces)
 
-    def reserve_for(self, num_reqs: int) -> None:
+    def reserve_for(self, num_reqs: int, pieces: PieceLimits | None = None) -> None:
         """Make room before a CUDA graph is captured, for every plan of at most ``num_reqs``
         requests made with ``planner_config`` from now on.
+
+        Args:
+            pieces: as in ``contract.Kernel.capacity``.
 
         Raises:
             PrefixShareError: a CUDA graph holds a smaller workspace already.
         """
-        capacity = self._capacity = self.capacity(num_reqs)
+        capacity = self._capacity = self.capacity(num_reqs, pieces)
         self.workspace.plan.reserve(capacity.sizes)
         self.workspace.partials.reserve(capacity.max_partials)
 

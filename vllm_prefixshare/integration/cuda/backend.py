@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import host_tables
+from vllm_prefixshare.integration import host_tables, invariance
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
 from vllm_prefixshare.integration.cuda import context_parallel
@@ -91,7 +91,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        n = metadata.num_planned_tokens
+        n, cache = metadata.num_planned_tokens, kv_cache
         if metadata.prefill_metadata is not None:
             k, v = (None if x is None else x[n:] for x in (key, value))
             super().forward(layer, query[n:], k, v, kv_cache, metadata.prefill_metadata, output[n:])
@@ -117,6 +117,11 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             )
             if lse is not None:
                 output[:n] = context_parallel.combine(self, partial)
+        if metadata.single_prefills is not None:
+            rows = metadata.single_rows
+            part = output[rows]
+            super().forward(layer, query[rows], key, value, cache, metadata.single_prefills, part)
+            output[rows] = part
         return output
 
     def _extras_of(self, layer: Any, attention: AttentionConfig) -> LayerExtras:
@@ -162,12 +167,19 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
 
 def config_refusal(config: Any) -> str | None:
     """Why a configuration cannot be served, or None; for settings that no layer knows."""
-    parallel = config.parallel_config
+    parallel, invariant = config.parallel_config, invariance.wanted()
     checks = (
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "micro-batches"),
         (config.model_config.is_diffusion, "diffusion decoding"),
         (is_draft_model(), "a draft model"),
+        # lengths that count rejected drafts would move the last cut
+        (invariant and decode_query_len(config) > 1, "drafts under batch invariance"),
+        # should hold, but no test or GPU has run it
+        (
+            invariant and parallel.decode_context_parallel_size > 1,
+            "decode context parallelism under batch invariance",
+        ),
     )
     return next((reason for found, reason in checks if found), None)
 
@@ -229,6 +241,6 @@ def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialRes
         load_planning(kernels[0], attention)
         partials = PartialResults(device, shape, query_len)
         _PARTIALS[key] = partials
-    max_num_seqs = config.scheduler_config.max_num_seqs
-    partials.reserve(max(k.capacity(max_num_seqs).max_partials for k in kernels))
+    room = config.scheduler_config.max_num_seqs, invariance.piece_limits(config)
+    partials.reserve(max(k.capacity(*room).max_partials for k in kernels))
     return partials

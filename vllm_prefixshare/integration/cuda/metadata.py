@@ -29,12 +29,16 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     kv_lens: int32 ``[num_reqs]`` KV tokens of each request on this rank: its shard under decode
         context parallelism, else ``seq_lens``.
     prefill_metadata: FLASH_ATTN's metadata of the prefills; None if there are none.
+    single_prefills, single_rows: under batch invariance, FLASH_ATTN's metadata of prefills of one
+        token among the decodes, and their rows ``[num_single]``; None if there are none.
     """
 
     executor: GpuExecutor | None = None
     num_planned_tokens: int = 0
     kv_lens: torch.Tensor | None = None
     prefill_metadata: FlashAttentionMetadata | None = None
+    single_prefills: FlashAttentionMetadata | None = None
+    single_rows: torch.Tensor | None = None
 
 
 class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder):
@@ -73,6 +77,9 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         prefill = None
         if num_tokens < common.num_actual_tokens:
             prefill = self._build_prefill(common, num_decodes, num_tokens)
+        singles, single_rows = None, None
+        if self._invariant and not dummy:
+            singles, single_rows = self._build_single_prefills(common, num_decodes)
         # the whole batch in FLASH_ATTN: only for layers that are not served
         stock = FlashAttentionMetadataBuilder.build(self, 0, common, fast_build=self._all_layers)
         return PrefixShareCUDAMetadata(
@@ -81,6 +88,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             num_planned_tokens=num_tokens,
             kv_lens=common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens,
             prefill_metadata=prefill,
+            single_prefills=singles,
+            single_rows=single_rows,
         )
 
     def _build_prefill(
@@ -98,8 +107,37 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             block_table_tensor=common.block_table_tensor[num_decodes:],
             slot_mapping=common.slot_mapping[num_tokens:],
         )
-        # The builder has one buffer for a schedule, and one for the lengths of shards. Those of
-        # the whole batch are built next.
+        return self._build_part(part)
+
+    def _build_single_prefills(
+        self, common: CommonAttentionMetadata, num_decodes: int
+    ) -> tuple[FlashAttentionMetadata | None, torch.Tensor | None]:
+        """FLASH_ATTN's metadata of the prefills of one token among the first ``num_decodes``
+        requests, and their rows. Their bits must not depend on how a prompt was cut into steps.
+        """
+        if common.is_prefilling is None or not common.is_prefilling[:num_decodes].any():
+            return None, None
+        found = common.is_prefilling[:num_decodes].nonzero().flatten()
+        starts = torch.arange(len(found) + 1, dtype=torch.int32)
+        bound = common.seq_lens_cpu_upper_bound
+        rows = found.to(self.device, non_blocking=True)
+        part = common.replace(
+            query_start_loc=starts.to(self.device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            seq_lens=common.seq_lens[rows],
+            seq_lens_cpu_upper_bound=None if bound is None else bound[found],
+            num_reqs=len(found),
+            num_actual_tokens=len(found),
+            max_query_len=1,
+            block_table_tensor=common.block_table_tensor[rows],
+            slot_mapping=common.slot_mapping[rows],
+        )
+        return self._build_part(part), rows
+
+    def _build_part(self, part: CommonAttentionMetadata) -> FlashAttentionMetadata:
+        """FLASH_ATTN's metadata of some of the requests. The builder has one buffer for a schedule,
+        and one for the lengths of shards; those of the whole batch are built last.
+        """
         built = FlashAttentionMetadataBuilder.build(self, 0, part, fast_build=not self._all_layers)
         if built.dcp_context_kv_lens is not None:
             built.dcp_context_kv_lens = built.dcp_context_kv_lens.clone()

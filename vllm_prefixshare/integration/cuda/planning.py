@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-from vllm_prefixshare.integration import BACKEND_NAME, host_tables
+from vllm_prefixshare.integration import BACKEND_NAME, host_tables, invariance
 from vllm_prefixshare.integration.compat import steps_in_flight
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.host_tables import HostTable
@@ -32,6 +32,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
 
     supports_update_block_table = False  # another group has another tree
     latent = False
+    _invariant = False
     _shard = Interleaved(1, 0, 1)
 
     def _start_planning(self, layers: Iterable[Any], final: type, query_len: int) -> None:
@@ -66,8 +67,10 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             partials=impls[0].partials,
         )
         scheduler = self.vllm_config.scheduler_config
-        executor.reserve_for(scheduler.max_num_seqs)
-        self._planner = planner_for(executor, attention, self.vllm_config)
+        pieces = invariance.piece_limits(self.vllm_config, self.kv_cache_spec.block_size)
+        executor.reserve_for(scheduler.max_num_seqs, pieces)
+        self._invariant = pieces is not None
+        self._planner = planner_for(executor, attention, self.vllm_config, self._invariant)
         self._planner.warm_up(then=executor.prepare)
         drafts = self._query_len - 1
         # The host counts drafts as accepted before the GPU has verified them, so lengths may be
@@ -221,6 +224,11 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
 
 #: Builders that have a plan on the device.
 _BUILDERS: "weakref.WeakSet[PlanningBuilder]" = weakref.WeakSet()
+
+
+def is_invariant() -> bool:
+    """Whether a builder plans as batch invariance needs."""
+    return any(builder._invariant for builder in _BUILDERS)
 
 
 def after_wake_up() -> None:

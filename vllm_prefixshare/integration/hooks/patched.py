@@ -32,6 +32,13 @@ def carries_host_tables(_: ModuleType) -> bool:
     return hasattr(CommonAttentionMetadata, "block_table_cpu")
 
 
+def leaves_graphs_alone(module: ModuleType) -> bool:
+    """Whether this vLLM has patches: a fork that has them gets no hooks, and as the patches do not
+    choose graphs, it has no batch invariance.
+    """
+    return carries_host_tables(module)
+
+
 def tells_builders_of_wake_up(_: ModuleType) -> bool:
     """Whether metadata builders are told when a worker wakes up."""
     from vllm.v1.attention.backend import AttentionMetadataBuilder

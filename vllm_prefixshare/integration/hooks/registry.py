@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-from vllm_prefixshare.integration.hooks import block_tables, lifecycle, patched, selection
+from vllm_prefixshare.integration.hooks import block_tables, graphs, lifecycle, patched, selection
 from vllm_prefixshare.integration.hooks.imports import watch_imports
 from vllm_prefixshare.integration.hooks.wrapping import Hook
 
@@ -72,6 +72,22 @@ HOOKS = (
         "CommonAttentionMetadata has req_idx in every supported release: from 0.30 on",
         block_tables.hook_v2_batch,
         patched.carries_host_tables,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._determine_batch_execution_and_padding",
+        "under batch invariance a prompt token must not run in a graph of decodes (V1 runner)",
+        "a backend can say which batches its graphs serve",
+        graphs.hook_v1_graph_choice,
+        patched.leaves_graphs_alone,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.gather_batch_req_state",
+        "under batch invariance a prompt token must not run in a graph of decodes (V2 runner)",
+        "a backend can say which batches its graphs serve",
+        graphs.hook_v2_graph_choice,
+        patched.leaves_graphs_alone,
     ),
     Hook(
         "vllm.v1.worker.gpu_worker",

@@ -16,6 +16,7 @@ from vllm_prefixshare.integration import (
     CUDA_BACKEND,
     MLA_BACKEND,
     compat,
+    invariance,
     metrics,
     precompiling,
 )
@@ -165,6 +166,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
     # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
     on_cpu = current_platform.is_cpu()
     check_settings(functools.partial(_attention_of, config) if on_cpu else None)
+    invariance.check_divider()
     if not on_cpu:
         with contextlib.suppress(PrefixShareError):  # a shape that no layer has: nothing to compile
             precompiling.start_kernels(_attention_of(config), config)

@@ -15,7 +15,7 @@ from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 LOG2E = 1.4426950408889634
 
@@ -137,14 +137,17 @@ class HopperKernel:
         rows, most = self.shape.rows, (self.max_tile_requests, self.max_tile_runs)
         return linked_layout(plan, rows, *most)._asdict()
 
-    def capacity(self, num_reqs: int) -> Capacity:
+    def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
         # a tile for each request at worst, and one more where a worker's part ends; both sides
         # of such a cut leave partial results
         max_tiles = num_reqs + self.num_workers
+        max_partials = 2 * self.num_workers * self.max_tile_requests
+        if pieces is not None:
+            max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, self.max_tile_requests))
+            max_partials = max(max_partials, num_reqs * pieces.per_request)
         places = max_tiles + self.num_workers  # idle workers have a tile, too
         room = sizes(places, self.max_tile_requests, self.max_tile_runs, num_reqs)
-        max_partials = 2 * self.num_workers * self.max_tile_requests
         return Capacity(max_tiles, places * self.max_tile_runs, max_partials, room._asdict())
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:

@@ -13,7 +13,7 @@ from vllm_prefixshare.kernels.portable.arrays import PlanArrays
 from vllm_prefixshare.kernels.portable.launch import QTile, walk_capacity
 from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, IntArray
+from vllm_prefixshare.records import OPEN_END, IntArray, PieceLimits
 
 LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
@@ -83,10 +83,10 @@ class LatentHopperKernel:
         """As ``contract.Kernel.layout``."""
         return latent_layout(plan, self.grid)._asdict()
 
-    def capacity(self, num_reqs: int) -> Capacity:
+    def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``, for runs of up to 64k tokens."""
         long = self.grid._replace(long=1024)
-        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long)
+        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long, pieces)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""

@@ -14,7 +14,7 @@ from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray
+from vllm_prefixshare.records import IntArray, PieceLimits
 
 LOG2E = 1.4426950408889634
 
@@ -148,12 +148,21 @@ def portable_partial_attention(
     )
 
 
-def walk_capacity(num_reqs: int, num_workers: int, max_tile_requests: int, grid: Grid) -> Capacity:
+def walk_capacity(
+    num_reqs: int,
+    num_workers: int,
+    max_tile_requests: int,
+    grid: Grid,
+    pieces: PieceLimits | None = None,
+) -> Capacity:
     """Room for plans of up to ``num_reqs`` requests in ``PlanArrays``."""
     # depth first makes a tile for every request at worst, and at most two for each worker
     # where windows are cut: only those leave partial results
     max_tiles = num_reqs + 2 * num_workers
     max_partials = 2 * num_workers * max_tile_requests
+    if pieces is not None:
+        max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, max_tile_requests))
+        max_partials = max(max_partials, num_reqs * pieces.per_request)
     max_runs = 2 * num_reqs + max_tiles  # n requests share at most n - 1 nodes
     max_parts = max_parts_of(grid, max_runs, max_tiles)
     slots = num_reqs + max_partials
@@ -185,9 +194,9 @@ class PortableKernel:
         """As ``contract.Kernel.layout``."""
         return walk_layout(plan, self.grid)._asdict()
 
-    def capacity(self, num_reqs: int) -> Capacity:
+    def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
-        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, self.grid)
+        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, self.grid, pieces)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""

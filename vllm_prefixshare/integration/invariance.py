@@ -1,0 +1,87 @@
+"""Batch invariance: what the backend does where VLLM_BATCH_INVARIANT=1.
+
+vLLM then runs operators whose rows do not depend on each other. For attention to be such an
+operator, prompt tokens run in FLASH_ATTN, which splits no request in this mode, and all others in
+the kernels of this package under plans of the divider ``batch_invariant``. Both parts must hold for
+every token in every batch: ``docs/fidelity.md`` says what follows.
+"""
+
+import functools
+from typing import Any
+
+from vllm_prefixshare.integration import signatures
+from vllm_prefixshare.records import PieceLimits, PrefixShareError
+from vllm_prefixshare.settings import settings
+
+DIVIDER = "batch_invariant"
+#: Tokens of a piece, and how many pieces the longest request may have before pieces get longer.
+#: Each needs room for a partial result. Pieces are multiples of the kernels' longest KV tile.
+LEAST_PIECE, MOST_PIECES, KV_TILE = 512, 64, 128
+
+#: Functions that choose a CUDA graph for a batch, in the V1 and the V2 model runner. vLLM 0.26 and
+#: 0.27 do not have the second.
+GRAPH_CHOICES = (
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._determine_batch_execution_and_padding",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.gather_batch_req_state",
+)
+
+
+def wanted() -> bool:
+    """Whether VLLM_BATCH_INVARIANT=1."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+@functools.cache
+def is_possible() -> bool:
+    """Whether this vLLM lets the backend hold what it must: FLASH_ATTN is invariant, and steps with
+    prompt tokens are kept from FULL CUDA graphs, by hooks.
+    """
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    hooked = not hasattr(CommonAttentionMetadata, "block_table_cpu")  # as hooks.patched
+    supports = FlashAttentionBackend.supports_batch_invariance()
+    return hooked and supports and all(map(signatures.is_function, GRAPH_CHOICES))
+
+
+def check_divider() -> None:
+    """Refuse another divider than the one that batch invariance needs.
+
+    Raises:
+        PrefixShareError: naming both variables.
+    """
+    if wanted() and settings().divider not in (None, DIVIDER):
+        raise PrefixShareError(
+            f"VLLM_BATCH_INVARIANT=1 needs the divider {DIVIDER}: unset "
+            f"VLLM_PREFIXSHARE_DIVIDER={settings().divider}, or VLLM_BATCH_INVARIANT."
+        )
+
+
+def piece_tokens(config: Any) -> int:
+    """Tokens of a piece in this engine.
+
+    Args:
+        config: a ``VllmConfig``.
+    """
+    step = KV_TILE * MOST_PIECES
+    return max(LEAST_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
+
+
+def piece_limits(config: Any, block_size: int = 0) -> PieceLimits | None:
+    """Limits of plans where batch invariance is wanted, else None.
+
+    Args:
+        config: a ``VllmConfig``.
+        block_size: tokens of a block of the KV-cache group.
+    """
+    if not wanted():
+        return None
+    piece, cache = piece_tokens(config), config.cache_config
+    per_request = -(-int(config.model_config.max_model_len) // piece)
+    in_cache = config.scheduler_config.max_num_seqs * per_request
+    if cache.num_gpu_blocks is not None and settings().share != "never":
+        block_size = max(block_size, cache.block_size or 0)
+        in_cache = min(in_cache, cache.num_gpu_blocks * block_size // piece)
+    return PieceLimits(per_request, in_cache)
