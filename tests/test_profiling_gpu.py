@@ -37,6 +37,7 @@ from vllm_prefixshare.records import OPEN_END
 
 GPU = "NVIDIA H200 x132"
 LAYER = AttentionConfig(32, 8, 64, 16)
+LATENT = AttentionConfig(8, 1, 576, 64, kv_lora_rank=512)
 BENCH = Path(__file__).parents[1] / "benchmarks" / "bench_ablation.py"
 
 
@@ -120,19 +121,20 @@ class ModelledGpu:
         assert self.attention.num_qo_heads == q.shape[1]
         assert k_cache.shape[2:] == (self.attention.num_kv_heads, self.attention.head_dim)
         assert int(block_table.max()) < len(k_cache) == len(v_cache)
-        assert q.shape == out.shape
+        assert out.shape == (*q.shape[:2], self.attention.v_head_dim)
+        assert v_cache.shape == (*k_cache.shape[:3], self.attention.v_head_dim)
         assert len(q) == self.plan.num_reqs == len(seq_lens)
-        tiles = self.plan.num_tiles // self.num_workers
-        rows = 4 * self.plan.num_reqs // self.num_workers
+        tiles, group = self.plan.num_tiles // self.num_workers, self.attention.gqa_group_size
+        rows = group * self.plan.num_reqs // self.num_workers
         tokens = int(self.plan.run_kv_end[0])
         shared = bool((block_table[0] == block_table[-1]).all())
         tile = 2 + tokens * (0.006 if shared else 0.01) + 0.02 * rows
-        merged = 4 * self.plan.num_partials / self.num_workers
+        merged = group * self.plan.num_partials / self.num_workers
         self.us = 6 + tiles * tile + 0.03 * merged
         self.us += self.noise * math.sin(self.us * 1e3)
 
 
-def modelled_table(monkeypatch, noise=0.0):
+def modelled_table(monkeypatch, noise=0.0, layer=LAYER):
     made = []
     monkeypatch.setattr(ModelledGpu, "noise", noise)
 
@@ -144,11 +146,13 @@ def modelled_table(monkeypatch, noise=0.0):
         call()
         return made[-1].us
 
-    return measure_gpu(LAYER, make, timer, GPU)
+    return measure_gpu(layer, make, timer, GPU)
 
 
-def test_the_table_holds_the_price_of_a_tile_without_the_launch(monkeypatch):
-    table = modelled_table(monkeypatch)
+@pytest.mark.parametrize("layer", [LAYER, LATENT], ids=["plain", "latent"])
+def test_the_table_holds_the_price_of_a_tile_without_the_launch(monkeypatch, layer):
+    table = modelled_table(monkeypatch, layer=layer)
+    assert table.fingerprint.head_dim == layer.head_dim
     for rows in (16, 64, 128):
         for kv_len in TOKENS:
             assert table.tile_us(rows, kv_len) == pytest.approx(2 + 0.01 * kv_len + 0.02 * rows)

@@ -63,6 +63,20 @@ def test_captured_arrays_and_partial_results_do_not_grow():
         partials.reserve(len(partials.lse))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_partial_results_are_float32_whatever_the_default(dtype):
+    # vLLM makes layers while torch's default dtype is the model's
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        partials = PartialResults(CPU, (4, 64), query_len=1)
+        dtypes = [partials.out.dtype, partials.lse.dtype]
+        partials.reserve(3)
+    finally:
+        torch.set_default_dtype(before)
+    assert {*dtypes, partials.out.dtype, partials.lse.dtype} == {torch.float32}
+
+
 @pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (16, 1), (64, 8)], ids=str)
 @pytest.mark.parametrize("divider", ["depth_first", "flashforge", "deft_flatten", "per_request"])

@@ -25,6 +25,8 @@ TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 #: Heads that the table is measured with. Its prices hold for others too: a worker has a thread
 #: block of its own for each KV head, and a block sees query rows, not heads.
 NUM_QO_HEADS, NUM_KV_HEADS = 32, 8
+#: the same of a latent KV cache, whose tiles have as many rows whatever the heads
+LATENT_HEADS = 16
 BLOCK_SIZE = 16
 #: Most tiles of a worker, and most tokens that it reads. They make block tables a multiple of 16
 #: wide. Triton compiles a separate kernel for those widths, so only one kernel is measured.
@@ -53,8 +55,14 @@ class TileExecutor(Executor, Protocol):
 
 def profiled_shape(attention: AttentionConfig) -> AttentionConfig:
     """The layer measured for all layers with the ``head_dim`` and dtype of ``attention``."""
+    latent = attention.kv_lora_rank is not None
+    heads = (LATENT_HEADS, 1) if latent else (NUM_QO_HEADS, NUM_KV_HEADS)
     return AttentionConfig(
-        NUM_QO_HEADS, NUM_KV_HEADS, attention.head_dim, BLOCK_SIZE, attention.dtype
+        *heads,
+        attention.head_dim,
+        BLOCK_SIZE,
+        attention.dtype,
+        kv_lora_rank=attention.kv_lora_rank,
     )
 
 
@@ -103,8 +111,11 @@ class TileBench:
         group = self.attention.gqa_group_size
         self.requests = sorted({min(n // group, executor.max_tile_requests) for n in ROWS})
         most = self.num_workers * max(n * tile_counts(n)[1] for n in tokens)
-        shape = (most // BLOCK_SIZE, BLOCK_SIZE, NUM_KV_HEADS, self.attention.head_dim)
-        self.k_cache, self.v_cache = (self._random(*shape) for _ in range(2))
+        a = self.attention
+        shape = (most // BLOCK_SIZE, BLOCK_SIZE, a.num_kv_heads, a.head_dim)
+        self.k_cache = self._random(*shape)
+        latent = a.kv_lora_rank is not None
+        self.v_cache = self.k_cache[..., : a.v_head_dim] if latent else self._random(*shape)
 
     def _random(self, *shape: int) -> torch.Tensor:
         dtype = getattr(torch, self.attention.dtype)
@@ -128,9 +139,10 @@ class TileBench:
         )
         block_table = torch.from_numpy(table).to(self.device)
         seq_lens = torch.from_numpy(plan.planned_seq_lens).to(self.device)
-        q = self._random(plan.num_reqs, NUM_QO_HEADS, self.attention.head_dim)
-        out = torch.empty_like(q)
-        scale = self.attention.head_dim**-0.5
+        a = self.attention
+        q = self._random(plan.num_reqs, a.num_qo_heads, a.head_dim)
+        out = q.new_empty(*q.shape[:2], a.v_head_dim)
+        scale = a.head_dim**-0.5
         return self.timer(
             lambda: executor.run(q, self.k_cache, self.v_cache, block_table, seq_lens, out, scale)
         )

@@ -185,7 +185,7 @@ def partial_of(
     if rows is None:
         return wrapper.run(q, *shard, return_lse=True)
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     held = shard._replace(block_table=shard.block_table[rows], seq_lens=shard.seq_lens[rows])
     some, some_lse = wrapper.run(q[rows], *held, return_lse=True)
     return out.index_copy(0, rows, some), lse.index_copy(0, rows, some_lse)

@@ -112,7 +112,8 @@ def _scale(
         return None
     heads = attention.num_kv_heads
     if not isinstance(value, torch.Tensor):
-        value = torch.full((1,), 1.0 if value is None else float(value), device=device)
+        number = 1.0 if value is None else float(value)
+        value = torch.full((1,), number, dtype=torch.float32, device=device)
     elif value.dtype != torch.float32 or value.device != device:
         raise PrefixShareError(
             f"{name} must be float32 on {device}, got {value.dtype} on {value.device}."

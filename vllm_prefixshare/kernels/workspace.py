@@ -1,6 +1,7 @@
 """Device buffers that outlive a plan: a captured CUDA graph keeps their addresses."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -119,8 +120,7 @@ class PartialResults:
     def __init__(self, device: torch.device, shape: tuple[int, int], query_len: int) -> None:
         self._device, self._shape, self._query_len = device, shape, query_len
         self.captured = False
-        self.out = torch.empty(0, *shape, device=device)
-        self.lse = torch.empty(0, shape[0], device=device)
+        self._allocate(0)
 
     def reserve(self, num_partials: int) -> None:
         """Make room for partial results.
@@ -132,10 +132,13 @@ class PartialResults:
         if tokens <= len(self.lse):
             return
         require_free(self.captured, f"{num_partials} partial results")
-        tokens += tokens // 2
-        heads, head_dim = self._shape
-        self.out = torch.empty(tokens, heads, head_dim, device=self._device)
-        self.lse = torch.empty(tokens, heads, device=self._device)
+        self._allocate(tokens + tokens // 2)
+
+    def _allocate(self, tokens: int) -> None:
+        # not torch's default: vLLM makes layers while that is the model's dtype
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
+        self.out = torch.empty(tokens, *self._shape, **options)
+        self.lse = torch.empty(tokens, self._shape[0], **options)
 
 
 class Workspace:

@@ -233,7 +233,7 @@ def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialRes
     block_size = config.cache_config.block_size or 16  # may not be known yet
     attention = attention_of([impl], block_size, config.model_config.dtype)
     query_len = decode_query_len(config)
-    shape = (attention.num_qo_heads, attention.head_dim)
+    shape = (attention.num_qo_heads, attention.v_head_dim)
     key = (*shape, query_len, device)
     partials = _PARTIALS.get(key)
     kernels = kernels_that_may_serve(attention, device, settings().kernel, query_len)
