@@ -436,8 +436,8 @@ EXPERIMENTS = (
         tasks_sentence,
         "the paper counts the KV once for each query head, also where four share a KV head: "
         "counted so, few-shot comes out to the last digit. It does not give the lengths of its "
-        "answers to token trees, nor which recorded runs it averages. Ours divides "
-        "a token tree among all workers, which costs partial results and saves up to half of the time",
+        "answers to token trees, nor which recorded runs it averages. Ours divides a "
+        "token tree among all workers: that costs partial results and saves up to half of the time",
         tasks_table,
         tasks_bars,
     ),
