@@ -135,7 +135,7 @@ class HopperKernel:
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``contract.Kernel.layout``."""
         rows, most = self.shape.rows, (self.max_tile_requests, self.max_tile_runs)
-        return linked_layout(plan, rows, *most)._asdict()
+        return linked_layout(plan, rows, *most, self.shape.kv_tile)._asdict()
 
     def capacity(self, num_reqs: int) -> Capacity:
         """As ``contract.Kernel.capacity``."""
