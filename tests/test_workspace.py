@@ -113,7 +113,7 @@ def test_merging_is_launched_where_it_is_needed_and_before_and_in_a_capture(monk
     kernel = PortableKernel(attention, 1, H100)
     launched: list[str] = []
     monkeypatch.setattr(PortableKernel, "launch", lambda *_: launched.append("attention"))
-    monkeypatch.setattr(gpu, "merge_states", lambda *_: launched.append("merging"))
+    monkeypatch.setattr(gpu, "merge_states", lambda *_, **__: launched.append("merging"))
     monkeypatch.setattr(gpu, "choose_kernel", lambda *_: Choice(kernel, None))
     executor = gpu.GpuExecutor(attention, CPU)
     work = tree(spec)

@@ -256,7 +256,7 @@ class GpuExecutor:
         # compiled and loaded then, before a capture.
         if first or capturing or self._num_partials:
             merge_states(
-                work.plan.arrays["merge_indptr"],
+                work.plan.arrays["merge_indptr"][: len(seq_lens) + 1],
                 partials.out,
                 partials.lse,
                 out,
@@ -264,6 +264,7 @@ class GpuExecutor:
                 self.query_len,
                 lse,
                 t.extras.sinks,
+                dependent=self._kernel.starts_merging,
             )
         return out
 

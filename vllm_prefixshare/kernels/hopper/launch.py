@@ -123,6 +123,7 @@ class HopperKernel:
     """``kernels.hopper.kernel``, for compute capability 9.0."""
 
     name, divider = "hopper", "depth_first"
+    starts_merging = True
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.shape = hopper_shape(attention, query_len)
@@ -173,6 +174,7 @@ class HopperKernel:
             arrays.run_kv_start,
             arrays.run_kv_end,
             arrays.run_readers,
+            arrays.merge_indptr,
             t.partial_out,
             t.partial_lse,
             t.out,
