@@ -488,8 +488,9 @@ EXPERIMENTS = (
 )
 
 LEFT_OUT = (
-    LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel merges the partial "
-            "results of a request one after the other; flashforge-reduction times two levels"),
+    LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel weights eight "
+            "partial results of a request at a time, in their order; groups merged side by side "
+            "were [measured](kernel-notes.md#small-layers) and left out"),
     LeftOut(PAPER, "figures 1b and 7", "time per output token of a whole engine: "
             "[performance](performance.md) has it for other workloads, vLLM itself on both sides"),
     LeftOut(PAPER, "figure 10", "five kinds of GPUs; there was one"),
