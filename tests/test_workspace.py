@@ -6,12 +6,14 @@ import torch
 
 from tests.planning.strategies import make_planner
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialResults
+from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PieceLimits, PrefixShareError
 from vllm_prefixshare.workloads.trees import tree
 
@@ -142,3 +144,35 @@ def test_the_planner_is_asked_once_whether_sharing_pays(monkeypatch, kernel, div
     monkeypatch.setattr(gpu, "choose_kernel", lambda *_: choice)
     executor = gpu.GpuExecutor(AttentionConfig(32, 8, 128, 16), CPU)
     assert executor.planner_config(divider, share).share == asked
+
+
+@pytest.mark.parametrize("spec", ["32_256", "1,8_8192,64"])
+def test_merging_is_launched_where_it_is_needed_and_before_and_in_a_capture(monkeypatch, spec):
+    attention = AttentionConfig(32, 8, 128, 16)
+    kernel = PortableKernel(attention, 1, H100)
+    launched: list[str] = []
+    monkeypatch.setattr(PortableKernel, "launch", lambda *_: launched.append("attention"))
+    monkeypatch.setattr(gpu, "merge_states", lambda *_, **__: launched.append("merging"))
+    monkeypatch.setattr(gpu, "choose_kernel", lambda *_: Choice(kernel, None))
+    executor = gpu.GpuExecutor(attention, CPU)
+    work = tree(spec)
+    planner = DecodePlanner(executor.planner_config(), analytic_cost(attention, "triton"), 16, 4)
+    plan = planner.update(work.block_table, work.seq_lens)
+    assert (plan.num_partials > 0) == (spec != "32_256")
+    q = torch.zeros(work.num_reqs, 32, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(1, 16, 8, 128, dtype=torch.bfloat16)
+    table, lens = torch.from_numpy(work.block_table), torch.from_numpy(work.seq_lens)
+
+    def layer(capturing: bool) -> list[str]:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        launched.clear()
+        executor.run(q, cache, cache, table, lens, torch.empty_like(q), 1.0)
+        return launched
+
+    both = ["attention", "merging"]
+    usual = both if plan.num_partials else ["attention"]
+    executor.prepare(plan)
+    assert layer(False) == both, "the first launch of a plan"
+    assert layer(False) == usual
+    assert layer(True) == both, "a graph serves other plans, too"
+    assert layer(False) == usual

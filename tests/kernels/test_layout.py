@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from tests.batches import paged_batch
+from tests.planning.strategies import make_planner
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END, PrefixShareError
+from vllm_prefixshare.workloads.trees import tree
 
 from .portable import make_plan
 
@@ -35,9 +37,9 @@ def tile_in_plan(plan: DecodePlan, tile: int) -> tuple:
 MAX_SLOTS, MAX_RUNS = 40, 100
 
 
-def kind(run: tuple, num_reqs: int, rows: int) -> int:
+def kind(run: tuple, half: int, rows: int) -> int:
     """0: both halves of a tile read the run, 1: the low one only, 2: the high one only."""
-    half, (_, _, _, first, last) = (num_reqs + 1) // 2, run
+    _, _, _, first, last = run
     if rows > 64 or first < half < last:
         return 0
     return 1 if last <= half else 2
@@ -73,13 +75,15 @@ def test_every_worker_finds_its_tiles_from_its_own_place(divider, workers, rows)
             places.append(place)
             slots, runs = linked_tile(layout, place)
             expected_slots, expected_runs = tile_in_plan(plan, tile)
-            n = len(slots)
+            n, half = len(slots), int(info[place, 5])
+            assert half in ((n + 1) // 2, n if n * rows <= 64 else 0)
             assert slots == expected_slots
-            assert runs == sorted(expected_runs, key=lambda run: kind(run, n, rows)), "stable"
-            kinds = [kind(run, n, rows) for run in runs]
+            by_kind = sorted(expected_runs, key=lambda run: kind(run, half, rows))
+            assert runs == by_kind, "stable"
+            kinds = [kind(run, half, rows) for run in runs]
             assert info[place, 2:4].tolist() == [kinds.count(0), kinds.count(1)]
             leaves_partials = any(partial >= 0 for _, partial in slots)
-            assert info[place, 5:].tolist() == [(n + 1) // 2, leaves_partials, 0]
+            assert info[place, 6:].tolist() == [leaves_partials, 0]
             place = int(info[place, 4]) - 1
         if plan.work_indptr[worker] == plan.work_indptr[worker + 1]:
             assert info[place].tolist() == [0, 0, 0, 0, 0, 0, 0, 0], "an idle worker reads nothing"
@@ -111,6 +115,25 @@ def test_runs_of_both_halves_come_first_then_those_of_the_low_half():
     assert layout["run_kv_start"][0, :6].tolist() == [2, 5, 0, 3, 1, 4]
     assert layout["tile_info"][0, :6].tolist() == [5, 6, 2, 2, 0, 3]
     assert linked_layout(one_tile, 65, 8, 8).tile_info[0, :4].tolist() == [5, 6, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows", "low"),
+    [
+        ("1,4_1024,64", 16, 4),  # both halves would read most of it
+        ("1,2_288,32", 16, 2),  # three KV tiles instead of five
+        ("1,4_256,1024", 16, 2),  # mostly private: each half reads its own
+        ("1,8_1024,64", 16, 4),  # eight requests do not fit
+    ],
+)
+def test_requests_are_in_one_half_where_that_saves_work(spec, rows, low):
+    work = tree(spec)
+    planner = make_planner(
+        16, divider="depth_first", gqa=rows, num_workers=1, max_tile_requests=8, max_tile_runs=32
+    )
+    plan = planner.update(work.block_table, work.seq_lens)
+    assert plan.num_tiles == 1
+    assert linked_layout(plan, rows, 8, 32).tile_info[0, 5] == low
 
 
 def test_a_plan_for_larger_tiles_is_refused():

@@ -197,6 +197,19 @@ def test_one_request_is_cut_for_all_workers_that_it_is_worth(length):
     assert lengths.max() <= lengths.mean() + KV_TILE
 
 
+def test_a_token_tree_is_divided_although_it_has_many_rows():
+    """Its tokens are merged side by side: 64 of them take hardly longer than one."""
+    work = tree("1_1300")
+    planner = make_planner(
+        work.block_size,
+        gqa=ROWS_PER_REQUEST,
+        num_workers=8,
+        max_tile_requests=1,
+        divider="depth_first",
+    )
+    assert planner.update(work.block_table, work.seq_lens, 64).num_tiles == 8
+
+
 def test_a_piece_shorter_than_a_tiles_overhead_is_not_cut_off():
     for length in range(100, 3000, 37):
         plan = plan_of(forest("one", [-1], [length]))

@@ -58,7 +58,7 @@ def compile_launches(
                 merge_states(
                     words.new_empty(tokens + 1), arguments.partial_out, arguments.partial_lse,
                     out, arguments.query_start_loc, query_len, arguments.out_lse,
-                    arguments.extras.sinks,
+                    arguments.extras.sinks, dependent=kernel.starts_merging,
                 )  # fmt: skip
     except Exception as e:  # Triton's exceptions differ between releases
         raise CompileError(

@@ -183,10 +183,13 @@ class Kernel(Protocol):
     divider: the divider that measures best with this kernel.
     num_workers, max_tile_requests, max_tile_runs: values that its plans are made with.
     row_tiles: see ``Executor.row_tiles``.
+    starts_merging: the launch that follows may begin before this kernel has ended, see
+        ``dependent`` of ``merge_states``.
     """
 
     name: str
     divider: str
+    starts_merging: bool
     num_workers: int
     max_tile_requests: int
     max_tile_runs: int

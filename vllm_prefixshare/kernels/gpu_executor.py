@@ -1,4 +1,4 @@
-"""The executor for NVIDIA GPUs: a plan copied to the device once, two launches a layer.
+"""The executor for NVIDIA GPUs: a plan copied to the device once, one launch a layer or two.
 
 ``prepare`` is called outside CUDA graphs, whenever there is a new plan. ``run`` may be
 captured: its launches depend on the shapes of its tensors only, and what they do is read from
@@ -76,7 +76,7 @@ class GpuExecutor:
         self._capacity: Capacity | None = None
         self._plan: DecodePlan | None = None
         self._has_tree = False
-        self._num_reqs = self._num_tokens = 0
+        self._num_reqs = self._num_tokens = self._num_partials = 0
         self._checked: set[tuple[object, ...]] = set()
         self._extras: dict[int, tuple[LayerExtras | None, LayerExtras]] = {}
 
@@ -137,7 +137,7 @@ class GpuExecutor:
         self.workspace.partials.reserve(max(1, plan.num_partials))
         self.workspace.plan.load(self._kernel.layout(plan))
         self._plan = plan
-        self._num_reqs = plan.num_reqs
+        self._num_reqs, self._num_partials = plan.num_reqs, plan.num_partials
         if self.query_len == 1:
             self._num_tokens = plan.num_reqs
         self._checked.clear()
@@ -246,25 +246,30 @@ class GpuExecutor:
             q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
             partials.out, partials.lse, out, lse, self._checked_extras(extras),
         )  # fmt: skip
-        signature = tuple(map(_signature, t[:-1]))
-        if signature not in self._checked:
+        signature = (*map(_signature, t[:-1]), t.extras.sinks is None)
+        first = signature not in self._checked
+        if first:
             self._check(t)
             self._checked.add(signature)
-        work.note_launch()
+        capturing = work.note_launch()
         if query_start_loc is None:
             query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
             t = t._replace(query_start_loc=query_start_loc)
         self._kernel.launch(work.plan.arrays, t, sm_scale)
-        merge_states(
-            work.plan.arrays["merge_indptr"],
-            partials.out,
-            partials.lse,
-            out,
-            query_start_loc,
-            self.query_len,
-            lse,
-            t.extras.sinks,
-        )
+        # A graph merges for the plans to come. So does the first launch of its kind: the kernel is
+        # compiled and loaded then, before a capture.
+        if first or capturing or self._num_partials:
+            merge_states(
+                work.plan.arrays["merge_indptr"][: len(seq_lens) + 1],
+                partials.out,
+                partials.lse,
+                out,
+                query_start_loc,
+                self.query_len,
+                lse,
+                t.extras.sinks,
+                dependent=self._kernel.starts_merging,
+            )
         return out
 
     def _checked_extras(self, extras: LayerExtras | None) -> LayerExtras:

@@ -16,6 +16,9 @@ from vllm_prefixshare.kernels.launching import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+#: partial results that are loaded at once; the same for all launches, or the bits would depend on
+#: the size of the batch
+UNROLL = 8
 
 
 def merge_states(
@@ -27,6 +30,8 @@ def merge_states(
     query_len: int = 1,
     out_lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    *,
+    dependent: bool = False,
 ) -> None:
     """Merge in the order of the partial results, so that the bits are the same every time.
 
@@ -47,22 +52,31 @@ def merge_states(
         out_lse: float32 ``[num_tokens, num_qo_heads]``, contiguous: the log-sum-exp over all
             partial results, natural logarithm. Not written if None, by a binary without it.
         sinks: ``[num_qo_heads]``: merged as a state whose output is zero. None: not in the binary.
+        dependent: the launch before this one lets it begin early (programmatic dependent launch,
+            compute capability 9.0): only ``merge_indptr`` and ``query_start_loc`` are read before
+            that launch has ended.
     """
     num_tokens, num_heads, head_dim = out.shape
     ragged = query_len > 1 and query_start_loc is not None
     num_reqs = min(len(merge_indptr) - 1, num_tokens if ragged else num_tokens // query_len)
+    if query_start_loc is not None and ragged:
+        num_reqs = min(num_reqs, len(query_start_loc) - 1)
     if num_reqs == 0:
         return
-    # many narrow programs for a small batch, to fill the GPU; fewer and wider ones for a large one
-    heads_each, unroll, warps = (2, 8, 1) if num_tokens * num_heads <= 2048 else (32, 4, 8)
+    padded_dim = triton.next_power_of_2(head_dim)
+    # a program for each head of a small batch, to fill the GPU; fewer and wider ones for a large
+    # one, because each takes about a nanosecond to launch
+    heads_each, warps = 1, 1
+    if num_tokens * num_heads > 1024:
+        heads_each, warps = min(triton.next_power_of_2(num_heads), 4096 // padded_dim, 32), 8
     launch(
         _merge_states, (num_reqs, query_len, triton.cdiv(num_heads, heads_each)),
         merge_indptr, partial_out, partial_lse, out, out_lse, sinks,
         query_start_loc if ragged else merge_indptr,
         out.stride(0),
         QUERY_LEN=query_len, RAGGED=ragged, HEADS=num_heads, HEAD_DIM=head_dim,
-        D=triton.next_power_of_2(head_dim), HEADS_EACH=heads_each, UNROLL=unroll,
-        num_warps=warps,
+        D=padded_dim, HEADS_EACH=heads_each, UNROLL=UNROLL, DEPENDENT=dependent,
+        num_warps=warps, launch_pdl=dependent,
     )
 
 
@@ -71,7 +85,7 @@ def merge_states(
 def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, sinks, query_start_loc,
                   stride_out, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
                   HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-                  HEADS_EACH: tl.constexpr, UNROLL: tl.constexpr):
+                  HEADS_EACH: tl.constexpr, UNROLL: tl.constexpr, DEPENDENT: tl.constexpr):
     """Grid: request, query token of the request, group of heads."""
     request = tl.program_id(0)
     query = tl.program_id(1)
@@ -80,8 +94,11 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, sinks, q
     token = request * QUERY_LEN + query
     there = first < last
     if RAGGED:
-        token = tl.load(query_start_loc + request, mask=there, other=0) + query
-        there = there & (token < tl.load(query_start_loc + request + 1, mask=there, other=0))
+        token = tl.load(query_start_loc + request) + query
+        there = there & (token < tl.load(query_start_loc + request + 1))
+    if DEPENDENT:
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32,
+                                  is_pure=False, pack=1)
     if there:
         head = tl.program_id(2) * HEADS_EACH + tl.arange(0, HEADS_EACH)
         dim = tl.arange(0, D)
@@ -95,19 +112,25 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, sinks, q
             m = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * LOG2E
             total += 1.0
         for start in range(first, last, UNROLL):
+            m_new = m
+            for i in tl.static_range(UNROLL):
+                row = ((start + i) * QUERY_LEN + query).to(tl.int64) * HEADS + head
+                lse = tl.load(partial_lse + row, mask=start + i < end, other=float("-inf"))
+                m_new = tl.maximum(m_new, lse * LOG2E)
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+            alpha = tl.exp2(m - base)
+            m = m_new
+            total = total * alpha
+            acc = acc * alpha[:, None]
             for i in tl.static_range(UNROLL):  # UNROLL loads in flight
                 here = start + i < end
                 row = ((start + i) * QUERY_LEN + query).to(tl.int64) * HEADS + head
                 lse = tl.load(partial_lse + row, mask=here, other=float("-inf"))
                 at = row[:, None] * HEAD_DIM + dim[None, :]
                 value = tl.load(partial_out + at, mask=inside & here[:, None], other=0.0)
-                m_new = tl.maximum(m, lse * LOG2E)
-                base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
-                alpha = tl.exp2(m - base)
                 weight = tl.exp2(lse * LOG2E - base)
-                m = m_new
-                total = total * alpha + weight
-                acc = acc * alpha[:, None] + value * weight[:, None]
+                total += weight
+                acc += value * weight[:, None]
         merged = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
         start_out = tl.multiple_of(token.to(tl.int64) * stride_out, 8)  # 16-byte stores
         at = start_out + head[:, None] * HEAD_DIM + dim[None, :]

@@ -149,10 +149,12 @@ class Workspace:
         self.queries = DeviceArrays(device)
         self.partials = partials
 
-    def note_launch(self) -> None:
-        """Mark the buffers as captured if a launch is inside a CUDA graph."""
-        if not self.plan.captured and torch.cuda.is_current_stream_capturing():
+    def note_launch(self) -> bool:
+        """Whether a launch is inside a CUDA graph; then mark the buffers as captured."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
             self.plan.captured = self.queries.captured = self.partials.captured = True
+        return capturing
 
 
 def require_free(captured: bool, what: str) -> None:

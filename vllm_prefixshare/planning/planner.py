@@ -204,7 +204,7 @@ class DecodePlanner:
         forest = shareable_forest(table, kv_lens, self.block_size, query_len, null, table_rows)
         rows = self.gqa_group_size * query_len
         problem = DivisionProblem(
-            forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates
+            forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates, query_len
         )
         if self.config.share != "always":
             problem = replace(problem, forest=without_losses(problem))

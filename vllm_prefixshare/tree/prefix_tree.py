@@ -153,7 +153,7 @@ def _split(
         key = 0
         if num_shareable[row] > depth:
             block = table[table_rows[row], depth]
-            slot = (block * HASH >> 12) & mask
+            slot = (int(block) * HASH >> 12) & mask
             while slots[slot, 2] == split and slots[slot, 0] != block:
                 slot = (slot + 1) & mask
             if slots[slot, 2] != split:

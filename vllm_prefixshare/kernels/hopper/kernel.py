@@ -231,6 +231,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
 
+        if next_tile < 0:
+            # merge states may be launched, and waits until all results are written; launched
+            # earlier, its programs would crowd on multiprocessors without a worker
+            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
+                                      dtype=gl.int32, is_pure=False, pack=1)
         if used_rows > 0:
             # a row that saw no token at all has weight zero in the merge
             seen = m > LOWEST
@@ -269,9 +274,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     "k_scale_stride", "v_scale_stride"])
 def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_start, tile_info,
                       slot_row, slot_partial, run_row, run_kv_start, run_kv_end, run_readers,
-                      partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
-                      stride_table, stride_q, stride_out, block_rows, head_rows, head_cols,
-                      qk_scale, cap_rate, q_scale, k_scale, v_scale, q_scale_stride,
+                      merge_indptr, partial_out, partial_lse, out, out_lse, sinks, tree_mask,
+                      tree_words, stride_table, stride_q, stride_out, block_rows, head_rows,
+                      head_cols, qk_scale, cap_rate, q_scale, k_scale, v_scale, q_scale_stride,
                       k_scale_stride, v_scale_stride,
                       Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
                       QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -331,12 +336,12 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
             (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
                          KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
                          STAGES)),
-            (produce, (True, k_cache, table, seq_lens, num_lengths, query_start, plan,
+            (produce, (True, seq_lens, k_cache, table, seq_lens, num_lengths, query_start, plan,
                        stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
                        BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
-            (produce, (False, v_cache, table, seq_lens, num_lengths, query_start, plan,
-                       stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                       BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
+            (produce, (False, merge_indptr, v_cache, table, seq_lens, num_lengths, query_start,
+                       plan, stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN,
+                       R, D, BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
         ],
         [4, 1, 1],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],

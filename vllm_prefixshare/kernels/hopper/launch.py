@@ -123,6 +123,7 @@ class HopperKernel:
     """``kernels.hopper.kernel``, for compute capability 9.0."""
 
     name, divider = "hopper", "depth_first"
+    starts_merging = True
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.shape = hopper_shape(attention, query_len)
@@ -135,7 +136,7 @@ class HopperKernel:
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``contract.Kernel.layout``."""
         rows, most = self.shape.rows, (self.max_tile_requests, self.max_tile_runs)
-        return linked_layout(plan, rows, *most)._asdict()
+        return linked_layout(plan, rows, *most, self.shape.kv_tile)._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
@@ -176,6 +177,7 @@ class HopperKernel:
             arrays.run_kv_start,
             arrays.run_kv_end,
             arrays.run_readers,
+            arrays.merge_indptr,
             t.partial_out,
             t.partial_lse,
             t.out,

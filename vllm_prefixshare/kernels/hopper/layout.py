@@ -44,7 +44,11 @@ def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bo
 
 
 def linked_layout(
-    plan: DecodePlan, rows_per_request: int, max_slots: int, max_runs: int
+    plan: DecodePlan,
+    rows_per_request: int,
+    max_slots: int,
+    max_runs: int,
+    tile_tokens: int = 128,
 ) -> PlanArrays:
     """The arrays that the Hopper kernel walks, all int32.
 
@@ -53,17 +57,21 @@ def linked_layout(
     ``w``, without runs if the worker is idle, and each tile names the next one of its worker.
 
     The rows of a tile are a low and a high half of 64. Each takes half of the tile's requests
-    (or half of the rows, if one request has more than 64), so that both have work.
+    (or half of the rows, if one request has more than 64), so that both have work. Where all
+    requests fit into the low half, it takes them all if both halves would read most KV tiles, and
+    hinder each other, or if that makes fewer KV tiles, because runs of a kind are padded together.
 
     Args:
         rows_per_request: query rows of one request on one KV head.
         max_slots, max_runs: places that every tile has for its requests and its runs.
+        tile_tokens: tokens of a KV tile.
 
     Raises:
         PrefixShareError: a tile has more requests or runs than there are places.
     """
     _require_room("requests", plan.tile_req_indptr, "max_tile_requests", max_slots)
     _require_room("runs", plan.tile_run_indptr, "max_tile_runs", max_runs)
+    lengths = plan.run_lengths(plan.planned_seq_lens)
     info, slots, runs = link_tiles(
         plan.work_indptr,
         plan.tile_req_indptr,
@@ -72,7 +80,9 @@ def linked_layout(
         (plan.run_row, plan.run_kv_start, plan.run_kv_end),
         plan.run_reader_start,
         plan.run_reader_end,
-        rows_per_request > HALF_ROWS,  # the only request of a tile is in both halves
+        -(-lengths // plan.block_size),
+        tile_tokens // plan.block_size,
+        HALF_ROWS // rows_per_request,
         max_slots,
         max_runs,
     )
@@ -89,6 +99,14 @@ def _require_room(what: str, indptr: IntArray, name: str, limit: int) -> None:
 
 
 @compiled
+def _kind(start: int, end: int, half: int) -> int:
+    """0: both halves read a run of the readers ``[start, end)``; 1: the low one; 2: the high one.
+    ``half``: requests in the low half.
+    """
+    return 0 if start < half < end else 1 if start < half else 2
+
+
+@compiled
 def link_tiles(
     work_indptr: IntArray,
     req_indptr: IntArray,
@@ -97,7 +115,9 @@ def link_tiles(
     runs: tuple[IntArray, IntArray, IntArray],
     run_reader_start: IntArray,
     run_reader_end: IntArray,
-    all_wide: bool,
+    run_blocks: IntArray,
+    tile_blocks: int,
+    half_requests: int,
     max_slots: int,
     max_runs: int,
 ) -> tuple[IntArray, IntArray, IntArray]:
@@ -106,7 +126,8 @@ def link_tiles(
     Args:
         reqs: tile_req_indices and partial_indices of a plan.
         runs: run_row, run_kv_start and run_kv_end of a plan.
-        all_wide: both halves read every run.
+        run_blocks: KV blocks of each run, at the planned lengths; tile_blocks: of a KV tile.
+        half_requests: requests that fit into half a tile; 0 if both halves share one request.
 
     Returns:
         tile_info ``[num_tiles, WORDS]``; slot_row and slot_partial ``[2, num_tiles, max_slots]``;
@@ -117,6 +138,7 @@ def link_tiles(
     for w in range(num_workers):
         idle += work_indptr[w] == work_indptr[w + 1]
     num_tiles = used + idle
+    all_wide = half_requests == 0
     info = np.zeros((num_tiles, WORDS), np.int32)
     slots = np.zeros((2, num_tiles, max_slots), np.int32)
     out = np.zeros((4, num_tiles, max_runs), np.int32)
@@ -135,15 +157,24 @@ def link_tiles(
                 info[place, LEAVES_PARTIALS] |= reqs[1][req] >= 0
             half = (num_reqs + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
+            if num_reqs <= half_requests:
+                blocks = np.zeros(3, np.int64)
+                for run in range(first_run, last_run):
+                    start, end = run_reader_start[run], run_reader_end[run]
+                    blocks[_kind(start, end, half)] += run_blocks[run]
+                kv_tiles = (blocks + tile_blocks - 1) // tile_blocks
+                in_one = (blocks.sum() + tile_blocks - 1) // tile_blocks
+                if 2 * kv_tiles[0] > kv_tiles.sum() or in_one < kv_tiles.sum():
+                    half = num_reqs
             wide = low = 0
             for run in range(first_run, last_run):
-                is_wide = all_wide or run_reader_start[run] < half < run_reader_end[run]
-                wide += is_wide
-                low += not is_wide and run_reader_start[run] < half
+                kind = 0 if all_wide else _kind(run_reader_start[run], run_reader_end[run], half)
+                wide += kind == 0
+                low += kind == 1
             next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
             for run in range(first_run, last_run):
                 start, end = run_reader_start[run], run_reader_end[run]
-                kind = 0 if all_wide or start < half < end else 1 if start < half else 2
+                kind = 0 if all_wide else _kind(start, end, half)
                 at = next_of_kind[kind]
                 next_of_kind[kind] += 1
                 for k in range(3):

@@ -109,13 +109,14 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
 
 
 @gluon.jit
-def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start, plan,
+def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, query_start, plan,
             stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
             CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
             RUNS: gl.constexpr, ITEM: gl.constexpr):
     """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile.
 
+    ahead: ``[num_lengths]`` integers that are read later, fetched into L2 beforehand.
     ITEM: bytes of an element of the cache.
     """
     tile_info, _, _, run_row, run_kv_start, run_kv_end, run_readers = plan
@@ -131,7 +132,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
     count = 0
     tile = worker
     for line in range((num_lengths + 1023) // 1024):  # 32 lines of 128 bytes at a time
-        _prefetch(seq_lens + gl.minimum(line * 1024 + lane * 32, num_lengths - 1))
+        _prefetch(ahead + gl.minimum(line * 1024 + lane * 32, num_lengths - 1))
     while tile >= 0:
         num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
         wide_runs = gl.load(tile_info + tile * WORDS + WIDE_RUNS)

@@ -44,7 +44,8 @@ ABOUT_EQUAL = 0.02
 class Limits(NamedTuple):
     """Limits of a cut.
 
-    rows_per_request: query rows of one request on one KV head.
+    rows_per_request, rows_per_query: query rows of one request and of one of its query tokens, on
+        one KV head.
     kv_tile: tokens; long runs are cut at multiples of it, short ones at whole blocks.
     """
 
@@ -52,6 +53,7 @@ class Limits(NamedTuple):
     max_tile_requests: int
     max_tile_runs: int
     rows_per_request: int
+    rows_per_query: int
     block_size: int
     kv_tile: int
 
@@ -64,6 +66,7 @@ class Limits(NamedTuple):
             min(problem.config.max_tile_requests, problem.forest.num_reqs),
             problem.config.max_tile_runs,
             problem.rows_per_request,
+            problem.rows_per_request // problem.query_len,
             block,
             (kv_tile + block - 1) // block * block,
         )
@@ -143,7 +146,9 @@ def tile_end(
 
 @compiled
 def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> float:
-    """Microseconds of merging. One program merges all partial results of a request."""
+    """Microseconds of merging. One program merges all partial results of a query token, and the
+    tokens of a request are merged side by side.
+    """
     num_reqs = runs.reader_end[-1]
     tiles_of = np.zeros(num_reqs + 1, np.int32)  # differences between neighbours
     for t in range(len(tiles)):
@@ -151,7 +156,7 @@ def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> f
         tiles_of[runs.reader_start[run]] += 1  # in preorder the first run has the first reader
         tiles_of[runs.reader_end[run : end + (done > 0)].max()] -= 1
     most = np.cumsum(tiles_of).max()
-    merge = rates.merge * limits.rows_per_request
+    merge = rates.merge * limits.rows_per_query
     return rates.merge_launch + most * merge if most > 1 else 0.0
 
 

@@ -32,6 +32,7 @@ class DivisionProblem:
     kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
     rows_per_request: query rows of one request on one KV head.
     rates: rates of ``cost``, if already known.
+    query_len: most query tokens of a request.
     """
 
     forest: Forest
@@ -41,6 +42,7 @@ class DivisionProblem:
     block_size: int
     config: PlannerConfig
     rates: TileRates | None = None
+    query_len: int = 1
 
     def groups(self, concatenate: bool) -> list[QueryGroup]:
         """Query groups, each with no more requests than a work tile takes."""
