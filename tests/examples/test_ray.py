@@ -112,7 +112,8 @@ def test_a_documents_questions_meet_on_one_replica(printed, name, affine, other)
         for read, saved, factor in (*replicas, total):
             assert read > 0
             assert factor == pytest.approx((read + saved) / read, abs=0.006)
-    # of a document's four questions, two on each replica would share at most twice
+    # Counts of Ray Data may lack a replica's last second, here at most the second half of its work.
+    # Of a document's four questions, two on each replica would share at most twice
     assert min(replica[2] for replica in runs[affine]) > 2, "questions met on both replicas"
     assert 1.2 * runs[affine][-1][0] < runs[other][-1][0]
 
