@@ -19,30 +19,39 @@ import shared  # beside this file
 from shared import Reads, common
 
 MODEL = "model"
-ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+ROUTER = "routers.ByPrefixUnlessTold"  # beside this file
 PREFIX = "ray_vllm_prefixshare_"
 
 
-def application(args: argparse.Namespace, affine: bool) -> Any:
-    """An OpenAI server with ``args.replicas`` engines, behind a router by prefix or Ray's own."""
+def application(args: argparse.Namespace) -> Any:
+    """An OpenAI server with ``args.replicas`` engines, behind the router."""
+    from ray.llm._internal.common.callbacks.base import CallbackBase
     from ray.serve.config import RequestRouterConfig
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    deployment: dict[str, Any] = {"num_replicas": args.replicas}
-    if affine:
-        deployment["request_router_config"] = RequestRouterConfig(request_router_class=ROUTER)
+    class NothingToDownload(CallbackBase):
+        """The model is a folder. Ray starts a process for each replica that would download it."""
+
+        async def on_before_node_init(self) -> None:
+            self.ctx.run_init_node = False
+
     config = LLMConfig(
         model_loading_config={"model_id": MODEL, "model_source": str(args.model)},
         engine_kwargs=shared.engine_kwargs(args),
+        callback_config={"callback_class": NothingToDownload},
+        accelerator_config={"kind": "cpu" if common.on_cpu() else "gpu"},
         placement_group_config=shared.placement(),
-        deployment_config=deployment,
+        deployment_config={
+            "num_replicas": args.replicas,
+            "request_router_config": RequestRouterConfig(request_router_class=ROUTER),
+        },
     )
     return build_openai_app({"llm_configs": [config]})
 
 
-def ask(url: str, prompt: str, tokens: int) -> str:
+def ask(url: str, prompt: str, tokens: int, user: str) -> str:
     """The answer of the server."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "user": user}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -50,7 +59,9 @@ def ask(url: str, prompt: str, tokens: int) -> str:
         return " ".join(json.load(answer)["choices"][0]["text"].split())
 
 
-def ask_all(url: str, documents: dict[str, str], questions: list[str], tokens: int) -> list[str]:
+def ask_all(
+    url: str, documents: dict[str, str], questions: list[str], tokens: int, user: str
+) -> list[str]:
     """The answers to all questions about all documents, asked at the same time.
 
     The first question of each document comes before the others, as in a conversation: a router can
@@ -60,10 +71,10 @@ def ask_all(url: str, documents: dict[str, str], questions: list[str], tokens: i
         [shared.prompt(text, question) for question in questions] for text in documents.values()
     ]
     for first, *_ in prompts:
-        ask(url, first, 1)
+        ask(url, first, 1, user)
     mixed = [prompt for column in zip(*prompts, strict=True) for prompt in column]
     with ThreadPoolExecutor(len(mixed)) as clients:
-        return list(clients.map(lambda prompt: ask(url, prompt, tokens), mixed))
+        return list(clients.map(lambda prompt: ask(url, prompt, tokens, user), mixed))
 
 
 def counters() -> dict[str, Reads]:
@@ -101,6 +112,15 @@ def settled(seconds: float) -> dict[str, Reads]:
     return found
 
 
+def since(before: dict[str, Reads], now: dict[str, Reads]) -> dict[str, Reads]:
+    """What each replica has read in between."""
+    old = {replica: before.get(replica, Reads(0, 0)) for replica in now}
+    return {
+        replica: Reads(reads.read - old[replica].read, reads.saved - old[replica].saved)
+        for replica, reads in now.items()
+    }
+
+
 def main() -> int:
     """Run the example; the exit status."""
     parser = shared.options(__doc__)
@@ -114,26 +134,23 @@ def main() -> int:
 
     import ray
     from ray import serve
+    from routers import ANYWHERE  # beside this file; it needs Ray
 
     shared.start_ray(args, {})
     serve.start(http_options={"port": args.port})
     url = f"http://127.0.0.1:{args.port}"
+    began = time.perf_counter()
+    serve.run(application(args), name="qa", route_prefix="/")
+    print(f"{args.replicas} replicas after {time.perf_counter() - began:.0f} s", flush=True)
     reads: dict[str, dict[str, Reads]] = {}
-    known: set[str] = set()
-    for name in ("by prefix", "Ray's router")[: 1 + args.compare]:
+    before: dict[str, Reads] = {}
+    runs = {"by prefix": "", "Ray's router": ANYWHERE} if args.compare else {"by prefix": ""}
+    for name, user in runs.items():
         began = time.perf_counter()
-        serve.run(application(args, affine=name == "by prefix"), name="qa", route_prefix="/")
-        started = time.perf_counter()
-        answers = ask_all(url, documents, questions, args.max_tokens)
-        print(
-            f"{name}: {len(answers)} answers in {time.perf_counter() - started:.0f} s, after "
-            f"{started - began:.0f} s of start-up",
-            flush=True,
-        )
-        found = settled(4 if args.address is None else 12)
-        reads[name] = {replica: found[replica] for replica in found.keys() - known}
-        known |= found.keys()
-        serve.delete("qa")
+        answers = ask_all(url, documents, questions, args.max_tokens, user)
+        print(f"{name}: {len(answers)} answers in {time.perf_counter() - began:.0f} s", flush=True)
+        now = settled(3 if args.address is None else 12)
+        reads[name], before = since(before, now), now
     serve.shutdown()
     ray.shutdown()
     return shared.show_table(reads)

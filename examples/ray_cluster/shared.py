@@ -141,7 +141,9 @@ def start_ray(args: argparse.Namespace, settings: Mapping[str, str]) -> None:
 
     variables = {"VLLM_PREFIXSHARE_SHARE": "always", **settings}
     if common.on_cpu():
-        variables = {**common.ENVIRONMENT, "OMP_NUM_THREADS": "1", **variables}
+        # no worker process beside the engine core, which would import vLLM once more
+        one = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        variables = {**common.ENVIRONMENT, **one, **variables}
     here: dict[str, Any] = {"address": args.address}
     if args.address is None:
         here = {
@@ -149,7 +151,7 @@ def start_ray(args: argparse.Namespace, settings: Mapping[str, str]) -> None:
             "_system_config": {"metrics_report_interval_ms": 1000},
         }
         if common.on_cpu():  # replicas share the cores of this machine, and Ray must not mind
-            here["num_cpus"] = 4 * args.replicas
+            here["num_cpus"] = 2 * args.replicas + 2
     runtime_env = {"env_vars": variables}
     info = ray.init(runtime_env=runtime_env, log_to_driver=False, logging_level="WARNING", **here)
     for name in ("ray", "ray.data", "ray.serve"):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.commands import run
 from tests.support.embedded_model import embedded_model_path
-from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
 from vllm_prefixshare.cli.batches import read_batch
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
@@ -128,11 +128,13 @@ def test_a_mistake_gets_one_sentence(tmp_path, arguments, sentence, capsys):
 @pytest.mark.engine
 def test_an_engine_is_recorded_and_drawn(tmp_path):
     path, picture = tmp_path / "t.jsonl", tmp_path / "plan.svg"
-    environment = {"VLLM_PREFIXSHARE_TRACE": str(path), "VLLM_PREFIXSHARE_SHARE": "always"}
+    environment = {
+        **ONE_PROCESS,
+        "VLLM_PREFIXSHARE_TRACE": str(path),
+        "VLLM_PREFIXSHARE_SHARE": "always",
+    }
     document = "The lighthouse was built in 1874. It is 38 metres high. " * 40
     questions = [f"{document} {i}: when was it built?" for i in range(6)]
-    # one process and no compilation: other tests have engines that start as a user's does
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     settings = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 512}
     with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment, **settings) as engine:
         engine.generate(questions[:1], 1)  # puts the document into the prefix cache

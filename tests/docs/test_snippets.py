@@ -13,8 +13,8 @@ import pytest
 
 from tests.docs.commands import PROGRAMS, WrongCommandError, check
 from tests.docs.pages import BLOCKS, LANGUAGES, PAGES, REASONS, ROOT, Block, files_of, prose
-from tests.support.embedded_model import embedded_model_path
-from tests.support.engine import DEFAULT_ENVIRONMENT
+from tests.support.dummy_model import write_small_llama
+from tests.support.engine import DEFAULT_ENVIRONMENT, ONE_PROCESS
 from vllm_prefixshare.cli.main import main
 
 PYTHON = [b for b in BLOCKS if b.language == "python"]
@@ -57,13 +57,17 @@ def test_snippets_run_from_top_to_bottom(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-def test_snippets_for_an_engine_run():
+def test_snippets_for_an_engine_run(tmp_path):
     """Run all of them in one process. Equal arguments get the engine that already runs, which is
-    in this process as well and has short contexts, so that it starts soon.
+    in this process as well and has a small model and short contexts, so that it starts soon. It
+    compiles the model, as vLLM does by default.
     """
-    short = "functools.partial(vllm.LLM, max_model_len=1024, max_num_batched_tokens=512)"
-    lines = ["import functools, vllm", f"vllm.LLM = functools.cache({short})"]
-    lines.append(f"MODEL = {str(embedded_model_path())!r}")
+    short = "dtype='float32', max_model_len=1024, max_num_batched_tokens=512"
+    lines = [
+        "import functools, vllm",
+        f"vllm.LLM = functools.cache(functools.partial(vllm.LLM, {short}))",
+        f"MODEL = {str(write_small_llama(tmp_path, num_layers=2))!r}",
+    ]
     for block in (b for b in PYTHON if b.mark == "run"):
         lines += [f"print('# {block.page}')", *block.code.splitlines()]
     program = "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in lines)
@@ -72,8 +76,8 @@ def test_snippets_for_an_engine_run():
         env={
             **os.environ,
             **DEFAULT_ENVIRONMENT,
+            **ONE_PROCESS,
             "VLLM_PREFIXSHARE_SHARE": "always",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         },
         capture_output=True,
         text=True,

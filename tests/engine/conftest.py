@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.embedded_model import embedded_model_path
-from tests.support.engine import PREFIX_SHARE, STOCK, Batch, EngineProcess
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, STOCK, Batch, EngineProcess
 
 #: The start of a text; the length is limited by max_model_len and the time of a test.
 DOCUMENT = (Path(__file__).parents[2] / "examples" / "document.md").read_text()[:6500]
@@ -24,6 +24,11 @@ SETTINGS: dict[str, Any] = {
     "enforce_eager": True,
     "pause": True,
 }
+ENVIRONMENT = {
+    **ONE_PROCESS,
+    "VLLM_PREFIXSHARE_SHARE": "always",
+    "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
+}
 
 
 @pytest.fixture(scope="session")
@@ -33,14 +38,13 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def ours(model: Path) -> Iterator[EngineProcess]:
-    environment = {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_CHECK_PLANS": "1"}
-    with EngineProcess(PREFIX_SHARE, model, environment, **SETTINGS) as engine:
+    with EngineProcess(PREFIX_SHARE, model, ENVIRONMENT, **SETTINGS) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
 def stock(model: Path) -> Iterator[EngineProcess]:
-    with EngineProcess(STOCK, model, **SETTINGS) as engine:
+    with EngineProcess(STOCK, model, ONE_PROCESS, **SETTINGS) as engine:
         yield engine
 
 

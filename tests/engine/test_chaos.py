@@ -5,25 +5,24 @@ from random import Random
 import pytest
 
 from tests.support import chaos
-from tests.support.engine import PREFIX_SHARE, EngineProcess
+from tests.support.dummy_model import SMALL, SMALL_VOCAB, write_small_llama
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, STOCK, EngineProcess
 from tests.support.processes import held_by
-
-from .conftest import DOCUMENT
 
 pytestmark = pytest.mark.engine
 
 BATCHES = 3
 
 
-def test_chaos_leaves_tokens_right_and_nothing_behind(model, stock):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    text, eos = tokenizer.encode(DOCUMENT), tokenizer.eos_token_id
+def test_chaos_leaves_tokens_right_and_nothing_behind(tmp_path):
+    model = write_small_llama(tmp_path)
+    text = Random(1).choices(range(3, SMALL_VOCAB), k=1500)
     cases = [chaos.Case(prompt) for prompt in chaos.prompts(text, 9, Random(0))]
-    cases = chaos.answered_alone(stock, cases, longest=20)
-    with EngineProcess(**chaos.spec(PREFIX_SHARE, model), pause=True) as ours:
-        reports = chaos.endure(ours, cases, eos, seed=0, batch=24)
+    alone = chaos.spec(STOCK, model, alone=True, environment=ONE_PROCESS)
+    with EngineProcess(**alone) as stock:
+        cases = chaos.answered_alone(stock, cases, longest=20)
+    with EngineProcess(**chaos.spec(PREFIX_SHARE, model, environment=ONE_PROCESS)) as ours:
+        reports = chaos.endure(ours, cases, SMALL["eos_token_id"], seed=0, batch=24)
         open_files = []
         for _ in range(BATCHES):  # each batch ends with no block in use
             report = next(reports)

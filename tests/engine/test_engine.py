@@ -6,10 +6,10 @@ Each test also asserts that its subject took place: shared steps, reused plans. 
 
 import pytest
 
-from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, Batch, EngineProcess, divergences
 from vllm_prefixshare import PrefixShareError
 
-from .conftest import DOCUMENT, SETTINGS
+from .conftest import DOCUMENT, ENVIRONMENT, SETTINGS
 
 pytestmark = pytest.mark.engine
 
@@ -95,9 +95,8 @@ def test_speculative_rows_share_too(model, stock):
     # rows of 1 to 4 query tokens, causal among themselves; speculation must not change a token
     prompts = [ask(q) for q in QUESTIONS[:4]]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    environment = {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_CHECK_PLANS": "1"}
     settings = {**SETTINGS, "pause": False, "speculative_config": speculation}
-    with EngineProcess(PREFIX_SHARE, model, environment, **settings) as engine:
+    with EngineProcess(PREFIX_SHARE, model, ENVIRONMENT, **settings) as engine:
         engine.generate(prompts[:1], 1)
         ours = engine.generate(prompts, 40, ignore_eos=True)
     assert_same_tokens(ours, stock.generate(prompts, 40, gaps=True, ignore_eos=True))
@@ -106,15 +105,20 @@ def test_speculative_rows_share_too(model, stock):
 
 
 @pytest.mark.parametrize(
-    "attention_config",
+    ("attention_config", "processes"),
     [
-        {"backend": "prefix_share"},  # vLLM validates dictionaries before it loads general plugins
-        {"backend_per_kind": {"full_attention": "PREFIX_SHARE"}},
+        # vLLM validates dictionaries before it loads general plugins; each process does
+        ({"backend": "prefix_share"}, {}),
+        ({"backend_per_kind": {"full_attention": "PREFIX_SHARE"}}, ONE_PROCESS),
     ],
 )
-def test_the_backend_is_chosen_by_a_dictionary(model, attention_config):
+def test_the_backend_is_chosen_by_a_dictionary(model, attention_config, processes):
     settings = {**SETTINGS, "pause": False, "attention_config": attention_config}
-    environment = {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_STRICT": "1"}
+    environment = {
+        **processes,
+        "VLLM_PREFIXSHARE_SHARE": "always",
+        "VLLM_PREFIXSHARE_STRICT": "1",
+    }
     with EngineProcess(PREFIX_SHARE, model, environment, **settings) as engine:
         engine.generate([ask(QUESTIONS[0])], 1)
         batch = engine.generate([ask(q) for q in QUESTIONS[:3]], 8, ignore_eos=True)

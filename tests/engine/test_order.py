@@ -7,17 +7,23 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess
+from tests.support.dummy_model import SMALL_VOCAB, write_small_llama
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, Batch, EngineProcess
 
-from .conftest import DOCUMENT, SETTINGS
-from .test_engine import QUESTIONS, ask, assert_same_tokens
+from .conftest import SETTINGS
+from .test_engine import assert_same_tokens
 
 pytestmark = pytest.mark.engine
 
-#: 11 usable blocks of 128 tokens hold two or three documents of 3 or 4 blocks
+#: 11 usable blocks of 128 tokens hold two documents of 4 blocks, their questions included
 CACHE = {**SETTINGS, "num_gpu_blocks_override": 12, "max_num_seqs": 2, "max_model_len": 1024}
-DOCUMENTS = [DOCUMENT[i : i + 2000] for i in (0, 1500, 3000, 4500)]
-PROMPTS = [ask(question, document) for document in DOCUMENTS for question in QUESTIONS[:3]]
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, SMALL_VOCAB), k=count)
+
+
+PROMPTS = [tokens(520, seed=i) + tokens(30, seed=10 + j) for i in range(4) for j in range(3)]
 GROUPED = range(len(PROMPTS))
 SHUFFLED = random.Random(2).sample(GROUPED, len(PROMPTS))
 
@@ -35,10 +41,13 @@ def computed(batch: Batch) -> int:
     return sum(a.num_prompt_tokens - a.num_cached_tokens for a in batch.answers)
 
 
-def test_shuffled_questions_compute_as_little_as_grouped_ones(model):
-    with EngineProcess(PREFIX_SHARE, model, {"VLLM_PREFIXSHARE_ORDER": "off"}, **CACHE) as engine:
+def test_shuffled_questions_compute_as_little_as_grouped_ones(tmp_path):
+    model = write_small_llama(tmp_path)
+    off = {**ONE_PROCESS, "VLLM_PREFIXSHARE_ORDER": "off"}
+    with EngineProcess(PREFIX_SHARE, model, off, **CACHE) as engine:
         grouped, shuffled = answered(engine, GROUPED), answered(engine, SHUFFLED)
-    with EngineProcess(PREFIX_SHARE, model, **CACHE) as engine:  # auto: requests are ordered
+    # auto: requests are ordered
+    with EngineProcess(PREFIX_SHARE, model, ONE_PROCESS, **CACHE) as engine:
         ordered = answered(engine, SHUFFLED)
     assert computed(shuffled) > 1.2 * computed(grouped), "the cache must not hold everything"
     assert computed(ordered) <= computed(grouped)

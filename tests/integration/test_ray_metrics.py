@@ -1,4 +1,6 @@
-"""The counters as metrics of Ray. What Ray's own ``/metrics`` has is read by ``make ray``."""
+"""The counters as metrics of Ray. What Ray's own ``/metrics`` has is read by
+``tests/examples/test_ray.py``.
+"""
 
 import sys
 import types

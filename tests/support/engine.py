@@ -37,6 +37,9 @@ DEFAULT_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+#: For tests of what an engine computes. It has three processes otherwise, each of which imports
+#: vLLM: half a minute of processor time. Servers and some tests have engines as users do.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass(frozen=True, slots=True)
