@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import bench_kernel  # noqa: E402
 import kernel_report  # noqa: E402
-from peers import Case  # noqa: E402
+from peers import Case, Options, make  # noqa: E402
 from peers.flashinfer_peers import levels_of, page_arrays, token_tree_mask  # noqa: E402
 
 
@@ -225,6 +225,16 @@ def test_the_harness_reference_agrees_with_the_float64_one(options):
     worse = expected.float()
     worse[4] += 1
     assert bench_kernel.relative_error(worse, bench_kernel.reference(case)) > 0.1
+
+
+@pytest.mark.parametrize("peer", ["ours", "tokens"])
+def test_our_peers_take_several_queries_of_a_request(peer):
+    w = forest("f", [-1, 0, 0, -1], [40, 9, 30, 7], query_len=3)
+    case = cpu_case(w)
+    (launch,) = make(peer, Options(case.q.device, case.out_dtype, {})).prepare(case)
+    expected = bench_kernel.reference(case)
+    assert bench_kernel.relative_error(launch.call(), expected) < 1e-2
+    assert launch.plan_ms > 0
 
 
 def test_a_branch_of_a_token_tree_sees_what_a_chain_of_its_own_would():
