@@ -20,8 +20,8 @@ from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
+from vllm_prefixshare.integration.cuda import first_step, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
-from vllm_prefixshare.integration.cuda import planning
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
@@ -399,6 +399,86 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
     assert prefill.max_query_len == 64
     assert torch.equal(prefill.block_table, common.block_table_tensor[2:])
     assert len(prefill.slot_mapping) == 94
+
+
+@pytest.fixture
+def worth_it(monkeypatch):
+    """Share always, and plan new tokens on a context of any length."""
+    share_whatever_it_costs(monkeypatch)
+    monkeypatch.setattr(first_step, "LEAST_CONTEXT", 1)
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monkeypatch, runner):
+    group = Group(monkeypatch)
+    counts = [1, 1, 5, 2, 16]
+    batch = shared_batch([70, 90, 61, 55, 66], counts=counts)
+    group.start(batch)
+    if runner == "V1":
+        table = host_tables.RowTable(batch.block_table)
+        monkeypatch.setattr(host_tables, "table_of", lambda common: table)
+    for steps in (1, 2):
+        metadata = group.builder.build(0, group.common(batch))
+        assert metadata.prefill_metadata is None
+        assert metadata.num_planned_tokens == 25
+        out = group.forward(batch, metadata, 25)
+        assert relative_error(out, reference(batch)) < 2e-3
+        assert STATS.plans == STATS.shared_steps == steps  # such a plan is for one step
+    assert STATS.kv_tokens_stock == 2 * sum(batch.seq_lens)
+    later = replace(
+        batch,
+        q=batch.q[:5],
+        seq_lens=batch.seq_lens + 1,
+        query_start_loc=np.arange(6, dtype=np.int32),
+    )
+    group.assert_right(later)
+    assert STATS.plans == 3
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 61, 66, 55], counts=[1, 5, 17, 2])
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.num_planned_tokens == 6
+    assert metadata.kv_lens.tolist() == [70, 57, 58, 59, 60, 61]
+    prefill = metadata.prefill_metadata
+    assert prefill.query_start_loc.tolist() == [0, 17, 19]
+    assert prefill.seq_lens.tolist() == [66, 55]
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([61, 66], counts=[5, 3])
+    group.start(batch)
+    metadata = group.builder.build(0, replace(group.common(batch), num_actual_tokens=16))
+    assert metadata.num_planned_tokens == 8
+    assert metadata.prefill_metadata is None
+    out = group.forward(batch, metadata, 16)
+    assert relative_error(out[:8], reference(batch)) < 2e-3
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("case", ["alone", "room", "batch_invariant", "drafts", "short context"])
+def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case):
+    batch = shared_batch([70, 61, 66], counts=[1, 5, 5])
+    if case == "alone":
+        batch.block_table[1:, :3] = [[121, 122, 123], [124, 125, 126]]
+    elif case == "room":
+        monkeypatch.setattr(first_step, "MOST_ROWS", 5)
+    elif case == "batch_invariant":
+        monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", case)
+        settings.cache_clear()
+    elif case == "short context":
+        monkeypatch.setattr(first_step, "LEAST_CONTEXT", 62)
+    group = Group(monkeypatch, num_speculative_tokens=3 if case == "drafts" else 0)
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.num_planned_tokens == 1
+    assert metadata.prefill_metadata.seq_lens.tolist() == [61, 66]
 
 
 def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -14,9 +15,16 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
+from vllm_prefixshare.integration.cuda.first_step import (
+    MOST_NEW_TOKENS,
+    MOST_ROWS,
+    TokenRows,
+    token_rows,
+)
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.settings import settings
 
 
 @dataclass
@@ -24,15 +32,18 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     """FLASH_ATTN's metadata of the whole batch, and how this step divides it.
 
     executor: holds the plan of the decodes; None where no layer is served.
-    num_planned_tokens: query tokens of the decodes, which come first in the batch. (FLASH_ATTN's
-        ``num_decode_tokens`` says how it divides a batch itself.)
-    kv_lens: int32 ``[num_reqs]`` KV tokens of each request on this rank: its shard under decode
-        context parallelism, else ``seq_lens``.
-    prefill_metadata: FLASH_ATTN's metadata of the prefills; None if there are none.
+    num_planned_tokens: query tokens of the decodes, and of the requests that ``first_step`` adds to
+        them; they come first in the batch. (FLASH_ATTN's ``num_decode_tokens`` says how it divides
+        a batch itself.)
+    kv_table: int32 ``[rows, max_blocks]`` block table of the plan's rows.
+    kv_lens: int32 ``[rows]`` KV tokens of each row on this rank: its shard under decode context
+        parallelism, else all.
+    prefill_metadata: FLASH_ATTN's metadata of the other requests; None if there are none.
     """
 
     executor: GpuExecutor | None = None
     num_planned_tokens: int = 0
+    kv_table: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
     prefill_metadata: FlashAttentionMetadata | None = None
 
@@ -51,9 +62,13 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         )
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         query_len = decode_query_len(vllm_config)
+        # Drafts make the kernel's rows several tokens wide. A rank with a shard has only some of
+        # the tokens. Where all steps must give the same bits, a prefill has one kernel.
+        if query_len == self._shard.size == 1 and settings().divider != "batch_invariant":
+            self._most_rows = MOST_ROWS
         self._start_planning(layers, PrefixShareMetadataBuilder, query_len)
-        if self._executor is not None:
-            self.reorder_batch_threshold = query_len  # decode rows first
+        if self._executor is not None:  # rows for our kernel first
+            self.reorder_batch_threshold = MOST_NEW_TOKENS if self._most_rows else query_len
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """False where this builder plans: with cascade attention vLLM uses no FULL graphs."""
@@ -69,9 +84,19 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         common: CommonAttentionMetadata,
         dummy: bool,
     ) -> PrefixShareCUDAMetadata:
-        num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
+        kv_table, kv_lens = common.block_table_tensor, common.seq_lens
+        if self._shard.size > 1:
+            kv_lens = common.dcp_local_seq_lens
+        tokens = None if dummy else self._tokens_to_plan(table, common)
+        if tokens is None:
+            num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
+        else:
+            num_decodes, num_tokens = tokens.num_reqs, len(tokens.requests)
+            self._load_plan(executor, table, common, num_decodes, tokens)
+            kv_table, kv_lens = tokens.on_device(common)
         prefill = None
-        if num_tokens < common.num_actual_tokens:
+        # tokens after those of the last request are padding
+        if num_tokens < min(common.num_actual_tokens, int(common.query_start_loc_cpu[-1])):
             prefill = self._build_prefill(common, num_decodes, num_tokens)
         # the whole batch in FLASH_ATTN: only for layers that are not served
         stock = FlashAttentionMetadataBuilder.build(self, 0, common, fast_build=self._all_layers)
@@ -79,8 +104,33 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             **vars(stock),
             executor=executor,
             num_planned_tokens=num_tokens,
-            kv_lens=common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens,
+            kv_table=kv_table,
+            kv_lens=kv_lens,
             prefill_metadata=prefill,
+        )
+
+    def _tokens_to_plan(
+        self, table: HostTable, common: CommonAttentionMetadata
+    ) -> TokenRows | None:
+        """The rows of a step in which ``first_step`` adds requests to the decodes, or None."""
+        bound = common.seq_lens_cpu_upper_bound
+        starts = common.query_start_loc_cpu.numpy()
+        num_reqs = table.num_reqs(starts)
+        if (
+            not self._most_rows
+            or common.max_query_len == 1
+            or common.causal is not True
+            or bound is None
+            or not num_reqs
+        ):
+            return None
+        rows, _ = table.rows(num_reqs)
+        return token_rows(
+            starts[: num_reqs + 1],
+            bound.numpy()[:num_reqs],
+            table.block_table,
+            np.arange(num_reqs) if rows is None else rows,
+            self.kv_cache_spec.block_size,
         )
 
     def _build_prefill(

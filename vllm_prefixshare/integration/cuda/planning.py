@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables
 from vllm_prefixshare.integration.compat import steps_in_flight
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
+from vllm_prefixshare.integration.cuda.first_step import TokenRows
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
@@ -33,6 +34,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     supports_update_block_table = False  # another group has another tree
     latent = False
     _shard = Interleaved(1, 0, 1)
+    _most_rows = 0  # of a plan whose rows are not the requests
 
     def _start_planning(self, layers: Iterable[Any], final: type, query_len: int) -> None:
         """Make an executor and a planner where a layer is served and its KV cache can be.
@@ -66,7 +68,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             partials=impls[0].partials,
         )
         scheduler = self.vllm_config.scheduler_config
-        executor.reserve_for(scheduler.max_num_seqs)
+        executor.reserve_for(max(scheduler.max_num_seqs, self._most_rows))
         self._planner = planner_for(executor, attention, self.vllm_config)
         self._planner.warm_up(then=executor.prepare)
         drafts = self._query_len - 1
@@ -74,6 +76,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         # shorter in a later step. A plan must hold for lengths up to this much shorter.
         self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
         self._plan: DecodePlan | None = None
+        self._single_rows = 0  # of plans for one step
         self.supports_draft_decode_metadata_update = False  # planning would miss new lengths
         self._executor = executor
         _BUILDERS.add(self)
@@ -184,8 +187,13 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         table: HostTable,
         common: CommonAttentionMetadata,
         num_decodes: int,
+        tokens: TokenRows | None = None,
     ) -> None:
-        """Put the plan of the first ``num_decodes`` requests in force."""
+        """Put the plan of the first ``num_decodes`` requests in force.
+
+        Args:
+            tokens: the rows of the plan, where they are not the requests themselves.
+        """
         made = self._planner.counters.plans
         if num_decodes:
             bound = common.seq_lens_cpu_upper_bound
@@ -193,11 +201,19 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             seq_lens = (
                 np.ones(num_decodes, np.int32) if bound is None else bound.numpy()[:num_decodes]
             )
-            seq_lens = self._shard.lengths(seq_lens)
+            seq_lens = lengths = self._shard.lengths(seq_lens)
             table_rows, row_ids = table.rows(num_decodes)
+            if tokens is not None:
+                if table_rows is None:
+                    table_rows = np.arange(num_decodes)
+                table_rows = table_rows[tokens.requests]
+                lengths = (seq_lens[tokens.requests] - tokens.later).astype(np.int32)
+                # the rows of one step only, so the plan is kept for no other
+                row_ids = -1 - np.arange(len(table_rows)) - self._single_rows
+                self._single_rows += len(table_rows)
             plan = self._planner.update(
                 table.block_table if table_rows is not None else table.block_table[:num_decodes],
-                seq_lens,
+                lengths,
                 self._query_len,
                 table_rows=table_rows,
                 row_ids=row_ids,
@@ -211,7 +227,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
-            self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
+            stock = planned if tokens is None else seq_lens
+            self._tokens_saved = int(stock.sum()) - plan.kv_tokens_read(planned)
             if num_decodes and self._planner.counters.plans > made:
                 seconds = self._planner.last_plan_seconds + time.perf_counter() - began
                 STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
