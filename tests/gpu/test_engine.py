@@ -169,6 +169,24 @@ def test_chunked_prefill_mixes_with_decode(engine, stock, text):
     assert run.stats["decode_steps"] >= 41
 
 
+@pytest.mark.parametrize("length", [1, 24])
+def test_short_questions_on_a_cached_document(engine, stock, text, length):
+    # with one token to generate, the step that reads the questions is the only one
+    prompts = text.asking(DOCUMENT, [5, 16, 2, 9, 12, 7] * 2)
+    run = drive_primed(engine, prompts, tokens(length))
+    assert_as_stock(run, stock)
+    assert_shared(run, factor=2.0)
+    assert run.stats["shared_steps"] == run.stats["decode_steps"] >= length
+    assert run.stats["kv_tokens_stock"] >= length * 12 * DOCUMENT
+
+
+def test_short_questions_beside_decodes_and_a_long_prompt(engine, stock, text):
+    prompts = text.asking(DOCUMENT, [5, 16, 2, 9, 33, 7] * 2) + [text.part(9000, 700)]
+    run = drive_primed(engine, prompts, [tokens(n) for n in (9, 2, 5) * 4] + [tokens(20)])
+    assert_as_stock(run, stock)
+    assert_shared(run)
+
+
 def test_several_samples_of_one_prompt(engine, stock, text):
     prompts = text.asking(DOCUMENT, [30])
     run = engine.call(drive, prompts, {**tokens(48), "n": 6, "temperature": 0.8})

@@ -84,9 +84,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         common: CommonAttentionMetadata,
         dummy: bool,
     ) -> PrefixShareCUDAMetadata:
-        kv_table, kv_lens = common.block_table_tensor, common.seq_lens
-        if self._shard.size > 1:
-            kv_lens = common.dcp_local_seq_lens
+        kv_table = common.block_table_tensor
+        kv_lens = common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens
         tokens = None if dummy else self._tokens_to_plan(table, common)
         if tokens is None:
             num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
