@@ -181,7 +181,7 @@ def test_short_questions_on_a_cached_document(engine, stock, text, length):
 
 
 def test_short_questions_beside_decodes_and_a_long_prompt(engine, stock, text):
-    prompts = text.asking(DOCUMENT, [5, 16, 2, 9, 33, 7] * 2) + [text.part(9000, 700)]
+    prompts = [*text.asking(DOCUMENT, [5, 16, 2, 9, 33, 7] * 2), text.part(9000, 700)]
     run = drive_primed(engine, prompts, [tokens(n) for n in (9, 2, 5) * 4] + [tokens(20)])
     assert_as_stock(run, stock)
     assert_shared(run)
