@@ -146,7 +146,7 @@ class Options:
 #: name on the command line and in results -> (module, class, title)
 PEERS = {
     "ours": ("ours", "Ours", "ours"),
-    "tokens": ("ours", "Tokens", "ours, token by token"),
+    "tokens": ("ours", "Tokens", "ours, each token"),
     "portable": ("ours", "Portable", "ours, portable"),
     "invariant": ("ours", "Invariant", "ours, invariant"),
     "portable_invariant": ("ours", "PortableInvariant", "ours, portable, invariant"),
