@@ -78,7 +78,10 @@ def three(
 
 @pytest.fixture(scope="module")
 def all_three(model: Path) -> Iterator[dict[str, EngineProcess]]:
-    with three(model, FEW) as started:
+    options = {**FEW, "worker_extension_cls": "tests.gpu.engine_cases.EveryQuestion"}
+    with three(model, options) as started:
+        for runner in RUNNERS:
+            started[runner].call(cases.plan_every_question)
         yield started
 
 
@@ -169,10 +172,14 @@ def test_chunked_prefill_mixes_with_decode(engine, stock, text):
     assert run.stats["decode_steps"] >= 41
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="short questions are planned on Hopper GPUs only",
+)
 @pytest.mark.parametrize("length", [1, 24])
 def test_short_questions_on_a_cached_document(engine, stock, text, length):
     # with one token to generate, the step that reads the questions is the only one
-    prompts = text.asking(DOCUMENT, [5, 16, 2, 9, 12, 7] * 2)
+    prompts = text.asking(DOCUMENT, [5, 12, 2, 9, 11, 7] * 2)
     run = drive_primed(engine, prompts, tokens(length))
     assert_as_stock(run, stock)
     assert_shared(run, factor=2.0)
@@ -181,7 +188,7 @@ def test_short_questions_on_a_cached_document(engine, stock, text, length):
 
 
 def test_short_questions_beside_decodes_and_a_long_prompt(engine, stock, text):
-    prompts = [*text.asking(DOCUMENT, [5, 16, 2, 9, 33, 7] * 2), text.part(9000, 700)]
+    prompts = [*text.asking(DOCUMENT, [5, 12, 2, 9, 33, 7] * 2), text.part(9000, 700)]
     run = drive_primed(engine, prompts, [tokens(n) for n in (9, 2, 5) * 4] + [tokens(20)])
     assert_as_stock(run, stock)
     assert_shared(run)

@@ -403,9 +403,10 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
 
 @pytest.fixture
 def worth_it(monkeypatch):
-    """Share always, and plan new tokens on a context of any length."""
+    """Share always, and plan new tokens on a context of any length: up to 24 of a request."""
     share_whatever_it_costs(monkeypatch)
-    monkeypatch.setattr(first_step, "LEAST_CONTEXT", 1)
+    monkeypatch.setattr(first_step, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr(cuda_metadata, "KERNELS", ("portable",))
 
 
 @pytest.mark.usefixtures("worth_it")
@@ -439,14 +440,14 @@ def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monke
 @pytest.mark.usefixtures("worth_it")
 def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypatch):
     group = Group(monkeypatch)
-    batch = shared_batch([70, 61, 66, 55], counts=[1, 5, 17, 2])
+    batch = shared_batch([70, 61, 76, 55], counts=[1, 5, 25, 2])
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))
     assert metadata.num_planned_tokens == 6
     assert metadata.kv_lens.tolist() == [70, 57, 58, 59, 60, 61]
     prefill = metadata.prefill_metadata
-    assert prefill.query_start_loc.tolist() == [0, 17, 19]
-    assert prefill.seq_lens.tolist() == [66, 55]
+    assert prefill.query_start_loc.tolist() == [0, 25, 27]
+    assert prefill.seq_lens.tolist() == [76, 55]
 
 
 @pytest.mark.usefixtures("worth_it")
@@ -461,8 +462,11 @@ def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
     assert relative_error(out[:8], reference(batch)) < 2e-3
 
 
+REASONS = ["alone", "room", "batch_invariant", "drafts", "short contexts", "portable"]
+
+
 @pytest.mark.usefixtures("worth_it")
-@pytest.mark.parametrize("case", ["alone", "room", "batch_invariant", "drafts", "short context"])
+@pytest.mark.parametrize("case", REASONS)
 def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case):
     batch = shared_batch([70, 61, 66], counts=[1, 5, 5])
     if case == "alone":
@@ -472,8 +476,10 @@ def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case
     elif case == "batch_invariant":
         monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", case)
         settings.cache_clear()
-    elif case == "short context":
-        monkeypatch.setattr(first_step, "LEAST_CONTEXT", 62)
+    elif case == "short contexts":
+        monkeypatch.setattr(first_step, "LEAST_NUMBERS", 256 * (56 + 61 + 1))
+    elif case == "portable":
+        monkeypatch.setattr(cuda_metadata, "KERNELS", ("hopper",))
     group = Group(monkeypatch, num_speculative_tokens=3 if case == "drafts" else 0)
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))

@@ -5,6 +5,8 @@ new token becomes a row of the plan, as if it were a request that ends with this
 keys and values are in the cache when attention runs, so this is their causal order, and the plan
 shares the context among the tokens of all requests as it does among decodes. Such a step is in no
 CUDA graph, so its block table and lengths may be tensors of its own.
+
+The limits come from the measurement in ``docs/kernel-results.md``.
 """
 
 from typing import Any, NamedTuple
@@ -12,14 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import IntArray
 
-#: most new tokens of a request; with more, arithmetic takes as long as reading for each request
-MOST_NEW_TOKENS = 16
-#: most new tokens of a step
-MOST_ROWS = 1024
-#: fewest tokens of a context that is worth a plan
-LEAST_CONTEXT = 1024
+#: kernels that were measured to gain
+KERNELS = ("hopper",)
+#: most query rows of a request on a KV head. FlashAttention-3 multiplies 128 rows of each request,
+#: used or not; with 64 of them used, the gain is 1.1 to 1.3.
+MOST_QUERY_ROWS = 48
+#: fewest numbers (tokens, times KV heads, times head_dim, K and V) that FLASH_ATTN would read: with
+#: fewer, what is saved is less than the 0.1 ms that our launches take longer on the host
+LEAST_NUMBERS = 1 << 29
+#: most new tokens of a step, those of its decodes included
+MOST_ROWS = 2048
 
 
 class TokenRows(NamedTuple):
@@ -51,34 +58,53 @@ class TokenRows(NamedTuple):
         return common.block_table_tensor[requests], common.seq_lens[requests] - later
 
 
-def token_rows(
-    query_start_loc: IntArray,
-    seq_lens: IntArray,
-    block_table: IntArray,
-    table_rows: IntArray,
-    block_size: int,
-) -> TokenRows | None:
-    """The tokens of the requests up to the first one with many new tokens; None if too few of
-    those with several new tokens share their context.
+class FirstStep(NamedTuple):
+    """Which requests of a step are planned with its decodes.
 
-    Args:
-        query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
-        seq_lens: ``[num_reqs]`` tokens of each request, the new ones included.
-        block_table: ``[rows, max_blocks]``. table_rows: ``[num_reqs]`` row of each request.
+    most_new_tokens: of a request.
+    least_context: tokens before the new ones, of all requests with several.
     """
-    new = np.diff(query_start_loc)
-    num = np.searchsorted(query_start_loc, MOST_ROWS, "right") - 1
-    many = np.flatnonzero(new > MOST_NEW_TOKENS)
-    new = new[: min(num, len(new), *many[:1])]
-    several = np.flatnonzero(new > 1)
-    contexts = seq_lens[several] - new[several]
-    if not len(several) or contexts.max() < LEAST_CONTEXT:
-        return None
-    # who has the block in the middle of a context has the first half of it
-    columns, column_of = np.unique(contexts // block_size // 2, return_inverse=True)
-    ids = block_table[table_rows[: len(new), None], columns]
-    readers = (ids[:, column_of] == ids[several, column_of]).sum(0)
-    if 2 * np.count_nonzero(readers > 1) < len(several):
-        return None
-    requests = np.repeat(np.arange(len(new)), new)
-    return TokenRows(requests, query_start_loc[requests + 1] - 1 - np.arange(len(requests)))
+
+    most_new_tokens: int
+    least_context: int
+    block_size: int
+
+    @classmethod
+    def of(cls, attention: AttentionConfig) -> "FirstStep":
+        """The limits for a layer."""
+        numbers = 2 * attention.num_kv_heads * attention.head_dim
+        most = MOST_QUERY_ROWS // attention.gqa_group_size
+        return cls(most, LEAST_NUMBERS // numbers, attention.block_size)
+
+    def rows(
+        self,
+        query_start_loc: IntArray,
+        seq_lens: IntArray,
+        block_table: IntArray,
+        table_rows: IntArray,
+    ) -> TokenRows | None:
+        """The tokens of the requests before the first one with too many; None if those with several
+        would gain too little, or half of them share less than half of their context.
+
+        Args:
+            query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
+            seq_lens: ``[num_reqs]`` tokens of each request, the new ones included.
+            block_table: ``[rows, max_blocks]``. table_rows: ``[num_reqs]`` row of each request.
+        """
+        new = np.diff(query_start_loc)
+        fitting = int(np.searchsorted(query_start_loc, MOST_ROWS, "right")) - 1
+        many = np.flatnonzero(new > self.most_new_tokens)
+        new = new[: min(fitting, *many[:1], len(new))]
+        several = np.flatnonzero(new > 1)
+        contexts = seq_lens[several] - new[several]
+        if not len(several) or contexts.sum() < self.least_context:
+            return None
+        # who has the block in the middle of a context has the first half of it
+        columns, column_of = np.unique(contexts // self.block_size // 2, return_inverse=True)
+        ids = block_table[table_rows[: len(new), None], columns]
+        readers = (ids[:, column_of] == ids[several, column_of]).sum(0)
+        if 2 * np.count_nonzero(readers > 1) < len(several):
+            return None
+        requests = np.repeat(np.arange(len(new)), new)
+        later = query_start_loc[requests + 1] - 1 - np.arange(len(requests))
+        return TokenRows(requests, later)

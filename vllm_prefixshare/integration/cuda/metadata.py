@@ -16,15 +16,14 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.first_step import (
-    MOST_NEW_TOKENS,
+    KERNELS,
     MOST_ROWS,
+    FirstStep,
     TokenRows,
-    token_rows,
 )
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.settings import settings
 
 
 @dataclass
@@ -62,13 +61,21 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         )
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         query_len = decode_query_len(vllm_config)
-        # Drafts make the kernel's rows several tokens wide. A rank with a shard has only some of
-        # the tokens. Where all steps must give the same bits, a prefill has one kernel.
-        if query_len == self._shard.size == 1 and settings().divider != "batch_invariant":
-            self._most_rows = MOST_ROWS
-        self._start_planning(layers, PrefixShareMetadataBuilder, query_len)
-        if self._executor is not None:  # rows for our kernel first
-            self.reorder_batch_threshold = MOST_NEW_TOKENS if self._most_rows else query_len
+        # Drafts make the rows of a plan several tokens wide; a rank with a shard has only some of
+        # the tokens.
+        one_token_rows = query_len == self._shard.size == 1
+        self._start_planning(
+            layers, PrefixShareMetadataBuilder, query_len, MOST_ROWS if one_token_rows else 0
+        )
+        self._first_step: FirstStep | None = None
+        if self._executor is not None:
+            # under batch_invariant the kernel of a request must not depend on the others
+            invariant = self._planner.config.divider == "batch_invariant"
+            if one_token_rows and self._executor.name in KERNELS and not invariant:
+                self._first_step = FirstStep.of(self._executor.attention)
+            # the requests for our kernel come first
+            most = 0 if self._first_step is None else self._first_step.most_new_tokens
+            self.reorder_batch_threshold = max(query_len, most)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """False where this builder plans: with cascade attention vLLM uses no FULL graphs."""
@@ -86,7 +93,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
     ) -> PrefixShareCUDAMetadata:
         kv_table = common.block_table_tensor
         kv_lens = common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens
-        tokens = None if dummy else self._tokens_to_plan(table, common)
+        decodes_only = dummy or common.causal is not True  # what is not causal is refused there
+        tokens = None if decodes_only else self._first_step_rows(table, common)
         if tokens is None:
             num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
         else:
@@ -108,28 +116,21 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             prefill_metadata=prefill,
         )
 
-    def _tokens_to_plan(
+    def _first_step_rows(
         self, table: HostTable, common: CommonAttentionMetadata
     ) -> TokenRows | None:
         """The rows of a step in which ``first_step`` adds requests to the decodes, or None."""
-        bound = common.seq_lens_cpu_upper_bound
+        bound, first_step = common.seq_lens_cpu_upper_bound, self._first_step
+        if first_step is None or bound is None or common.max_query_len == 1:
+            return None
         starts = common.query_start_loc_cpu.numpy()
         num_reqs = table.num_reqs(starts)
-        if (
-            not self._most_rows
-            or common.max_query_len == 1
-            or common.causal is not True
-            or bound is None
-            or not num_reqs
-        ):
-            return None
         rows, _ = table.rows(num_reqs)
-        return token_rows(
+        return first_step.rows(
             starts[: num_reqs + 1],
             bound.numpy()[:num_reqs],
             table.block_table,
             np.arange(num_reqs) if rows is None else rows,
-            self.kv_cache_spec.block_size,
         )
 
     def _build_prefill(

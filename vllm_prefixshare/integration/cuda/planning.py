@@ -34,15 +34,17 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     supports_update_block_table = False  # another group has another tree
     latent = False
     _shard = Interleaved(1, 0, 1)
-    _most_rows = 0  # of a plan whose rows are not the requests
 
-    def _start_planning(self, layers: Iterable[Any], final: type, query_len: int) -> None:
+    def _start_planning(
+        self, layers: Iterable[Any], final: type, query_len: int, most_rows: int = 0
+    ) -> None:
         """Make an executor and a planner where a layer is served and its KV cache can be.
 
         Args:
             layers: those of the group that may be served.
             final: the only class that may plan; vLLM derives others, which keep the parent.
             query_len: most query tokens of a decode.
+            most_rows: of a plan, where a request may have several.
         """
         self._executor: GpuExecutor | None = None
         self._query_len = query_len
@@ -55,9 +57,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         if served and reason is not None:
             fall_back(reason)
         elif served:
-            self._prepare_executor(served)
+            self._prepare_executor(served, most_rows)
 
-    def _prepare_executor(self, impls: list[Any]) -> None:
+    def _prepare_executor(self, impls: list[Any], most_rows: int) -> None:
         dtype = self.vllm_config.model_config.dtype
         attention = attention_of(impls, self.kv_cache_spec.block_size, dtype)
         executor = GpuExecutor(
@@ -68,7 +70,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             partials=impls[0].partials,
         )
         scheduler = self.vllm_config.scheduler_config
-        executor.reserve_for(max(scheduler.max_num_seqs, self._most_rows))
+        executor.reserve_for(max(scheduler.max_num_seqs, most_rows))
         self._planner = planner_for(executor, attention, self.vllm_config)
         self._planner.warm_up(then=executor.prepare)
         drafts = self._query_len - 1
