@@ -462,6 +462,31 @@ def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
     assert relative_error(out[:8], reference(batch)) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("shared", "contexts", "expected"),
+    [
+        (9, [256, 300, 511], True),  # 16 to 31 blocks of context: all have block 8
+        (8, [256, 300, 511], False),
+        (5, [128, 130, 511], True),  # two of three
+        (5, [128, 300, 511], False),
+        (0, [0, 0, 0], False),
+    ],
+)
+def test_new_tokens_are_planned_where_half_of_the_requests_share_a_quarter(
+    shared, contexts, expected
+):
+    table = np.arange(120, dtype=np.int32).reshape(3, 40)
+    table[:, :shared] = table[0, :shared]
+    new = np.array([2, 5, 3], np.int32)
+    starts = np.array([0, 2, 7, 10], np.int32)
+    step = first_step.FirstStep(most_new_tokens=5, least_context=0, block_size=16)
+    rows = step.rows(starts, np.array(contexts, np.int32) + new, table, np.arange(3))
+    assert (rows is not None) == expected
+    if rows is not None:
+        assert rows.requests.tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+        assert rows.later.tolist() == [1, 0, 4, 3, 2, 1, 0, 2, 1, 0]
+
+
 REASONS = ["alone", "room", "batch_invariant", "drafts", "short contexts", "portable"]
 
 

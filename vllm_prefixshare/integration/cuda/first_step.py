@@ -83,8 +83,8 @@ class FirstStep(NamedTuple):
         block_table: IntArray,
         table_rows: IntArray,
     ) -> TokenRows | None:
-        """The tokens of the requests before the first one with too many; None if those with several
-        would gain too little, or half of them share less than half of their context.
+        """The tokens of the requests before the first one with too many. None if those with several
+        would gain too little: their contexts are short, or half of them share less than a quarter.
 
         Args:
             query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
@@ -99,8 +99,10 @@ class FirstStep(NamedTuple):
         contexts = seq_lens[several] - new[several]
         if not len(several) or contexts.sum() < self.least_context:
             return None
-        # who has the block in the middle of a context has the first half of it
-        columns, column_of = np.unique(contexts // self.block_size // 2, return_inverse=True)
+        # Who has a block of a context has all before it. The block looked at is the last one in the
+        # context's first half whose column is a power of two, so that there are few columns.
+        exponents = np.frexp(contexts // self.block_size // 2)[1]
+        columns, column_of = np.unique((1 << exponents) >> 1, return_inverse=True)
         ids = block_table[table_rows[: len(new), None], columns]
         readers = (ids[:, column_of] == ids[several, column_of]).sum(0)
         if 2 * np.count_nonzero(readers > 1) < len(several):
