@@ -356,4 +356,15 @@ def test_a_workload_is_the_same_each_time():
     assert isinstance(first, Workload)
     assert np.array_equal(first.block_table, again.block_table)
     assert not np.array_equal(first.block_table, tree("1,4_64,16", seed=4).block_table)
-    assert set(WORKLOAD_SETS) == {"anchors", "flashforge", "deft", "medusa", "grpo", "unshared"}
+    names = {"anchors", "flashforge", "deft", "medusa", "grpo", "unshared", "first_step"}
+    assert set(WORKLOAD_SETS) == names
+
+
+def test_first_steps_have_only_new_tokens_behind_the_document():
+    found = list(workload_set("first_step"))
+    assert len(found) == 2 * 3 * 5
+    for w in found:
+        document = int(w.name.split()[-1])
+        assert w.name == f"{w.num_reqs} x {w.query_len} new on {document}"
+        assert (w.seq_lens == document + w.query_len).all()
+        assert (w.block_table[:, : document // 16] == w.block_table[0, : document // 16]).all()

@@ -44,18 +44,19 @@ class TokenRows(NamedTuple):
         """Requests whose tokens they are."""
         return int(self.requests[-1]) + 1
 
-    def on_device(self, common: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def on_device(self, common: Any, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block table and lengths of the rows; made on the device, so that nothing waits.
 
         Args:
             common: a ``CommonAttentionMetadata``.
         """
+        table = common.block_table_tensor[:, : -(-common.max_seq_len // block_size)]
         num_tokens = len(self.requests)
         starts = common.query_start_loc[: self.num_reqs + 1]
         requests = torch.repeat_interleave(starts.diff(), output_size=num_tokens)
         at = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
         later = starts[1:][requests] - 1 - at
-        return common.block_table_tensor[requests], common.seq_lens[requests] - later
+        return table[requests], common.seq_lens[requests] - later
 
 
 class FirstStep(NamedTuple):

@@ -100,7 +100,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         else:
             num_decodes, num_tokens = tokens.num_reqs, len(tokens.requests)
             self._load_plan(executor, table, common, num_decodes, tokens)
-            kv_table, kv_lens = tokens.on_device(common)
+            kv_table, kv_lens = tokens.on_device(common, executor.attention.block_size)
         prefill = None
         # tokens after those of the last request are padding
         if num_tokens < min(common.num_actual_tokens, int(common.query_start_loc_cpu[-1])):
