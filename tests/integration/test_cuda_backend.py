@@ -451,6 +451,15 @@ def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypat
 
 
 @pytest.mark.usefixtures("worth_it")
+def test_a_dummy_batch_with_several_new_tokens_is_not_planned(monkeypatch):
+    group = Group(monkeypatch)
+    host_tables.note_batch(group.tables, None)
+    metadata = group.builder.build(0, group.common(shared_batch([61, 66], counts=[5, 3])))
+    assert metadata.num_planned_tokens == 0
+    assert metadata.prefill_metadata.seq_lens.tolist() == [61, 66]
+
+
+@pytest.mark.usefixtures("worth_it")
 def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
     group = Group(monkeypatch)
     batch = shared_batch([61, 66], counts=[5, 3])

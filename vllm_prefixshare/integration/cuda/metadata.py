@@ -125,6 +125,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             return None
         starts = common.query_start_loc_cpu.numpy()
         num_reqs = table.num_reqs(starts)
+        if not num_reqs:  # a dummy batch
+            return None
         rows, _ = table.rows(num_reqs)
         return first_step.rows(
             starts[: num_reqs + 1],
