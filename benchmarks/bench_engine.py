@@ -11,10 +11,11 @@ untimed call; the exit status is 1 if they differ where stock's token had a clea
 Rows of shared documents have milliseconds per output token while all requests decode. The documents
 are cached, and each run continues them with other tokens. Other rows (GRPO, Mooncake, DeFT) start
 with an empty cache and include prefill; they have the mean time between the tokens of a request,
-and output tokens per second of the whole call. Questions have the time to the only token of every
-request, on cached documents. The floor is the time of as many requests with 16-token contexts in
-the stock engine, plus the time to read every KV token once at --bandwidth-tbs. Host time is the
-time to build each engine's attention metadata, in decode-only steps that made no plan.
+and output tokens per second of the whole call. Questions on cached documents have the time of the
+step that gives every request its only token. The floor is the time of as many requests with
+16-token contexts in the stock engine, plus the time to read every KV token once at --bandwidth-tbs.
+Host time is the time to build each engine's attention metadata, in decode-only steps that made no
+plan.
 """
 
 import argparse
@@ -119,18 +120,21 @@ class Bench:
         }
 
     def questions(self, w: work.SharedDocuments) -> Row:
-        """The time to the only token of every request, from the moment all are queued."""
+        """The time of the step that gives every request its only token."""
         documents = w.cached_prompts(self.vocab)
         for engine in self.engines.values():
             engine.generate(documents, 1, **SAMPLING)
         agreement = self.compare(w.prompts(self.vocab, seed=0))
         found: dict[str, list[Batch]] = {name: [] for name in self.engines}
+        steps: dict[str, list[float]] = {name: [] for name in self.engines}
         for repeat in range(self.args.repeats):
             prompts = w.prompts(self.vocab, seed=repeat + 1)
             for name, engine in self.engines.items():
                 engine.generate(documents, 1, **SAMPLING)
+                engine.collective_rpc("step_times")  # discards the times so far
                 found[name].append(engine.generate(prompts, 1, together=True, **SAMPLING))
-        row = report.make_row(w.title, w.num_reqs, 1, found, "first step")
+                steps[name].append(sum(engine.collective_rpc("step_times")[0]))
+        row = report.make_row(w.title, w.num_reqs, 1, found, "first step", steps)
         return {**row, "agreement": agreement}
 
     def grpo(self) -> Row:

@@ -39,21 +39,23 @@ def make_row(
     tokens: int,
     found: dict[str, list[Batch]],
     kind: Literal["decode", "first step", "whole call"],
+    steps: dict[str, list[float]] | None = None,
 ) -> Row:
     """A row of the table.
 
     Args:
         tokens: number of tokens of the longest answer.
         found: measured batches of each engine.
-        kind: the batches repeat one measurement of decoding with all requests running, or of a
-            call for one token of each request, or they hold all work of the engines, prefill
-            included.
+        kind: the batches repeat one measurement of decoding with all requests running, or of the
+            step that gives each request its only token, or they hold all work of the engines,
+            prefill included.
+        steps: milliseconds of the first step in each batch of each engine.
     """
     sides: dict[str, Row] = {}
     for name, batches in found.items():
         times = [decode_ms(b) for b in batches] if kind == "decode" else []
-        if kind == "first step":
-            times = [b.seconds * 1e3 for b in batches]
+        if steps is not None:
+            times = steps[name]
         sides[name] = {
             "ms": statistics.median(times) if times else mean_ms(batches),
             "range_ms": [min(times), max(times)] if times else None,

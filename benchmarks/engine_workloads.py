@@ -77,7 +77,7 @@ FIXED = {
 }
 #: short questions on a cached document, of which one step gives the only token
 QUESTIONS = {
-    "questions32k": SharedDocuments("64 questions of 16 tokens on 32k", 1, 64, 32768, 16),
+    "questions32k": SharedDocuments("128 questions of 8 tokens on 32k", 1, 128, 32768, 8),
     "questions4k": SharedDocuments("128 questions of 8 tokens on 4k", 1, 128, 4096, 8),
 }
 #: prompts and their tokens; each is sampled ``GRPO_SAMPLES`` times

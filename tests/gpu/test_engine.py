@@ -240,8 +240,9 @@ def test_aborted_requests_leave_the_others_right(engine, stock, text):
 
 
 def test_beam_search(engine, stock, text):
-    # Each step computes the tokens after the cached blocks. A beam is a decode row only where that
-    # is a single token: once a block. Whether two beams decode in the same step is random.
+    # Each step computes the tokens after the cached blocks, as a short question. A beam is a decode
+    # row only where that is a single token: once a block. Whether two beams decode in the same step
+    # is random.
     prompts = text.asking(480, [5, 40])
     run = engine.call(cases.beam_search, prompts, 3, 36)
     assert len(run.completions) == 6
