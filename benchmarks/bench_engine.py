@@ -11,7 +11,8 @@ untimed call; the exit status is 1 if they differ where stock's token had a clea
 Rows of shared documents have milliseconds per output token while all requests decode. The documents
 are cached, and each run continues them with other tokens. Other rows (GRPO, Mooncake, DeFT) start
 with an empty cache and include prefill; they have the mean time between the tokens of a request,
-and output tokens per second of the whole call. The floor is the time of as many requests with
+and output tokens per second of the whole call. Questions on cached documents have the time of the
+step that gives every request its only token. The floor is the time of as many requests with
 16-token contexts in the stock engine, plus the time to read every KV token once at --bandwidth-tbs.
 Host time is the time to build each engine's attention metadata, in decode-only steps that made no
 plan.
@@ -61,7 +62,7 @@ SHAPES: dict[str, Row] = {
         "num_attention_heads": 64,
     },
 }
-WORKLOADS = (*work.FIXED, "grpo", *RECORDED)
+WORKLOADS = (*work.FIXED, *work.QUESTIONS, "grpo", *RECORDED)
 #: context of the requests whose decode time is part of the floor, in tokens
 FLOOR_CONTEXT = 16
 #: number of requests of the trace whose tokens are compared, and tokens of each answer
@@ -85,6 +86,8 @@ class Bench:
         Raises:
             PrefixShareError: these engines cannot run the workload.
         """
+        if name in work.QUESTIONS:
+            return self.questions(work.QUESTIONS[name].scaled(self.args.scale))
         if name in work.FIXED:
             return self.fixed(work.FIXED[name].scaled(self.args.scale))
         measures = {"grpo": self.grpo, "mooncake": self.mooncake, "deft": self.deft}
@@ -108,13 +111,31 @@ class Bench:
                 found[name].append(engine.generate(prompts, tokens, together=True, **SAMPLING))
                 metadata[name] += engine.collective_rpc("metadata_times")[0]
         floor = self.floor(w.num_reqs) + self.kv_ms(w.distinct_tokens(tokens / 2))
-        row = report.make_row(w.title, w.num_reqs, tokens, found, decode_only=True)
+        row = report.make_row(w.title, w.num_reqs, tokens, found, "decode")
         return {
             **row,
             "floor_ms": floor,
             "agreement": agreement,
             "metadata_us": {name: report.spread(times) for name, times in metadata.items()},
         }
+
+    def questions(self, w: work.SharedDocuments) -> Row:
+        """The time of the step that gives every request its only token."""
+        documents = w.cached_prompts(self.vocab)
+        for engine in self.engines.values():
+            engine.generate(documents, 1, **SAMPLING)
+        agreement = self.compare(w.prompts(self.vocab, seed=0))
+        found: dict[str, list[Batch]] = {name: [] for name in self.engines}
+        steps: dict[str, list[float]] = {name: [] for name in self.engines}
+        for repeat in range(self.args.repeats):
+            prompts = w.prompts(self.vocab, seed=repeat + 1)
+            for name, engine in self.engines.items():
+                engine.generate(documents, 1, **SAMPLING)
+                engine.collective_rpc("step_times")  # discards the times so far
+                found[name].append(engine.generate(prompts, 1, together=True, **SAMPLING))
+                steps[name].append(sum(engine.collective_rpc("step_times")[0]))
+        row = report.make_row(w.title, w.num_reqs, 1, found, "first step", steps)
+        return {**row, "agreement": agreement}
 
     def grpo(self) -> Row:
         """Samples of prompts that grow from an empty cache. Sampled tokens are not compared."""
@@ -126,7 +147,7 @@ class Bench:
             lambda e: [e.generate(prompts, tokens, together=True, **sampling)],
             self.args.trace_repeats,
         )
-        row = report.make_row(f"{w.title} + {tokens}", num_reqs, tokens, found, decode_only=False)
+        row = report.make_row(f"{w.title} + {tokens}", num_reqs, tokens, found, "whole call")
         if any(row[name]["preemptions"] for name in self.engines):
             return row  # no floor, because the requests did not decode all at once
         held = w.documents * w.document_tokens + num_reqs * tokens / 2
@@ -149,7 +170,7 @@ class Bench:
         )
         agreement = self.compare(w.prompts[:CHECKED_REQUESTS])
         row = report.make_row(
-            f"Mooncake, {count} requests", count, max(w.max_tokens), found, decode_only=False
+            f"Mooncake, {count} requests", count, max(w.max_tokens), found, "whole call"
         )
         return {**row, "agreement": agreement}
 
@@ -169,7 +190,7 @@ class Bench:
         found = self.alternate(replay, self.args.trace_repeats)
         branches = max(len(b.answers) for b in found[STOCK])
         title = f"DeFT {self.args.deft.stem}, {len(trees)} trees"
-        return report.make_row(title, branches, tokens, found, decode_only=False)
+        return report.make_row(title, branches, tokens, found, "whole call")
 
     def alternate(
         self, run: Callable[[EngineProcess], list[Batch]], repeats: int
@@ -327,7 +348,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: all with their files given)")
+    usual = "all but the questions, with their files given"
+    add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")
     add("--trace-repeats", type=int, default=1, help="timed runs of the other workloads")
@@ -360,7 +382,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.workloads:
         args.workloads = args.workloads.split(",")
     else:
-        args.workloads = [n for n in WORKLOADS if n not in RECORDED or given[n]]
+        others = [n for n in WORKLOADS if n not in work.QUESTIONS]
+        args.workloads = [n for n in others if n not in RECORDED or given[n]]
     for name in args.workloads:
         if name not in WORKLOADS:
             parser.error(f"workload {name!r} is unknown: use some of {','.join(WORKLOADS)}")

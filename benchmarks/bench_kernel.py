@@ -15,6 +15,10 @@ support it, and the others are listed as unavailable.
     python benchmarks/bench_kernel.py --sinks --heads 64:8 --head-dim 64 --peers ours,portable,fa3
     python benchmarks/bench_kernel.py --soft-cap 50 --heads 32:16 --peers ours,portable,fa3
 
+The first step after a prefix hit, in which requests have several query tokens:
+
+    python benchmarks/bench_kernel.py --workloads first_step --peers tokens,ours,fa3
+
 Latent KV caches (MLA), with DeepSeek's 512 + 64 numbers a token and one KV head:
 
     python benchmarks/bench_kernel.py --mla --heads 16:1,8:1 --block-size 64 \
@@ -183,6 +187,7 @@ def measure(
         call = graph.replay
     else:
         result = launch.call()
+    host = host_ms(launch) if launch.graph else None
 
     try:
         notes = [launch.note] if launch.note else []
@@ -204,8 +209,19 @@ def measure(
         "max_ms": timing.max_ms,
         "error": error if math.isfinite(error) else None,
         "graph": launch.graph,
+        "host_ms": host,
+        "plan_ms": launch.plan_ms,
         "note": ", ".join(notes),
     }
+
+
+def host_ms(launch: Launch, calls: int = 10) -> float:
+    """Host time of one call that is not in a graph, as in vLLM's steps with prefills."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        launch.call()
+    return (time.perf_counter() - began) / calls * 1e3
 
 
 def run_peer(
@@ -296,7 +312,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
     parser.add_argument("--tree", action="append", default=[], help="such as 1,4_1024,64; repeat")
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
-    usual = ",".join(name for name in PEERS if "invariant" not in name)
+    usual = ",".join(name for name in PEERS if "invariant" not in name and name != "tokens")
     parser.add_argument("--peers", default=usual, help=f"of {','.join(PEERS)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache (default: --dtype)")

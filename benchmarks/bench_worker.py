@@ -57,6 +57,37 @@ class BenchWorker(PrefixShareWorkerExtension):
             builder.build = _timed(builder.build, builder)
         return times
 
+    def step_times(self) -> list[float]:
+        """Milliseconds of each step in which a request had several query tokens, since the last
+        call: from the scheduler's output to the hidden states, with nothing else on the GPU. The
+        first call starts the measurement, which makes the host wait for the GPU.
+        """
+        worker: Any = self
+        runner = worker.model_runner
+        times: list[float] = getattr(runner, "bench_times", [])
+        runner.bench_times = []
+        if "execute_model" not in vars(runner):
+            runner.execute_model = _timed_step(runner.execute_model, runner)
+        return times
+
+
+def _timed_step(execute_model: Any, runner: Any) -> Any:
+    import torch
+
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else bool
+
+    def timed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        wait()
+        began = time.perf_counter()
+        result = execute_model(scheduled, *args, **kwargs)
+        wait()
+        seconds = time.perf_counter() - began
+        if max(scheduled.num_scheduled_tokens.values(), default=0) > 1:
+            runner.bench_times.append(seconds * 1e3)
+        return result
+
+    return timed
+
 
 def _timed(build: Any, builder: Any) -> Any:
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Rows of ``bench_engine.py``: computed from measured batches, and printed."""
 
 import statistics
-from typing import Any
+from typing import Any, Literal
 
 import repository  # noqa: F401
 
@@ -34,19 +34,28 @@ def mean_ms(batches: list[Batch]) -> float:
 
 
 def make_row(
-    title: str, num_reqs: int, tokens: int, found: dict[str, list[Batch]], decode_only: bool
+    title: str,
+    num_reqs: int,
+    tokens: int,
+    found: dict[str, list[Batch]],
+    kind: Literal["decode", "first step", "whole call"],
+    steps: dict[str, list[float]] | None = None,
 ) -> Row:
     """A row of the table.
 
     Args:
         tokens: number of tokens of the longest answer.
         found: measured batches of each engine.
-        decode_only: the batches repeat one measurement of decoding with all requests running;
-            otherwise they hold all work of the engines, prefill included.
+        kind: the batches repeat one measurement of decoding with all requests running, or of the
+            step that gives each request its only token, or they hold all work of the engines,
+            prefill included.
+        steps: milliseconds of the first step in each batch of each engine.
     """
     sides: dict[str, Row] = {}
     for name, batches in found.items():
-        times = [decode_ms(b) for b in batches] if decode_only else []
+        times = [decode_ms(b) for b in batches] if kind == "decode" else []
+        if steps is not None:
+            times = steps[name]
         sides[name] = {
             "ms": statistics.median(times) if times else mean_ms(batches),
             "range_ms": [min(times), max(times)] if times else None,
@@ -59,7 +68,7 @@ def make_row(
         "workload": title,
         "requests": num_reqs,
         "tokens": tokens,
-        "kind": "decode" if decode_only else "whole call",
+        "kind": kind,
         "ratio": sides[STOCK]["ms"] / sides[PREFIX_SHARE]["ms"],
         "throughput_ratio": sides[PREFIX_SHARE]["tokens_per_second"]
         / sides[STOCK]["tokens_per_second"],

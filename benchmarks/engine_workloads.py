@@ -75,6 +75,11 @@ FIXED = {
     "few": SharedDocuments("nothing shared, 8 x 8k", 8, 1, 8128, 64),
     "single": SharedDocuments("one request, 8k", 1, 1, 8128, 64),
 }
+#: short questions on a cached document, of which one step gives the only token
+QUESTIONS = {
+    "questions32k": SharedDocuments("128 questions of 8 tokens on 32k", 1, 128, 32768, 8),
+    "questions4k": SharedDocuments("128 questions of 8 tokens on 4k", 1, 128, 4096, 8),
+}
 #: prompts and their tokens; each is sampled ``GRPO_SAMPLES`` times
 GRPO = SharedDocuments("GRPO, 32 prompts x 16 samples, 1k", 32, 16, 1024, 0)
 GRPO_SAMPLES = 16

@@ -487,6 +487,28 @@ def portable_table() -> str:
     return "\n".join(lines)
 
 
+def first_step_table() -> str:
+    """Short questions on a cached document: our two ways, FlashAttention-3, and host times."""
+    result = published("kernel_first_step")
+    lines = [
+        measured_how(result)
+        + " Plan: host time of a step's plan, in ms. Launch: host time of a layer outside of a "
+        "CUDA graph, ours / FA3, in ms. Gain: FA3 over ours, each token a request.",
+        "",
+        "| questions | roof | ours, each token | ours, each request | FA3 | gain | plan | launch |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in result["cells"]:
+        tokens, fa3 = cell["peers"]["tokens"], cell["peers"]["fa3"]
+        entries = (kernel_entry(cell["peers"][name]) for name in ("tokens", "ours", "fa3"))
+        lines.append(
+            f"| {cell['workload']} | {cell['roof_ms']:.4f} | {' | '.join(entries)} "
+            f"| {fa3['ms'] / tokens['ms']:.2f} | {tokens['plan_ms']:.2f} "
+            f"| {tokens['host_ms']:.3f} / {fa3['host_ms']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def kernel_entry(found: dict[str, object]) -> str:
     if found["status"] != "ok":
         return "-" if found["status"] == "unavailable" else str(found["status"])
@@ -723,6 +745,11 @@ TABLES = {
     ),
     "kernel invariant": ("docs/fidelity.md", "kernel_invariant", invariant_table),
     "kernel mla": ("docs/kernel-results.md", "kernel_mla", lambda: kernel_table("kernel_mla")),
+    "kernel first step": (
+        "docs/kernel-results.md",
+        "kernel_first_step",
+        first_step_table,
+    ),
     "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0-1", triton_table),
     "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),
     "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),

@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import bench_kernel  # noqa: E402
 import kernel_report  # noqa: E402
-from peers import Case  # noqa: E402
+from peers import Case, Options, make  # noqa: E402
 from peers.flashinfer_peers import levels_of, page_arrays, token_tree_mask  # noqa: E402
 
 
@@ -227,6 +227,16 @@ def test_the_harness_reference_agrees_with_the_float64_one(options):
     assert bench_kernel.relative_error(worse, bench_kernel.reference(case)) > 0.1
 
 
+@pytest.mark.parametrize("peer", ["ours", "tokens"])
+def test_our_peers_take_several_queries_of_a_request(peer):
+    w = forest("f", [-1, 0, 0, -1], [40, 9, 30, 7], query_len=3)
+    case = cpu_case(w)
+    (launch,) = make(peer, Options(case.q.device, case.out_dtype, {})).prepare(case)
+    expected = bench_kernel.reference(case)
+    assert bench_kernel.relative_error(launch.call(), expected) < 1e-2
+    assert launch.plan_ms > 0
+
+
 def test_a_branch_of_a_token_tree_sees_what_a_chain_of_its_own_would():
     parents = np.array([-1, 0, 0, 1], np.int32)
     w = forest("f", [-1, -1], [37, 21], query_len=4, query_parents=parents)
@@ -346,4 +356,15 @@ def test_a_workload_is_the_same_each_time():
     assert isinstance(first, Workload)
     assert np.array_equal(first.block_table, again.block_table)
     assert not np.array_equal(first.block_table, tree("1,4_64,16", seed=4).block_table)
-    assert set(WORKLOAD_SETS) == {"anchors", "flashforge", "deft", "medusa", "grpo", "unshared"}
+    names = {"anchors", "flashforge", "deft", "medusa", "grpo", "unshared", "first_step"}
+    assert set(WORKLOAD_SETS) == names
+
+
+def test_first_steps_have_only_new_tokens_behind_the_document():
+    found = list(workload_set("first_step"))
+    assert len(found) == 2 * 3 * 5
+    for w in found:
+        document = int(w.name.split()[-1])
+        assert w.name == f"{w.num_reqs} x {w.query_len} new on {document}"
+        assert (w.seq_lens == document + w.query_len).all()
+        assert (w.block_table[:, : document // 16] == w.block_table[0, : document // 16]).all()

@@ -109,11 +109,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Launch:
-    """One way to run a peer: ``call`` queues the kernels and returns the output, like ``q``."""
+    """One way to run a peer: ``call`` queues the kernels and returns the output, like ``q``.
+    plan_ms: host time of what ``prepare`` plans in each step, where it was taken.
+    """
 
     call: Callable[[], torch.Tensor]
     note: str = ""
     graph: bool = True
+    plan_ms: float | None = None
 
 
 class Peer(Protocol):
@@ -143,6 +146,7 @@ class Options:
 #: name on the command line and in results -> (module, class, title)
 PEERS = {
     "ours": ("ours", "Ours", "ours"),
+    "tokens": ("ours", "Tokens", "ours, each token"),
     "portable": ("ours", "Portable", "ours, portable"),
     "invariant": ("ours", "Invariant", "ours, invariant"),
     "portable_invariant": ("ours", "PortableInvariant", "ours, portable, invariant"),

@@ -1,5 +1,11 @@
 """This project's kernels."""
 
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
 from peers import Case, Launch, Options, UnavailableError
 from vllm_prefixshare import PrefixShareDecodeWrapper
 
@@ -14,7 +20,13 @@ class Ours:
     def __init__(self, options: Options) -> None:
         self.options = options
 
+    def as_planned(self, case: Case) -> Case:
+        """The batch as the wrapper sees it."""
+        return case
+
     def prepare(self, case: Case) -> list[Launch]:
+        kv_tokens = case.workload.kv_tokens
+        case = self.as_planned(case)
         w = case.workload
         cuda = case.q.is_cuda
         if w.query_parents is not None and not cuda:
@@ -38,7 +50,8 @@ class Ours:
         parents = None
         if w.query_parents is not None:
             parents = w.query_parents.tolist() * w.num_reqs
-        wrapper.plan(w.block_table, w.seq_lens, starts if w.query_len > 1 else None, parents)
+        batch = w.block_table, w.seq_lens, starts if w.query_len > 1 else None, parents
+        seconds = [plan_seconds(wrapper, batch) for _ in range(5)]
         stats = wrapper.stats()
         table, lens = (case.block_table, case.seq_lens) if cuda else (w.block_table, w.seq_lens)
         out = case.q.new_empty((*case.q.shape[:2], case.v_head_dim), dtype=case.out_dtype)
@@ -53,10 +66,39 @@ class Ours:
 
         note = (
             f"{stats.work_tiles} tiles, {stats.partials} partials, "
-            f"KV read {stats.kv_tokens_read / w.kv_tokens:.2f}x"
+            f"KV read {stats.kv_tokens_read / kv_tokens:.2f}x"
             + (f", by {stats.row_tiles} tiles of rows" if stats.row_tiles > 1 else "")
         )
-        return [Launch(call, note, graph=cuda)]
+        return [Launch(call, note, graph=cuda, plan_ms=float(np.median(seconds)) * 1e3)]
+
+
+def plan_seconds(wrapper: PrefixShareDecodeWrapper, batch: tuple) -> float:
+    """Host time of a new plan for ``batch``, the arguments of ``wrapper.plan``."""
+    wrapper.plan(np.zeros((0, 0), np.int32), np.zeros(0, np.int32))  # the kept plan goes
+    began = time.perf_counter()
+    wrapper.plan(*batch)
+    return time.perf_counter() - began
+
+
+class Tokens(Ours):
+    """Each query token as a request of its own, which ends with that token: what causal order is
+    for a chain of queries. Work tiles then fill up whatever the number of a request's queries.
+    """
+
+    def as_planned(self, case: Case) -> Case:
+        w = case.workload
+        if w.query_parents is not None:
+            raise UnavailableError("no token trees")
+        rows = np.repeat(np.arange(w.num_reqs), w.query_len)
+        later = w.query_len - 1 - np.arange(len(rows)) % w.query_len
+        seq_lens = (w.seq_lens[rows] - later).astype(np.int32)
+        one_each = replace(w, block_table=w.block_table[rows], seq_lens=seq_lens, query_len=1)
+        return replace(
+            case,
+            workload=one_each,
+            block_table=case.block_table[torch.from_numpy(rows).to(case.q.device)],
+            seq_lens=torch.from_numpy(seq_lens).to(case.q.device),
+        )
 
 
 class Portable(Ours):

@@ -152,6 +152,18 @@ class LayerCounter(PrefixShareWorkerExtension):
         return found or 0
 
 
+class EveryQuestion(PrefixShareWorkerExtension):
+    """The plugin's worker extension, which also lets a small model's short questions be planned."""
+
+    def plan_every_question(self) -> None:
+        """Plan short questions however little FLASH_ATTN would read for them."""
+        from vllm_prefixshare.integration.cuda import planning
+
+        for builder in planning._BUILDERS:
+            if builder._first_step is not None:
+                builder._first_step = builder._first_step._replace(least_context=0)
+
+
 class KernelNames(PrefixShareWorkerExtension):
     """The plugin's worker extension, which also says what graphs hold."""
 
@@ -169,6 +181,11 @@ class KernelNames(PrefixShareWorkerExtension):
 def kernels_in_graphs(llm: Any) -> list[str]:
     """Of the first worker; its extension is ``KernelNames``."""
     return list(llm.collective_rpc("kernels_in_graphs")[0])
+
+
+def plan_every_question(llm: Any) -> None:
+    """In all workers; their extension is ``EveryQuestion``."""
+    llm.collective_rpc("plan_every_question")
 
 
 def count_layers_from(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:

@@ -78,7 +78,10 @@ def three(
 
 @pytest.fixture(scope="module")
 def all_three(model: Path) -> Iterator[dict[str, EngineProcess]]:
-    with three(model, FEW) as started:
+    options = {**FEW, "worker_extension_cls": "tests.gpu.engine_cases.EveryQuestion"}
+    with three(model, options) as started:
+        for runner in RUNNERS:
+            started[runner].call(cases.plan_every_question)
         yield started
 
 
@@ -169,6 +172,28 @@ def test_chunked_prefill_mixes_with_decode(engine, stock, text):
     assert run.stats["decode_steps"] >= 41
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="short questions are planned on Hopper GPUs only",
+)
+@pytest.mark.parametrize("length", [1, 24])
+def test_short_questions_on_a_cached_document(engine, stock, text, length):
+    # with one token to generate, the step that reads the questions is the only one
+    prompts = text.asking(DOCUMENT, [5, 12, 2, 9, 11, 7] * 2)
+    run = drive_primed(engine, prompts, tokens(length))
+    assert_as_stock(run, stock)
+    assert_shared(run, factor=2.0)
+    assert run.stats["shared_steps"] == run.stats["decode_steps"] >= length
+    assert run.stats["kv_tokens_stock"] >= length * 12 * DOCUMENT
+
+
+def test_short_questions_beside_decodes_and_a_long_prompt(engine, stock, text):
+    prompts = [*text.asking(DOCUMENT, [5, 12, 2, 9, 33, 7] * 2), text.part(9000, 700)]
+    run = drive_primed(engine, prompts, [tokens(n) for n in (9, 2, 5) * 4] + [tokens(20)])
+    assert_as_stock(run, stock)
+    assert_shared(run)
+
+
 def test_several_samples_of_one_prompt(engine, stock, text):
     prompts = text.asking(DOCUMENT, [30])
     run = engine.call(drive, prompts, {**tokens(48), "n": 6, "temperature": 0.8})
@@ -215,8 +240,9 @@ def test_aborted_requests_leave_the_others_right(engine, stock, text):
 
 
 def test_beam_search(engine, stock, text):
-    # Each step computes the tokens after the cached blocks. A beam is a decode row only where that
-    # is a single token: once a block. Whether two beams decode in the same step is random.
+    # Each step computes the tokens after the cached blocks, as a short question. A beam is a decode
+    # row only where that is a single token: once a block. Whether two beams decode in the same step
+    # is random.
     prompts = text.asking(480, [5, 40])
     run = engine.call(cases.beam_search, prompts, 3, 36)
     assert len(run.completions) == 6

@@ -20,8 +20,8 @@ from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
+from vllm_prefixshare.integration.cuda import first_step, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
-from vllm_prefixshare.integration.cuda import planning
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
@@ -400,6 +400,126 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
     assert prefill.max_query_len == 64
     assert torch.equal(prefill.block_table, common.block_table_tensor[2:])
     assert len(prefill.slot_mapping) == 94
+
+
+@pytest.fixture
+def worth_it(monkeypatch):
+    """Share always, and plan new tokens on a context of any length: up to 24 of a request."""
+    share_whatever_it_costs(monkeypatch)
+    monkeypatch.setattr(first_step, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr(cuda_metadata, "KERNELS", ("portable",))
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monkeypatch, runner):
+    group = Group(monkeypatch)
+    counts = [1, 1, 5, 2, 16]
+    batch = shared_batch([70, 90, 61, 55, 66], counts=counts)
+    group.start(batch)
+    if runner == "V1":
+        table = host_tables.RowTable(batch.block_table)
+        monkeypatch.setattr(host_tables, "table_of", lambda common: table)
+    for steps in (1, 2):
+        metadata = group.builder.build(0, group.common(batch))
+        assert metadata.prefill_metadata is None
+        assert metadata.num_planned_tokens == 25
+        out = group.forward(batch, metadata, 25)
+        assert relative_error(out, reference(batch)) < 2e-3
+        assert STATS.plans == STATS.shared_steps == steps  # such a plan is for one step
+    assert STATS.kv_tokens_stock == 2 * sum(batch.seq_lens)
+    later = replace(
+        batch,
+        q=batch.q[:5],
+        seq_lens=batch.seq_lens + 1,
+        query_start_loc=np.arange(6, dtype=np.int32),
+    )
+    group.assert_right(later)
+    assert STATS.plans == 3
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 61, 76, 55], counts=[1, 5, 25, 2])
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.num_planned_tokens == 6
+    assert metadata.kv_lens.tolist() == [70, 57, 58, 59, 60, 61]
+    prefill = metadata.prefill_metadata
+    assert prefill.query_start_loc.tolist() == [0, 25, 27]
+    assert prefill.seq_lens.tolist() == [76, 55]
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_a_dummy_batch_with_several_new_tokens_is_not_planned(monkeypatch):
+    group = Group(monkeypatch)
+    host_tables.note_batch(group.tables, None)
+    metadata = group.builder.build(0, group.common(shared_batch([61, 66], counts=[5, 3])))
+    assert metadata.num_planned_tokens == 0
+    assert metadata.prefill_metadata.seq_lens.tolist() == [61, 66]
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([61, 66], counts=[5, 3])
+    group.start(batch)
+    metadata = group.builder.build(0, replace(group.common(batch), num_actual_tokens=16))
+    assert metadata.num_planned_tokens == 8
+    assert metadata.prefill_metadata is None
+    out = group.forward(batch, metadata, 16)
+    assert relative_error(out[:8], reference(batch)) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("shared", "contexts", "expected"),
+    [
+        (9, [256, 300, 511], True),  # 16 to 31 blocks of context: all have block 8
+        (8, [256, 300, 511], False),
+        (5, [128, 130, 511], True),  # two of three
+        (5, [128, 300, 511], False),
+        (0, [0, 0, 0], False),
+    ],
+)
+def test_new_tokens_are_planned_where_half_of_the_requests_share_a_quarter(
+    shared, contexts, expected
+):
+    table = np.arange(120, dtype=np.int32).reshape(3, 40)
+    table[:, :shared] = table[0, :shared]
+    new = np.array([2, 5, 3], np.int32)
+    starts = np.array([0, 2, 7, 10], np.int32)
+    step = first_step.FirstStep(most_new_tokens=5, least_context=0, block_size=16)
+    rows = step.rows(starts, np.array(contexts, np.int32) + new, table, np.arange(3))
+    assert (rows is not None) == expected
+    if rows is not None:
+        assert rows.requests.tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+        assert rows.later.tolist() == [1, 0, 4, 3, 2, 1, 0, 2, 1, 0]
+
+
+REASONS = ["alone", "room", "batch_invariant", "drafts", "short contexts", "portable"]
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("case", REASONS)
+def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case):
+    batch = shared_batch([70, 61, 66], counts=[1, 5, 5])
+    if case == "alone":
+        batch.block_table[1:, :3] = [[121, 122, 123], [124, 125, 126]]
+    elif case == "room":
+        monkeypatch.setattr(first_step, "MOST_ROWS", 5)
+    elif case == "batch_invariant":
+        monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", case)
+        settings.cache_clear()
+    elif case == "short contexts":
+        monkeypatch.setattr(first_step, "LEAST_NUMBERS", 256 * (56 + 61 + 1))
+    elif case == "portable":
+        monkeypatch.setattr(cuda_metadata, "KERNELS", ("hopper",))
+    group = Group(monkeypatch, num_speculative_tokens=3 if case == "drafts" else 0)
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.num_planned_tokens == 1
+    assert metadata.prefill_metadata.seq_lens.tolist() == [61, 66]
 
 
 def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):

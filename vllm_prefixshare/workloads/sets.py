@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,20 @@ def unshared(block_size: int) -> Iterator[Workload]:
     yield forest("4 of 32768, 252 of 128", [-1] * 256, [32768] * 4 + [128] * 252, block_size)
 
 
+def first_step(block_size: int) -> Iterator[Workload]:
+    """The first step after a prefix hit: short questions on one cached document, whose tokens are
+    all queries of this step.
+    """
+    for document, batch, new in product((32768, 4096), (8, 32, 128), (2, 4, 8, 16, 32)):
+        yield forest(
+            f"{batch} x {new} new on {document}",
+            [-1] + [0] * batch,
+            [document] + [new] * batch,
+            block_size,
+            query_len=new,
+        )
+
+
 def deft(block_size: int, folder: Path, trees: int = 2, steps: int = 4) -> Iterator[Workload]:
     """Steps of recorded tree-of-thoughts runs (DeFT, table 4): the largest runs of each file,
     at evenly spaced steps. A branch is a request only while it grows.
@@ -162,6 +177,7 @@ WORKLOAD_SETS: dict[str, Callable[..., Iterator[Workload]]] = {
     "medusa": medusa,
     "grpo": grpo,
     "unshared": unshared,
+    "first_step": first_step,
 }
 RECORDED = ("deft", "medusa")
 

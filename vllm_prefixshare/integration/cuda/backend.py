@@ -96,7 +96,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             k, v = (None if x is None else x[n:] for x in (key, value))
             super().forward(layer, query[n:], k, v, kv_cache, metadata.prefill_metadata, output[n:])
         if n:
-            assert metadata.executor is not None and metadata.kv_lens is not None
+            assert metadata.executor is not None
+            assert metadata.kv_table is not None and metadata.kv_lens is not None
             if metadata.executor.attention.kv_dtype is not None:
                 kv_cache = kv_cache.view(torch.float8_e4m3fn)
             k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
@@ -107,7 +108,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
                 q,
                 k_cache,
                 v_cache,
-                metadata.block_table,
+                metadata.kv_table,
                 metadata.kv_lens,
                 out,
                 self.scale,

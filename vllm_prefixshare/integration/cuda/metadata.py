@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -14,6 +15,12 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
+from vllm_prefixshare.integration.cuda.first_step import (
+    KERNELS,
+    MOST_ROWS,
+    FirstStep,
+    TokenRows,
+)
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -24,17 +31,20 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     """FLASH_ATTN's metadata of the whole batch, and how this step divides it.
 
     executor: holds the plan of the decodes; None where no layer is served.
-    num_planned_tokens: query tokens of the decodes, which come first in the batch. (FLASH_ATTN's
-        ``num_decode_tokens`` says how it divides a batch itself.)
-    kv_lens: int32 ``[num_reqs]`` KV tokens of each request on this rank: its shard under decode
-        context parallelism, else ``seq_lens``.
-    prefill_metadata: FLASH_ATTN's metadata of the prefills; None if there are none.
+    num_planned_tokens: query tokens of the decodes, and of the requests that ``first_step`` adds to
+        them; they come first in the batch. (FLASH_ATTN's ``num_decode_tokens`` says how it divides
+        a batch itself.)
+    kv_table: int32 ``[rows, max_blocks]`` block table of the plan's rows.
+    kv_lens: int32 ``[rows]`` KV tokens of each row on this rank: its shard under decode context
+        parallelism, else all.
+    prefill_metadata: FLASH_ATTN's metadata of the other requests; None if there are none.
     single_prefills, single_rows: under batch invariance, FLASH_ATTN's metadata of prefills of one
         token among the decodes, and their rows ``[num_single]``; None if there are none.
     """
 
     executor: GpuExecutor | None = None
     num_planned_tokens: int = 0
+    kv_table: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
     prefill_metadata: FlashAttentionMetadata | None = None
     single_prefills: FlashAttentionMetadata | None = None
@@ -55,9 +65,21 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         )
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         query_len = decode_query_len(vllm_config)
-        self._start_planning(layers, PrefixShareMetadataBuilder, query_len)
+        # Drafts make the rows of a plan several tokens wide; a rank with a shard has only some of
+        # the tokens.
+        one_token_rows = query_len == self._shard.size == 1
+        self._start_planning(
+            layers, PrefixShareMetadataBuilder, query_len, MOST_ROWS if one_token_rows else 0
+        )
+        self._first_step: FirstStep | None = None
         if self._executor is not None:
-            self.reorder_batch_threshold = query_len  # decode rows first
+            # under batch_invariant the kernel of a request must not depend on the others
+            invariant = self._planner.config.divider == "batch_invariant"
+            if one_token_rows and self._executor.name in KERNELS and not invariant:
+                self._first_step = FirstStep.of(self._executor.attention)
+            # the requests for our kernel come first
+            most = 0 if self._first_step is None else self._first_step.most_new_tokens
+            self.reorder_batch_threshold = max(query_len, most)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """False where this builder plans: with cascade attention vLLM uses no FULL graphs."""
@@ -73,9 +95,19 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         common: CommonAttentionMetadata,
         dummy: bool,
     ) -> PrefixShareCUDAMetadata:
-        num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
+        kv_table = common.block_table_tensor
+        kv_lens = common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens
+        decodes_only = dummy or common.causal is not True  # what is not causal is refused there
+        tokens = None if decodes_only else self._first_step_rows(table, common)
+        if tokens is None:
+            num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
+        else:
+            num_decodes, num_tokens = tokens.num_reqs, len(tokens.requests)
+            self._load_plan(executor, table, common, num_decodes, tokens)
+            kv_table, kv_lens = tokens.on_device(common, executor.attention.block_size)
         prefill = None
-        if num_tokens < common.num_actual_tokens:
+        # tokens after those of the last request are padding
+        if num_tokens < min(common.num_actual_tokens, int(common.query_start_loc_cpu[-1])):
             prefill = self._build_prefill(common, num_decodes, num_tokens)
         singles, single_rows = None, None
         if self._invariant and not dummy:
@@ -86,10 +118,30 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             **vars(stock),
             executor=executor,
             num_planned_tokens=num_tokens,
-            kv_lens=common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens,
+            kv_table=kv_table,
+            kv_lens=kv_lens,
             prefill_metadata=prefill,
             single_prefills=singles,
             single_rows=single_rows,
+        )
+
+    def _first_step_rows(
+        self, table: HostTable, common: CommonAttentionMetadata
+    ) -> TokenRows | None:
+        """The rows of a step in which ``first_step`` adds requests to the decodes, or None."""
+        bound, first_step = common.seq_lens_cpu_upper_bound, self._first_step
+        if first_step is None or bound is None or common.max_query_len == 1:
+            return None
+        starts = common.query_start_loc_cpu.numpy()
+        num_reqs = table.num_reqs(starts)
+        if not num_reqs:  # a dummy batch
+            return None
+        rows, _ = table.rows(num_reqs)
+        return first_step.rows(
+            starts[: num_reqs + 1],
+            bound.numpy()[:num_reqs],
+            table.block_table,
+            np.arange(num_reqs) if rows is None else rows,
         )
 
     def _build_prefill(

@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables, invariance
 from vllm_prefixshare.integration.compat import steps_in_flight
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
+from vllm_prefixshare.integration.cuda.first_step import TokenRows
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
@@ -35,13 +36,16 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     _invariant = False
     _shard = Interleaved(1, 0, 1)
 
-    def _start_planning(self, layers: Iterable[Any], final: type, query_len: int) -> None:
+    def _start_planning(
+        self, layers: Iterable[Any], final: type, query_len: int, most_rows: int = 0
+    ) -> None:
         """Make an executor and a planner where a layer is served and its KV cache can be.
 
         Args:
             layers: those of the group that may be served.
             final: the only class that may plan; vLLM derives others, which keep the parent.
             query_len: most query tokens of a decode.
+            most_rows: of a plan, where a request may have several.
         """
         self._executor: GpuExecutor | None = None
         self._query_len = query_len
@@ -54,9 +58,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         if served and reason is not None:
             fall_back(reason)
         elif served:
-            self._prepare_executor(served)
+            self._prepare_executor(served, most_rows)
 
-    def _prepare_executor(self, impls: list[Any]) -> None:
+    def _prepare_executor(self, impls: list[Any], most_rows: int) -> None:
         dtype = self.vllm_config.model_config.dtype
         attention = attention_of(impls, self.kv_cache_spec.block_size, dtype)
         executor = GpuExecutor(
@@ -68,7 +72,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         )
         scheduler = self.vllm_config.scheduler_config
         pieces = invariance.piece_limits(self.vllm_config, self.kv_cache_spec.block_size)
-        executor.reserve_for(scheduler.max_num_seqs, pieces)
+        executor.reserve_for(max(scheduler.max_num_seqs, most_rows), pieces)
         self._invariant = pieces is not None
         self._planner = planner_for(executor, attention, self.vllm_config, self._invariant)
         self._planner.warm_up(then=executor.prepare)
@@ -77,6 +81,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         # shorter in a later step. A plan must hold for lengths up to this much shorter.
         self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
         self._plan: DecodePlan | None = None
+        self._single_rows = 0  # of plans for one step
         self.supports_draft_decode_metadata_update = False  # planning would miss new lengths
         self._executor = executor
         _BUILDERS.add(self)
@@ -187,8 +192,13 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         table: HostTable,
         common: CommonAttentionMetadata,
         num_decodes: int,
+        tokens: TokenRows | None = None,
     ) -> None:
-        """Put the plan of the first ``num_decodes`` requests in force."""
+        """Put the plan of the first ``num_decodes`` requests in force.
+
+        Args:
+            tokens: the rows of the plan, where they are not the requests themselves.
+        """
         made = self._planner.counters.plans
         if num_decodes:
             bound = common.seq_lens_cpu_upper_bound
@@ -196,11 +206,19 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             seq_lens = (
                 np.ones(num_decodes, np.int32) if bound is None else bound.numpy()[:num_decodes]
             )
-            seq_lens = self._shard.lengths(seq_lens)
+            seq_lens = lengths = self._shard.lengths(seq_lens)
             table_rows, row_ids = table.rows(num_decodes)
+            if tokens is not None:
+                if table_rows is None:
+                    table_rows = np.arange(num_decodes)
+                table_rows = table_rows[tokens.requests]
+                lengths = (seq_lens[tokens.requests] - tokens.later).astype(np.int32)
+                # the rows of one step only, so the plan is kept for no other
+                row_ids = -1 - np.arange(len(table_rows)) - self._single_rows
+                self._single_rows += len(table_rows)
             plan = self._planner.update(
                 table.block_table if table_rows is not None else table.block_table[:num_decodes],
-                seq_lens,
+                lengths,
                 self._query_len,
                 table_rows=table_rows,
                 row_ids=row_ids,
@@ -214,7 +232,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
-            self._tokens_saved = int(planned.sum()) - plan.kv_tokens_read(planned)
+            stock = planned if tokens is None else seq_lens
+            self._tokens_saved = int(stock.sum()) - plan.kv_tokens_read(planned)
             if num_decodes and self._planner.counters.plans > made:
                 seconds = self._planner.last_plan_seconds + time.perf_counter() - began
                 STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)

@@ -1,0 +1,113 @@
+"""The first step after a prefix hit: requests with a few new tokens on a context that they share.
+
+vLLM calls such a step prefill, and FLASH_ATTN reads the context once for each request. Here each
+new token becomes a row of the plan, as if it were a request that ends with this token. The tokens'
+keys and values are in the cache when attention runs, so this is their causal order, and the plan
+shares the context among the tokens of all requests as it does among decodes. Such a step is in no
+CUDA graph, so its block table and lengths may be tensors of its own.
+
+The limits come from the measurement in ``docs/kernel-results.md``.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.records import IntArray
+
+#: kernels that were measured to gain
+KERNELS = ("hopper",)
+#: most query rows of a request on a KV head. FlashAttention-3 multiplies 128 rows of each request,
+#: used or not; with 64 of them used, the gain is 1.1 to 1.3.
+MOST_QUERY_ROWS = 48
+#: fewest numbers (tokens, times KV heads, times head_dim, K and V) that FLASH_ATTN would read: with
+#: fewer, what is saved is less than the 0.1 ms that our launches take longer on the host
+LEAST_NUMBERS = 1 << 29
+#: most new tokens of a step, those of its decodes included
+MOST_ROWS = 2048
+
+
+class TokenRows(NamedTuple):
+    """The query tokens of the first requests of a batch, each a row of a plan.
+
+    requests: ``[num_tokens]`` request of each token.
+    later: ``[num_tokens]`` query tokens of the request that come after it.
+    """
+
+    requests: IntArray
+    later: IntArray
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests whose tokens they are."""
+        return int(self.requests[-1]) + 1
+
+    def on_device(self, common: Any, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block table and lengths of the rows; made on the device, so that nothing waits.
+
+        Args:
+            common: a ``CommonAttentionMetadata``.
+        """
+        table = common.block_table_tensor[:, : -(-common.max_seq_len // block_size)]
+        num_tokens = len(self.requests)
+        starts = common.query_start_loc[: self.num_reqs + 1]
+        requests = torch.repeat_interleave(starts.diff(), output_size=num_tokens)
+        at = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+        later = starts[1:][requests] - 1 - at
+        return table[requests], common.seq_lens[requests] - later
+
+
+class FirstStep(NamedTuple):
+    """Which requests of a step are planned with its decodes.
+
+    most_new_tokens: of a request.
+    least_context: tokens before the new ones, of all requests with several.
+    """
+
+    most_new_tokens: int
+    least_context: int
+    block_size: int
+
+    @classmethod
+    def of(cls, attention: AttentionConfig) -> "FirstStep":
+        """The limits for a layer."""
+        numbers = 2 * attention.num_kv_heads * attention.head_dim
+        most = MOST_QUERY_ROWS // attention.gqa_group_size
+        return cls(most, LEAST_NUMBERS // numbers, attention.block_size)
+
+    def rows(
+        self,
+        query_start_loc: IntArray,
+        seq_lens: IntArray,
+        block_table: IntArray,
+        table_rows: IntArray,
+    ) -> TokenRows | None:
+        """The tokens of the requests before the first one with too many. None if those with several
+        would gain too little: their contexts are short, or half of them share less than a quarter.
+
+        Args:
+            query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
+            seq_lens: ``[num_reqs]`` tokens of each request, the new ones included.
+            block_table: ``[rows, max_blocks]``. table_rows: ``[num_reqs]`` row of each request.
+        """
+        new = np.diff(query_start_loc)
+        fitting = int(np.searchsorted(query_start_loc, MOST_ROWS, "right")) - 1
+        many = np.flatnonzero(new > self.most_new_tokens)
+        new = new[: min(fitting, *many[:1], len(new))]
+        several = np.flatnonzero(new > 1)
+        contexts = seq_lens[several] - new[several]
+        if not len(several) or contexts.sum() < self.least_context:
+            return None
+        # Who has a block of a context has all before it. The block looked at is the last one in the
+        # context's first half whose column is a power of two, so that there are few columns.
+        exponents = np.frexp(contexts // self.block_size // 2)[1]
+        columns, column_of = np.unique((1 << exponents) >> 1, return_inverse=True)
+        ids = block_table[table_rows[: len(new), None], columns]
+        readers = (ids[:, column_of] == ids[several, column_of]).sum(0)
+        if 2 * np.count_nonzero(readers > 1) < len(several):
+            return None
+        requests = np.repeat(np.arange(len(new)), new)
+        later = query_start_loc[requests + 1] - 1 - np.arange(len(requests))
+        return TokenRows(requests, later)
