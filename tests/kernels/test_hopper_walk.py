@@ -155,7 +155,7 @@ def test_a_tile_whose_tokens_are_gone_still_ends():
     assert not any(slot.tokens for slot in tiles[1][0])
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize("block_size", [32, 48, 64, 128, 144, 256])
 def test_other_block_sizes(block_size: int) -> None:
     out, expected = walk(f"1,3,9_{2 * block_size},{block_size},50", "depth_first", (4, 1),
                          block_size=block_size)  # fmt: skip

@@ -64,20 +64,20 @@ def _word(meta, i):
 @gluon.jit
 def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
              QUERY_LEN: gl.constexpr, TREE: gl.constexpr, NB: gl.constexpr,
-             BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, S: gl.constexpr):
+             PIECE: gl.constexpr, KV_TILE: gl.constexpr, S: gl.constexpr):
     """Which tokens of the KV tile each row reads."""
     rows = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
     for j in gl.static_range(NB):
-        rows = gl.where(cols // BLOCK_SIZE == j, _word(meta, stage * 32 + j), rows)
+        rows = gl.where(cols // PIECE == j, _word(meta, stage * 32 + j), rows)
     ok = (tile_row[:, None] >= (rows & 255)[None, :]) & (
         tile_row[:, None] < ((rows >> 8) & 255)[None, :]
     )
-    ok &= (cols % BLOCK_SIZE < (rows >> 16))[None, :]
+    ok &= (cols % PIECE < (rows >> 16))[None, :]
     if QUERY_LEN > 1:
         key = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
         for j in gl.static_range(NB):
-            key = gl.where(cols // BLOCK_SIZE == j, _word(meta, stage * 32 + TAILS + j), key)
-        key += cols % BLOCK_SIZE
+            key = gl.where(cols // PIECE == j, _word(meta, stage * 32 + TAILS + j), key)
+        key += cols % PIECE
         if TREE:
             inside = ok & (key >= 0)[None, :]
             at = tree_mask + (token * tree_words)[:, None] + (key >> 5)[None, :]
@@ -108,7 +108,7 @@ def _widen(wide, narrow, D: gl.constexpr, KV_TILE: gl.constexpr):
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, meta,
               Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
               QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
-              D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
+              D: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr,
               STAGES: gl.constexpr):
     """Attention of 64 rows over the KV tiles that any of them reads."""
     tile_info, slot_row, slot_partial, _, _, _, _ = plan
@@ -118,7 +118,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     G: gl.constexpr = Q_HEADS // KV_HEADS
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
-    NB: gl.constexpr = KV_TILE // BLOCK_SIZE
+    NB: gl.constexpr = KV_TILE // PIECE
     FP8: gl.constexpr = v_scale is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 32 if FP8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
@@ -216,7 +216,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                     s = 1.0 - 2.0 / (gl.exp2(s * cap_rate) + 1.0)
                 if ((kind & NEEDS_MASK) != 0) | (first > low) | (last < low + used_rows):
                     ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
-                                  QUERY_LEN, TREE, NB, BLOCK_SIZE, KV_TILE, S)
+                                  QUERY_LEN, TREE, NB, PIECE, KV_TILE, S)
                     s = gl.where(ok, s, MASKED)
                 m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
                 p = gl.exp2(s * qk_scale - m_new[:, None])
@@ -275,9 +275,9 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
                       k_scale_stride, v_scale_stride,
                       Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
                       QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
-                      D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
-                      STAGES: gl.constexpr, RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-                      PRODUCER_REGS: gl.constexpr):
+                      D: gl.constexpr, BLOCK_SIZE: gl.constexpr, PIECE: gl.constexpr,
+                      KV_TILE: gl.constexpr, STAGES: gl.constexpr, RUNS: gl.constexpr,
+                      CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
@@ -286,7 +286,9 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     the softmax scale over the soft cap, times log2(e); qk_scale is then the cap times log2(e).
     q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``, where queries and
     cache are e4m3. For each that is None Triton makes a binary without it.
-    D: ``HEAD_DIM`` rounded up to a power of two. RUNS: most runs of a tile, a power of two.
+    D: ``HEAD_DIM`` rounded up to a power of two. PIECE: tokens of a block that are fetched at once,
+    a power of two that divides ``BLOCK_SIZE`` and ``KV_TILE``. RUNS: most runs of a tile, a power
+    of two.
     """
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
     dtype: gl.constexpr = q.dtype.element_ty
@@ -326,17 +328,17 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, PIECE, KV_TILE,
                          STAGES)),
             (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, PIECE, KV_TILE,
                          STAGES)),
             (produce, (True, k_cache, table, seq_lens, num_lengths, query_start, plan,
                        stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                       BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
+                       BLOCK_SIZE, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
             (produce, (False, v_cache, table, seq_lens, num_lengths, query_start, plan,
                        stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                       BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
+                       BLOCK_SIZE, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
         ],
         [4, 1, 1],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
