@@ -17,6 +17,7 @@ from vllm_prefixshare.kernels.executors import executor_for
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import IntArray, PrefixShareError, host_integers
 from vllm_prefixshare.tree.block_ids import block_id_range
 from vllm_prefixshare.tree.token_tree import ancestor_masks
@@ -73,6 +74,8 @@ class PrefixShareDecodeWrapper:
             holds one vector of ``head_dim`` numbers for each token, and its first
             ``kv_lora_rank`` are the value. head_dim 576, kv_lora_rank 512, one KV head, sm_scale
             given; on a GPU one query token of a request in a step.
+        sliding_window: tokens that each query sees, its own included; all if None. Blocks before
+            the first token that a request sees may be any finite ones. Not with query_parents.
 
     Raises:
         PrefixShareError: an argument is out of range, or the device has no executor.
@@ -98,6 +101,7 @@ class PrefixShareDecodeWrapper:
         query_dtype: torch.dtype | str | None = None,
         features: Iterable[str] = (),
         kv_lora_rank: int | None = None,
+        sliding_window: int | None = None,
     ) -> None:
         name, kv, queries = (str(x).removeprefix("torch.") for x in (dtype, kv_dtype, query_dtype))
         self.attention = AttentionConfig(
@@ -106,6 +110,7 @@ class PrefixShareDecodeWrapper:
             query_dtype=None if query_dtype is None else queries,
             features=tuple(sorted(set(features))),
             kv_lora_rank=kv_lora_rank,
+            sliding_window=sliding_window,
         )
         self.dtype = getattr(torch, name)
         try:
@@ -183,6 +188,8 @@ class PrefixShareDecodeWrapper:
         if query_parents is not None:
             if not self._executor.takes_token_trees:
                 raise PrefixShareError("query_parents need a GPU: on a CPU queries form a chain.")
+            if self.attention.sliding_window is not None:
+                raise PrefixShareError("query_parents go with no sliding_window: it is causal.")
             if (limit or most) > 1:
                 parents = host_integers(query_parents, "query_parents", 1)
                 mask = ancestor_masks(parents, starts)
@@ -350,6 +357,12 @@ class PrefixShareDecodeWrapper:
         """
         self._executor.reserve(self.last_plan, room)
 
+    def _tokens_seen(self) -> IntArray:
+        """``[num_reqs]`` tokens that any query of a request sees."""
+        _, lens, starts, *_ = self._batch
+        most = int(np.diff(starts).max(initial=1))
+        return lens - first_in_window(lens, self.attention.sliding_window, most)
+
     def stats(self) -> DecodeStats:
         """Figures of the plan in force; see ``DecodeStats``.
 
@@ -359,7 +372,7 @@ class PrefixShareDecodeWrapper:
         plan, counters = self.last_plan, self._planner.counters
         return DecodeStats(
             kv_tokens_read=plan.kv_tokens_read(self._batch.seq_lens),
-            kv_tokens_per_request=int(self._batch.seq_lens.sum()),
+            kv_tokens_per_request=int(self._tokens_seen().sum()),
             work_tiles=plan.num_tiles,
             partials=plan.num_partials,
             updates=counters.updates,

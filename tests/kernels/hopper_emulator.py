@@ -19,7 +19,7 @@ HALF_ROWS = 64
 class Slot:
     """A piece of a block in a KV tile: rows ``[first, last)`` of the tile read the first ``tokens``
     that begin at token ``offset`` of the block. ``tail`` is the position of the piece's first token
-    among the query tokens of its request.
+    among the query tokens of its request, ``start`` that in the request.
     """
 
     block: int
@@ -28,6 +28,7 @@ class Slot:
     last: int
     tokens: int
     tail: int
+    start: int
 
 
 def kv_tiles(
@@ -91,7 +92,7 @@ def kv_tiles(
             in_run = slot - int(starts[found])
             if in_run >= pieces[found]:  # padding repeats the tile's first piece, if any
                 repeated = (slots[0].block, slots[0].offset) if slots else (0, 0)
-                slots.append(Slot(*repeated, 0, 0, 0, -piece))
+                slots.append(Slot(*repeated, 0, 0, 0, -piece, 0))
                 continue
             at = int(start[found]) + in_run * piece
             first, last = int(readers[found]) & 0xFFFF, int(readers[found]) >> 16
@@ -105,6 +106,7 @@ def kv_tiles(
                     high_row,
                     min(int(end[found]) - at, piece),
                     max(at - int(first_query[found]), -piece),
+                    at,
                 )
             )
         result.append(slots)
@@ -127,6 +129,7 @@ def emulate(
     sinks: np.ndarray | None = None,
     soft_cap: float = 0.0,
     scales: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    window: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp of the kernel and of merge states. The arguments are those of the
     kernel, with NHD caches. ``scales`` of queries, K and V are ``[num_kv_heads]`` each.
@@ -185,6 +188,9 @@ def emulate(
                     token = int(query_start_loc[request]) + query
                     if token >= query_start_loc[request + 1]:
                         continue
+                    of_tile = seq_lens[plan["slot_row"][tile, :num_reqs]]
+                    queries = query_start_loc[request + 1] - query_start_loc[request]
+                    position = int(seq_lens[request] - queries) + query
                     keys: list[tuple[int, int]] = []
                     for kv in tiles:
                         used = [s for s in kv if s.tokens]
@@ -201,6 +207,9 @@ def emulate(
                                     if not int(tree_mask[token, key >> 5]) >> (key & 31) & 1:
                                         continue
                                 elif key > query:
+                                    continue
+                                if window is not None and s.start + c <= position - window:
+                                    assert s.start < of_tile.max() - window, "no mask here"
                                     continue
                                 keys.append((s.block, s.offset + c))
                     if not keys:  # this piece of the request lies after this query

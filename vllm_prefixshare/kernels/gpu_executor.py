@@ -100,6 +100,7 @@ class GpuExecutor:
             num_workers=self.num_workers,
             max_tile_requests=self.max_tile_requests,
             max_tile_runs=self.max_tile_runs,
+            sliding_window=self.attention.sliding_window,
             **options,
         )
         room = self._capacity
@@ -335,6 +336,8 @@ class GpuExecutor:
             raise PrefixShareError(
                 f"lse must be contiguous, got strides {list(t.out_lse.stride())}."
             )
+        if t.tree_mask is not None and a.sliding_window is not None:
+            raise PrefixShareError("tree_mask goes with no sliding_window: it is causal.")
         if t.tree_mask is not None and (
             len(t.tree_mask) < len(t.q) or 32 * t.tree_mask.shape[1] < self.query_len
         ):

@@ -16,10 +16,11 @@ from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, last_piece
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
-from vllm_prefixshare.planning.plan import DecodePlan, build_plan
+from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
 from vllm_prefixshare.planning.sharing import without_losses
+from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
-from vllm_prefixshare.tree.prefix_tree import first_difference, forest_from_blocks
+from vllm_prefixshare.tree.prefix_tree import first_difference, forest_from_blocks, windowed_forest
 
 #: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
@@ -158,7 +159,8 @@ class DecodePlanner:
                 plan = self._plan_without_sharing(least, query_len, e)
                 known.forget()  # so that the next update tries again
             if self.config.check_plans:
-                invariants.check(plan, table if table_rows is None else table[table_rows], least)
+                rows = table if table_rows is None else table[table_rows]
+                invariants.check(plan, rows, least, self.config.sliding_window, query_len)
             self.counters.plans += 1
             self.last_plan_seconds = time.perf_counter() - began
             self.counters.plan_seconds += self.last_plan_seconds
@@ -201,10 +203,13 @@ class DecodePlanner:
         """A plan, and the tokens of each request up to which it stays balanced."""
         kv_lens = seq_lens.astype(np.int32)
         null = self.config.null_block_id
-        forest = shareable_forest(table, kv_lens, self.block_size, query_len, null, table_rows)
+        window = self.config.sliding_window
+        forest = shareable_forest(
+            table, kv_lens, self.block_size, query_len, null, table_rows, window
+        )
         rows = self.gqa_group_size * query_len
         problem = DivisionProblem(
-            forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates
+            forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates, query_len
         )
         if self.config.share != "always":
             problem = replace(problem, forest=without_losses(problem))
@@ -215,6 +220,8 @@ class DecodePlanner:
             self._note_fallback(PLAN_TOO_LARGE)
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+        if window is not None:
+            plan = through_the_shortest(plan)
         if self.config.divider == batch_invariant.__name__:
             # the same plan, and so the same bits, for all lengths that end in the same piece
             piece = problem.round_up(self.config.kv_chunk_size)
@@ -245,6 +252,7 @@ class DecodePlanner:
             self.block_size,
             self.config,
             self._rates,
+            query_len,
         )
         tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
         return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
@@ -404,9 +412,16 @@ def shareable_forest(
     query_len: int = 1,
     null_block_id: int | None = None,
     table_rows: IntArray | None = None,
+    sliding_window: int | None = None,
 ) -> Forest:
     """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
     # a block that this step's queries may still write to is not shared
     filled = np.maximum(kv_lens - query_len, 0) // block_size
     filled = np.minimum(filled, table.shape[1]).astype(np.int32)
-    return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
+    if sliding_window is None:
+        return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
+    first = first_in_window(kv_lens, sliding_window, query_len) // block_size
+    first = first.astype(np.int32)
+    # readers of a node then have at least half of their windows in common
+    band = sliding_window // (2 * block_size)
+    return windowed_forest(table, filled, first, band, block_size, null_block_id, table_rows)

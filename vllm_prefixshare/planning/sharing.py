@@ -1,8 +1,9 @@
-"""The share policy: which trees are worth reading once."""
+"""The share policy: which trees, and which sliding windows, are worth reading once."""
 
 import numpy as np
 
-from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.costs.rates import SIZES, TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.records import FloatArray, Forest, IntArray
@@ -16,13 +17,29 @@ def without_losses(problem: DivisionProblem) -> Forest:
     roots = np.flatnonzero(forest.node_parent < 0)
     if problem.config.share != "never" and len(roots):
         positions, costs = _shared_costs(problem)
-        alone = problem.cost.unshared(problem.rows_per_request, problem.kv_lens)
+        lens = problem.kv_lens - problem.kv_starts
+        alone = problem.cost.unshared(problem.rows_per_request, lens)
         shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
         # running sums over positions, because those of a tree are neighbours
         gain = np.concatenate([[0.0], np.cumsum(alone[forest.request_rows] - shared)])
         gains = gain[forest.node_reader_end[roots]] - gain[forest.node_reader_start[roots]]
         roots = roots[gains <= 0]
-    return _drop_trees(forest, roots.tolist())
+    return _drop_trees(forest, roots.tolist(), problem.kv_starts)
+
+
+def least_window(cost: CostModel, rows_per_request: int, readers: int) -> int | None:
+    """The least sliding window, a power of two, of which sharing can gain, in tokens. None if none
+    does.
+
+    Compared are one request for each worker, read alone; and as many requests in work tiles of
+    ``readers`` each, of which every worker reads a part.
+    """
+    rates, rows = TileRates.of(cost), readers * rows_per_request
+    apart = cost.tile(rows_per_request, SIZES)
+    together = cost.tile(rows, np.maximum(SIZES / readers, 1)) + rates.partial_write
+    together += rates.merge_launch + readers * cost.merge(rows_per_request)
+    gains = SIZES[apart > together]
+    return int(gains[0]) if len(gains) else None
 
 
 def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
@@ -47,15 +64,19 @@ def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
     return positions, costs + problem.cost.merge(counts)
 
 
-def _drop_trees(forest: Forest, roots: list[int]) -> Forest:
-    """``forest`` without the trees under ``roots``; their requests become entirely private."""
+def _drop_trees(forest: Forest, roots: list[int], kv_starts: IntArray) -> Forest:
+    """``forest`` without the trees under ``roots``; their requests become entirely private.
+
+    Args:
+        kv_starts: ``[num_reqs]`` first token that each batch row reads.
+    """
     if not roots:
         return forest
     private = forest.private_start.copy()
     keep = np.ones(forest.num_nodes, bool)
     for root in roots:
         low, high = int(forest.node_reader_start[root]), int(forest.node_reader_end[root])
-        private[low:high] = 0
+        private[low:high] = kv_starts[forest.request_rows[low:high]]
         keep &= (forest.node_reader_start < low) | (forest.node_reader_start >= high)
     renumber = np.cumsum(keep, dtype=np.int32) - 1
     parents = forest.node_parent[keep]

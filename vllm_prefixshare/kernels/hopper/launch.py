@@ -30,6 +30,7 @@ def kv_layout(padded_dim: int, item: int) -> gl.NVMMASharedLayout:
 class HopperShape:
     """Compile-time shape of the Hopper kernel.
 
+    window: tokens that a query sees; 0 for all.
     chunks: pieces of 128 rows that a request with more query rows is cut into.
     max_tile_requests, max_tile_runs: most requests and runs of a tile.
     kv_tile: tokens that one step of the inner loop multiplies.
@@ -43,6 +44,7 @@ class HopperShape:
     block_size: int
     query_len: int
     quantised: bool = False
+    window: int = 0
 
     @property
     def rows(self) -> int:
@@ -206,6 +208,7 @@ class HopperKernel:
             HEAD_DIM=shape.head_dim,
             D=shape.padded_dim,
             BLOCK_SIZE=shape.block_size,
+            WINDOW=shape.window,
             PIECE=shape.piece,
             KV_TILE=shape.kv_tile,
             STAGES=shape.stages,
@@ -225,4 +228,5 @@ def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
         attention.block_size,
         query_len,
         attention.kv_dtype is not None,
+        attention.sliding_window or 0,
     )

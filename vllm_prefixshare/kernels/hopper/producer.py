@@ -27,8 +27,8 @@ WORDS = gl.constexpr(tile_info_words.WORDS)
 HALF_ROWS = gl.constexpr(64)  # query rows of one consumer warpgroup: wgmma's M
 TILE_ROWS = gl.constexpr(128)
 OPEN_END = gl.constexpr(-1)
-# words of a stage's metadata, after the slots and the slots' offsets among the queries
-TAILS = gl.constexpr(8)
+# words of a stage's metadata, after the slots and the slots' positions
+POSITIONS = gl.constexpr(8)
 KIND = gl.constexpr(16)
 FIRST_ROW = gl.constexpr(17)
 LAST_ROW = gl.constexpr(18)
@@ -63,9 +63,10 @@ def _prefetch(address):
 
 @gluon.jit
 def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table, block_rows,
-           BLOCK_SIZE: gl.constexpr, PIECE: gl.constexpr, NB: gl.constexpr, RUNS: gl.constexpr):
-    """First row in the cache of head 0, rows and token count, and offset among the queries, of 32
-    slots.
+           BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr, NB: gl.constexpr,
+           RUNS: gl.constexpr):
+    """First row in the cache of head 0, rows and token count, and position, of 32 slots. The
+    position is that in the request if there is a window, else that among the queries.
 
     wide, low, high: KV tiles of each kind. starts: slot at which each run begins. run: per run
     (row, kv_start, kv_end, num_pieces, rows that read it, first query position).
@@ -108,21 +109,22 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
     # shared memory must hold finite values
     first = gl.where(filled, first, gl.gather(first, lane - lane % NB, 0))
     span = gl.gather(rows, found, 0) | (gl.where(filled, tokens, 0) << 16)
-    tail = gl.maximum(start - gl.gather(first_query, found, 0), -PIECE)
-    return first, span, tail
+    if WINDOW == 0:
+        start = gl.maximum(start - gl.gather(first_query, found, 0), -PIECE)
+    return first, span, start
 
 
 @gluon.jit
 def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start, plan,
             stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
             CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
-            BLOCK_SIZE: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr,
-            STAGES: gl.constexpr, RUNS: gl.constexpr, ITEM: gl.constexpr):
+            BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr,
+            KV_TILE: gl.constexpr, STAGES: gl.constexpr, RUNS: gl.constexpr, ITEM: gl.constexpr):
     """Fetch the K (or V) pieces of every KV tile; the K producer also describes the tile.
 
     ITEM: bytes of an element of the cache.
     """
-    tile_info, _, _, run_row, run_kv_start, run_kv_end, run_readers = plan
+    tile_info, slot_row, _, run_row, run_kv_start, run_kv_end, run_readers = plan
     block_rows, head_rows, head_cols = where
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     NB: gl.constexpr = KV_TILE // PIECE
@@ -179,12 +181,24 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
         # at least one: consumers wait for a last tile even if all requests are shorter than planned
         tiles = gl.maximum(wide + low + high, gl.minimum(num_runs, 1))
 
-        cache_row, rows, tail = _slots(0, tiles, wide, low, high, starts, run, lane, table,
-                                       stride_table, block_rows, BLOCK_SIZE, PIECE, NB, RUNS)
+        # positions from which on all requests of the tile see a token, and from which on some
+        # query of the tile does not
+        seen_from = 0
+        seen_until = 0
+        if IS_K and WINDOW > 0:
+            num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
+            SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
+            request = gl.load(slot_row + tile * SLOTS + r, mask=r < num_reqs, other=0)
+            length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
+            seen_from = gl.max(length, 0) - WINDOW
+            seen_until = gl.min(gl.where(r < num_reqs, length, 1 << 30), 0) - QUERY_LEN
+        cache_row, rows, position = _slots(0, tiles, wide, low, high, starts, run, lane, table,
+                                           stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB,
+                                           RUNS)
         for batch in range((tiles + BATCH - 1) // BATCH):
             next_cache_row = cache_row
             next_rows = rows
-            next_tail = tail
+            next_position = position
             for k in range(gl.minimum(BATCH, tiles - batch * BATCH)):
                 stage = count % STAGES
                 mbarrier.wait(bars.index(STAGES + stage), ((count // STAGES) & 1) ^ 1)
@@ -194,16 +208,20 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
                     first = gl.min(gl.where(used, rows & 255, 255), 0)
                     last = gl.max(gl.where(used, (rows >> 8) & 255, 0), 0)
                     uneven = mine & (rows != (first | (last << 8) | (PIECE << 16)))
-                    if QUERY_LEN > 1:
-                        uneven = uneven | (mine & (tail + PIECE > 0))
+                    if WINDOW > 0:
+                        uneven = uneven | (mine & (position < seen_from))
+                        if QUERY_LEN > 1:
+                            uneven = uneven | (mine & (position + PIECE > seen_until))
+                    elif QUERY_LEN > 1:
+                        uneven = uneven | (mine & (position + PIECE > 0))
                     kind = gl.where(batch * BATCH + k == tiles - 1, LAST_TILE, 0)
                     kind |= gl.where(gl.max(uneven.to(gl.int32), 0) != 0, NEEDS_MASK, 0)
                     word = gl.where(lane == KIND, kind, gl.where(lane == FIRST_ROW, first, last))
                     own = gl.minimum(k * NB + lane % 8, 31)
                     word = gl.where(lane < NB, gl.gather(rows, own, 0), word)
-                    if QUERY_LEN > 1:
-                        is_tail = (lane >= TAILS) & (lane < TAILS + NB)
-                        word = gl.where(is_tail, gl.gather(tail, own, 0), word)
+                    if QUERY_LEN > 1 or WINDOW > 0:
+                        is_position = (lane >= POSITIONS) & (lane < POSITIONS + NB)
+                        word = gl.where(is_position, gl.gather(position, own, 0), word)
                     meta.index(stage).store(word)
                 mbarrier.expect(bars.index(stage), KV_TILE * D * ITEM)
                 for j in gl.static_range(NB):
@@ -216,10 +234,10 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, num_lengths, query_start
                     )
                 count += 1
                 if k == 0:  # early enough that no TMA waits for the block table
-                    next_cache_row, next_rows, next_tail = _slots(
+                    next_cache_row, next_rows, next_position = _slots(
                         batch + 1, tiles, wide, low, high, starts, run, lane, table,
-                        stride_table, block_rows, BLOCK_SIZE, PIECE, NB, RUNS)
+                        stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)
             cache_row = next_cache_row
             rows = next_rows
-            tail = next_tail
+            position = next_position
         tile = next_tile
