@@ -17,7 +17,7 @@ from vllm_prefixshare.kernels.executors import executor_for
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.planning.window import first_in_window
+from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.records import IntArray, PrefixShareError, host_integers
 from vllm_prefixshare.tree.block_ids import block_id_range
 from vllm_prefixshare.tree.token_tree import ancestor_masks
@@ -75,7 +75,7 @@ class PrefixShareDecodeWrapper:
             ``kv_lora_rank`` are the value. head_dim 576, kv_lora_rank 512, one KV head, sm_scale
             given; on a GPU one query token of a request in a step.
         sliding_window: tokens that each query sees, its own included; all if None. Blocks before
-            the first token that a request sees may be any finite ones. Not with query_parents.
+            the first of them may be any finite ones. Not with query_parents.
 
     Raises:
         PrefixShareError: an argument is out of range, or the device has no executor.
@@ -188,8 +188,6 @@ class PrefixShareDecodeWrapper:
         if query_parents is not None:
             if not self._executor.takes_token_trees:
                 raise PrefixShareError("query_parents need a GPU: on a CPU queries form a chain.")
-            if self.attention.sliding_window is not None:
-                raise PrefixShareError("query_parents go with no sliding_window: it is causal.")
             if (limit or most) > 1:
                 parents = host_integers(query_parents, "query_parents", 1)
                 mask = ancestor_masks(parents, starts)
@@ -357,12 +355,6 @@ class PrefixShareDecodeWrapper:
         """
         self._executor.reserve(self.last_plan, room)
 
-    def _tokens_seen(self) -> IntArray:
-        """``[num_reqs]`` tokens that any query of a request sees."""
-        _, lens, starts, *_ = self._batch
-        most = int(np.diff(starts).max(initial=1))
-        return lens - first_in_window(lens, self.attention.sliding_window, most)
-
     def stats(self) -> DecodeStats:
         """Figures of the plan in force; see ``DecodeStats``.
 
@@ -370,9 +362,11 @@ class PrefixShareDecodeWrapper:
             PrefixShareError: ``plan`` was not called yet.
         """
         plan, counters = self.last_plan, self._planner.counters
+        _, lens, starts, *_ = self._batch
+        most = int(np.diff(starts).max(initial=1))
         return DecodeStats(
-            kv_tokens_read=plan.kv_tokens_read(self._batch.seq_lens),
-            kv_tokens_per_request=int(self._tokens_seen().sum()),
+            kv_tokens_read=plan.kv_tokens_read(lens),
+            kv_tokens_per_request=tokens_seen(lens, self.attention.sliding_window, most),
             work_tiles=plan.num_tiles,
             partials=plan.num_partials,
             updates=counters.updates,

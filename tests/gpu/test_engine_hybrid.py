@@ -84,7 +84,6 @@ def test_as_exact_as_stock(
     print(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
     assert kernels == ["hopper" if HOPPER else "portable"]
     assert (drafted > 0) == ("speculative_config" in options)
-    assert not runs[1].stats["fallbacks"] or drafted
     if caches:
         assert_shared(runs[1], factor=2.0)
     else:  # vLLM gives each request blocks of its own

@@ -148,7 +148,7 @@ def write_small_gemma2(folder: Path) -> Path:
 
 
 def write_small_gemma3(folder: Path, sliding_window: int = 256) -> Path:
-    """Write a small Gemma 3 checkpoint, bfloat16: five layers with a sliding window and one with
+    """Write a small Gemma 3 checkpoint, float16: five layers with a sliding window and one with
     full attention, head_dim 256.
 
     Returns:
@@ -166,7 +166,12 @@ def write_small_gemma3(folder: Path, sliding_window: int = 256) -> Path:
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
     )
     torch.manual_seed(0)
-    return _save(Gemma3ForCausalLM(config), folder, torch.bfloat16)
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:  # so that attention picks few tokens
+            layer.self_attn.q_norm.weight += 0.6
+            layer.self_attn.k_norm.weight += 0.6
+    return _save(model, folder, torch.float16)
 
 
 #: What Qwen3-Next and Qwen3.5 have in common: three layers of gated delta nets, then one with full

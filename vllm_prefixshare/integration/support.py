@@ -204,9 +204,8 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
 
 def window_of(impl: Any) -> int | None:
     """The sliding window of a GPU layer, in tokens, its own included; None for full attention."""
-    window = getattr(impl, "sliding_window", None)
-    is_window = isinstance(window, tuple) and window[0] >= 0
-    return window[0] + 1 if is_window else None
+    window: Any = getattr(impl, "sliding_window", None)
+    return window[0] + 1 if isinstance(window, tuple) and window[0] >= 0 else None
 
 
 def fall_back(reason: str) -> None:

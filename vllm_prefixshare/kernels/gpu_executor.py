@@ -337,7 +337,9 @@ class GpuExecutor:
                 f"lse must be contiguous, got strides {list(t.out_lse.stride())}."
             )
         if t.tree_mask is not None and a.sliding_window is not None:
-            raise PrefixShareError("tree_mask goes with no sliding_window: it is causal.")
+            raise PrefixShareError(
+                "a token tree (query_parents, tree_mask) goes with no sliding_window."
+            )
         if t.tree_mask is not None and (
             len(t.tree_mask) < len(t.q) or 32 * t.tree_mask.shape[1] < self.query_len
         ):

@@ -17,10 +17,9 @@ from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, 
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
-from vllm_prefixshare.planning.sharing import without_losses
-from vllm_prefixshare.planning.window import first_in_window
+from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
-from vllm_prefixshare.tree.prefix_tree import first_difference, forest_from_blocks, windowed_forest
+from vllm_prefixshare.tree.prefix_tree import first_difference
 
 #: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
@@ -403,25 +402,3 @@ def _rows_hold(
 def _copy_rows(table: IntArray, lengths: IntArray, out: IntArray) -> None:
     for row in range(len(lengths)):
         out[row, : lengths[row]] = table[row, : lengths[row]]
-
-
-def shareable_forest(
-    table: IntArray,
-    kv_lens: IntArray,
-    block_size: int,
-    query_len: int = 1,
-    null_block_id: int | None = None,
-    table_rows: IntArray | None = None,
-    sliding_window: int | None = None,
-) -> Forest:
-    """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
-    # a block that this step's queries may still write to is not shared
-    filled = np.maximum(kv_lens - query_len, 0) // block_size
-    filled = np.minimum(filled, table.shape[1]).astype(np.int32)
-    if sliding_window is None:
-        return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
-    first = first_in_window(kv_lens, sliding_window, query_len) // block_size
-    first = first.astype(np.int32)
-    # readers of a node then have at least half of their windows in common
-    band = sliding_window // (2 * block_size)
-    return windowed_forest(table, filled, first, band, block_size, null_block_id, table_rows)

@@ -1,4 +1,4 @@
-"""The share policy: which trees, and which sliding windows, are worth reading once."""
+"""The share policy: what may be shared, and which trees and sliding windows are worth it."""
 
 import numpy as np
 
@@ -6,7 +6,31 @@ from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import SIZES, TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.grouping import group_queries
+from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import FloatArray, Forest, IntArray
+from vllm_prefixshare.tree.prefix_tree import forest_from_blocks, windowed_forest
+
+
+def shareable_forest(
+    table: IntArray,
+    kv_lens: IntArray,
+    block_size: int,
+    query_len: int = 1,
+    null_block_id: int | None = None,
+    table_rows: IntArray | None = None,
+    sliding_window: int | None = None,
+) -> Forest:
+    """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
+    # a block that this step's queries may still write to is not shared
+    filled = np.maximum(kv_lens - query_len, 0) // block_size
+    filled = np.minimum(filled, table.shape[1]).astype(np.int32)
+    if sliding_window is None:
+        return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
+    first = first_in_window(kv_lens, sliding_window, query_len) // block_size
+    first = first.astype(np.int32)
+    # readers of a node then have at least half of their windows in common
+    band = sliding_window // (2 * block_size)
+    return windowed_forest(table, filled, first, band, block_size, null_block_id, table_rows)
 
 
 def without_losses(problem: DivisionProblem) -> Forest:

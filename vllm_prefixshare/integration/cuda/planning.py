@@ -24,8 +24,8 @@ from vllm_prefixshare.integration.support import (
 )
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.planning.window import first_in_window
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.planning.window import tokens_seen
+from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 
@@ -218,17 +218,14 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
-            self._tokens_saved = self._tokens_seen(planned) - plan.kv_tokens_read(planned)
+            seen = tokens_seen(planned, self._window, self._query_len)
+            self._tokens_saved = seen - plan.kv_tokens_read(planned)
             if num_decodes and self._planner.counters.plans > made:
                 seconds = self._planner.last_plan_seconds + time.perf_counter() - began
                 STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
         if num_decodes:
-            STATS.note_step(self._tokens_seen(seq_lens), self._tokens_saved)
-
-    def _tokens_seen(self, seq_lens: IntArray) -> int:
-        """Tokens that requests of these lengths see."""
-        seen = seq_lens - first_in_window(seq_lens, self._window, self._query_len)
-        return int(np.add.reduce(seen))
+            seen = tokens_seen(seq_lens, self._window, self._query_len)
+            STATS.note_step(seen, self._tokens_saved)
 
 
 #: Builders that have a plan on the device.
