@@ -17,7 +17,6 @@ from vllm_prefixshare.kernels.executors import executor_for
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.records import IntArray, PrefixShareError, host_integers
 from vllm_prefixshare.tree.block_ids import block_id_range
 from vllm_prefixshare.tree.token_tree import ancestor_masks
@@ -362,11 +361,9 @@ class PrefixShareDecodeWrapper:
             PrefixShareError: ``plan`` was not called yet.
         """
         plan, counters = self.last_plan, self._planner.counters
-        _, lens, starts, *_ = self._batch
-        most = int(np.diff(starts).max(initial=1))
         return DecodeStats(
-            kv_tokens_read=plan.kv_tokens_read(lens),
-            kv_tokens_per_request=tokens_seen(lens, self.attention.sliding_window, most),
+            kv_tokens_read=plan.kv_tokens_read(self._batch.seq_lens),
+            kv_tokens_per_request=self._batch.tokens_seen(self.attention.sliding_window),
             work_tiles=plan.num_tiles,
             partials=plan.num_partials,
             updates=counters.updates,

@@ -338,7 +338,7 @@ class GpuExecutor:
             )
         if t.tree_mask is not None and a.sliding_window is not None:
             raise PrefixShareError(
-                "a token tree (query_parents, tree_mask) goes with no sliding_window."
+                "a token tree (query_parents, tree_mask) goes with no sliding_window: plan without."
             )
         if t.tree_mask is not None and (
             len(t.tree_mask) < len(t.q) or 32 * t.tree_mask.shape[1] < self.query_len
