@@ -46,7 +46,7 @@ def check(layer: Layer, window: int, out, lse, extras: LayerExtras = PLAIN) -> N
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("counts", [[1], [1, 4, 2, 3]], ids=["one", "ragged"])
-@pytest.mark.parametrize("window", [1, 100, 128, 1000, 1024, 4096])
+@pytest.mark.parametrize("window", [1, 100, 1024])
 @pytest.mark.parametrize(("block_size", "layout"), [(16, "NHD"), (48, "HND")])
 def test_matches_float64(kernel, counts, window, block_size, layout):
     for spec in SPECS:
