@@ -58,7 +58,7 @@ SAMPLING = {**GREEDY, "max_tokens": 64}
         "Qwen3.5, drafts",
     ],
 )
-def test_as_exact_as_stock(
+def test_hybrid_models(
     write: Callable[[Path], Path], runner: str | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = write(tmp_path / "model")
