@@ -124,6 +124,8 @@ class PlannerConfig:
     max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan; a
         larger plan is replaced by one without sharing, with one tile for each request.
     grouping: merge short nodes into their children (FastTree, section 4.2).
+    cut_size: tokens at whose multiples ``depth_first`` may cut a KV segment, a divisor of the block
+        size; None for whole blocks.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
@@ -142,6 +144,7 @@ class PlannerConfig:
     max_runs: int = 1 << 30
     max_partials: int = 1 << 30
     grouping: bool = True
+    cut_size: int | None = None
     num_splits: int = 4
     kv_chunk_size: int = 512
     rebalance_factor: float = 1.5

@@ -1,5 +1,6 @@
 """Runs the portable kernels on a small batch, from the planner to the merged output."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,7 @@ def make_plan(
         num_workers=workers,
         max_tile_requests=max_requests or limit,
         share="always",
+        cut_size=math.gcd(block_size, 128),
         sliding_window=window,
         check_plans=True,
     )

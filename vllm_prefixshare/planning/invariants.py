@@ -73,9 +73,10 @@ def check(
             _require(row in readers, f"run {run}: row {row} is not among its readers")
             open_end = plan.run_kv_end[run] == OPEN_END
             _require(not open_end or len(readers) == 1, f"run {run}: open, but shared")
+            filled = -(-stop // plan.block_size) * plan.block_size
             _require(
-                len(readers) == 1 or (start % plan.block_size == 0 == stop % plan.block_size),
-                f"run {run}: shares a part of a block",
+                len(readers) == 1 or np.all(filled <= seq_lens[readers]),
+                f"run {run}: shares a block that is not filled",
             )
             end = -(-stop // plan.block_size)
             for request in readers.tolist():
