@@ -19,6 +19,13 @@ The first step after a prefix hit, in which requests have several query tokens:
 
     python benchmarks/bench_kernel.py --workloads first_step --peers tokens,ours,fa3
 
+Sliding windows, of Gemma 3 and gpt-oss:
+
+    python benchmarks/bench_kernel.py --sliding-window 1024 --head-dim 256 --heads 16:8 \
+        --tree 1,64_4096,64 --tree 1,64_4096,512 --tree 64_2048 --peers ours,portable,fa3
+    python benchmarks/bench_kernel.py --sliding-window 128 --sinks --head-dim 64 --heads 64:8 \
+        --tree 1,64_4096,64 --peers ours,portable,fa3
+
 Latent KV caches (MLA), with DeepSeek's 512 + 64 numbers a token and one KV head:
 
     python benchmarks/bench_kernel.py --mla --heads 16:1,8:1 --block-size 64 \
@@ -50,6 +57,7 @@ from vllm_prefixshare.costs.gpu_timing import (
     capture,
     measure_rates,
 )
+from vllm_prefixshare.planning.window import first_in_window, tokens_seen
 from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare.workloads.trees import Workload, tree
@@ -92,7 +100,7 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
         k_scale=k_scale if fp8 else None,
         v_scale=v_scale if fp8 else None,
     )
-    return Case(w, q, k_cache, v_cache, table, lens, dtype, extras)
+    return Case(w, q, k_cache, v_cache, table, lens, dtype, extras, args.sliding_window)
 
 
 def reference(case: Case) -> torch.Tensor:
@@ -131,6 +139,10 @@ def reference(case: Case) -> torch.Tensor:
             scores += of_heads(x.alibi_slopes) * (at - own)
         among = scores.view(case.num_kv_heads, group, length, tokens)[..., tokens - length :]
         among.masked_fill_(~sees, float("-inf"))
+        if case.sliding_window is not None:
+            at = torch.arange(tokens, device=q.device)
+            own = at[tokens - length :].repeat(group)[:, None]
+            scores.masked_fill_(at <= own - case.sliding_window, float("-inf"))
         if x.sinks is not None:
             scores = torch.cat([scores, of_heads(x.sinks)], -1)
         weights = torch.softmax(scores, -1)[..., :tokens]
@@ -257,11 +269,24 @@ def roof_bytes_and_flops(case: Case) -> tuple[int, int]:
     w = case.workload
     both = case.head_dim + case.v_head_dim
     kept = case.head_dim if case.kv_lora_rank else both
-    kv = w.kv_tokens * case.num_kv_heads * kept * case.k_cache.element_size()
-    flops = 2 * int(w.seq_lens.sum()) * w.query_len * case.num_qo_heads * both
+    kv = kv_tokens(case) * case.num_kv_heads * kept * case.k_cache.element_size()
+    seen = tokens_seen(w.seq_lens, case.sliding_window, w.query_len)
+    flops = 2 * seen * w.query_len * case.num_qo_heads * both
     rows = case.q.shape[0] * case.num_qo_heads
     sizes = case.head_dim * case.q.element_size() + case.v_head_dim * case.out_dtype.itemsize
     return kv + rows * sizes, flops
+
+
+def kv_tokens(case: Case) -> int:
+    """Distinct KV tokens that any request sees; with a window, in whole blocks."""
+    w = case.workload
+    if case.sliding_window is None:
+        return w.kv_tokens
+    first = first_in_window(w.seq_lens, case.sliding_window, w.query_len) // w.block_size
+    last = -(-w.seq_lens // w.block_size)
+    columns = np.arange(w.block_table.shape[1])
+    used = (columns >= first[:, None]) & (columns < last[:, None])
+    return len(np.unique(w.block_table[used])) * w.block_size
 
 
 def run_cell(
@@ -276,13 +301,15 @@ def run_cell(
     case = make_case(w, heads, args)
     expected = reference(case)
     roof = rates.roof_ms(*roof_bytes_and_flops(case))
+    distinct = kv_tokens(case)
+    share = tokens_seen(w.seq_lens, case.sliding_window, w.query_len) / distinct
     cell = {
         "workload": w.name,
         "heads": f"{heads[0]}:{heads[1]}",
         "batch": w.num_reqs,
         "query_len": w.query_len,
-        "kv_tokens": w.kv_tokens,
-        "share_factor": round(w.share_factor, 2),
+        "kv_tokens": distinct,
+        "share_factor": round(share, 2),
         "roof_ms": roof,
         "peers": {},
     }
@@ -322,6 +349,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
     parser.add_argument("--soft-cap", type=float, default=0.0, help="for the scores, such as 50")
     parser.add_argument("--alibi", action="store_true", help="ALiBi slopes")
+    parser.add_argument("--sliding-window", type=int, help="tokens that each query sees")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--mla", action="store_true", help="a latent KV cache; heads such as 16:1")
     parser.add_argument("--block-size", type=int, default=16)
@@ -378,6 +406,7 @@ def main(argv: list[str] | None = None) -> int:
         "soft_cap": args.soft_cap,
         "alibi": args.alibi,
         "mla": args.mla,
+        "sliding_window": args.sliding_window,
         "head_dim": args.head_dim,
         "block_size": args.block_size,
         "repeats": args.repeats,

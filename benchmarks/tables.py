@@ -159,8 +159,10 @@ def layer_extras(result: dict) -> str:
     if result.get("mla"):
         return ", latent KV cache"
     kv = result.get("kv_dtype")
-    return (f", {kv} KV cache and queries" if kv else "") + (
-        ", attention sinks" if result.get("sinks") else ""
+    return (
+        (f", {kv} KV cache and queries" if kv else "")
+        + (", attention sinks" if result.get("sinks") else "")
+        + (f", a window of {window} tokens" if (window := result.get("sliding_window")) else "")
     )
 
 

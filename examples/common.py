@@ -604,7 +604,7 @@ def draw_tree(trace: Path) -> None:
     import numpy as np
 
     from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch
-    from vllm_prefixshare.planning.planner import shareable_forest
+    from vllm_prefixshare.planning.sharing import shareable_forest
 
     batch = read_batch(trace, largest_batch(trace))
     trace.unlink()

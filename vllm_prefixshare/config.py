@@ -24,6 +24,7 @@ class AttentionConfig:
     kv_dtype, query_dtype: "float8_e4m3fn", or None for ``dtype``. Queries can only be quantised
         where the KV cache is.
     features: the ``FEATURES`` that the layer may ask for.
+    sliding_window: tokens that each query sees, its own included; None for all.
     kv_lora_rank: width of the latent in multi-head latent attention, else None. There is one KV
         head: V is a token's latent, K the latent and then the rotated part of the key,
         ``head_dim`` numbers in all.
@@ -41,6 +42,7 @@ class AttentionConfig:
     query_dtype: str | None = None
     features: tuple[str, ...] = ()
     kv_lora_rank: int | None = None
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "block_size"):
@@ -65,6 +67,8 @@ class AttentionConfig:
                 raise PrefixShareError(f"{name} must be {FP8} or None, got {getattr(self, name)}.")
         if self.query_dtype is not None and self.kv_dtype is None:
             raise PrefixShareError(f"query_dtype {FP8} needs kv_dtype {FP8}.")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise PrefixShareError(f"sliding_window must be at least 1, got {self.sliding_window}.")
         for feature in self.features:
             if feature not in FEATURES:
                 raise PrefixShareError(
@@ -82,8 +86,10 @@ class AttentionConfig:
             raise PrefixShareError(
                 f"kv_lora_rank needs one KV head, got num_kv_heads={self.num_kv_heads}."
             )
-        if self.kv_dtype is not None or self.features:
-            raise PrefixShareError("kv_lora_rank goes with no kv_dtype and no features yet.")
+        if self.kv_dtype is not None or self.features or self.sliding_window is not None:
+            raise PrefixShareError(
+                "kv_lora_rank goes with no kv_dtype, features and sliding_window yet."
+            )
 
     @property
     def v_head_dim(self) -> int:
@@ -118,12 +124,15 @@ class PlannerConfig:
     max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan; a
         larger plan is replaced by one without sharing, with one tile for each request.
     grouping: merge short nodes into their children (FastTree, section 4.2).
+    cut_size: tokens at whose multiples ``depth_first`` may cut a KV segment, a divisor of the block
+        size; None for whole blocks.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
         a new plan, where there is more than one worker to balance.
     kept_plans: number of plans kept, for batches that alternate.
     null_block_id: block id that pads a table row and is never shared (0 in vLLM).
+    sliding_window: as in ``AttentionConfig``.
     """
 
     divider: str = "flashforge"
@@ -135,11 +144,13 @@ class PlannerConfig:
     max_runs: int = 1 << 30
     max_partials: int = 1 << 30
     grouping: bool = True
+    cut_size: int | None = None
     num_splits: int = 4
     kv_chunk_size: int = 512
     rebalance_factor: float = 1.5
     kept_plans: int = 1
     null_block_id: int | None = None
+    sliding_window: int | None = None
     check_plans: bool = False
 
     def __post_init__(self) -> None:

@@ -73,6 +73,8 @@ class PrefixShareDecodeWrapper:
             holds one vector of ``head_dim`` numbers for each token, and its first
             ``kv_lora_rank`` are the value. head_dim 576, kv_lora_rank 512, one KV head, sm_scale
             given; on a GPU one query token of a request in a step.
+        sliding_window: tokens that each query sees, its own included; all if None. Blocks before
+            the first of them may be any finite ones. Not with query_parents.
 
     Raises:
         PrefixShareError: an argument is out of range, or the device has no executor.
@@ -98,6 +100,7 @@ class PrefixShareDecodeWrapper:
         query_dtype: torch.dtype | str | None = None,
         features: Iterable[str] = (),
         kv_lora_rank: int | None = None,
+        sliding_window: int | None = None,
     ) -> None:
         name, kv, queries = (str(x).removeprefix("torch.") for x in (dtype, kv_dtype, query_dtype))
         self.attention = AttentionConfig(
@@ -106,6 +109,7 @@ class PrefixShareDecodeWrapper:
             query_dtype=None if query_dtype is None else queries,
             features=tuple(sorted(set(features))),
             kv_lora_rank=kv_lora_rank,
+            sliding_window=sliding_window,
         )
         self.dtype = getattr(torch, name)
         try:
@@ -359,7 +363,7 @@ class PrefixShareDecodeWrapper:
         plan, counters = self.last_plan, self._planner.counters
         return DecodeStats(
             kv_tokens_read=plan.kv_tokens_read(self._batch.seq_lens),
-            kv_tokens_per_request=int(self._batch.seq_lens.sum()),
+            kv_tokens_per_request=self._batch.tokens_seen(self.attention.sliding_window),
             work_tiles=plan.num_tiles,
             partials=plan.num_partials,
             updates=counters.updates,

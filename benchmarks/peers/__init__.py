@@ -30,6 +30,7 @@ class Case:
     block_table, seq_lens: int32, ``[num_reqs, max_blocks]`` and ``[num_reqs]``.
     out_dtype: dtype of the output, where queries are quantised. extras: extra features of the
         layer; their scales are float32 ``[num_kv_heads]``.
+    sliding_window: tokens that each query sees; None for all.
     """
 
     workload: Workload
@@ -40,6 +41,7 @@ class Case:
     seq_lens: torch.Tensor
     out_dtype: torch.dtype
     extras: LayerExtras
+    sliding_window: int | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -54,12 +56,13 @@ class Case:
 
     def require_served_by(self, peer: "Peer") -> None:
         """Raise ``UnavailableError`` unless ``peer.serves`` has the layer's features, and "fp8"
-        where the layer is quantised, and "mla" where its KV cache is latent. Peers without
-        ``serves`` serve none of them.
+        where the layer is quantised, "mla" where its KV cache is latent, and "windows" where it
+        has a sliding window. Peers without ``serves`` serve none of them.
         """
         quantised = ("fp8",) if self.k_cache.element_size() == 1 else ()
         latent = ("mla",) if self.kv_lora_rank else ()
-        for name in (*self.features, *quantised, *latent):
+        windows = () if self.sliding_window is None else ("windows",)
+        for name in (*self.features, *quantised, *latent, *windows):
             if name not in getattr(peer, "serves", ()):
                 raise UnavailableError(f"no {name}")
 

@@ -15,7 +15,7 @@ class Ours:
 
     kernel = "auto"
     divider: str | None = None
-    serves = ("sinks", "soft_cap", "alibi", "fp8", "mla")
+    serves = ("sinks", "soft_cap", "alibi", "fp8", "mla", "windows")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -41,6 +41,7 @@ class Ours:
             query_dtype=case.q.dtype if case.q.element_size() == 1 else None,
             features=case.features,
             kv_lora_rank=case.kv_lora_rank,
+            sliding_window=case.sliding_window,
             sm_scale=case.sm_scale,
             device=self.options.device,
             divider=self.divider or self.options.divider,

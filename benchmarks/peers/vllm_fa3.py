@@ -46,15 +46,21 @@ def schedule(
         cu_seqlens_q=cu_seqlens_q,
         page_size=case.workload.block_size,
         causal=causal,
-        window_size=(-1, -1),
+        window_size=window_of(case),
         num_splits=splits,
     )
+
+
+def window_of(case: Case) -> tuple[int, int]:
+    """FlashAttention's window: tokens seen before and after a query's own, -1 for all."""
+    window = case.sliding_window
+    return (-1, -1) if window is None else (window - 1, 0)
 
 
 class FA3:
     """Paged attention with variable lengths, which reads the KV of each request separately."""
 
-    serves = ("sinks", "soft_cap", "fp8", "mla")
+    serves = ("sinks", "soft_cap", "fp8", "mla", "windows")
     splits = SPLITS
 
     def __init__(self, options: Options) -> None:
@@ -94,6 +100,7 @@ class FA3:
                     max_seqlen_k=longest,
                     softmax_scale=case.sm_scale,
                     causal=True,
+                    window_size=list(window_of(case)),
                     block_table=case.block_table,
                     scheduler_metadata=metadata,
                     fa_version=3,

@@ -13,7 +13,7 @@ from tests.support.embedded_model import embedded_model_path
 from vllm_prefixshare.cli.estimate import batch_of
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.prompts import MOST_LINE, byte_tokens, read_prompts
-from vllm_prefixshare.planning.planner import shareable_forest
+from vllm_prefixshare.planning.sharing import shareable_forest
 from vllm_prefixshare.records import PrefixShareError
 
 DOCUMENT = [(7 * i) % 1000 for i in range(4096)]

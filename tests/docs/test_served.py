@@ -64,9 +64,13 @@ def test_kernels_are_those_that_are_chosen():
         major, minor = map(int, capability.removeprefix("below ").split("."))
         gpu = Gpu((major - 1 if below else major, minor), 132, 1 << 18)
         low, _, high = dims.partition(" to ")
-        tried = {"any": (8, 16, 48, 1024), "others": (8, 48, 144, 256)}
+        tried = {
+            "any": (8, 16, 48, 1024),
+            "multiples of 16": (16, 48, 64, 128, 528, 1072),
+            "others": (8, 24, 40),
+        }
         for head_dim in (int(low), int(high)) if high else (MIN_HEAD_DIM, MAX_HEAD_DIM):
-            for size in tried.get(sizes) or map(int, sizes.split(", ")):
+            for size in tried[sizes]:
                 for dtype in CUDA_DTYPES:
                     attention = AttentionConfig(32, 8, head_dim, size, dtype)
                     try:

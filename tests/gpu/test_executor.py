@@ -78,6 +78,10 @@ def test_every_head_shape_and_dtype(kernel, heads, head_dim, dtype):
         (64, "HND interleaved", 256),
         (128, "NHD", 128),
         (128, "HND interleaved", 64),
+        (48, "NHD", 128),
+        (128, "HND", 256),
+        (528, "NHD interleaved", 256),
+        (1072, "HND", 256),
     ],
 )
 def test_block_sizes_and_cache_strides(kernel, block_size, layout, head_dim):

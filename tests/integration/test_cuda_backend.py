@@ -84,6 +84,7 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             is_mm_prefix_lm=False,
             is_diffusion=False,
             max_model_len=12 * BLOCK,
+            is_hybrid=False,
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
@@ -630,6 +631,79 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match=reason):
         Group(monkeypatch, **changes)
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """Serve sliding windows, from 64 tokens on."""
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "windows")
+    settings.cache_clear()
+    monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
+    monkeypatch.setattr(cuda, "least_window", lambda *arguments: 64)
+    cuda._least_window.cache_clear()
+    yield
+    cuda._least_window.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that see nothing of a run
+def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
+    # the windows begin in the document, before it, and after it
+    window, lens = 70, [101, 105, 60, 150, 99, 100, 102, 103]
+    batch = shared_batch(lens)
+    group = Group(
+        monkeypatch,
+        spec=SlidingWindowSpec(**SPEC, sliding_window=window),
+        sliding_window=window,
+    )
+    assert group.impl.shares
+    group.start(batch)
+    held = batch.block_table.copy()
+    plans = []
+    for _ in range(4):
+        # as vLLM does, in the device's table only
+        gone = np.maximum(batch.seq_lens - window, 0) // BLOCK
+        batch.block_table = np.where(np.arange(held.shape[1]) < gone[:, None], 0, held)
+        metadata = group.builder.build(0, group.common(batch))
+        out = group.forward(batch, metadata, len(batch.q))
+        tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens))
+        wanted = reference_attention(
+            batch.q, batch.k_cache, batch.v_cache, *tables, sliding_window=window
+        )
+        assert relative_error(out, wanted) < 2e-3
+        plans.append(group.builder._plan)
+        batch.seq_lens = batch.seq_lens + 3
+    assert plans[0] is plans[-1] and plans[0].shared_rows.size >= 2
+    assert STATS.as_dict()["kv_tokens_stock"] == sum(
+        min(n + 3 * step, window) for n in lens for step in range(4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafts", "hybrid", "window", "reason"),
+    [
+        (2, False, 128, "drafts with a sliding window"),
+        (0, True, 128, "a sliding window beside linear attention"),
+        (0, False, 63, "a sliding window of 63 tokens where sharing pays from 64 tokens on"),
+    ],
+)
+def test_a_window_that_is_not_served_keeps_flash_attention(
+    monkeypatch, windows, drafts, hybrid, window, reason
+):
+    made = vllm_config
+
+    def config(*arguments):
+        found = made(*arguments)
+        found.model_config.is_hybrid = hybrid
+        return found
+
+    monkeypatch.setattr(f"{__name__}.vllm_config", config)
+    spec = SlidingWindowSpec(**SPEC, sliding_window=window)
+    group = Group(monkeypatch, drafts, spec=spec, sliding_window=window)
+    assert not group.impl.shares and list(STATS.as_dict()["fallbacks"]) == [reason]
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match=reason):
+        Group(monkeypatch, drafts, spec=spec, sliding_window=window)
 
 
 def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):

@@ -43,11 +43,13 @@ class Extra(Variant):
     kv_dtype: str | None = None
     query_dtype: str | None = None
     features: tuple[str, ...] = ()
+    block_size: int = 16
 
 
 def extras(which: str) -> Iterator[Variant]:
     """Variants with extras. ``few-extras``: most extras at once; ``extras``: all."""
     yield Extra((32, 8), 128, kv_dtype=FP8, query_dtype=FP8, features=("sinks", "soft_cap"))
+    yield Extra((16, 2), 256, 2, block_size=528)  # Qwen3-Next
     if which == "few-extras":
         return
     yield Extra((32, 8), 128, features=("sinks", "soft_cap"))
@@ -103,7 +105,8 @@ def compile_variant(
     major, minor = map(int, capability.split("."))
     gpu = stand_in((major, minor))
     more = {name: getattr(variant, name) for name in set(asdict(variant)) - set(asdict(PLAIN))}
-    attention = AttentionConfig(*variant.heads, variant.head_dim, 16, variant.dtype, **more)
+    more = {"block_size": 16, "dtype": variant.dtype, **more}
+    attention = AttentionConfig(*variant.heads, variant.head_dim, **more)
     for name in candidates(attention, gpu):
         if kernel not in (None, name):
             continue

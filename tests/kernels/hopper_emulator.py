@@ -5,6 +5,7 @@ slot of which KV tile, which rows read it, where results go. The emulator follow
 step over the same arrays; only the arithmetic of the tiles is in plain NumPy.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,15 +17,18 @@ HALF_ROWS = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """A block in a KV tile: rows ``[first, last)`` of the tile read the block's first ``tokens``.
-    ``tail`` is the position of the block's first token among the query tokens of its request.
+    """A piece of a block in a KV tile: rows ``[first, last)`` of the tile read the first ``tokens``
+    that begin at token ``offset`` of the block. ``tail`` is the position of the piece's first token
+    among the query tokens of its request, ``start`` that in the request.
     """
 
     block: int
+    offset: int
     first: int
     last: int
     tokens: int
     tail: int
+    start: int
 
 
 def kv_tiles(
@@ -42,7 +46,8 @@ def kv_tiles(
     """KV tiles of a work tile, in the order in which the producers fetch them."""
     _, num_runs, wide_runs, low_runs = plan["tile_info"][tile, :4].tolist()
     assert num_runs <= max_runs, "a tile has more runs than the kernel holds"
-    nb = kv_tile // block_size
+    piece = math.gcd(kv_tile, block_size)
+    nb = kv_tile // piece
     r = np.arange(num_runs)
     row = plan["run_row"][tile, r]
     start = plan["run_kv_start"][tile, r]
@@ -50,11 +55,11 @@ def kv_tiles(
     end = np.where(end == -1, seq_lens[row], end)
     readers = plan["run_readers"][tile, r]
     first_query = seq_lens[row] - np.diff(query_start_loc)[row]
-    blocks = np.maximum(-(-(end - start) // block_size), 0)
+    pieces = np.maximum(-(-(end - start) // piece), 0)
     kinds = np.where(r < wide_runs, 0, np.where(r < wide_runs + low_runs, 1, 2))
-    per_kind = [int(blocks[kinds == kind].sum()) for kind in range(3)]
+    per_kind = [int(pieces[kinds == kind].sum()) for kind in range(3)]
     wide, low, high = (-(-n // nb) for n in per_kind)
-    starts = np.cumsum(blocks) - blocks
+    starts = np.cumsum(pieces) - pieces
     starts = starts + np.where(kinds >= 1, wide * nb - per_kind[0], 0)
     starts = starts + np.where(kinds >= 2, low * nb - per_kind[1], 0)
     half = int(plan["tile_info"][tile, 5])
@@ -84,21 +89,24 @@ def kv_tiles(
         slots: list[Slot] = []
         for slot in range(index * nb, index * nb + nb):
             found = int(np.searchsorted(starts, slot, "right")) - 1
-            block = slot - int(starts[found])
-            if block >= blocks[found]:  # padding repeats the tile's first block, if any
-                slots.append(Slot(slots[0].block if slots else 0, 0, 0, 0, -block_size))
+            in_run = slot - int(starts[found])
+            if in_run >= pieces[found]:  # padding repeats the tile's first piece, if any
+                repeated = (slots[0].block, slots[0].offset) if slots else (0, 0)
+                slots.append(Slot(*repeated, 0, 0, 0, -piece, 0))
                 continue
-            at = int(start[found]) + block * block_size
+            at = int(start[found]) + in_run * piece
             first, last = int(readers[found]) & 0xFFFF, int(readers[found]) >> 16
             low_row, high_row = tile_row(first, 0), tile_row(last, 1)
             assert 0 <= low_row < high_row <= TILE_ROWS, "each must fit in a byte"
             slots.append(
                 Slot(
                     int(block_table[row[found], at // block_size]),
+                    at % block_size,
                     low_row,
                     high_row,
-                    min(int(end[found]) - at, block_size),
-                    max(at - int(first_query[found]), -block_size),
+                    min(int(end[found]) - at, piece),
+                    max(at - int(first_query[found]), -piece),
+                    at,
                 )
             )
         result.append(slots)
@@ -121,6 +129,7 @@ def emulate(
     sinks: np.ndarray | None = None,
     soft_cap: float = 0.0,
     scales: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    window: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp of the kernel and of merge states. The arguments are those of the
     kernel, with NHD caches. ``scales`` of queries, K and V are ``[num_kv_heads]`` each.
@@ -179,6 +188,9 @@ def emulate(
                     token = int(query_start_loc[request]) + query
                     if token >= query_start_loc[request + 1]:
                         continue
+                    of_tile = seq_lens[plan["slot_row"][tile, :num_reqs]]
+                    queries = query_start_loc[request + 1] - query_start_loc[request]
+                    position = int(seq_lens[request] - queries) + query
                     keys: list[tuple[int, int]] = []
                     for kv in tiles:
                         used = [s for s in kv if s.tokens]
@@ -196,7 +208,10 @@ def emulate(
                                         continue
                                 elif key > query:
                                     continue
-                                keys.append((s.block, c))
+                                if window is not None and s.start + c <= position - window:
+                                    assert s.start < of_tile.max() - window, "no mask here"
+                                    continue
+                                keys.append((s.block, s.offset + c))
                     if not keys:  # this piece of the request lies after this query
                         for head in range(num_kv_heads):
                             write(tile, slot, row, head, np.zeros(head_dim), -np.inf)

@@ -1,5 +1,6 @@
 """Runs the portable kernels on a small batch, from the planner to the merged output."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ def make_plan(
     divider: str = "flashforge",
     workers: int = 3,
     max_requests: int | None = None,
+    window: int | None = None,
 ) -> DecodePlan:
     heads, head_dim = batch.q.shape[1:]
     block_size, kv_heads = batch.k_cache.shape[1:3]
@@ -38,6 +40,9 @@ def make_plan(
         num_workers=workers,
         max_tile_requests=max_requests or limit,
         share="always",
+        cut_size=math.gcd(block_size, 128),
+        sliding_window=window,
+        check_plans=True,
     )
     cost = analytic_cost(attention, "torch")
     planner = DecodePlanner(config, cost, block_size, attention.gqa_group_size)
@@ -49,7 +54,8 @@ class Portable:
     """A plan on the device; ``run`` may be called again after lengths have changed.
 
     tile: the Q tile, of an H100 if None. extras: extras of the layer, with scales as tensors.
-    bits: pass quantised numbers as bytes, as for GPUs without the type.
+    bits: pass quantised numbers as bytes, as for GPUs without the type. window: the layer's sliding
+    window.
     """
 
     plan: DecodePlan
@@ -58,6 +64,7 @@ class Portable:
     tile: QTile | None = None
     extras: LayerExtras = PLAIN
     bits: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         b = self.batch
@@ -91,7 +98,7 @@ class Portable:
         )  # fmt: skip
         scale = self.head_dim**-0.5
         portable_partial_attention(
-            self.tile, self.workers, self.query_len, self.arrays, tensors, scale
+            self.tile, self.workers, self.query_len, self.arrays, tensors, scale, self.window
         )
         merge_states(
             self.arrays["merge_indptr"],

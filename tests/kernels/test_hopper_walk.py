@@ -2,6 +2,8 @@
 once.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,7 @@ def walk(
     extras: LayerExtras = PLAIN,
     empty: int = 0,
     growth: int = GROWTH,
+    window: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output of the emulated kernel and of the reference, for a tree that has grown since it was
     planned, when the last ``empty`` requests had no token. The log-sum-exp of each head follows the
@@ -52,6 +55,8 @@ def walk(
         num_workers=workers,
         max_tile_requests=slots,
         max_tile_runs=runs,
+        cut_size=math.gcd(block_size, 128),
+        sliding_window=window,
         check_plans=True,
     )
     cost = analytic_cost(AttentionConfig(q_heads, kv_heads, head_dim, block_size), "triton")
@@ -74,11 +79,13 @@ def walk(
         sinks=None if extras.sinks is None else extras.sinks.numpy(),
         soft_cap=extras.soft_cap,
         scales=None if extras.k_scale is None else tuple(x.numpy() for x in extras[3:]),
+        window=window,
     )  # fmt: skip
     if mask is None:
         expected = reference_attention_and_lse(
             *(torch.from_numpy(x) for x in (q, k, v, batch.block_table, seq_lens, starts)),
             extras=extras,
+            sliding_window=window,
         )
     else:
         expected = tree_attention(q, k, v, batch.block_table, seq_lens, starts, mask)
@@ -155,10 +162,10 @@ def test_a_tile_whose_tokens_are_gone_still_ends():
     assert not any(slot.tokens for slot in tiles[1][0])
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize("block_size", [32, 48, 64, 128, 144, 256])
 def test_other_block_sizes(block_size: int) -> None:
     out, expected = walk(f"1,3,9_{2 * block_size},{block_size},50", "depth_first", (4, 1),
-                         block_size=block_size)  # fmt: skip
+                         block_size=block_size, workers=40)  # fmt: skip
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
@@ -191,6 +198,14 @@ def test_layers_with_extras(block_size, query_lens, divider) -> None:
         f"1,6_{4 * block_size},40", divider, (4, 2), block_size=block_size, query_lens=query_lens,
         extras=extras,
     )  # fmt: skip
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("query_lens", [None, [2, 1, 2, 2, 1, 2]], ids=["one", "ragged"])
+@pytest.mark.parametrize("window", [1, 16, 50, 65, 100])
+@pytest.mark.parametrize("divider", ["depth_first", "flashforge"])
+def test_sliding_windows(divider: str, window: int, query_lens: list[int] | None) -> None:
+    out, expected = walk("1,6_64,40", divider, query_lens=query_lens, window=window)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 

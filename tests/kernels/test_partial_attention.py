@@ -99,6 +99,13 @@ def test_block_sizes_and_cache_strides(block_size, layout):
     check(batch)
 
 
+@pytest.mark.parametrize("block_size", [256, 528])
+def test_blocks_that_are_cut(block_size):
+    batch = paged_batch(block_size=block_size, documents=1, requests=3, dtype=torch.float16)
+    plan = check(batch, "depth_first", workers=12).plan
+    assert (plan.run_kv_start % block_size > 0).any(), "no block is cut"
+
+
 @pytest.mark.parametrize("limit", [1, 2, 7])
 def test_tiles_with_few_requests(limit):
     check(paged_batch(requests=6, dtype=FP16), "deft_flatten", max_requests=limit)

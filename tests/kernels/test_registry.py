@@ -1,5 +1,6 @@
 """Which kernel is chosen, and what happens where Triton cannot compile it."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,9 @@ def test_hopper_comes_first_on_its_gpu_only():
     assert candidates(SHAPE, H100) == ["hopper", "portable"]
     assert candidates(SHAPE, L40S) == ["portable"]
     assert candidates(AttentionConfig(32, 8, 128, 24), H100) == ["portable"]
+    for head_dim, block_size in product((128, 256), (16, 48, 128, 528, 1072)):
+        shape = AttentionConfig(32, 8, head_dim, block_size)
+        assert candidates(shape, H100) == ["hopper", "portable"]
     assert candidates(SHAPE, H100, "portable") == ["portable"]
 
 

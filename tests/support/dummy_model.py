@@ -147,6 +147,121 @@ def write_small_gemma2(folder: Path) -> Path:
     return _save(Gemma2ForCausalLM(config), folder, torch.bfloat16)
 
 
+def write_small_gemma3(folder: Path, sliding_window: int = 256) -> Path:
+    """Write a small Gemma 3 checkpoint, float16: five layers with a sliding window and one with
+    full attention, head_dim 256.
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 6},
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        sliding_window=sliding_window,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:  # so that attention picks few tokens
+            layer.self_attn.q_norm.weight += 0.6
+            layer.self_attn.k_norm.weight += 0.6
+    return _save(model, folder, torch.float16)
+
+
+#: What Qwen3-Next and Qwen3.5 have in common: three layers of gated delta nets, then one with full
+#: attention, head_dim 256. The states have the real size, and so do the KV blocks, which vLLM makes
+#: as large as a state.
+QWEN_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def write_small_qwen3_next(folder: Path) -> Path:
+    """Write a small Qwen3-Next checkpoint, bfloat16, 16 query and 2 KV heads, with a layer that
+    drafts (MTP). All experts take part, so that rounding selects no other expert.
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **{**SMALL, **QWEN_HYBRID},
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    )
+    torch.manual_seed(0)
+    _save(Qwen3NextForCausalLM(config), folder, torch.bfloat16)
+    return _add_mtp(folder)
+
+
+def write_small_qwen3_5(folder: Path) -> Path:
+    """Write a small Qwen3.5 checkpoint, bfloat16, 24 query and 4 KV heads, with a layer that drafts
+    (MTP).
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        **{**SMALL, **QWEN_HYBRID},
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        mtp_num_hidden_layers=1,
+    )
+    torch.manual_seed(0)
+    _save(Qwen3_5ForCausalLM(config), folder, torch.bfloat16)
+    return _add_mtp(folder)
+
+
+def _add_mtp(folder: Path) -> Path:
+    """Add a drafting layer to a checkpoint of Qwen3-Next or Qwen3.5. Its attention and MLP add
+    nothing, so that it proposes the model's last choice again.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = folder / "model.safetensors"
+    with safe_open(path, "pt") as weights:
+        tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+    layers = {name.split(".")[2] for name in tensors if ".self_attn." in name}
+    layer = f"model.layers.{min(layers)}."
+    for name in [name for name in tensors if name.startswith(layer)]:
+        tensor = tensors[name]
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        tensors[name.replace(layer, "mtp.layers.0.")] = (
+            torch.zeros_like(tensor) if adds else tensor.clone()
+        )
+    norm = tensors["model.norm.weight"]
+    nothing, same = torch.zeros(len(norm), len(norm)), torch.eye(len(norm))
+    tensors["mtp.fc.weight"] = torch.cat([nothing, same], dim=1).to(norm.dtype)
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        tensors[f"mtp.{name}.weight"] = torch.zeros_like(norm)  # these norms scale by 1 + weight
+    save_file(tensors, path)
+    return folder
+
+
 def write_small_deepseek_v2(folder: Path, num_heads: int = 16) -> Path:
     """Write a small DeepSeek V2 checkpoint, bfloat16, without experts: latents of 512 numbers and
     64 rotated ones in each layer, as in the large models.

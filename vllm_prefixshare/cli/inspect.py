@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan the batch with each divider and print what comes out; the exit status is 0."""
     from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch, tree_batch
     from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
-    from vllm_prefixshare.planning.planner import shareable_forest
+    from vllm_prefixshare.planning.sharing import shareable_forest
 
     get_divider(args.divider or "flashforge")
     attention = attention_of(args)

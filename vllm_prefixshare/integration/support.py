@@ -85,6 +85,8 @@ def selector_refusal(
         del named["use_mla"]
     if "invariance" in extras and not layer.use_mla:
         del named["use_batch_invariant"]
+    if "windows" in extras and not layer.use_mla:
+        del named["has_sliding_window"]
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
@@ -130,15 +132,19 @@ def declines(layer: Any, dtypes: Iterable[str], latent: bool = False) -> str | N
     return reason
 
 
-def spec_refusal(spec: Any, latent: bool = False) -> str | None:
+def spec_refusal(spec: Any, latent: bool = False, window: int | None = None) -> str | None:
     """Why layers with this ``KVCacheSpec`` cannot be served, or None. Block tables of other kinds
-    than full attention keep ids of freed blocks, or leave some out.
+    than full attention keep ids of freed blocks, or leave some out. With a window this is known,
+    and no such block is shared.
 
     Args:
         latent: whether the layers have latents in place of keys and values.
+        window: sliding window of the served layers; None for none.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+    if type(spec) is SlidingWindowSpec and window == spec.sliding_window:
+        return None
     if type(spec) is not (MLAAttentionSpec if latent else FullAttentionSpec):
         return f"a KV cache of {type(spec).__name__}"
     if getattr(spec, "sliding_window", None) is not None:
@@ -162,7 +168,7 @@ def impl_refusal(impl: Any, full_context: object, extras: frozenset[str] = NOTHI
     checks = (
         (slopes and "alibi" not in extras, "ALiBi slopes"),
         (cap and "softcap" not in extras, "a logits soft cap"),
-        (impl.sliding_window != full_context, "a sliding window"),
+        (impl.sliding_window != full_context and "windows" not in extras, "a sliding window"),
         (impl.sinks is not None and "sinks" not in extras, "attention sinks"),
         (impl.attn_type != "decoder", f"attention type {impl.attn_type}"),
         (not takes_cache, f"a {cache} KV cache"),
@@ -196,7 +202,14 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
         kv_dtype,
         kv_dtype if getattr(impl, "supports_quant_query_input", False) else None,
         tuple(name for name, there in has.items() if there),
+        sliding_window=window_of(impl),
     )
+
+
+def window_of(impl: Any) -> int | None:
+    """The sliding window of a GPU layer, in tokens, its own included; None for full attention."""
+    window: Any = getattr(impl, "sliding_window", None)
+    return window[0] + 1 if isinstance(window, tuple) and window[0] >= 0 else None
 
 
 def fall_back(reason: str) -> None:

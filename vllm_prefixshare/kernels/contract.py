@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.records import IntArray, PieceLimits
 
 
@@ -26,6 +28,11 @@ class HostBatch(NamedTuple):
     query_start_loc: IntArray
     tree_mask: IntArray | None = None
     rows: IntArray | None = None
+
+    def tokens_seen(self, sliding_window: int | None) -> int:
+        """KV tokens of all requests that any of their queries sees."""
+        most = int(np.diff(self.query_start_loc).max(initial=1))
+        return tokens_seen(self.seq_lens, sliding_window, most)
 
 
 class Executor(Protocol):

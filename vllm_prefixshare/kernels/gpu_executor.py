@@ -5,6 +5,7 @@ captured: its launches depend on the shapes of its tensors only, and what they d
 the plan in the workspace, so that one captured graph serves every plan that is loaded later.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
+#: most tokens that a kernel multiplies at once; a power of two
+KV_TILE = 128
 #: most ``LayerExtras`` that an executor remembers as checked
 MOST_EXTRAS = 1024
 
@@ -101,6 +104,8 @@ class GpuExecutor:
             num_workers=self.num_workers,
             max_tile_requests=self.max_tile_requests,
             max_tile_runs=self.max_tile_runs,
+            sliding_window=self.attention.sliding_window,
+            cut_size=self._cut_size,
             **options,
         )
         room = self._capacity
@@ -112,6 +117,12 @@ class GpuExecutor:
             max_runs=room.max_runs,
             max_partials=room.max_partials,
         )
+
+    @property
+    def _cut_size(self) -> int | None:
+        """Where plans may cut blocks: all kernels for plain attention read such pieces."""
+        latent = self.attention.kv_lora_rank is not None
+        return None if latent else math.gcd(self.attention.block_size, KV_TILE)
 
     def prepare(self, plan: DecodePlan, batch: HostBatch | None = None) -> None:
         """Make ``plan`` the current one for the launches that follow on this stream; nothing is
@@ -343,6 +354,10 @@ class GpuExecutor:
         if t.out_lse is not None and not t.out_lse.is_contiguous():
             raise PrefixShareError(
                 f"lse must be contiguous, got strides {list(t.out_lse.stride())}."
+            )
+        if t.tree_mask is not None and a.sliding_window is not None:
+            raise PrefixShareError(
+                "a token tree (query_parents, tree_mask) goes with no sliding_window: plan without."
             )
         if t.tree_mask is not None and (
             len(t.tree_mask) < len(t.q) or 32 * t.tree_mask.shape[1] < self.query_len

@@ -21,6 +21,7 @@ def reference_attention_and_lse(
     query_start_loc: torch.Tensor | None = None,
     sm_scale: float | None = None,
     extras: LayerExtras = PLAIN,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Paged causal attention without sharing.
 
@@ -33,6 +34,7 @@ def reference_attention_and_lse(
         query_start_loc: ``[num_reqs + 1]`` token range of each request; one token each if None.
         sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
         extras: the layer's extras; scales may be numbers or ``[1]`` or ``[num_kv_heads]``.
+        sliding_window: tokens that each query sees, its own included; all if None.
 
     Returns:
         float64 ``[num_tokens, num_qo_heads, head_dim of V]``, and the log-sum-exp of each query's
@@ -63,7 +65,10 @@ def reference_attention_and_lse(
         ahead = torch.arange(length, device=q.device) - position[:, None]
         if extras.alibi_slopes is not None:
             scores = scores + extras.alibi_slopes.double()[:, None, None] * ahead
-        scores = scores.masked_fill(ahead > 0, float("-inf"))
+        hidden = ahead > 0
+        if sliding_window is not None:
+            hidden |= ahead <= -sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
         if extras.sinks is not None:
             sinks = extras.sinks.double()[:, None, None].expand(-1, last - first, 1)
             scores = torch.cat([scores, sinks], dim=-1)

@@ -9,7 +9,7 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.compile import CompileError, compile_launches
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
-from vllm_prefixshare.kernels.hopper.layout import BLOCK_SIZES, MAX_HEAD_DIM, hopper_serves
+from vllm_prefixshare.kernels.hopper.layout import LEAST_PIECE, MAX_HEAD_DIM, hopper_serves
 from vllm_prefixshare.records import PrefixShareError
 
 KERNELS = ("auto", "hopper", "portable")
@@ -122,10 +122,10 @@ def candidates(
     hopper = hopper_serves(attention, gpu.capability)
     if kernel == "hopper" and not hopper:
         raise PrefixShareError(
-            "kernel 'hopper' needs compute capability 9.0 and blocks of "
-            f"{', '.join(map(str, BLOCK_SIZES))} tokens (64 at most above head_dim 128), got "
-            f"{major}.{minor} and {attention.block_size}, and has no ALiBi, no head_dim above "
-            f"{MAX_HEAD_DIM} and no quantised KV cache with other queries: use kernel='auto'."
+            "kernel 'hopper' needs compute capability 9.0 and blocks of a multiple of "
+            f"{LEAST_PIECE} tokens, got {major}.{minor} and {attention.block_size}, and has no "
+            f"ALiBi, no head_dim above {MAX_HEAD_DIM} and no quantised KV cache with other "
+            "queries: use kernel='auto'."
         )
     if kernel != "auto":
         return [kernel]

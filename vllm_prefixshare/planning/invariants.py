@@ -3,6 +3,7 @@
 import numpy as np
 
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import OPEN_END, IntArray
 
 
@@ -15,12 +16,21 @@ def _require(condition: bool | np.bool_, message: str) -> None:
         raise InvariantError(message)
 
 
-def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
-    """Verify that ``plan`` reads each (request, KV token) exactly once.
+def check(
+    plan: DecodePlan,
+    block_table: IntArray,
+    seq_lens: IntArray,
+    sliding_window: int | None = None,
+    query_len: int = 1,
+) -> None:
+    """Verify that ``plan`` reads each (request, KV token) exactly once. Tokens that no query of the
+    request sees may be read or not, from any block.
 
     Args:
         block_table: ``[num_reqs, max_blocks]``.
         seq_lens: ``[num_reqs]``, the planned lengths or any longer ones.
+        sliding_window: as in ``AttentionConfig``.
+        query_len: most query tokens of a request.
 
     Raises:
         InvariantError: naming the request and what is wrong.
@@ -44,6 +54,7 @@ def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
         "a request has no open run, or several",
     )
 
+    first_seen = first_in_window(seq_lens, sliding_window, query_len)
     reads = [np.zeros(max(int(n), 1) + 1, np.int64) for n in seq_lens]  # difference arrays
     touched = np.zeros(len(plan.tile_req_indices), bool)
     lengths = plan.run_lengths(seq_lens)
@@ -62,21 +73,25 @@ def check(plan: DecodePlan, block_table: IntArray, seq_lens: IntArray) -> None:
             _require(row in readers, f"run {run}: row {row} is not among its readers")
             open_end = plan.run_kv_end[run] == OPEN_END
             _require(not open_end or len(readers) == 1, f"run {run}: open, but shared")
+            filled = -(-stop // plan.block_size) * plan.block_size
             _require(
-                len(readers) == 1 or (start % plan.block_size == 0 == stop % plan.block_size),
-                f"run {run}: shares a part of a block",
+                len(readers) == 1 or np.all(filled <= seq_lens[readers]),
+                f"run {run}: shares a block that is not filled",
             )
-            columns = slice(start // plan.block_size, -(-stop // plan.block_size))
-            _require(
-                np.all(block_table[readers, columns] == block_table[row, columns]),
-                f"run {run}: its readers do not hold the same blocks",
-            )
+            end = -(-stop // plan.block_size)
             for request in readers.tolist():
+                seen = slice(max(start, int(first_seen[request])) // plan.block_size, end)
+                _require(
+                    first_seen[row] <= first_seen[request]
+                    and np.all(block_table[request, seen] == block_table[row, seen]),
+                    f"run {run}: its readers do not hold the same blocks",
+                )
                 _require(stop <= seq_lens[request], f"run {run} passes the end of {request}")
                 reads[request][start] += 1
                 reads[request][stop] -= 1
     for request, change in enumerate(reads):
         counts = np.cumsum(change)[: int(seq_lens[request])]
+        counts[: first_seen[request]] = 1
         wrong = np.flatnonzero(counts != 1)
         if len(wrong):
             token = int(wrong[0])

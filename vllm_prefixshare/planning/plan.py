@@ -4,7 +4,7 @@ A plan stays right while its sequences grow: shared runs are whole, filled block
 request has one open run that reads to its length at the time the kernel runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -189,6 +189,36 @@ def build_plan(
         merge_indptr=merge_indptr,
         planned_seq_lens=np.array(seq_lens, np.int32),
     )
+
+
+def through_the_shortest(plan: DecodePlan) -> DecodePlan:
+    """The plan with each run read through the block table row of its shortest reader: its window
+    begins first, and blocks before a window may be gone from the row.
+    """
+    tiles = plan.tile_req_indptr, plan.tile_req_indices, plan.tile_run_indptr
+    readers = plan.run_reader_start, plan.run_reader_end
+    return replace(plan, run_row=_shortest_readers(*tiles, *readers, plan.planned_seq_lens))
+
+
+@compiled
+def _shortest_readers(
+    req_indptr: IntArray,
+    requests: IntArray,
+    run_indptr: IntArray,
+    reader_start: IntArray,
+    reader_end: IntArray,
+    seq_lens: IntArray,
+) -> IntArray:
+    shortest = np.empty(len(reader_start), np.int32)
+    for tile in range(len(req_indptr) - 1):
+        for run in range(run_indptr[tile], run_indptr[tile + 1]):
+            best = requests[req_indptr[tile] + reader_start[run]]
+            for reader in range(reader_start[run] + 1, reader_end[run]):
+                other = requests[req_indptr[tile] + reader]
+                if seq_lens[other] < seq_lens[best]:
+                    best = other
+            shortest[run] = best
+    return shortest
 
 
 def _in_order(tiles: WorkTiles, order: IntArray) -> WorkTiles:

@@ -16,10 +16,10 @@ from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, last_piece
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
-from vllm_prefixshare.planning.plan import DecodePlan, build_plan
-from vllm_prefixshare.planning.sharing import without_losses
+from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
+from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
-from vllm_prefixshare.tree.prefix_tree import first_difference, forest_from_blocks
+from vllm_prefixshare.tree.prefix_tree import first_difference
 
 #: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
@@ -158,7 +158,8 @@ class DecodePlanner:
                 plan = self._plan_without_sharing(least, query_len, e)
                 known.forget()  # so that the next update tries again
             if self.config.check_plans:
-                invariants.check(plan, table if table_rows is None else table[table_rows], least)
+                rows = table if table_rows is None else table[table_rows]
+                invariants.check(plan, rows, least, self.config.sliding_window, query_len)
             self.counters.plans += 1
             self.last_plan_seconds = time.perf_counter() - began
             self.counters.plan_seconds += self.last_plan_seconds
@@ -201,7 +202,10 @@ class DecodePlanner:
         """A plan, and the tokens of each request up to which it stays balanced."""
         kv_lens = seq_lens.astype(np.int32)
         null = self.config.null_block_id
-        forest = shareable_forest(table, kv_lens, self.block_size, query_len, null, table_rows)
+        window = self.config.sliding_window
+        forest = shareable_forest(
+            table, kv_lens, self.block_size, query_len, null, table_rows, window
+        )
         rows = self.gqa_group_size * query_len
         problem = DivisionProblem(
             forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates, query_len
@@ -215,6 +219,8 @@ class DecodePlanner:
             self._note_fallback(PLAN_TOO_LARGE)
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+        if window is not None:
+            plan = through_the_shortest(plan)
         if self.config.divider == batch_invariant.__name__:
             # the same plan, and so the same bits, for all lengths that end in the same piece
             piece = problem.round_up(self.config.kv_chunk_size)
@@ -245,6 +251,7 @@ class DecodePlanner:
             self.block_size,
             self.config,
             self._rates,
+            query_len,
         )
         tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
         return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
@@ -395,18 +402,3 @@ def _rows_hold(
 def _copy_rows(table: IntArray, lengths: IntArray, out: IntArray) -> None:
     for row in range(len(lengths)):
         out[row, : lengths[row]] = table[row, : lengths[row]]
-
-
-def shareable_forest(
-    table: IntArray,
-    kv_lens: IntArray,
-    block_size: int,
-    query_len: int = 1,
-    null_block_id: int | None = None,
-    table_rows: IntArray | None = None,
-) -> Forest:
-    """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
-    # a block that this step's queries may still write to is not shared
-    filled = np.maximum(kv_lens - query_len, 0) // block_size
-    filled = np.minimum(filled, table.shape[1]).astype(np.int32)
-    return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)

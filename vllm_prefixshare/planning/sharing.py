@@ -1,11 +1,36 @@
-"""The share policy: which trees are worth reading once."""
+"""The share policy: what may be shared, and which trees and sliding windows are worth it."""
 
 import numpy as np
 
-from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.costs.rates import SIZES, TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.grouping import group_queries
+from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import FloatArray, Forest, IntArray
+from vllm_prefixshare.tree.prefix_tree import forest_from_blocks, windowed_forest
+
+
+def shareable_forest(
+    table: IntArray,
+    kv_lens: IntArray,
+    block_size: int,
+    query_len: int = 1,
+    null_block_id: int | None = None,
+    table_rows: IntArray | None = None,
+    sliding_window: int | None = None,
+) -> Forest:
+    """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
+    # a block that this step's queries may still write to is not shared
+    filled = np.maximum(kv_lens - query_len, 0) // block_size
+    filled = np.minimum(filled, table.shape[1]).astype(np.int32)
+    if sliding_window is None:
+        return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
+    first = first_in_window(kv_lens, sliding_window, query_len) // block_size
+    first = first.astype(np.int32)
+    # readers of a node then have at least half of their windows in common
+    band = sliding_window // (2 * block_size)
+    return windowed_forest(table, filled, first, band, block_size, null_block_id, table_rows)
 
 
 def without_losses(problem: DivisionProblem) -> Forest:
@@ -16,13 +41,29 @@ def without_losses(problem: DivisionProblem) -> Forest:
     roots = np.flatnonzero(forest.node_parent < 0)
     if problem.config.share != "never" and len(roots):
         positions, costs = _shared_costs(problem)
-        alone = problem.cost.unshared(problem.rows_per_request, problem.kv_lens)
+        lens = problem.kv_lens - problem.kv_starts
+        alone = problem.cost.unshared(problem.rows_per_request, lens)
         shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
         # running sums over positions, because those of a tree are neighbours
         gain = np.concatenate([[0.0], np.cumsum(alone[forest.request_rows] - shared)])
         gains = gain[forest.node_reader_end[roots]] - gain[forest.node_reader_start[roots]]
         roots = roots[gains <= 0]
-    return _drop_trees(forest, roots.tolist())
+    return _drop_trees(forest, roots.tolist(), problem.kv_starts)
+
+
+def least_window(cost: CostModel, rows_per_request: int, readers: int) -> int | None:
+    """The least sliding window, a power of two, of which sharing can gain, in tokens. None if none
+    does.
+
+    Compared are one request for each worker, read alone; and as many requests in work tiles of
+    ``readers`` each, of which every worker reads a part.
+    """
+    rates, rows = TileRates.of(cost), readers * rows_per_request
+    apart = cost.tile(rows_per_request, SIZES)
+    together = cost.tile(rows, np.maximum(SIZES / readers, 1)) + rates.partial_write
+    together += rates.merge_launch + readers * cost.merge(rows_per_request)
+    gains = SIZES[apart > together]
+    return int(gains[0]) if len(gains) else None
 
 
 def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
@@ -47,15 +88,19 @@ def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
     return positions, costs + problem.cost.merge(counts)
 
 
-def _drop_trees(forest: Forest, roots: list[int]) -> Forest:
-    """``forest`` without the trees under ``roots``; their requests become entirely private."""
+def _drop_trees(forest: Forest, roots: list[int], kv_starts: IntArray) -> Forest:
+    """``forest`` without the trees under ``roots``; their requests become entirely private.
+
+    Args:
+        kv_starts: ``[num_reqs]`` first token that each batch row reads.
+    """
     if not roots:
         return forest
     private = forest.private_start.copy()
     keep = np.ones(forest.num_nodes, bool)
     for root in roots:
         low, high = int(forest.node_reader_start[root]), int(forest.node_reader_end[root])
-        private[low:high] = 0
+        private[low:high] = kv_starts[forest.request_rows[low:high]]
         keep &= (forest.node_reader_start < low) | (forest.node_reader_start >= high)
     renumber = np.cumsum(keep, dtype=np.int32) - 1
     parents = forest.node_parent[keep]

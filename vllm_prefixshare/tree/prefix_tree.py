@@ -53,6 +53,127 @@ def forest_from_blocks(
     )
 
 
+def windowed_forest(
+    block_table: IntArray,
+    num_shareable: IntArray,
+    first_seen: IntArray,
+    band: int,
+    block_size: int,
+    null_block_id: int | None = None,
+    table_rows: IntArray | None = None,
+) -> Forest:
+    """The forest of a layer with a sliding window: of the blocks from each request's first one in
+    its window on. What stands before it in the table, such as freed blocks, does not count.
+
+    A node begins where the first window of its readers does; its other readers mask what lies
+    before theirs. So that they mask little, requests whose windows begin more than ``band`` blocks
+    apart share nothing. A node may begin after the end of its parent.
+
+    Args:
+        block_table, num_shareable, block_size, null_block_id, table_rows: as in
+            ``forest_from_blocks``.
+        first_seen: int32 ``[num_reqs]`` first block in the window of each request.
+        band: blocks.
+    """
+    null = -1 if null_block_id is None else null_block_id
+    if table_rows is None:
+        table_rows = np.arange(len(num_shareable))
+    table_rows = table_rows.astype(np.int64, copy=False)
+    if not len(num_shareable):
+        return Forest.alone(0)
+    aligned = _aligned(block_table, table_rows, num_shareable, first_seen, band, null)
+    base = first_seen.min()
+    order = np.arange(len(aligned))
+    rows, private, nodes = _forest(aligned, order, np.maximum(num_shareable - base, 0), null)
+    private, nodes = _in_window(rows, private + base, nodes, base, first_seen)
+    return Forest(
+        request_rows=rows,
+        private_start=private * np.int32(block_size),
+        node_parent=nodes[0],
+        node_start=nodes[1] * np.int32(block_size),
+        node_end=nodes[2] * np.int32(block_size),
+        node_reader_start=nodes[3],
+        node_reader_end=nodes[4],
+    )
+
+
+@compiled
+def _aligned(
+    table: IntArray,
+    table_rows: IntArray,
+    num_shareable: IntArray,
+    first_seen: IntArray,
+    band: int,
+    null: int,
+) -> IntArray:
+    """The table from the first column that any window sees on, in which rows of a tree begin alike:
+    a row gets, before its window, the blocks of an earlier row that has its first block, or a
+    number of its own.
+    """
+    n = len(num_shareable)
+    base = first_seen.min()
+    out = np.zeros((n, max(num_shareable.max() - base, 1)), np.int32)
+    filled = 0
+    for row in range(n):
+        filled += max(num_shareable[row] - first_seen[row], 0)
+    size = 2
+    while size < 2 * filled:
+        size *= 2
+    mask = size - 1
+    holder = np.full((size, 2), -1, np.int32)  # hash table: block and the last row that has it
+    tree_start = np.zeros(n, np.int32)  # first column of the tree of each row
+    for row in np.argsort(first_seen, kind="mergesort"):
+        first, end = first_seen[row], num_shareable[row]
+        ids = table[table_rows[row]]
+        before = -1
+        if first < end and ids[first] != null:
+            slot = (ids[first] * HASH >> 12) & mask
+            while holder[slot, 0] >= 0 and holder[slot, 0] != ids[first]:
+                slot = (slot + 1) & mask
+            before = holder[slot, 1] if holder[slot, 0] >= 0 else -1
+            if before >= 0 and first - tree_start[before] > band:
+                before = -1
+        if before >= 0:
+            tree_start[row] = tree_start[before]
+            out[row, : first - base] = out[before, : first - base]
+        else:
+            tree_start[row] = first
+            out[row, : first - base] = -2 - row
+        for column in range(first, end):
+            block = ids[column]
+            out[row, column - base] = block
+            if block == null:
+                continue
+            slot = (block * HASH >> 12) & mask
+            while holder[slot, 0] >= 0 and holder[slot, 0] != block:
+                slot = (slot + 1) & mask
+            holder[slot, 0], holder[slot, 1] = block, row
+    return out
+
+
+@compiled
+def _in_window(
+    rows: IntArray, private: IntArray, nodes: IntArray, base: int, first_seen: IntArray
+) -> tuple[IntArray, IntArray]:
+    """``private`` and ``nodes`` of ``_forest``, ``base`` blocks later, without what nobody sees."""
+    for position in range(len(rows)):
+        private[position] = max(private[position], first_seen[rows[position]])
+    kept = np.empty(nodes.shape[1], np.int32)  # new number of each node, or of the one above
+    count = 0
+    for node in range(nodes.shape[1]):
+        parent, start, end, low, high = nodes[:, node]
+        first = first_seen[rows[low:high]].min()
+        start, end = max(start + base, first), end + base
+        parent = kept[parent] if parent >= 0 else -1
+        kept[node] = parent
+        if start < end:
+            kept[node] = count
+            new = nodes[:, count]
+            new[0], new[1], new[2], new[3], new[4] = parent, start, end, low, high
+            count += 1
+    return private, nodes[:, :count].copy()
+
+
 @compiled
 def first_difference(a: IntArray, b: IntArray, start: int, stop: int) -> int:
     """First index in ``[start, stop)`` at which ``a`` and ``b`` differ, else ``stop``."""

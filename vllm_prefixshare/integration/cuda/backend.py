@@ -13,6 +13,7 @@ captured, and is replayed after each ``build``: the launches stay the same and r
 """
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration import host_tables, invariance
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
@@ -32,6 +34,7 @@ from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
 )
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.precompiling import load_planning
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
@@ -39,10 +42,12 @@ from vllm_prefixshare.integration.support import (
     fall_back,
     gpu_extras,
     impl_refusal,
+    window_of,
 )
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.kernels.workspace import PartialResults
+from vllm_prefixshare.planning.sharing import least_window
 from vllm_prefixshare.settings import settings
 
 
@@ -59,6 +64,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             impl_refusal(self, (-1, -1), gpu_extras())
             or config_refusal(config)
             or _shard_refusal(self, config)
+            or _window_refusal(self, config)
         )
         if reason is None and self.dcp_world_size > 1:
             context_parallel.check_collectives(config)
@@ -200,6 +206,34 @@ def _shard_refusal(impl: Any, config: Any) -> str | None:
         ("fp8" in impl.kv_cache_dtype, "an fp8 KV cache under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)
+
+
+def _window_refusal(impl: Any, config: Any) -> str | None:
+    """Why a layer with a sliding window cannot be served, or None."""
+    window = window_of(impl)
+    if window is None:
+        return None
+    if invariance.wanted():  # where a run begins depends on its readers
+        return "a sliding window under batch invariance"
+    if decode_query_len(config) > 1:
+        # requests that accept more drafts than others lose blocks that the others still read
+        return "drafts with a sliding window"
+    if config.model_config.is_hybrid:
+        # a block that a window has left may hold a state, and so no numbers
+        return "a sliding window beside linear attention"
+    least = _least_window(attention_of([impl], 16, config.model_config.dtype))
+    if least is None or window < least:
+        from_here = "no window" if least is None else f"{least} tokens"
+        return f"a sliding window of {window} tokens where sharing pays from {from_here} on"
+    return None
+
+
+@cache
+def _least_window(attention: AttentionConfig) -> int | None:
+    """The least sliding window that is served, by the cost table."""
+    kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
+    cost = cost_model(attention, kernel.name, logger().info_once)
+    return least_window(cost, attention.gqa_group_size, kernel.max_tile_requests)
 
 
 #: Partial results by shape. Layers of one shape share them, since the layers and KV-cache groups of

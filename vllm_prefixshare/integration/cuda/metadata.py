@@ -75,7 +75,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         if self._executor is not None:
             # under batch_invariant the kernel of a request must not depend on the others
             invariant = self._planner.config.divider == "batch_invariant"
-            if one_token_rows and self._executor.name in KERNELS and not invariant:
+            measured = self._executor.name in KERNELS and self._window is None
+            if one_token_rows and measured and not invariant:
                 self._first_step = FirstStep.of(self._executor.attention)
             # the requests for our kernel come first
             most = 0 if self._first_step is None else self._first_step.most_new_tokens

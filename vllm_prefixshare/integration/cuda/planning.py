@@ -17,9 +17,15 @@ from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import attention_of, fall_back, spec_refusal
+from vllm_prefixshare.integration.support import (
+    attention_of,
+    fall_back,
+    spec_refusal,
+    window_of,
+)
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
@@ -51,7 +57,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         self._query_len = query_len
         served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
         self._all_layers = len(served) == len(self.layer_names)
-        reason = spec_refusal(self.kv_cache_spec, self.latent)
+        self._window = window_of(served[0]) if served else None
+        reason = spec_refusal(self.kv_cache_spec, self.latent, self._window)
         if reason is None and type(self) is not final:
             # a vLLM subclass changes the runner's metadata before it builds
             reason = f"metadata of {type(self).__name__}"
@@ -232,13 +239,17 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
-            stock = planned if tokens is None else seq_lens
-            self._tokens_saved = int(stock.sum()) - plan.kv_tokens_read(planned)
+            if tokens is None:
+                stock = tokens_seen(planned, self._window, self._query_len)
+            else:
+                stock = int(seq_lens.sum())
+            self._tokens_saved = stock - plan.kv_tokens_read(planned)
             if num_decodes and self._planner.counters.plans > made:
                 seconds = self._planner.last_plan_seconds + time.perf_counter() - began
                 STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
         if num_decodes:
-            STATS.note_step(int(np.add.reduce(seq_lens)), self._tokens_saved)
+            seen = tokens_seen(seq_lens, self._window, self._query_len)
+            STATS.note_step(seen, self._tokens_saved)
 
 
 #: Builders that have a plan on the device.

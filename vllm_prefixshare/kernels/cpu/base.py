@@ -46,6 +46,7 @@ class CpuExecutor:
         self, divider: str | None = None, share: str = "always", **options: Any
     ) -> PlannerConfig:
         """As ``contract.Executor.planner_config``."""
+        options["sliding_window"] = self.attention.sliding_window
         return PlannerConfig(divider or "flashforge", share, self.num_workers, **options)
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:

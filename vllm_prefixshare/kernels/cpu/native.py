@@ -163,6 +163,8 @@ class NativeExecutor(CpuExecutor):
             raise NativeUnavailableError(f"it computes in {names}, not {attention.of_cache}")
         if attention.features:
             raise NativeUnavailableError(f"it has no {' and no '.join(attention.features)}")
+        if attention.sliding_window is not None:
+            raise NativeUnavailableError("it has no sliding window")
         if head_dim % 32 or block_size % 32 or head_dim > MAX_HEAD_DIM:
             raise NativeUnavailableError(
                 f"head_dim (at most {MAX_HEAD_DIM}) and block_size must be multiples of 32"

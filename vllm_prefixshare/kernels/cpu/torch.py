@@ -30,7 +30,7 @@ BlockIds: TypeAlias = torch.Tensor | slice
 
 @dataclass(frozen=True, slots=True)
 class _SharedPiece:
-    """Blocks read for several requests; every query sees every token of them."""
+    """Blocks read for several requests; but for a sliding window, every query sees every token."""
 
     tokens: torch.Tensor  # [num_tokens] query tokens
     blocks: BlockIds
@@ -231,16 +231,26 @@ class TorchExecutor(CpuExecutor):
             rows = rows.view(num_runs, -1, heads, group, dim).transpose(1, 2)
             return rows.reshape(num_runs, heads, -1, dim)
 
-        def bias(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor | None:
-            """ALiBi bias of a piece's scores, for K as ``_gather`` returns it."""
-            if x.alibi_slopes is None:
-                return None
+        def ahead(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor:
+            """``[runs, blocks, 1, queries, 1, width]``: by how many tokens each key of a piece
+            comes after each query, for K as ``_gather`` returns it.
+            """
             runs, blocks, *_, width = k.shape
             offset = torch.arange(blocks)[:, None] * k_cache.shape[1] + torch.arange(width)
             key = torch.as_tensor(piece.start).view(-1, 1, 1) + offset
             query = step.positions[piece.tokens].view(runs, 1, -1, 1)
-            ahead = (key[:, :, None] - query)[:, :, None, :, None]
-            return (ahead * x.alibi_slopes.view(heads, 1, group, 1)).flatten(3, 4)
+            return (key[:, :, None] - query)[:, :, None, :, None]
+
+        def bias(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor | None:
+            """ALiBi bias of a piece's scores."""
+            if x.alibi_slopes is None:
+                return None
+            return (ahead(piece, k) * x.alibi_slopes.view(heads, 1, group, 1)).flatten(3, 4)
+
+        def passed(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor | None:
+            """Whether each key of a piece lies before each query's window."""
+            window = self.attention.sliding_window
+            return None if window is None else ahead(piece, k) <= -window
 
         def store(slot: int, o: torch.Tensor, lse: torch.Tensor) -> None:
             """From ``[num_runs, heads, queries * group, ...]`` to token-major slots."""
@@ -254,14 +264,16 @@ class TorchExecutor(CpuExecutor):
         for piece in step.shared:
             k, v = self._gather(k_cache, v_cache, piece.blocks, 1)
             rows = queries(piece.tokens, 1)
-            store(piece.slot, *self._attend(rows, k, v, None, bias(piece, k), x.soft_cap))
+            added, hidden = bias(piece, k), passed(piece, k)
+            store(piece.slot, *self._attend(rows, k, v, hidden, added, x.soft_cap))
         for batch in step.private:
             k, v = self._gather(k_cache, v_cache, batch.blocks, batch.num_runs, batch.width)
             # values beyond the run may be anything; a weight of 0 does not undo a NaN
             v.masked_fill_(batch.beyond, 0.0)
             rows = queries(batch.tokens, batch.num_runs)
-            added = bias(batch, k)
-            store(batch.slot, *self._attend(rows, k, v, batch.hidden, added, x.soft_cap))
+            added, hidden = bias(batch, k), passed(batch, k)
+            hidden = batch.hidden if hidden is None else batch.hidden | hidden
+            store(batch.slot, *self._attend(rows, k, v, hidden, added, x.soft_cap))
 
         slots = step.merge_slots  # index_select: much faster than indexing by a matrix
         lses = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)

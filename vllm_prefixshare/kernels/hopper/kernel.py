@@ -40,7 +40,7 @@ from vllm_prefixshare.kernels.hopper.producer import (
     NEXT_TILE,
     NUM_REQS,
     NUM_RUNS,
-    TAILS,
+    POSITIONS,
     TILE_ROWS,
     WORDS,
     produce,
@@ -63,28 +63,32 @@ def _word(meta, i):
 
 @gluon.jit
 def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
-             QUERY_LEN: gl.constexpr, TREE: gl.constexpr, NB: gl.constexpr,
-             BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, S: gl.constexpr):
-    """Which tokens of the KV tile each row reads."""
+             QUERY_LEN: gl.constexpr, TREE: gl.constexpr, WINDOW: gl.constexpr, NB: gl.constexpr,
+             PIECE: gl.constexpr, KV_TILE: gl.constexpr, S: gl.constexpr):
+    """Which tokens of the KV tile each row reads. query: its position, in the request if there is a
+    window, else among the queries.
+    """
     rows = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
     for j in gl.static_range(NB):
-        rows = gl.where(cols // BLOCK_SIZE == j, _word(meta, stage * 32 + j), rows)
+        rows = gl.where(cols // PIECE == j, _word(meta, stage * 32 + j), rows)
     ok = (tile_row[:, None] >= (rows & 255)[None, :]) & (
         tile_row[:, None] < ((rows >> 8) & 255)[None, :]
     )
-    ok &= (cols % BLOCK_SIZE < (rows >> 16))[None, :]
-    if QUERY_LEN > 1:
+    ok &= (cols % PIECE < (rows >> 16))[None, :]
+    if QUERY_LEN > 1 or WINDOW > 0:
         key = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
         for j in gl.static_range(NB):
-            key = gl.where(cols // BLOCK_SIZE == j, _word(meta, stage * 32 + TAILS + j), key)
-        key += cols % BLOCK_SIZE
+            key = gl.where(cols // PIECE == j, _word(meta, stage * 32 + POSITIONS + j), key)
+        key += cols % PIECE
         if TREE:
             inside = ok & (key >= 0)[None, :]
             at = tree_mask + (token * tree_words)[:, None] + (key >> 5)[None, :]
             words = gl.load(at, mask=inside, other=-1)
             ok &= ((words >> (key & 31)[None, :]) & 1) != 0
-        else:
+        elif QUERY_LEN > 1:
             ok &= key[None, :] <= query[:, None]
+        if WINDOW > 0:
+            ok &= key[None, :] > (query - WINDOW)[:, None]
     return ok
 
 
@@ -108,17 +112,17 @@ def _widen(wide, narrow, D: gl.constexpr, KV_TILE: gl.constexpr):
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, meta,
               Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
               QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
-              D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
+              D: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr,
               STAGES: gl.constexpr):
     """Attention of 64 rows over the KV tiles that any of them reads."""
     tile_info, slot_row, slot_partial, _, _, _, _ = plan
-    (q, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words, stride_q,
-     stride_out, cap_rate, widening) = io
+    (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
+     stride_q, stride_out, cap_rate, widening) = io
     v_scale, wide = widening
     G: gl.constexpr = Q_HEADS // KV_HEADS
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
-    NB: gl.constexpr = KV_TILE // BLOCK_SIZE
+    NB: gl.constexpr = KV_TILE // PIECE
     FP8: gl.constexpr = v_scale is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 32 if FP8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
@@ -189,6 +193,12 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         if QUERY_LEN > 1:
             query = (base - low + row_s) % R // G
             token_s = gl.convert_layout(gl.where(there, token, 0), S_ROW)
+        if WINDOW > 0:
+            position = gl.load(seq_lens + request, mask=there, other=0) - 1
+            if QUERY_LEN > 1:
+                end_token = gl.load(query_start + request + 1, mask=there, other=0)
+                position += gl.where(there, token + 1 - end_token, 0)
+            query = gl.convert_layout(position, S_ROW)
 
         acc = gl.zeros([HALF_ROWS, D], gl.float32, O)
         m = gl.full([HALF_ROWS], LOWEST, gl.float32, S_ROW)
@@ -216,7 +226,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                     s = 1.0 - 2.0 / (gl.exp2(s * cap_rate) + 1.0)
                 if ((kind & NEEDS_MASK) != 0) | (first > low) | (last < low + used_rows):
                     ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
-                                  QUERY_LEN, TREE, NB, BLOCK_SIZE, KV_TILE, S)
+                                  QUERY_LEN, TREE, WINDOW, NB, PIECE, KV_TILE, S)
                     s = gl.where(ok, s, MASKED)
                 m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
                 p = gl.exp2(s * qk_scale - m_new[:, None])
@@ -280,9 +290,9 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
                       k_scale_stride, v_scale_stride,
                       Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
                       QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
-                      D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr,
-                      STAGES: gl.constexpr, RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-                      PRODUCER_REGS: gl.constexpr):
+                      D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
+                      PIECE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
+                      RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
@@ -291,7 +301,10 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     the softmax scale over the soft cap, times log2(e); qk_scale is then the cap times log2(e).
     q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``, where queries and
     cache are e4m3. For each that is None Triton makes a binary without it.
-    D: ``HEAD_DIM`` rounded up to a power of two. RUNS: most runs of a tile, a power of two.
+    WINDOW: tokens that a query sees, its own included; 0 for all.
+    D: ``HEAD_DIM`` rounded up to a power of two. PIECE: tokens of a block that are fetched at once,
+    a power of two that divides ``BLOCK_SIZE`` and ``KV_TILE``. RUNS: most runs of a tile, a power
+    of two.
     """
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
     dtype: gl.constexpr = q.dtype.element_ty
@@ -325,23 +338,23 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
             run_row, run_kv_start, run_kv_end, run_readers)
-    io = (q, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
-          stride_q, stride_out, cap_rate, widening)
+    io = (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask,
+          tree_words, stride_q, stride_out, cap_rate, widening)
     where = (block_rows, head_rows, head_cols)
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
-                         STAGES)),
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
+                         KV_TILE, STAGES)),
             (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, BLOCK_SIZE, KV_TILE,
-                         STAGES)),
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
+                         KV_TILE, STAGES)),
             (produce, (True, seq_lens, k_cache, table, seq_lens, num_lengths, query_start, plan,
                        stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                       BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
+                       BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
             (produce, (False, merge_indptr, v_cache, table, seq_lens, num_lengths, query_start,
                        plan, stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN,
-                       R, D, BLOCK_SIZE, KV_TILE, STAGES, RUNS, ITEM)),
+                       R, D, BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
         ],
         [4, 1, 1],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],

@@ -12,7 +12,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
-from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
+from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout, piece
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
@@ -30,9 +30,11 @@ def kv_layout(padded_dim: int, item: int) -> gl.NVMMASharedLayout:
 class HopperShape:
     """Compile-time shape of the Hopper kernel.
 
+    window: tokens that a query sees; 0 for all.
     chunks: pieces of 128 rows that a request with more query rows is cut into.
     max_tile_requests, max_tile_runs: most requests and runs of a tile.
     kv_tile: tokens that one step of the inner loop multiplies.
+    piece: tokens that TMA fetches at once.
     stages: KV tiles in flight.
     """
 
@@ -42,6 +44,7 @@ class HopperShape:
     block_size: int
     query_len: int
     quantised: bool = False
+    window: int = 0
 
     @property
     def rows(self) -> int:
@@ -75,6 +78,11 @@ class HopperShape:
         return kv_tile(self.head_dim)
 
     @property
+    def piece(self) -> int:
+        """Tokens of a block that are fetched at once."""
+        return piece(self.head_dim, self.block_size)
+
+    @property
     def stages(self) -> int:
         """KV tiles in shared memory."""
         if self.quantised:  # half the bytes, and room for V twice in float16
@@ -89,12 +97,14 @@ class CacheView:
         cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with any strides that keep
             a token's head contiguous and blocks a whole number of tokens apart: NHD and HND,
             K and V apart or interleaved.
+        padded_dim: ``head_dim`` rounded up to a power of two.
+        piece: tokens that are fetched at once.
 
     Raises:
         PrefixShareError: strides that TMA cannot follow.
     """
 
-    def __init__(self, name: str, cache: torch.Tensor, padded_dim: int) -> None:
+    def __init__(self, name: str, cache: torch.Tensor, padded_dim: int, piece: int) -> None:
         num_blocks, block_size, heads, head_dim = cache.shape
         block, token, head, one = cache.stride()
         by_rows = heads > 1 and head >= token and head % token == 0
@@ -114,7 +124,7 @@ class CacheView:
         rows = (num_blocks - 1) * self.block_rows + (heads - 1) * self.head_rows + block_size
         cols = head_dim if by_rows or heads == 1 else (heads - 1) * head + head_dim
         self.descriptor = TensorDescriptor(
-            cache, [rows, cols], [token, 1], [block_size, padded_dim],
+            cache, [rows, cols], [token, 1], [piece, padded_dim],
             kv_layout(padded_dim, cache.element_size()),
         )  # fmt: skip
 
@@ -154,8 +164,8 @@ class HopperKernel:
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""
         shape = self.shape
-        k_view = CacheView("k_cache", t.k_cache, shape.padded_dim)
-        v_view = CacheView("v_cache", t.v_cache, shape.padded_dim)
+        k_view = CacheView("k_cache", t.k_cache, shape.padded_dim, shape.piece)
+        v_view = CacheView("v_cache", t.v_cache, shape.padded_dim, shape.piece)
         cap = t.extras.soft_cap
         scales = t.extras.q_scale, t.extras.k_scale, t.extras.v_scale
         arrays = PlanArrays(**plan)
@@ -203,6 +213,8 @@ class HopperKernel:
             HEAD_DIM=shape.head_dim,
             D=shape.padded_dim,
             BLOCK_SIZE=shape.block_size,
+            WINDOW=shape.window,
+            PIECE=shape.piece,
             KV_TILE=shape.kv_tile,
             STAGES=shape.stages,
             RUNS=shape.max_tile_runs,
@@ -221,4 +233,5 @@ def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
         attention.block_size,
         query_len,
         attention.kv_dtype is not None,
+        attention.sliding_window or 0,
     )

@@ -1,5 +1,7 @@
 """A plan as the Hopper kernel reads it: a few int32 arrays, ready to be copied to the device."""
 
+import math
+
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
@@ -19,7 +21,8 @@ from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
-BLOCK_SIZES = (16, 32, 64, 128)
+#: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
+LEAST_PIECE = 16
 MAX_HEAD_DIM = 256
 
 
@@ -28,14 +31,19 @@ def kv_tile(head_dim: int) -> int:
     return 64 if head_dim > 128 else 128
 
 
+def piece(head_dim: int, block_size: int) -> int:
+    """Tokens of a block that the kernel fetches at once: a whole block, or the largest power of two
+    that divides both the block and a KV tile.
+    """
+    return math.gcd(kv_tile(head_dim), block_size)
+
+
 def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
     """Whether the Hopper kernel can serve this shape on this compute capability."""
-    size = attention.block_size
     return (
         capability[0] == 9
         and attention.head_dim <= MAX_HEAD_DIM
-        and size in BLOCK_SIZES
-        and size <= kv_tile(attention.head_dim)
+        and attention.block_size % LEAST_PIECE == 0
         and "alibi" not in attention.features
         # queries and cache are both quantised or neither; TMA rows are multiples of 16 bytes
         and attention.kv_dtype == attention.query_dtype

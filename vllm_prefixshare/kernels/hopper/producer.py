@@ -1,7 +1,8 @@
 """The producer warps of the Hopper kernel: order of the KV blocks, and the rows that read them.
 
-A work tile is a list of runs of KV blocks. They are laid end to end; every slot of a KV tile
-finds its run by binary search, in registers, and its block through the block table.
+A work tile is a list of runs of KV blocks. A piece is what one TMA fetches: a block, or a part of
+one that is larger than a KV tile or no power of two. The pieces are laid end to end; every slot of
+a KV tile finds its run by binary search, in registers, and its block through the block table.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,8 +27,8 @@ WORDS = gl.constexpr(tile_info_words.WORDS)
 HALF_ROWS = gl.constexpr(64)  # query rows of one consumer warpgroup: wgmma's M
 TILE_ROWS = gl.constexpr(128)
 OPEN_END = gl.constexpr(-1)
-# words of a stage's metadata, after the slots and the slots' offsets among the queries
-TAILS = gl.constexpr(8)
+# words of a stage's metadata, after the slots and the slots' positions
+POSITIONS = gl.constexpr(8)
 KIND = gl.constexpr(16)
 FIRST_ROW = gl.constexpr(17)
 LAST_ROW = gl.constexpr(18)
@@ -61,14 +62,16 @@ def _prefetch(address):
 
 
 @gluon.jit
-def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table,
-           BLOCK_SIZE: gl.constexpr, NB: gl.constexpr, RUNS: gl.constexpr):
-    """Block id, rows and token count, and offset among the queries, of 32 slots.
+def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table, block_rows,
+           BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr, NB: gl.constexpr,
+           RUNS: gl.constexpr):
+    """First row in the cache of head 0, rows and token count, and position, of 32 slots. The
+    position is that in the request if there is a window, else that among the queries.
 
     wide, low, high: KV tiles of each kind. starts: slot at which each run begins. run: per run
-    (row, kv_start, kv_end, num_blocks, rows that read it, first query position).
+    (row, kv_start, kv_end, num_pieces, rows that read it, first query position).
     """
-    row, kv_start, kv_end, num_blocks, rows, first_query = run
+    row, kv_start, kv_end, num_pieces, rows, first_query = run
     tile = batch * (32 // NB) + lane // NB
     # Narrow tiles go in pairs, one for each half, and the pairs are spread evenly between the
     # pairs of wide tiles; the rest of either comes last.
@@ -94,35 +97,38 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
     while step > 0:
         found = gl.where(gl.gather(starts, found + step, 0) <= slot, found + step, found)
         step //= 2
-    block = slot - gl.gather(starts, found, 0)
-    filled = (block < gl.gather(num_blocks, found, 0)) & (tile < tiles)
-    start = gl.gather(kv_start, found, 0) + block * BLOCK_SIZE
-    tokens = gl.minimum(gl.gather(kv_end, found, 0) - start, BLOCK_SIZE)
+    index = slot - gl.gather(starts, found, 0)
+    filled = (index < gl.gather(num_pieces, found, 0)) & (tile < tiles)
+    start = gl.gather(kv_start, found, 0) + index * PIECE
+    tokens = gl.minimum(gl.gather(kv_end, found, 0) - start, PIECE)
     at = table + gl.gather(row, found, 0).to(gl.int64) * stride_table + start // BLOCK_SIZE
-    ids = gl.load(at, mask=filled, other=0)
-    # slots past the end of a list repeat their tile's first block: their tokens are masked, but
+    first = gl.load(at, mask=filled, other=0) * block_rows
+    if PIECE < BLOCK_SIZE:
+        first += start % BLOCK_SIZE
+    # slots past the end of a list repeat their tile's first piece: their tokens are masked, but
     # shared memory must hold finite values
-    ids = gl.where(filled, ids, gl.gather(ids, lane - lane % NB, 0))
+    first = gl.where(filled, first, gl.gather(first, lane - lane % NB, 0))
     span = gl.gather(rows, found, 0) | (gl.where(filled, tokens, 0) << 16)
-    tail = gl.maximum(start - gl.gather(first_query, found, 0), -BLOCK_SIZE)
-    return ids, span, tail
+    if WINDOW == 0:
+        start = gl.maximum(start - gl.gather(first_query, found, 0), -PIECE)
+    return first, span, start
 
 
 @gluon.jit
 def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, query_start, plan,
             stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
             CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
-            BLOCK_SIZE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
-            RUNS: gl.constexpr, ITEM: gl.constexpr):
-    """Fetch the K (or V) blocks of every KV tile; the K producer also describes the tile.
+            BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr,
+            KV_TILE: gl.constexpr, STAGES: gl.constexpr, RUNS: gl.constexpr, ITEM: gl.constexpr):
+    """Fetch the K (or V) pieces of every KV tile; the K producer also describes the tile.
 
     ahead: ``[num_lengths]`` integers that are read later, fetched into L2 beforehand.
     ITEM: bytes of an element of the cache.
     """
-    tile_info, _, _, run_row, run_kv_start, run_kv_end, run_readers = plan
+    tile_info, slot_row, _, run_row, run_kv_start, run_kv_end, run_readers = plan
     block_rows, head_rows, head_cols = where
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    NB: gl.constexpr = KV_TILE // BLOCK_SIZE
+    NB: gl.constexpr = KV_TILE // PIECE
     BATCH: gl.constexpr = 32 // NB
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, RUNS, WARP)
@@ -157,31 +163,43 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
             length = gl.load(seq_lens + row, mask=open_run, other=0)
             first_query = gl.zeros_like(length)
         kv_end = gl.where(open_run, length, kv_end)
-        num_blocks = gl.where(there, (kv_end - kv_start + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
-        num_blocks = gl.maximum(num_blocks, 0)
+        num_pieces = gl.where(there, (kv_end - kv_start + PIECE - 1) // PIECE, 0)
+        num_pieces = gl.maximum(num_pieces, 0)
         is_low = (r >= wide_runs) & (r < wide_runs + low_runs)
-        n_wide = gl.sum(gl.where(r < wide_runs, num_blocks, 0), 0)
-        n_low = gl.sum(gl.where(is_low, num_blocks, 0), 0)
-        n_high = gl.sum(num_blocks, 0) - n_wide - n_low
+        n_wide = gl.sum(gl.where(r < wide_runs, num_pieces, 0), 0)
+        n_low = gl.sum(gl.where(is_low, num_pieces, 0), 0)
+        n_high = gl.sum(num_pieces, 0) - n_wide - n_low
         wide = (n_wide + NB - 1) // NB
         low = (n_low + NB - 1) // NB
         high = (n_high + NB - 1) // NB
-        starts = gl.associative_scan(num_blocks, 0, _add) - num_blocks
+        starts = gl.associative_scan(num_pieces, 0, _add) - num_pieces
         starts += gl.where(r >= wide_runs, wide * NB - n_wide, 0)
         starts += gl.where(r >= wide_runs + low_runs, low * NB - n_low, 0)
         starts = gl.where(there, starts, 1 << 30)
         read_by = _tile_row(readers & 0xFFFF, 0, half, R, chunk)
         read_by |= _tile_row(readers >> 16, 1, half, R, chunk) << 8
-        run = (row, kv_start, kv_end, num_blocks, read_by, first_query)
+        run = (row, kv_start, kv_end, num_pieces, read_by, first_query)
         # at least one: consumers wait for a last tile even if all requests are shorter than planned
         tiles = gl.maximum(wide + low + high, gl.minimum(num_runs, 1))
 
-        ids, rows, tail = _slots(0, tiles, wide, low, high, starts, run, lane, table,
-                                 stride_table, BLOCK_SIZE, NB, RUNS)
+        # positions from which on all requests of the tile see a token, and from which on some
+        # query of the tile does not
+        seen_from = 0
+        seen_until = 0
+        if IS_K and WINDOW > 0:
+            num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
+            SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
+            request = gl.load(slot_row + tile * SLOTS + r, mask=r < num_reqs, other=0)
+            length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
+            seen_from = gl.max(length, 0) - WINDOW
+            seen_until = gl.min(gl.where(r < num_reqs, length, 1 << 30), 0) - QUERY_LEN
+        cache_row, rows, position = _slots(0, tiles, wide, low, high, starts, run, lane, table,
+                                           stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB,
+                                           RUNS)
         for batch in range((tiles + BATCH - 1) // BATCH):
-            next_ids = ids
+            next_cache_row = cache_row
             next_rows = rows
-            next_tail = tail
+            next_position = position
             for k in range(gl.minimum(BATCH, tiles - batch * BATCH)):
                 stage = count % STAGES
                 mbarrier.wait(bars.index(STAGES + stage), ((count // STAGES) & 1) ^ 1)
@@ -190,33 +208,37 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
                     used = mine & (rows >= 65536)
                     first = gl.min(gl.where(used, rows & 255, 255), 0)
                     last = gl.max(gl.where(used, (rows >> 8) & 255, 0), 0)
-                    uneven = mine & (rows != (first | (last << 8) | (BLOCK_SIZE << 16)))
-                    if QUERY_LEN > 1:
-                        uneven = uneven | (mine & (tail + BLOCK_SIZE > 0))
+                    uneven = mine & (rows != (first | (last << 8) | (PIECE << 16)))
+                    if WINDOW > 0:
+                        uneven = uneven | (mine & (position < seen_from))
+                        if QUERY_LEN > 1:
+                            uneven = uneven | (mine & (position + PIECE > seen_until))
+                    elif QUERY_LEN > 1:
+                        uneven = uneven | (mine & (position + PIECE > 0))
                     kind = gl.where(batch * BATCH + k == tiles - 1, LAST_TILE, 0)
                     kind |= gl.where(gl.max(uneven.to(gl.int32), 0) != 0, NEEDS_MASK, 0)
                     word = gl.where(lane == KIND, kind, gl.where(lane == FIRST_ROW, first, last))
                     own = gl.minimum(k * NB + lane % 8, 31)
                     word = gl.where(lane < NB, gl.gather(rows, own, 0), word)
-                    if QUERY_LEN > 1:
-                        is_tail = (lane >= TAILS) & (lane < TAILS + NB)
-                        word = gl.where(is_tail, gl.gather(tail, own, 0), word)
+                    if QUERY_LEN > 1 or WINDOW > 0:
+                        is_position = (lane >= POSITIONS) & (lane < POSITIONS + NB)
+                        word = gl.where(is_position, gl.gather(position, own, 0), word)
                     meta.index(stage).store(word)
                 mbarrier.expect(bars.index(stage), KV_TILE * D * ITEM)
                 for j in gl.static_range(NB):
-                    block = gl.sum(gl.where(lane == k * NB + j, ids, 0), 0)
+                    first = gl.sum(gl.where(lane == k * NB + j, cache_row, 0), 0)
                     async_load(
                         cache,
-                        [block * block_rows + head * head_rows, head * head_cols],
+                        [first + head * head_rows, head * head_cols],
                         bars.index(stage),
-                        tiles_smem.index(stage).slice(j * BLOCK_SIZE, BLOCK_SIZE, 0),
+                        tiles_smem.index(stage).slice(j * PIECE, PIECE, 0),
                     )
                 count += 1
                 if k == 0:  # early enough that no TMA waits for the block table
-                    next_ids, next_rows, next_tail = _slots(
+                    next_cache_row, next_rows, next_position = _slots(
                         batch + 1, tiles, wide, low, high, starts, run, lane, table,
-                        stride_table, BLOCK_SIZE, NB, RUNS)
-            ids = next_ids
+                        stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)
+            cache_row = next_cache_row
             rows = next_rows
-            tail = next_tail
+            position = next_position
         tile = next_tile

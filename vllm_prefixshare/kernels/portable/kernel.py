@@ -85,7 +85,7 @@ def _scores(q, k, pos, slope, position, cap_rate):
 
     cap_rate: None for no soft cap; else twice the softmax scale over the cap, times log2(e), and
         the result is the hyperbolic tangent, which the caller scales by the cap.
-    slope, position: ALiBi slope and query position of each row; slope is None without ALiBi.
+    slope, position: ALiBi slope and query position of each row; None where they are not needed.
     """
     s = tl.dot(q, tl.trans(_widened(k, q.dtype)))
     if cap_rate is not None:
@@ -99,11 +99,11 @@ def _scores(q, k, pos, slope, position, cap_rate):
 @triton.jit
 def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_block,
                 stride_token, qk_scale, slope, position, cap_rate, HEAD_DIM: tl.constexpr,
-                D: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
-                STAGES: tl.constexpr):
+                D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+                KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
     rows of ``reads`` see. The mask is per row, so it costs nothing per score: a row that does not
-    read temporarily has an infinite maximum.
+    read temporarily has an infinite maximum. Only a window hides single tokens.
     """
     m, total, acc = state
     cols = tl.arange(0, KV_TILE_SIZE)
@@ -118,9 +118,14 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
         ahead = pos + KV_TILE_SIZE
         block = tl.load(table_row + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
         s = _scores(q, k, pos, slope, position, cap_rate)
+        if WINDOW > 0:
+            s = tl.where(pos[None, :] > (position - WINDOW)[:, None], s, float("-inf"))
         m_new = tl.where(reads, tl.maximum(m, tl.max(s, 1) * qk_scale), float("inf"))
-        p = tl.exp2(s * qk_scale - m_new[:, None])
-        alpha = tl.where(reads, tl.exp2(m - m_new), 1.0)
+        base = m_new
+        if WINDOW > 0:
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        p = tl.exp2(s * qk_scale - base[:, None])
+        alpha = tl.where(reads, tl.exp2(m - base), 1.0)
         m = tl.where(reads, m_new, m)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -151,7 +156,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                   first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
                   HEAD_DIM: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
                   BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
-                  TREE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                  TREE: tl.constexpr, WINDOW: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
+                  STAGES: tl.constexpr):
     """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones listed from
     ``first`` on, then the ``new`` ones from ``opened`` on, repeatedly, each time one unit
     further.
@@ -190,7 +196,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         n += 1
         rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new,
                                                    steps, PARTS)
-        if slope is not None:
+        if slope is not None or WINDOW > 0:
             here = _settled(here)
         s = _scores(q, k, here, slope, position, cap_rate)
         span = _settled(span)
@@ -198,9 +204,11 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         # one comparison: rows before the first wrap around
         reads = (row[:, None] - begin[None, :]).to(tl.uint32, bitcast=True)
         reads = reads < ((span >> 16) - begin).to(tl.uint32, bitcast=True)[None, :]
-        here = _settled(here) if QUERY_LEN > 1 and slope is None else here
+        here = _settled(here) if QUERY_LEN > 1 and slope is None and WINDOW == 0 else here
         ok = _visible(here, reads, query, first_query, token, tree_mask, stride_mask, QUERY_LEN,
                       TREE)
+        if WINDOW > 0:
+            ok &= here[None, :] > (position - WINDOW)[:, None]
         s = tl.where(ok, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
@@ -227,14 +235,14 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                       stride_mask, qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                       HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
-                      TREE: tl.constexpr, CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
-                      KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                      TREE: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
+                      Q_TILE_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
 
     out_lse: as ``out`` without its last dimension. sinks, alibi_slopes: one for each query head.
     q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``. cap_rate:
     see ``_scores``; qk_scale is then the cap times log2(e). For each that is None Triton makes a
-    binary without it.
+    binary without it. WINDOW: tokens that a query sees, its own included; 0 for all.
     """
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
@@ -301,6 +309,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         position = None
         if alibi_slopes is not None:
             slope = tl.load(alibi_slopes + q_head) * (LOG2E / qk_scale)
+        if alibi_slopes is not None or WINDOW > 0:
             position = first_query + query if QUERY_LEN > 1 else length - 1
         for run in range(first_run, last_run):
             readers = tl.load(run_readers + run)
@@ -309,7 +318,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             m, total, acc = _attend_run(
                 (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
                 table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope, position,
-                cap_rate, HEAD_DIM, D, BLOCK_SIZE, KV_TILE_SIZE, STAGES)
+                cap_rate, HEAD_DIM, D, BLOCK_SIZE, WINDOW, KV_TILE_SIZE, STAGES)
         steps = packed + new * growth
         opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:
@@ -317,7 +326,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                 (m, total, acc), q_tile, first, packed, opened, new, steps, parts, block_table,
                 stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
                 query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
-                HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, KV_TILE_SIZE, STAGES)
+                HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, WINDOW, KV_TILE_SIZE, STAGES)
 
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0

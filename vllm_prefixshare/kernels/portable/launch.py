@@ -74,6 +74,7 @@ def portable_partial_attention(
     plan: Mapping[str, torch.Tensor],
     t: Tensors,
     sm_scale: float,
+    sliding_window: int | None = None,
 ) -> None:
     """Launch the kernel; the executor has checked the arguments.
 
@@ -84,6 +85,7 @@ def portable_partial_attention(
         query_len: most query tokens of a request.
         plan: the arrays of ``portable.arrays`` on the device.
         sm_scale: softmax scale, above 0.
+        sliding_window: as in ``AttentionConfig``.
     """
     num_qo_heads, head_dim = t.q.shape[1:]
     block_size, num_kv_heads = t.k_cache.shape[1:3]
@@ -140,6 +142,7 @@ def portable_partial_attention(
         QUERY_LEN=query_len,
         RAGGED=query_len > 1 and t.query_start_loc is not None,
         TREE=t.tree_mask is not None,
+        WINDOW=sliding_window or 0,
         CHUNKS=chunks,
         Q_TILE_SIZE=tile.rows,
         KV_TILE_SIZE=tile.kv_tile,
@@ -179,6 +182,7 @@ class PortableKernel:
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
+        self.sliding_window = attention.sliding_window
         quantised = attention.kv_dtype is not None
         # below 8.9 Triton has no e4m3: the kernel takes the bits
         self.takes_bits = quantised and gpu.capability < (8, 9)
@@ -205,4 +209,5 @@ class PortableKernel:
             q = t.q.view(torch.uint8) if t.q.element_size() == 1 else t.q
             caches = t.k_cache.view(torch.uint8), t.v_cache.view(torch.uint8)
             t = t._replace(q=q, k_cache=caches[0], v_cache=caches[1])
-        portable_partial_attention(self.tile, self.num_workers, self.query_len, plan, t, sm_scale)
+        fixed = self.tile, self.num_workers, self.query_len
+        portable_partial_attention(*fixed, plan, t, sm_scale, self.sliding_window)

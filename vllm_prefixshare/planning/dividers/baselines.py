@@ -41,7 +41,7 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     """
     limits = Limits.of(problem, kv_tile=1)
     runs = list_runs(
-        problem.forest, problem.kv_lens, limits.max_tile_requests, 1, limits.block_size, TOKENS
+        problem.forest, problem.kv_lens, limits.max_tile_requests, 1, limits.cut_size, TOKENS
     )
     chunk = problem.round_up(-(-int(runs.tokens.sum()) // limits.num_workers))
     tiles, lengths = [], []

@@ -46,7 +46,7 @@ class Limits(NamedTuple):
 
     rows_per_request, rows_per_query: query rows of one request and of one of its query tokens, on
         one KV head.
-    kv_tile: tokens; long runs are cut at multiples of it, short ones at whole blocks.
+    cut_size, kv_tile: tokens; long runs are cut at multiples of kv_tile, short ones of cut_size.
     """
 
     num_workers: int
@@ -54,21 +54,21 @@ class Limits(NamedTuple):
     max_tile_runs: int
     rows_per_request: int
     rows_per_query: int
-    block_size: int
+    cut_size: int
     kv_tile: int
 
     @classmethod
     def of(cls, problem: DivisionProblem, kv_tile: int = KV_TILE) -> "Limits":
-        """The limits of ``problem``; kv_tile is rounded up to whole blocks."""
-        block = problem.block_size
+        """The limits of ``problem``; kv_tile is rounded up to a multiple of cut_size."""
+        size = problem.config.cut_size or problem.block_size
         return cls(
             problem.config.num_workers,
             min(problem.config.max_tile_requests, problem.forest.num_reqs),
             problem.config.max_tile_runs,
             problem.rows_per_request,
             problem.rows_per_request // problem.query_len,
-            block,
-            (kv_tile + block - 1) // block * block,
+            size,
+            (kv_tile + size - 1) // size * size,
         )
 
 
@@ -125,21 +125,22 @@ def tile_end(
     runs: Runs, limits: Limits, run: int, done: int, goal: float
 ) -> tuple[int, int, float]:
     """The run and token where a tile ends that begins at token ``done`` of ``run``, and the cost
-    of its tokens. It ends at about ``goal`` microseconds of the whole list, after whole blocks,
-    or whole KV tiles if it is long; at the latest where its window or the room for runs ends.
+    of its tokens. It ends at about ``goal`` microseconds of the whole list, after whole pieces of
+    ``cut_size``, or whole KV tiles if it is long; at the latest where its window or the room for
+    runs ends.
     """
     stop = min(runs.window_end[run], run + limits.max_tile_runs)
     begin = runs.before[run] + done * runs.rate[run]
     if goal >= runs.before[stop]:
         return stop, 0, runs.before[stop] - begin
     end = run + np.searchsorted(runs.before[run + 1 : stop], goal, "right")
-    block, kv_tile = limits.block_size, limits.kv_tile
+    size, kv_tile = limits.cut_size, limits.kv_tile
     tokens = (goal - runs.before[end]) / runs.rate[end]
     read = tokens - done if end == run else tokens
-    step = kv_tile if read >= 4 * kv_tile else block
+    step = kv_tile if read >= 4 * kv_tile else size
     at = int(tokens) // step * step
     if end == run and at <= done:  # no tile is empty
-        at = min(done + block, runs.tokens[run])
+        at = min(done + size, runs.tokens[run])
     cost = runs.before[end] + at * runs.rate[end] - begin
     return (end + 1, 0, cost) if at == runs.tokens[end] else (end, at, cost)
 
@@ -295,7 +296,7 @@ def _divide(
         if window == tried:
             continue
         tried = window
-        runs = list_runs(forest, kv_lens, window, limits.rows_per_request, limits.block_size, rates)
+        runs = list_runs(forest, kv_lens, window, limits.rows_per_request, limits.cut_size, rates)
         ends = ends_of_windows(runs)
         least = (runs.before[-1] + len(ends) * rates.overhead) / workers
         if least >= best_score:

@@ -14,6 +14,7 @@ from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning.grouping import group_queries
+from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import (
     OPEN_END,
     FloatArray,
@@ -43,6 +44,12 @@ class DivisionProblem:
     config: PlannerConfig
     rates: TileRates | None = None
     query_len: int = 1
+
+    @property
+    def kv_starts(self) -> IntArray:
+        """``[num_reqs]`` first token of the first block that a batch row sees."""
+        first = first_in_window(self.kv_lens, self.config.sliding_window, self.query_len)
+        return first // self.block_size * self.block_size
 
     def groups(self, concatenate: bool) -> list[QueryGroup]:
         """Query groups, each with no more requests than a work tile takes."""
@@ -122,7 +129,8 @@ def one_tile_each(problem: DivisionProblem) -> WorkTiles:
 
 def alone(problem: DivisionProblem) -> list[QueryGroup]:
     """A query group for each request by itself."""
+    tokens = zip(problem.kv_starts.tolist(), problem.kv_lens.tolist(), strict=True)
     return [
-        QueryGroup(KVSegment(row, 0, OPEN_END), np.array([row], np.int32), max(1, length))
-        for row, length in enumerate(problem.kv_lens.tolist())
+        QueryGroup(KVSegment(row, start, OPEN_END), np.array([row], np.int32), max(1, end - start))
+        for row, (start, end) in enumerate(tokens)
     ]

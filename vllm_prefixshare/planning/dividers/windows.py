@@ -82,7 +82,7 @@ def list_runs(
     kv_lens: IntArray,
     window: int,
     rows_per_request: int,
-    block_size: int,
+    cut_size: int,
     rates: TileRates,
 ) -> Runs:
     """The runs of windows of at most ``window`` requests, each in preorder.
@@ -90,7 +90,7 @@ def list_runs(
     Args:
         kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
         rows_per_request: query rows of one request on one KV head.
-        block_size: tokens in a KV block.
+        cut_size: private parts are rounded up to multiples of so many tokens.
     """
     request_rows, private_start = forest.request_rows, forest.private_start
     node_start, node_end = forest.node_start, forest.node_end
@@ -133,7 +133,7 @@ def list_runs(
             else:
                 low, stop, readers = private_start[p], p + 1, 1
                 length = max(1, kv_lens[request_rows[p]] - low)
-                length = (length + block_size - 1) // block_size * block_size
+                length = (length + cut_size - 1) // cut_size * cut_size
             if p < half < stop or rows_per_request > HALF_ROWS:
                 per_token = cached[1] + (memory[1] - cached[1]) / readers
             elif ends[p] > half:  # the other half reads something else meanwhile

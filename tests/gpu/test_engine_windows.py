@@ -1,0 +1,78 @@
+"""Layers with a sliding window inside a real vLLM engine on a GPU: small models in the shapes of
+Gemma 3 and gpt-oss.
+
+As in ``test_engine_extras.py`` the error in decode, against stock's prefill of the same tokens, is
+compared with the error of stock's own decode.
+
+    python -m pytest -m gpu tests/gpu/test_engine_windows.py
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.dummy_model import write_small_gemma3, write_small_gpt_oss
+from tests.support.engine import EngineProcess
+from tests.support.engine_steps import Run, drive
+
+from . import engine_cases as cases
+from .engine_cases import GREEDY, Text, assert_shared, engines
+from .layer import ON_GPU
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+
+#: float16: the rounding of bfloat16 would hide a block too many or too few in a window
+OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "float16", "kv_cache_memory_bytes": 2 << 30}
+#: Nats, mean and largest, beside the errors of stock's own decode: two kernels round differently
+MEAN_ERROR, MAX_ERROR = 2e-3, 2e-2
+WINDOWS = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "windows"}
+#: tokens of the document and of each request alone: in most windows of 1024 tokens, the document
+#: is passed while the answers grow
+DOCUMENT, PRIVATE = 2000, [50, 9, 31, 64, 17, 700, 1200] * 2
+
+
+def asked(engine: EngineProcess, text: Text) -> Run:
+    """The answers to questions on one document, to a short prompt and to a long one."""
+    prompts = text.asking(DOCUMENT, [n // 2 for n in PRIVATE])
+    engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
+    prompts += [text.part(5000, 300), text.part(9000, 2500)]
+    run: Run = engine.call(drive, prompts, {**GREEDY, "max_tokens": 200})
+    return run
+
+
+def compare(both: list[EngineProcess], model: Path) -> Run:
+    """Assert that PREFIX_SHARE is as exact as stock; returns its run."""
+    text = Text(model)
+    runs = [asked(engine, text) for engine in both]
+    stocks, mine = (np.concatenate(cases.errors(run.completions, both[0])) for run in runs)
+    print(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
+    assert 0 < mine.mean() < 1.3 * stocks.mean() + MEAN_ERROR
+    assert mine.max() < 2 * stocks.max() + MAX_ERROR
+    return runs[1]
+
+
+@pytest.mark.parametrize("runner", ["V2", "V1"])
+def test_windows_are_shared(runner, tmp_path):
+    model = write_small_gemma3(tmp_path / "model", sliding_window=1024)
+    # STRICT refuses a layer that is not served
+    ours = cases.ours(model, runner, env=WINDOWS, **OPTIONS)
+    with engines(cases.stock(model, **OPTIONS), ours) as both:
+        run = compare(both, model)
+    assert_shared(run, factor=1.5)
+    assert run.stats["plans"] < run.stats["decode_steps"] / 2
+
+
+def test_a_window_too_short_to_gain_keeps_the_parents_kernel(tmp_path):
+    model = write_small_gpt_oss(tmp_path / "model")  # windows of 128 tokens
+    env = {**WINDOWS, "VLLM_PREFIXSHARE_STRICT": "0"}
+    options = {**OPTIONS, "dtype": "bfloat16"}
+    with engines(cases.stock(model, **options), cases.ours(model, env=env, **options)) as both:
+        fallbacks = both[1].collective_rpc("prefix_share_stats")[0]["fallbacks"]
+        run = compare(both, model)
+    assert_shared(run, factor=1.5)
+    (reason,) = fallbacks
+    assert reason.startswith("a sliding window of 128 tokens where sharing pays from ")

@@ -1,0 +1,80 @@
+"""Sliding windows through the operator on a CPU, against float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_prefixshare import LayerExtras, PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.planning.sharing import least_window
+
+from .batches import PagedBatch, paged_batch
+
+
+def make(batch: PagedBatch, window: int, **options: object) -> PrefixShareDecodeWrapper:
+    return PrefixShareDecodeWrapper(
+        num_qo_heads=batch.q.shape[1],
+        num_kv_heads=batch.k_cache.shape[2],
+        head_dim=batch.q.shape[2],
+        block_size=batch.k_cache.shape[1],
+        dtype=batch.q.dtype,
+        sliding_window=window,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("divider", DIVIDERS)
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 64, 100, 1000])
+def test_matches_float64(window, queries, divider):
+    batch = paged_batch(query_lens=queries, heads=(6, 2), requests=5)
+    extras = LayerExtras(sinks=torch.linspace(-2, 3, 6), soft_cap=3.0)
+    wrapper = make(batch, window, divider=divider, features=["sinks", "soft_cap"])
+    wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
+    out, lse = wrapper.run(*arguments, extras=extras, return_lse=True)
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    wanted, wanted_lse = reference_attention_and_lse(
+        *arguments[:3], *tables, extras=extras, sliding_window=window
+    )
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
+
+
+def test_figures_count_what_a_window_sees():
+    batch = paged_batch(documents=1)
+    wrapper = make(batch, 64)
+    wrapper.plan(batch.block_table, batch.seq_lens)
+    figures = wrapper.stats()
+    assert figures.kv_tokens_per_request == np.minimum(batch.seq_lens, 64).sum()
+    assert 1 < figures.share_factor < 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        (
+            {"num_kv_heads": 1, "head_dim": 576, "kv_lora_rank": 512, "sliding_window": 64},
+            "kv_lora_rank goes with no kv_dtype, features and sliding_window yet",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused(options, message):
+    shape = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, **options}
+    with pytest.raises(PrefixShareError, match=message):
+        AttentionConfig(**shape)
+
+
+@pytest.mark.parametrize("kernel", ["triton", "portable"])
+def test_the_threshold_falls_with_what_a_token_costs(kernel):
+    """A window is worth sharing from fewer tokens on where each token is wider."""
+    found = []
+    for head_dim in (64, 128, 256):
+        cost = analytic_cost(AttentionConfig(32, 8, head_dim, 16), kernel)
+        found.append(least_window(cost, 4, 16))
+    assert found == sorted(found, reverse=True) and found[0] > found[-1]
+    assert least_window(cost, 4, 1) is None, "one reader has nothing to share"
