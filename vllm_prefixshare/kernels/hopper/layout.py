@@ -80,6 +80,7 @@ def linked_layout(
     _require_room("requests", plan.tile_req_indptr, "max_tile_requests", max_slots)
     _require_room("runs", plan.tile_run_indptr, "max_tile_runs", max_runs)
     lengths = plan.run_lengths(plan.planned_seq_lens)
+    at_once = math.gcd(tile_tokens, plan.block_size)
     info, slots, runs = link_tiles(
         plan.work_indptr,
         plan.tile_req_indptr,
@@ -88,8 +89,8 @@ def linked_layout(
         (plan.run_row, plan.run_kv_start, plan.run_kv_end),
         plan.run_reader_start,
         plan.run_reader_end,
-        -(-lengths // plan.block_size),
-        tile_tokens // plan.block_size,
+        -(-lengths // at_once),
+        tile_tokens // at_once,
         HALF_ROWS // rows_per_request,
         max_slots,
         max_runs,
@@ -123,8 +124,8 @@ def link_tiles(
     runs: tuple[IntArray, IntArray, IntArray],
     run_reader_start: IntArray,
     run_reader_end: IntArray,
-    run_blocks: IntArray,
-    tile_blocks: int,
+    run_pieces: IntArray,
+    tile_pieces: int,
     half_requests: int,
     max_slots: int,
     max_runs: int,
@@ -134,7 +135,8 @@ def link_tiles(
     Args:
         reqs: tile_req_indices and partial_indices of a plan.
         runs: run_row, run_kv_start and run_kv_end of a plan.
-        run_blocks: KV blocks of each run, at the planned lengths; tile_blocks: of a KV tile.
+        run_pieces: pieces (as ``piece``) of each run, at the planned lengths; tile_pieces: of a KV
+            tile.
         half_requests: requests that fit into half a tile; 0 if both halves share one request.
 
     Returns:
@@ -166,12 +168,12 @@ def link_tiles(
             half = (num_reqs + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
             if num_reqs <= half_requests:
-                blocks = np.zeros(3, np.int64)
+                pieces = np.zeros(3, np.int64)
                 for run in range(first_run, last_run):
                     start, end = run_reader_start[run], run_reader_end[run]
-                    blocks[_kind(start, end, half)] += run_blocks[run]
-                kv_tiles = (blocks + tile_blocks - 1) // tile_blocks
-                in_one = (blocks.sum() + tile_blocks - 1) // tile_blocks
+                    pieces[_kind(start, end, half)] += run_pieces[run]
+                kv_tiles = (pieces + tile_pieces - 1) // tile_pieces
+                in_one = (pieces.sum() + tile_pieces - 1) // tile_pieces
                 if 2 * kv_tiles[0] > kv_tiles.sum() or in_one < kv_tiles.sum():
                     half = num_reqs
             wide = low = 0
