@@ -25,10 +25,10 @@ from .layer import ON_GPU
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
 
-#: float16: the rounding of bfloat16 would hide a block too many or too few in a window
-OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "float16", "kv_cache_memory_bytes": 2 << 30}
+#: bfloat16: vLLM refuses Gemma 3 in float16
+OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "kv_cache_memory_bytes": 2 << 30}
 #: Nats, mean and largest, beside the errors of stock's own decode: two kernels round differently
-MEAN_ERROR, MAX_ERROR = 2e-3, 2e-2
+MEAN_ERROR, MAX_ERROR = 1e-3, 2e-2
 WINDOWS = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "windows"}
 #: tokens of the document and of each request alone: in most windows of 1024 tokens, the document
 #: is passed while the answers grow
@@ -69,8 +69,7 @@ def test_windows_are_shared(runner, tmp_path):
 def test_a_window_too_short_to_gain_keeps_the_parents_kernel(tmp_path):
     model = write_small_gpt_oss(tmp_path / "model")  # windows of 128 tokens
     env = {**WINDOWS, "VLLM_PREFIXSHARE_STRICT": "0"}
-    options = {**OPTIONS, "dtype": "bfloat16"}
-    with engines(cases.stock(model, **options), cases.ours(model, env=env, **options)) as both:
+    with engines(cases.stock(model, **OPTIONS), cases.ours(model, env=env, **OPTIONS)) as both:
         fallbacks = both[1].collective_rpc("prefix_share_stats")[0]["fallbacks"]
         run = compare(both, model)
     assert_shared(run, factor=1.5)
