@@ -340,7 +340,7 @@ def accuracy_table() -> str:
 
 SOAKS = (
     "soak_engine", "soak_lora", "soak_server",
-    "soak_engine_gpu", "soak_engine_gpu_shared", "soak_server_gpu",
+    "soak_engine_gpu", "soak_engine_gpu_shared", "soak_server_gpu", "soak_server_gpu_long",
 )  # fmt: skip
 
 
@@ -355,7 +355,8 @@ def soak_table() -> str:
     for name in filter(exists, SOAKS):
         result = published(name)
         where = " on a GPU" if result["device"].startswith("NVIDIA") else ""
-        commands.append(f"`{result['command']}`: {result['device']}.\n")
+        note = f", {result['note']}" if "note" in result else ""
+        commands.append(f"`{result['command']}`: {result['device']}{note}.\n")
         for row in result["rows"]:
             if "asked" in row:
                 tried = f"{row['requests']} requests: " + ", ".join(

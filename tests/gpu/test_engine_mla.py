@@ -32,9 +32,6 @@ OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "max_num_batched_
 ENVIRONMENT = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "mla"}
 
 
-# Seen on an H200 while partial results were kept in 16 bits: the error of the batch that shares was
-# 1.8 times stock's. They are float32 now; until this passes, MLA is served only where asked for.
-@pytest.mark.xfail(reason="not run since partial results are float32 in engines")
 @pytest.mark.parametrize("runner", ["V2", "V1"])
 def test_as_exact_as_stock(runner, tmp_path):
     model = write_small_deepseek_v2(tmp_path / "model")
