@@ -25,9 +25,11 @@ from results import versions, write
 from tests.support.dummy_model import write_llama_8b
 
 BACKENDS = {"stock": "FLASH_ATTN", "ours": "PREFIX_SHARE"}
-CACHES = (
+#: In the folder of temporary files is a lock under which the processes of a user compile in turn: a
+#: start would wait for another's.
+FOLDERS = (
     "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR",
-    "VLLM_PREFIXSHARE_CACHE", "CUDA_CACHE_PATH",
+    "VLLM_PREFIXSHARE_CACHE", "CUDA_CACHE_PATH", "TMPDIR",
 )  # fmt: skip
 START = """
 import json, sys
@@ -44,7 +46,9 @@ def seconds_to_start(backend: str, options: dict[str, Any], caches: Path, log: P
         RuntimeError: the engine did not start.
     """
     options = {**options, "attention_backend": BACKENDS[backend]}
-    env = {**os.environ, **{name: str(caches / name.lower()) for name in CACHES}}
+    own = {name: caches / name.lower() for name in FOLDERS}
+    own["TMPDIR"].mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, **{name: str(folder) for name, folder in own.items()}}
     path = (repository.ROOT, env.get("PYTHONPATH", ""))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     began = time.perf_counter()
