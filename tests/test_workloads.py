@@ -202,7 +202,7 @@ def test_token_trees_follow_their_paths():
 
 PLAIN = {
     "kv_dtype": None, "plain_queries": False, "sinks": False, "soft_cap": 0, "alibi": False,
-    "mla": False,
+    "mla": False, "sliding_window": None,
 }  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def layer_options(device: str, repeats: int) -> argparse.Namespace:
         plain_queries=False,
         sinks=False,
         soft_cap=0.0,
+        sliding_window=None,
         alibi=False,
         mla=False,
         repeats=repeats,

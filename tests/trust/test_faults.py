@@ -379,7 +379,7 @@ def test_the_lock_keeps_others_out_and_is_left_for_the_next(lock):
 # -- the planner itself
 
 
-@pytest.mark.parametrize("place", ["forest_from_blocks", "build_plan", "the divider", "remember"])
+@pytest.mark.parametrize("place", ["shareable_forest", "build_plan", "the divider", "remember"])
 @pytest.mark.parametrize("divider", ["depth_first", "flashforge"])
 def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypatch):
     batch = document_qa(2, 4, document_blocks=8, tail=3)
