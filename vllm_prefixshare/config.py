@@ -88,7 +88,7 @@ class AttentionConfig:
             )
         if self.kv_dtype is not None or self.features or self.sliding_window is not None:
             raise PrefixShareError(
-                "kv_lora_rank goes with no kv_dtype, features and sliding_window yet."
+                "kv_lora_rank goes with neither kv_dtype, features nor sliding_window."
             )
 
     @property
