@@ -331,9 +331,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         works = asked(args)
         with tempfile.TemporaryDirectory() if args.gpus else nullcontext() as folder:
-            model = embedded_model_path()
-            if folder:
-                model = write_llama_8b(Path(folder), num_hidden_layers=args.layers)
+            model = (
+                write_llama_8b(Path(folder), num_hidden_layers=args.layers)
+                if folder
+                else embedded_model_path()
+            )
             with servers(engine_options(args, model, works), args.gpus) as running:
                 run_all(args, works, running, began, result)
     except PrefixShareError as e:

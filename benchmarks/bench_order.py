@@ -137,9 +137,11 @@ def main() -> int:
     print("cache  run                 seconds  tokens/s  prefilled  cached  wrong")
     try:
         with tempfile.TemporaryDirectory() if gpu else nullcontext() as folder:
-            model = embedded_model_path()
-            if folder:
-                model = write_llama_8b(Path(folder), num_hidden_layers=args.layers)
+            model = (
+                write_llama_8b(Path(folder), num_hidden_layers=args.layers)
+                if folder
+                else embedded_model_path()
+            )
             for cache in args.cache:
                 if time.monotonic() - began > args.limit:
                     print(f"{cache:5}  left out, the time limit has passed")
