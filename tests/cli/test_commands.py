@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,10 @@ def test_doctor_needs_a_model_that_can_be_read(capsys):
 )
 def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
     kinds = layer_kinds(read_config(write_model(tmp_path, **config)))
-    found = [(k["kind"], k["count"], k["falls_back"]) for k in doctor._layers(kinds, MACHINE)]
-    assert found == expected
+    machine = replace(MACHINE, layers=kinds)
+    served = sum(count for _, count, reason in expected if reason is None)
+    assert doctor.layers(machine) == f"{served} of 4 would be served"
+    assert [(k["kind"], k["count"], k["falls_back"]) for k in machine.served] == expected
 
 
 @pytest.mark.parametrize(

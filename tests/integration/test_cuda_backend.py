@@ -18,6 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from tests.batches import PagedBatch
 from tests.kernels.portable import H100_SHARED_MEMORY, reference, relative_error
 from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.cli import doctor
+from vllm_prefixshare.cli.model import layer_kinds
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import first_step, planning
@@ -678,6 +681,30 @@ def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
     )
 
 
+def doctor_says(window: int, hybrid: bool = False) -> str | None:
+    """Why layers with this window would not be served, by a model's ``config.json``."""
+    other = "linear_attention" if hybrid else "full_attention"
+    config = {
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "torch_dtype": "float16",
+        "sliding_window": window,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", other],
+    }
+    shape = AttentionConfig(HEADS, KV_HEADS, HEAD_DIM, BLOCK)
+    kinds = layer_kinds(config)
+    machine = doctor.Machine(shape, from_model=True, on_cpu=False, layers=kinds)
+    doctor.layers(machine)
+    return machine.served[0]["falls_back"]
+
+
+def test_doctor_knows_from_which_window_on_layers_are_served(windows):
+    assert doctor_says(64) is None
+    assert doctor_says(63) == "a sliding window of 63 tokens where sharing pays from 64 tokens on"
+
+
 @pytest.mark.parametrize(
     ("drafts", "hybrid", "window", "reason"),
     [
@@ -700,6 +727,7 @@ def test_a_window_that_is_not_served_keeps_flash_attention(
     spec = SlidingWindowSpec(**SPEC, sliding_window=window)
     group = Group(monkeypatch, drafts, spec=spec, sliding_window=window)
     assert not group.impl.shares and list(STATS.as_dict()["fallbacks"]) == [reason]
+    assert doctor_says(window, hybrid) == (reason if not drafts else None)
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match=reason):

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,16 @@ class Machine:
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
     gpu_kernel: the kernel that would serve the shape on a GPU, chosen in another process meanwhile;
         None where there is no NVIDIA driver.
+    layers: the kinds of layers of the model, if one is named. served: what becomes of those that
+        have a KV cache; ``falls_back`` is why a layer would not be served, None if it would.
     """
 
     attention: AttentionConfig
     from_model: bool
     on_cpu: bool | None = None
     gpu_kernel: Future[str] | None = None
+    layers: list[LayerKind] = field(default_factory=list)
+    served: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,24 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     machine = Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
     if config is not None:
-        layers = layer_kinds(config)
-        if any(layer.attention and not layer.use_mla for layer in layers):
+        kinds = layer_kinds(config)
+        if any(kind.attention and not kind.use_mla for kind in kinds):
             machine = _machine_for(args.model, config)
+        machine.layers = kinds
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as beside:
         if NVIDIA_DRIVER.exists():
             machine.gpu_kernel = beside.submit(gpu_kernel, machine.attention)
         results = [_try(name, check, machine) for name, check in CHECKS.items()]
-    served = [] if config is None else _layers(layers, machine)
-    if served:
-        results.append(_try("strict", lambda _: strict(served), machine))
+    if config is not None:
+        results.append(_try("layers", layers, machine))
+    if machine.served:
+        results.append(_try("strict", strict, machine))
     ok = all(result.ok for result in results)
     if args.json:
-        report = {"ok": ok, "checks": [asdict(r) for r in results], "layers": served}
+        report = {"ok": ok, "checks": [asdict(r) for r in results], "layers": machine.served}
         print(json.dumps(report, indent=1))
     else:
-        _print(results, served, ok)
+        _print(results, machine.served, ok)
     return 0 if ok else 1
 
 
@@ -213,28 +219,50 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 }
 
 
-def _layers(layers: list[LayerKind], machine: Machine) -> list[dict[str, Any]]:
-    """Each kind of layer: ``falls_back`` is why it would not be served, None if it would."""
-    return [
+def layers(machine: Machine) -> str:
+    """How many layers of the model would be served; for each kind, ``Machine.served``."""
+    is_hybrid = not all(layer.attention for layer in machine.layers)
+    machine.served = [
         {
             "kind": layer.name,
             "count": layer.count,
             "head_dim": layer.head_size,
-            "falls_back": _falls_back(layer, machine.on_cpu),
+            "falls_back": _falls_back(layer, machine.on_cpu, is_hybrid),
         }
-        for layer in layers
+        for layer in machine.layers
         if layer.attention
     ]
+    count = sum(kind["count"] for kind in machine.served if kind["falls_back"] is None)
+    return f"{count} of {sum(layer.count for layer in machine.layers)} would be served"
 
 
-def _falls_back(layer: LayerKind, on_cpu: bool | None) -> str | None:
+def _falls_back(layer: LayerKind, on_cpu: bool | None, is_hybrid: bool = False) -> str | None:
     from vllm_prefixshare.integration.support import NOTHING, gpu_extras
 
     reason = _refusal(layer, NOTHING, on_cpu)
     if on_cpu or reason == _refusal(layer, gpu_extras(anywhere=True), on_cpu):
         return reason
-    # only now: it imports half of vLLM, which takes seconds
-    return _refusal(layer, gpu_extras(anywhere=on_cpu is None), on_cpu)
+    # only now: these import half of vLLM, which takes seconds
+    reason = _refusal(layer, gpu_extras(anywhere=on_cpu is None), on_cpu)
+    if reason is None and layer.sliding_window is not None and on_cpu is not None:
+        from vllm_prefixshare.integration.cuda.backend import window_refusal
+
+        reason = window_refusal(_attention_of(layer), is_hybrid)
+    return reason
+
+
+def _attention_of(layer: LayerKind) -> AttentionConfig:
+    """The shape of a layer, as the integration makes it from vLLM's."""
+    features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
+    return AttentionConfig(
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        16,
+        layer.dtype,
+        features=tuple(name for name, there in features.items() if there),
+        sliding_window=layer.sliding_window,
+    )
 
 
 def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> str | None:
@@ -257,11 +285,11 @@ def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> s
     return reason
 
 
-def strict(served: list[dict[str, Any]]) -> str:
+def strict(machine: Machine) -> str:
     """Whether the strict setting would refuse the model."""
     if not settings().strict:
         return "off: layers may fall back"
-    refused = [layer["falls_back"] for layer in served if layer["falls_back"]]
+    refused = [layer["falls_back"] for layer in machine.served if layer["falls_back"]]
     if refused:
         raise PrefixShareError(
             f"a layer would fall back ({refused[0]}): unset VLLM_PREFIXSHARE_STRICT."

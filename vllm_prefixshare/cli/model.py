@@ -77,15 +77,18 @@ class LayerKind:
     """Layers of one kind, with the fields of vLLM's ``AttentionSelectorConfig`` that decide
     whether they are served.
 
-    count: how many there are. attention: whether they have a KV cache. num_heads: query heads of
-    the model, on all GPUs.
-    logits_soft_cap, alibi: what vLLM says to the layer's implementation only.
+    count: how many there are. attention: whether they have a KV cache. num_heads, num_kv_heads:
+    query and KV heads of the model, on all GPUs.
+    logits_soft_cap, alibi, sliding_window: what vLLM says to the layer's implementation only.
+    sliding_window: tokens that a query sees, its own included; None for all, or if the file does
+    not say.
     """
 
     name: str
     count: int
     head_size: int
     num_heads: int
+    num_kv_heads: int
     dtype: str
     attention: bool = True
     use_mla: bool = False
@@ -95,6 +98,7 @@ class LayerKind:
     chunked: bool = False
     logits_soft_cap: bool = False
     alibi: bool = False
+    sliding_window: int | None = None
     kv_cache_dtype: str = "auto"
     attn_type: str = "decoder"
 
@@ -137,6 +141,7 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
         count=count,
         head_size=int(head_dim),
         num_heads=int(heads),
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
         # vLLM runs float32 checkpoints in 16 bits unless told otherwise
         dtype="bfloat16" if dtype.endswith("float32") else dtype.removeprefix("torch."),
         attention=name in ("full_attention", "sliding_attention", "chunked_attention"),
@@ -147,4 +152,5 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
         chunked=name == "chunked_attention",
         logits_soft_cap=bool(config.get("attn_logit_softcapping")),
         alibi=bool(config.get("alibi")) or model_type in ALIBI,
+        sliding_window=config.get("sliding_window") if name == "sliding_attention" else None,
     )

@@ -210,18 +210,31 @@ def _shard_refusal(impl: Any, config: Any) -> str | None:
 
 def _window_refusal(impl: Any, config: Any) -> str | None:
     """Why a layer with a sliding window cannot be served, or None."""
-    window = window_of(impl)
-    if window is None:
+    if window_of(impl) is None:
         return None
-    if invariance.wanted():  # where a run begins depends on its readers
-        return "a sliding window under batch invariance"
     if decode_query_len(config) > 1:
         # requests that accept more drafts than others lose blocks that the others still read
         return "drafts with a sliding window"
-    if config.model_config.is_hybrid:
+    attention = attention_of([impl], 16, config.model_config.dtype)
+    return window_refusal(attention, config.model_config.is_hybrid)
+
+
+def window_refusal(attention: AttentionConfig, is_hybrid: bool) -> str | None:
+    """Why layers of this shape, which has a sliding window, cannot be served in a model, or None.
+
+    Args:
+        is_hybrid: whether the model also has layers with linear attention.
+
+    Raises:
+        PrefixShareError: no kernel serves the shape, or a cost table does not fit.
+    """
+    if invariance.wanted():  # where a run begins depends on its readers
+        return "a sliding window under batch invariance"
+    if is_hybrid:
         # a block that a window has left may hold a state, and so no numbers
         return "a sliding window beside linear attention"
-    least = _least_window(attention_of([impl], 16, config.model_config.dtype))
+    least, window = _least_window(attention), attention.sliding_window
+    assert window is not None
     if least is None or window < least:
         from_here = "no window" if least is None else f"{least} tokens"
         return f"a sliding window of {window} tokens where sharing pays from {from_here} on"
