@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_prefixshare.integration.tracing import MOST_BYTES
 from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.trusted import read_text
 from vllm_prefixshare.workloads.trees import tree
 
 #: Largest batch that is read or made; a file is at most ``MOST_BYTES``, as a trace.
@@ -61,7 +62,10 @@ def read_batch(path: Path, step: int = 0) -> Batch:
     Raises:
         PrefixShareError: the file is not of that form, or too large.
     """
-    text = read_text(path)
+    try:
+        text = read_text(path, MOST_BYTES)
+    except (OSError, ValueError) as e:
+        raise PrefixShareError(f"{path} cannot be read ({e}).") from None
     try:
         lines = text.splitlines()
         one = len(lines) < 2 or not lines[0].rstrip().endswith("}")
@@ -73,24 +77,6 @@ def read_batch(path: Path, step: int = 0) -> Batch:
         ) from None
     except (ValueError, RecursionError) as e:
         raise PrefixShareError(f"{path} is not a block-table file: {e}.") from None
-
-
-def read_text(path: Path) -> str:
-    """The text of a file of at most ``MOST_BYTES``.
-
-    Raises:
-        PrefixShareError: it cannot be read, is longer, or is not UTF-8 text.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise PrefixShareError(
-                f"{path} is larger than the {MOST_BYTES >> 20} MiB that are read: cut it down."
-            )
-        return data.decode()
-    except (OSError, UnicodeDecodeError) as e:
-        raise PrefixShareError(f"{path} cannot be read ({e}).") from None
 
 
 def _batch(name: str, data: Any) -> Batch:

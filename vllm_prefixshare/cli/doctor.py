@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     machine = Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
     if config is not None:
-        layers = layer_kinds(config)
+        layers = layer_kinds(args.model, config)
         if any(layer.attention and not layer.use_mla for layer in layers):
             machine = _machine_for(args.model, config)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as beside:
