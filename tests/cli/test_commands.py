@@ -166,6 +166,7 @@ def test_inspect_shows_every_divider(capsys):
         (["inspect", "--divider", "best"], "divider 'best' is unknown"),
         (["inspect", "--head-dim", "48"], "head_dim must be"),
         (["inspect", "--workers", "0"], "num_workers must be at least 1"),
+        (["inspect", "--tile-rows", "-3"], "--tile-rows must be at least 1, got -3"),
         (["inspect", "--num-qo-heads", "9" * 9], "--num-qo-heads must be at most 4096"),
         (["inspect", "--block-size", "9" * 9], "--block-size must be at most 65536"),
         (["profile", "--model", "/nowhere"], "/nowhere/config.json does not describe a model"),
