@@ -100,8 +100,8 @@ class PlannerMachine(RuleBasedStateMachine):
     ):
         mode = self.mode
         window = window if mode.windows else None
-        if mode.invariant or mode.latent:
-            drafts = 0  # vLLM's own backend has drafts there
+        if mode.invariant or mode.windows or mode.latent:
+            drafts = 0  # with drafts these layers keep vLLM's own backend
         if mode.latent:
             wide, rank = LATENT_SHAPE
             attention = AttentionConfig(heads[1], 1, wide, block_size, kv_lora_rank=rank)
@@ -322,4 +322,6 @@ def test_every_event_leaves_a_plan_that_is_right(name):
         scale.report(f"planner, {name}: {dict(tried)}")
     # Hypothesis tries other sequences where other modules are loaded: 2 to 18% of the tokens were
     # saved, the fewest on a CPU, whose estimate rarely finds sharing worthwhile at these lengths
-    assert tried["failures"] and tried["tokens saved"] > 0.005 * tried["tokens"]
+    assert tried["failures"] and tried["steps that share"] > 0.05 * tried["steps"]
+    # windows are shorter than some blocks, and blocks are read from their first token
+    assert MODES[name].windows or tried["tokens saved"] > 0.005 * tried["tokens"]
