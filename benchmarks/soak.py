@@ -125,9 +125,9 @@ def engine(
     ]
     alone = chaos.spec(stock_backend, path, variant, alone=True, **settings)
     options: dict[str, Any] = {"batch": args.batch, "max_gap": args.max_gap}
-    if variant in ("drafts", "eagle"):
-        # greedy only: on a CPU, vLLM 0.32 ends in its rejection sampler beside requests with top_k
-        options["sampled"] = ()
+    if variant == "drafts" and runner is None:
+        # with a top_k, vLLM 0.32 on a CPU, stock as well, ends in its rejection sampler
+        options["sampled"] = [s for s in chaos.SAMPLED if "top_k" not in s]
     if variant == "eagle":
         drafter = str(write_eagle(folder / name, path))
         speculation = {"method": "eagle", "model": drafter, "num_speculative_tokens": 3}
