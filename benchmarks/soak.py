@@ -45,6 +45,7 @@ from tests.support.load import Load, all_gone, ends_cleanly, server_faults
 from tests.support.processes import Held, tree
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
+from vllm_prefixshare.integration.metrics import PREFIX
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,13 +98,16 @@ def row_of_growth(held: list[tuple[float, Held]], growth: Held) -> dict[str, Any
     }
 
 
+def label(variant: str, divider: str) -> str:
+    """The name of a row of the report."""
+    return variant if divider == "auto" else f"{variant}, {divider}"
+
+
 def engine(
     args: argparse.Namespace, model: Model, folder: Path, variant: str, runner: str | None
 ) -> dict[str, Any]:
     """Run chaos on one variant of the engine. runner: vLLM's model runner; None on a CPU."""
-    label = f"{variant}, {runner}" if runner else variant
-    if args.divider != "auto":
-        label += f", {args.divider}"
+    name = label(f"{variant}, {runner}" if runner else variant, args.divider)
     path, settings, stock_backend = model.folder, dict(args.settings), STOCK
     environment: dict[str, str] = {}
     if runner:
@@ -114,18 +118,18 @@ def engine(
     if variant == "lora":
         # every request has an adapter: beside other requests, vLLM 0.32 on a CPU gives one without
         # an adapter other tokens
-        adapters = [str(write_lora(folder / label / str(i), path, seed=i)) for i in range(2)]
+        adapters = [str(write_lora(folder / name / str(i), path, seed=i)) for i in range(2)]
     cases = [
         chaos.Case(prompt, adapters[i % len(adapters)])
         for i, prompt in enumerate(chaos.prompts(model.text, args.cases, Random(args.seed)))
     ]
     alone = chaos.spec(stock_backend, path, variant, alone=True, **settings)
     options: dict[str, Any] = {"batch": args.batch, "max_gap": args.max_gap}
-    if variant in ("drafts", "eagle"):
-        # greedy only: on a CPU, vLLM 0.32 ends in its rejection sampler beside requests with top_k
-        options["sampled"] = ()
+    if variant == "drafts" and runner is None:
+        # with a top_k, vLLM 0.32 on a CPU, stock as well, ends in its rejection sampler
+        options["sampled"] = [s for s in chaos.SAMPLED if "top_k" not in s]
     if variant == "eagle":
-        drafter = str(write_eagle(folder / label, path))
+        drafter = str(write_eagle(folder / name, path))
         speculation = {"method": "eagle", "model": drafter, "num_speculative_tokens": 3}
         settings["speculative_config"] = speculation
         environment["VLLM_PREFIXSHARE_STRICT"] = "0"  # the drafter's layer falls back
@@ -140,7 +144,7 @@ def engine(
                 seconds = time.monotonic() - began
                 if time.monotonic() - noted > 30:
                     noted = time.monotonic()
-                    print(f"{label}: {seconds:.0f} s, {summary(asdict(report))}", flush=True)
+                    print(f"{name}: {seconds:.0f} s, {summary(asdict(report))}", flush=True)
                     print(*report.wrong[-3:], sep="\n", flush=True)
                 if report.requests >= args.requests or seconds >= 60 * args.minutes:
                     break
@@ -148,7 +152,7 @@ def engine(
         ended = [f"the engine ended: {str(e)[-3000:]}"]
     growth = chaos.grown(report.held)
     wrong = [*report.wrong, *leaks(growth, MOST_FILES), *ended]
-    result = {**asdict(report), "variant": label, "seconds": seconds, "cases": len(cases)}
+    result = {**asdict(report), "variant": name, "seconds": seconds, "cases": len(cases)}
     return {**result, **row_of_growth(report.held, growth), "wrong": wrong}
 
 
@@ -172,6 +176,7 @@ def server(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, An
         environment = {**os.environ, **DEFAULT_ENVIRONMENT, "VLLM_PREFIXSHARE_SHARE": "always"}
         if backend:
             environment |= {"VLLM_ATTENTION_BACKEND": backend, "VLLM_PREFIXSHARE_STRICT": "1"}
+            environment["VLLM_PREFIXSHARE_DIVIDER"] = args.divider
         log = folder / f"{backend}-{last}.log"
         with server_process(model.folder, log, environment, *options) as (url, process):
             load = Load(url, NAME, SERVER_LEN, model.text, SERVER_LEN // 2, args.seed)
@@ -200,15 +205,19 @@ def server(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, An
     growth = chaos.grown(report.held)
     wrong = [*report.wrong, *ours["wrong"], *server_faults(report, stock.get("report"))]
     wrong += leaks(growth, args.clients)
+    if failures := report.counters[f"{PREFIX}fallbacks_total"]:
+        wrong.append(f"{failures} fallbacks")
     for name in ("exit_status", "left_by_kill"):
         if stock and ours[name] != stock[name]:
             wrong.append(f"{name}: {ours[name]}, stock {stock[name]}")
     return {
-        "variant": "server",
+        "variant": label("server", args.divider),
         "seconds": ours["seconds"],
         "asked": report.asked,
         "requests": sum(report.asked.values()),
         "tokens": report.tokens,
+        "steps": report.counters[f"{PREFIX}decode_steps_total"],
+        "shared_steps": report.counters[f"{PREFIX}shared_steps_total"],
         "statuses": report.statuses,
         "stock_statuses": stock["report"].statuses if stock else None,
         "exit_status": ours["exit_status"],
@@ -223,7 +232,10 @@ def summary(row: dict[str, Any]) -> str:
     """One line for people."""
     if "asked" in row:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row["asked"].items()))
-        return f"{row['requests']} requests ({kinds}), {len(row['wrong'])} faults"
+        return (
+            f"{row['requests']} requests ({kinds}), {row['shared_steps']} of {row['steps']} decode "
+            f"steps shared KV, {len(row['wrong'])} faults"
+        )
     return (
         f"{row['requests']} requests, {row['aborted']} answers aborted, {row['preemptions']} "
         f"pre-emptions, {row['greedy']} greedy answers: {row['equal']} equal, {row['ties']} part "
@@ -264,6 +276,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         add("--seed", type=int, default=0)
         add("--model", type=Path, help="checkpoint folder (default: the embedded model)")
         add("--out", type=Path, help="write the report here as JSON")
+        add(
+            "--divider", default="auto", choices=("auto", *DIVIDERS),
+            help="on a GPU the default shares no document as short as here, deft_flatten does",
+        )  # fmt: skip
         if kind == "engine":
             add("--requests", type=int, default=10_000, help="most of each variant")
             variants = list(chaos.VARIANTS) if has_gpu() else ["plain", "drafts", "lora"]
@@ -273,10 +289,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             add("--longest", type=int, default=chaos.MAX_LEN, help="most tokens of an answer")
             add("--batch", type=int, default=32, help="requests between two checks")
             add("--backend", default=PREFIX_SHARE, help=f"backend to test; {STOCK} for comparison")
-            add(
-                "--divider", default="auto", choices=("auto", *DIVIDERS),
-                help="on a GPU the default shares no document as short as here, deft_flatten does",
-            )  # fmt: skip
             add("--dtype", help="default: float32, on a GPU float16")
             add("--max-gap", type=float, help="nats; see docs/fidelity.md")
         else:

@@ -341,6 +341,7 @@ def accuracy_table() -> str:
 SOAKS = (
     "soak_engine", "soak_lora", "soak_server",
     "soak_engine_gpu", "soak_engine_gpu_shared", "soak_server_gpu", "soak_server_gpu_long",
+    "soak_server_gpu_shared",
 )  # fmt: skip
 
 
@@ -362,7 +363,13 @@ def soak_table() -> str:
                 tried = f"{row['requests']} requests: " + ", ".join(
                     f"{count} {kind}" for kind, count in sorted(row["asked"].items())
                 )
+                if "steps" in row:
+                    tried += (
+                        f"; {row['steps']} decode steps, of which {row['shared_steps']} shared KV"
+                    )
                 compared = f"statuses of {len(row['statuses'])} kinds of nonsense"
+                if row["stock_statuses"] is None:
+                    compared = f"{compared}: none of 500 or more, stock was not asked"
             else:
                 tried = (
                     f"{row['requests']} requests, {row['steps']} steps, of which "

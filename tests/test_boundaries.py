@@ -30,7 +30,7 @@ FLOORS = {
     "config": ({"records"}, set()),
     "workloads": ({"records"}, {"numpy"}),
     "tree": ({"records", "compiled"}, {"numpy"}),
-    "costs": (BASE, {"numpy"}),
+    "costs": (BASE | {"trusted"}, {"numpy"}),
     "costs.lookup": (BASE | {"settings", "trusted", "costs"}, {"torch"}),
     "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),

@@ -1,4 +1,4 @@
-"""Check of cached files: whether another user may have written one."""
+"""Files that somebody else may have written: whether to use one, and how much of it is read."""
 
 import os
 import stat
@@ -19,3 +19,17 @@ def distrusted(path: Path) -> str | None:
         if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
             return f"{place} belongs to another user, or anybody may write to it"
     return None
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """The text of a file of at most ``most_bytes``; no more is read of a longer one.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is longer, or not UTF-8 text.
+    """
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it is larger than the {most_bytes >> 20} MiB that are read")
+    return data.decode()

@@ -79,8 +79,13 @@ def test_a_wrong_result_is_not_timed(capsys, monkeypatch, wrong):
         (["--seconds", "nan"], "--seconds must be from 0 to 3600"),
         (["--tree", "4,1_16,16"], "tree '4,1_16,16' is not valid"),
         (["--head-dim", "48"], "head_dim must be"),
+        (
+            ["--num-qo-heads", "4096", "--num-kv-heads", "4096", "--block-size", "65536",
+             "--tree", "1,4_65536,65536"],
+            "GiB of memory, and",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_argument_gets_one_sentence(arguments, sentence, capsys):
     assert main(["bench", "--device", "cpu", *arguments]) == 2
     assert sentence in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_doctor_needs_a_model_that_can_be_read(capsys):
     ],
 )
 def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
-    kinds = layer_kinds(read_config(write_model(tmp_path, **config)))
+    kinds = layer_kinds(tmp_path, read_config(write_model(tmp_path, **config)))
     machine = replace(MACHINE, layers=kinds)
     served = sum(count for _, count, reason in expected if reason is None)
     assert doctor.layers(machine) == f"{served} of 4 would be served"
@@ -147,7 +147,7 @@ def test_doctor_knows_which_mla_layers_are_served(tmp_path, monkeypatch, heads, 
     monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mla")
     settings.cache_clear()
     model = write_model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=heads)
-    (kind,) = layer_kinds(read_config(model))
+    (kind,) = layer_kinds(model, read_config(model))
     assert doctor._falls_back(kind, None) == expected
     assert kind.head_size == 576
 
@@ -169,9 +169,17 @@ def test_inspect_shows_every_divider(capsys):
         (["inspect", "--divider", "best"], "divider 'best' is unknown"),
         (["inspect", "--head-dim", "48"], "head_dim must be"),
         (["inspect", "--workers", "0"], "num_workers must be at least 1"),
+        (["inspect", "--tile-rows", "-3"], "--tile-rows must be at least 1, got -3"),
+        (["inspect", "--num-qo-heads", "9" * 9], "--num-qo-heads must be at most 4096"),
+        (["inspect", "--block-size", "9" * 9], "--block-size must be at most 65536"),
         (["profile", "--model", "/nowhere"], "/nowhere/config.json does not describe a model"),
+        (
+            ["profile", "--device", "cpu", "--num-qo-heads", "4096", "--num-kv-heads", "4096",
+             "--head-dim", "512"],
+            "147456 KV tokens of one layer with 4096 KV heads need 3456.0 GiB of memory",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_sentence(arguments, sentence, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -197,6 +205,60 @@ def test_the_shape_is_taken_from_the_models_file(tmp_path, config, group, capsys
     else:
         shape = attention_of(arguments)
         assert (shape.head_dim, shape.gqa_group_size) == (64, group)
+
+
+GOOD = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+
+
+@pytest.mark.parametrize("command", ["profile", "inspect", "bench", "doctor", "estimate"])
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ("[" * 100_000, "recursion"),
+        ("9" * 5000, "4300"),
+        ({**GOOD, "num_attention_heads": 10**12}, "must be an integer up to 4096, not 1000000000"),
+        ({**GOOD, "num_attention_heads": 8.5}, "num_attention_heads must be an integer"),
+        ({**GOOD, "num_attention_heads": None}, "it has no num_attention_heads"),
+        ({**GOOD, "num_key_value_heads": "2"}, "num_key_value_heads must be an integer"),
+        ({**GOOD, "hidden_size": -512}, "hidden_size must be an integer"),
+        ({**GOOD, "head_dim": {"of": 64}}, "head_dim must be an integer"),
+    ],
+)
+def test_a_hostile_model_gets_one_sentence(tmp_path, command, config, sentence, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    prompts = [str(tmp_path / "p"), "--gpu", "H200"] if command == "estimate" else []
+    assert main([command, *prompts, "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"vllm-prefixshare: error: {path} does not describe a model (")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"num_hidden_layers": 10**15},
+        {"num_hidden_layers": "four"},
+        {"layer_types": 7},
+        {"full_attention_interval": 10**15},
+        {"sliding_window": 8, "sliding_window_pattern": [4]},
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "all"},
+        {"kv_lora_rank": "wide"},
+    ],
+)
+def test_hostile_layers_get_one_sentence(tmp_path, layers, capsys):
+    assert main(["doctor", "--model", str(write_model(tmp_path, **layers))]) == 2
+    error = capsys.readouterr().err
+    assert "config.json does not describe a model" in error
+    assert error.count("\n") == 1
+
+
+def test_a_models_file_that_is_too_large_is_not_read(tmp_path, capsys):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    assert main(["inspect", "--model", str(tmp_path)]) == 2
+    assert "larger than the 1 MiB that are read" in capsys.readouterr().err
 
 
 def test_profile_writes_a_table_that_the_backend_would_load(tmp_path, capsys):

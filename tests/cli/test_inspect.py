@@ -1,8 +1,10 @@
 """``inspect``: block-table files, the schedule, and the contents of the pictures."""
 
 import json
+import os
 import re
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -76,6 +78,7 @@ def test_a_file_may_hold_many_batches(tmp_path, capsys):
         ({**TABLES, "kv_lens": [60, 52]}, "lists, one entry for each request"),
         ({**TABLES, "kv_lens": [60, 52.5, 40]}, "kv_lens[1] must be an integer from 1"),
         ({**TABLES, "kv_lens": [60, 52, 0]}, "kv_lens[2] must be an integer from 1"),
+        ({**TABLES, "block_size": 65536, "kv_lens": [60, 52, (1 << 28) + 1]}, "kv_lens[2] must be"),
         ({**TABLES, "kv_lens": [65, 52, 40]}, "block_tables[0] has 4 blocks of 16 tokens, too few"),
         ({**TABLES, "block_tables": [[1, 2, 3, 4], "123456", [1, 2, 3]]}, "block_tables[1] must"),
         ({**TABLES, "block_tables": [[1, 2, 3, -4], [1] * 4, [1] * 3]}, "block_tables[0] must"),
@@ -114,11 +117,27 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "spec", ["1,99999999_16,16", "1,16384_999999999999999999999,16", "1,1_16,99999999999"]
+    "spec",
+    ["1,99999999_16,16", "1,16384_999999999999999999999,16", "1,1_16,99999999999", "1_268435457"],
 )
 def test_a_tree_that_is_too_large_is_not_made(spec):
     with pytest.raises(PrefixShareError, match="describe a smaller one"):
-        tree_batch(spec, 16)
+        tree_batch(spec, 65536)
+
+
+def test_the_longest_requests_are_planned(tmp_path, capsys):
+    """Planning counts in 32 bits, and rounds up to whole blocks and tiles."""
+    size = 65536
+    row = [*range(1, batches.MOST_TOKENS // size + 1)]
+    tables = {
+        "block_size": size,
+        "block_tables": [row, [*row[:-1], 5000], row],
+        "kv_lens": [batches.MOST_TOKENS] * 3,
+    }
+    found = report(capsys, write(tmp_path / "t.json", tables))
+    read = {row["divider"]: row["kv_tokens_read"] for row in found["dividers"]}
+    assert read["per_request"] == 3 * batches.MOST_TOKENS
+    assert read["depth_first"] == read["deft_node"] == batches.MOST_TOKENS + 2 * size
 
 
 def draw(folder: Path, *arguments: object) -> ElementTree.Element:
@@ -222,6 +241,18 @@ def test_a_picture_that_cannot_be_written_gets_one_sentence(tmp_path, capsys):
     for option in ("--svg", "--png"):
         assert main(["inspect", "--divider", "fixed", option, str(tmp_path / "no" / "p")]) == 2
         assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path, option):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = ["inspect", "--tree", "1,4_64,32", "--divider", "fixed", option, str(pipe)]
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_bytes)
+        assert main(command) == 0
+        assert read.result(60).startswith((b"<svg", b"\x89PNG"))
+    assert pipe.is_fifo() and [p.name for p in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_gpu_that_was_measured_has_its_table():

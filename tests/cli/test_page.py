@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.pages import files_of
 from tests.docs.test_snippets import RUN
-from vllm_prefixshare.cli.batches import MOST_BYTES, MOST_ENTRIES, MOST_REQUESTS
+from vllm_prefixshare.cli.batches import MOST_BYTES, MOST_ENTRIES, MOST_REQUESTS, MOST_TOKENS
 from vllm_prefixshare.cli.gpus import GPUS
 from vllm_prefixshare.cli.main import COMMANDS, main
 from vllm_prefixshare.cli.picture import MOST_WORKERS
@@ -37,7 +37,8 @@ def test_every_command_has_its_section():
 
 
 def test_limits_are_those_of_the_code():
-    assert f"{MOST_BYTES >> 20} MiB, {MOST_REQUESTS} requests" in PAGE
+    limits = f"{MOST_BYTES >> 20} MiB, {MOST_REQUESTS} requests of up to {MOST_TOKENS:,} tokens"
+    assert limits in PAGE
     assert f"{MOST_ENTRIES:,} entries" in PAGE
     assert f"A line may have {MOST_LINE >> 20} MiB" in PAGE
     assert f"At most {MOST_WORKERS} workers are shown" in PAGE

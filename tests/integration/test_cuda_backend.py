@@ -5,6 +5,7 @@ prefill rows only the metadata that it would get is checked.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -694,7 +695,7 @@ def doctor_says(window: int, hybrid: bool = False) -> str | None:
         "layer_types": ["sliding_attention", other],
     }
     shape = AttentionConfig(HEADS, KV_HEADS, HEAD_DIM, BLOCK)
-    kinds = layer_kinds(config)
+    kinds = layer_kinds(Path(), config)
     machine = doctor.Machine(shape, from_model=True, on_cpu=False, layers=kinds)
     doctor.layers(machine)
     return machine.served[0]["falls_back"]

@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Nats by which stock's best token may lead where an answer differs, and by which the
 #: log-probability of a token may: in float32, and in float16 on a GPU. See ``docs/fidelity.md``.
-MAX_GAP, GPU_MAX_GAP = 0.005, 0.4
+MAX_GAP, GPU_MAX_GAP = 0.005, 0.05
 #: Probability of each event before a step.
 ABORT, RESET = 0.02, 0.02
 

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from tests.support.processes import Held, alive, held_by, tree
+from vllm_prefixshare.integration.metrics import PREFIX
 
 #: Seconds within which an answer must be complete; far more than a working server needs.
 PATIENCE = 180
@@ -90,6 +91,7 @@ class Report:
     asked: number of requests of each kind. statuses: HTTP statuses of each kind of invalid request.
     tokens: number of tokens of complete answers. wrong: the faults, in words.
     held: resources of the server's processes, with seconds since the start.
+    counters: the backend's counters at the end, by their name on ``/metrics``; none for stock.
     """
 
     asked: Counter[str] = field(default_factory=Counter)
@@ -97,6 +99,7 @@ class Report:
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)
     held: list[tuple[float, Held]] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
 
 
 class Load:
@@ -290,7 +293,9 @@ class Load:
             await asyncio.sleep(1)
 
     async def _comes_to_rest(self, session: aiohttp.ClientSession) -> None:
-        """Check that without clients no request runs or waits, and no block is in use."""
+        """Check that without clients no request runs or waits, and no block is in use. Then read
+        the backend's counters, which are at most a second old.
+        """
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -303,6 +308,10 @@ class Load:
                 and float(line.rsplit(" ", 1)[1])
             ]
             if not busy:
+                for line in lines:
+                    name = line.partition("{")[0]
+                    if name.startswith(PREFIX) and name.endswith("_total"):
+                        self.report.counters[name] += int(float(line.rsplit(" ", 1)[1]))
                 return
             if time.monotonic() > deadline:
                 self.report.wrong.append(f"busy without clients: {busy}")

@@ -49,7 +49,8 @@ class BlockPool:
             self.cached[content] = block
 
     def release(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):  # the end of a prefix is given out first
+        """Give back blocks; the null block has no users."""
+        for block in filter(None, reversed(blocks)):  # the end of a prefix is given out first
             self.users[block] -= 1
             if not self.users[block]:
                 self.free.append(block)
@@ -238,6 +239,9 @@ class Engine:
         query_len: most query tokens of a request in a step: 1 and its drafts.
         slack: how much too long a length on the host may be.
         turns: batches in flight, as in a pipeline; each step runs the next batch.
+        window: tokens that each query sees, its own included; None for all. Blocks before the
+            window of a request's next query are given back, as by vLLM's ``SlidingWindowManager``:
+            the null block takes their place in the request, and the runner's row keeps their ids.
     """
 
     MAX_REQS = 12
@@ -251,10 +255,12 @@ class Engine:
         query_len: int,
         slack: int,
         turns: int,
+        window: int | None = None,
     ) -> None:
         self.runner = runner
         self.block_size, self.max_len = block_size, max_len
         self.query_len, self.slack, self.turns = query_len, slack, turns
+        self.window = window
         self.pool = BlockPool(num_blocks)
         self.memory = np.full((num_blocks * runner.blocks_per_id, block_size), GARBAGE)
         self.pool_block = block_size * runner.blocks_per_id
@@ -275,12 +281,7 @@ class Engine:
         request = self.waiting[0]
         self._extend_chain(request)
         computed = len(request.tokens) - 1
-        hits: list[int] = []
-        while (len(hits) + 1) * self.pool_block <= computed:
-            block = self.pool.take_cached(request.chain[(len(hits) + 1) * self.pool_block - 1])
-            if block is None:
-                break
-            hits.append(block)
+        hits = self._take_hits(request, computed // self.pool_block)
         needed = -(-max(computed, 1) // self.pool_block) - len(hits)
         if needed > len(self.pool.free):
             self.pool.release(hits)
@@ -291,6 +292,32 @@ class Engine:
         load = [sum(r.turn == t for r in self.running) for t in range(self.turns)]
         request.turn = load.index(min(load))
         self.running.append(request)
+
+    def _take_hits(self, request: Request, most: int) -> list[int]:
+        """The cached blocks of a request, at most its first ``most``. With a window only the last
+        of them need be cached, those that the next query sees.
+        """
+        contents = [request.chain[(n + 1) * self.pool_block - 1] for n in range(most)]
+        cached = [content in self.pool.cached for content in contents]
+        seen = most
+        if self.window is None:
+            count = next((n for n, hit in enumerate(cached) if not hit), most)
+        else:
+            seen = -(-(self.window - 1) // self.pool_block)
+            ends = range(most, 0, -1)
+            count = next((n for n in ends if all(cached[max(0, n - seen) : n])), 0)
+        first = max(0, count - seen)
+        return [
+            self.pool.take_cached(content) if n >= first else 0
+            for n, content in enumerate(contents[:count])
+        ]
+
+    def _leave_behind(self, request: Request) -> None:
+        """Give back the blocks before the window of the request's next query."""
+        if self.window is not None:
+            passed = max(0, len(request.tokens) - self.window) // self.pool_block
+            self.pool.release(request.blocks[:passed])
+            request.blocks[:passed] = [0] * passed
 
     def finish(self, request: Request) -> None:
         self.running.remove(request)
@@ -312,6 +339,7 @@ class Engine:
         for request in [r for r in self.running if r.turn == self.turn]:
             if request not in self.running:
                 continue
+            self._leave_behind(request)
             drafts[request] = random.randint(0, self.query_len - 1)
             length = len(request.tokens) + drafts[request]
             host_lens[request] = length + random.choice((0, random.randint(0, self.slack)))

@@ -65,13 +65,21 @@ def assert_tree(forest: Forest, expected: set[Node], block_size: int, may_drop: 
 
 
 def assert_reads_what_was_written(
-    plan: DecodePlan, step: Step, memory: np.ndarray, block_size: int
+    plan: DecodePlan,
+    step: Step,
+    memory: np.ndarray,
+    block_size: int,
+    window: int | None = None,
 ) -> int:
     """Assert that each request reads each of its tokens once, and finds there a value that it
     wrote, or that another request with the same text wrote. Blocks that this step writes to belong
-    to one request only. Returns the tokens read.
+    to one request only. With a ``window``, tokens that none of the request's queries sees may be
+    read or not, from any block. Returns the tokens read.
     """
     assert plan.num_reqs == len(step.true_lens)
+    first = np.zeros_like(step.true_lens)
+    if window is not None:
+        first = np.maximum(step.true_lens - step.queries + 1 - window, 0)
     reads = [np.zeros(n, np.int64) for n in step.true_lens.tolist()]
     total = 0
     for tile in range(plan.num_tiles):
@@ -92,13 +100,14 @@ def assert_reads_what_was_written(
                 assert end <= step.true_lens[reader], "a run passes the end of a request"
                 if len(readers) > 1 or reader != row:
                     assert end <= context // block_size * block_size, "a shared block is written"
-                known = min(end, context)
-                if known > start:
-                    wrong = content[: known - start] != step.chains[reader][start:known]
+                known, seen = min(end, context), max(start, int(first[reader]))
+                if known > seen:
+                    wrong = content[seen - start : known - start] != step.chains[reader][seen:known]
                     assert not wrong.any(), (
-                        f"row {reader} reads another's token at {start + int(wrong.argmax())}"
+                        f"row {reader} reads another's token at {seen + int(wrong.argmax())}"
                     )
                 reads[reader][start:end] += 1
     for row, counts in enumerate(reads):
+        counts = counts[first[row] :]
         assert (counts == 1).all(), f"row {row} reads its tokens {counts.tolist()} times"
     return total

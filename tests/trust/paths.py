@@ -15,6 +15,7 @@ from vllm_prefixshare.kernels import gpu_executor
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.registry import Choice, make_kernel
+from vllm_prefixshare.records import PieceLimits
 
 PATHS = ("hopper", "portable", "cpu")
 CPU = torch.device("cpu")
@@ -45,11 +46,12 @@ def executor(
     query_len: int,
     num_reqs: int,
     multiprocessors: int = 132,
+    pieces: PieceLimits | None = None,
 ) -> GpuExecutor:
     """The GPU executor with its workspace in host memory, as after graphs were captured."""
     with as_on_a_gpu(multiprocessors):
         found = GpuExecutor(attention, CPU, kernel=path, query_len=query_len)
-    found.reserve_for(num_reqs)
+    found.reserve_for(num_reqs, pieces)
     found.workspace.plan.captured = True
     found.workspace.partials.captured = True
     return found
@@ -61,14 +63,20 @@ def planner_config(
     query_len: int,
     num_reqs: int,
     multiprocessors: int = 132,
+    pieces: PieceLimits | None = None,
     **options: object,
 ) -> PlannerConfig:
-    """The configuration that ``integration`` makes where no variable is set."""
+    """The configuration that ``integration`` makes where no variable is set.
+
+    Args:
+        pieces: with the divider ``batch_invariant``, as VLLM_BATCH_INVARIANT=1 has it.
+    """
     options["null_block_id"] = 0
     if path == "cpu":
         return PlannerConfig(divider="flashforge", share="auto", **options)
-    found = executor(path, attention, query_len, num_reqs, multiprocessors)
-    return found.planner_config(None, "auto", **options)
+    found = executor(path, attention, query_len, num_reqs, multiprocessors, pieces)
+    divider = None if pieces is None else "batch_invariant"
+    return found.planner_config(divider, "auto", **options)
 
 
 def default_cost(path: str, attention: AttentionConfig) -> object:

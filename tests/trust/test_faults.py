@@ -106,6 +106,13 @@ def test_what_is_not_a_table_is_refused(tmp_path, content):
         load(tmp_path / "t.json", content)
 
 
+def test_a_table_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "t.json").open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(PrefixShareError, match="larger than the 1 MiB that are read"):
+        CostTable.load(tmp_path / "t.json")
+
+
 def test_a_table_of_a_future_format_is_refused(good_table, tmp_path):
     data = json.loads(good_table)
     data["format"] += 1

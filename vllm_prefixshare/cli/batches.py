@@ -9,11 +9,14 @@ import numpy as np
 
 from vllm_prefixshare.integration.tracing import MOST_BYTES
 from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.trusted import read_text
 from vllm_prefixshare.workloads.trees import tree
 
 #: Largest batch that is read or made; a file is at most ``MOST_BYTES``, as a trace.
 MOST_REQUESTS = 16384
 MOST_ENTRIES = 1 << 24
+#: Longest request; planning counts tokens in 32 bits, with some to spare.
+MOST_TOKENS = 1 << 28
 #: vLLM pads its block tables with block 0, which no request holds.
 NULL_BLOCK_ID = 0
 
@@ -42,10 +45,12 @@ def tree_batch(spec: str, block_size: int) -> Batch:
     # counts ascend, so the largest is the number of requests
     nodes = max(map(_number, counts.split(",")))
     tokens = sum(map(_number, lengths.split(",")))
-    if nodes > MOST_REQUESTS or nodes * (tokens // max(1, block_size)) > MOST_ENTRIES:
+    entries = nodes * (tokens // max(1, block_size))
+    if nodes > MOST_REQUESTS or tokens > MOST_TOKENS or entries > MOST_ENTRIES:
         raise PrefixShareError(
-            f"the tree has more than {MOST_REQUESTS} requests, or its block table more than "
-            f"{MOST_ENTRIES} entries: describe a smaller one."
+            f"the tree has more than {MOST_REQUESTS} requests, requests of more than "
+            f"{MOST_TOKENS} tokens, or a block table of more than {MOST_ENTRIES} entries: describe "
+            "a smaller one."
         )
     work = tree(spec, block_size)
     return Batch(f"tree {spec}", work.block_table, work.seq_lens, work.block_size)
@@ -61,7 +66,10 @@ def read_batch(path: Path, step: int = 0) -> Batch:
     Raises:
         PrefixShareError: the file is not of that form, or too large.
     """
-    text = read_text(path)
+    try:
+        text = read_text(path, MOST_BYTES)
+    except (OSError, ValueError) as e:
+        raise PrefixShareError(f"{path} cannot be read ({e}).") from None
     try:
         lines = text.splitlines()
         one = len(lines) < 2 or not lines[0].rstrip().endswith("}")
@@ -73,24 +81,6 @@ def read_batch(path: Path, step: int = 0) -> Batch:
         ) from None
     except (ValueError, RecursionError) as e:
         raise PrefixShareError(f"{path} is not a block-table file: {e}.") from None
-
-
-def read_text(path: Path) -> str:
-    """The text of a file of at most ``MOST_BYTES``.
-
-    Raises:
-        PrefixShareError: it cannot be read, is longer, or is not UTF-8 text.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise PrefixShareError(
-                f"{path} is larger than the {MOST_BYTES >> 20} MiB that are read: cut it down."
-            )
-        return data.decode()
-    except (OSError, UnicodeDecodeError) as e:
-        raise PrefixShareError(f"{path} cannot be read ({e}).") from None
 
 
 def _batch(name: str, data: Any) -> Batch:
@@ -106,8 +96,8 @@ def _batch(name: str, data: Any) -> Batch:
     if not 1 <= len(lens) <= MOST_REQUESTS:
         raise ValueError(f"it must have from 1 to {MOST_REQUESTS} requests, not {len(lens)}")
     for i, (row, length) in enumerate(zip(tables, lens, strict=True)):
-        if not _is_count(length, (1 << 31) - 1):
-            raise ValueError(f"kv_lens[{i}] must be an integer from 1 to {(1 << 31) - 1}")
+        if not _is_count(length, MOST_TOKENS):
+            raise ValueError(f"kv_lens[{i}] must be an integer from 1 to {MOST_TOKENS}")
         if not isinstance(row, list) or not all(_is_count(n + 1, 1 << 31) for n in _numbers(row)):
             raise ValueError(f"block_tables[{i}] must be a list of integers, 0 or more")
         if len(row) < -(-length // size):

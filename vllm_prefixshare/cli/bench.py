@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.model import add_shape_arguments, attention_of
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
@@ -145,6 +146,7 @@ def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
 
     a, dtype = attention, getattr(torch, attention.dtype)
     num_blocks = int(batch.block_table.max()) + 1
+    check_room(num_blocks * a.block_size, attention)
     kv_cache = torch.randn(num_blocks, a.num_kv_heads, a.block_size, 2 * a.head_dim).to(dtype)
     k_cache, v_cache = cache_views(kv_cache)
     q = torch.randn(len(batch.seq_lens), a.num_qo_heads, a.head_dim).to(dtype)
@@ -200,6 +202,7 @@ def _sides_gpu(attention: AttentionConfig, batch: "Batch") -> Sides:
 
     a, dtype = attention, getattr(torch, attention.dtype)
     shape = int(batch.block_table.max()) + 1, a.block_size, a.num_kv_heads, a.head_dim
+    check_room(shape[0] * a.block_size, attention, on_gpu=True)
     k_cache, v_cache = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(2))
     q = torch.randn(len(batch.seq_lens), a.num_qo_heads, a.head_dim, dtype=dtype, device="cuda")
     timer = GpuTimer()

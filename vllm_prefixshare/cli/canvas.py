@@ -1,5 +1,7 @@
 """Rectangles, lines and text on a light page, written as SVG by hand or as PNG by Pillow."""
 
+import contextlib
+import io
 import os
 from collections.abc import Iterable
 from html import escape
@@ -121,10 +123,9 @@ class Canvas:
                 place = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
                 at = (shape.x * SCALE, shape.y * SCALE)
                 draw.text(at, shape.text, shape.fill, fonts[shape.size], place)
-        try:
-            image.save(path, "PNG")
-        except OSError as e:
-            raise PrefixShareError(f"{path} cannot be written ({e}): name another file.") from None
+        data = io.BytesIO()
+        image.save(data, "PNG")
+        _write(path, data.getvalue())
 
 
 def _svg_of(shape: Shape) -> str:
@@ -147,11 +148,17 @@ def _svg_of(shape: Shape) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a file that appears whole or not at all. What is no plain file, such as /dev/stdout, is
+    written to and not replaced.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
         temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as e:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise PrefixShareError(f"{path} cannot be written ({e}): name another file.") from None

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     machine = Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
     if config is not None:
-        kinds = layer_kinds(config)
+        kinds = layer_kinds(args.model, config)
         if any(kind.attention and not kind.use_mla for kind in kinds):
             machine = _machine_for(args.model, config)
         machine.layers = kinds

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     totals = _plan_all(batches, gpu, attention)
     layers = 1
     if args.model is not None:
-        kinds = layer_kinds(read_config(args.model))
+        kinds = layer_kinds(args.model, read_config(args.model))
         layers = sum(kind.count for kind in kinds if kind.attention)
     if args.json:
         print(json.dumps(_report(args, totals, gpu, layers), indent=1))

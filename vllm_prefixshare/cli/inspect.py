@@ -100,6 +100,8 @@ def _planning(
 
     if args.workers > 1 << 16:
         raise PrefixShareError(f"--workers must be at most {1 << 16}, got {args.workers}.")
+    if args.tile_rows < 1:
+        raise PrefixShareError(f"--tile-rows must be at least 1, got {args.tile_rows}.")
     config = PlannerConfig(
         divider="depth_first",
         share="always",

@@ -9,7 +9,12 @@ from typing import Any
 
 from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.trusted import read_text
 
+#: Largest ``config.json`` that is read, and numbers that no model reaches: a hostile file must not
+#: make a command take all memory.
+MOST_BYTES = 1 << 20
+MOST_HEADS, MOST_LAYERS, MOST_BLOCK_SIZE = 4096, 4096, 1 << 16
 #: Model types whose attention is not plain, where the file has no field that says so.
 SINKS = {"gpt_oss"}
 ALIBI = {"bloom", "mpt", "falcon-rw"}
@@ -26,8 +31,20 @@ def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> No
 
 
 def attention_of(args: argparse.Namespace) -> AttentionConfig:
-    """The attention shape named by ``--model``, or by its numbers."""
+    """The attention shape named by ``--model``, or by its numbers.
+
+    Raises:
+        PrefixShareError: a number is out of range, or the model cannot be read.
+    """
+    if args.block_size > MOST_BLOCK_SIZE:
+        raise PrefixShareError(
+            f"--block-size must be at most {MOST_BLOCK_SIZE}, got {args.block_size}."
+        )
     if args.model is None:
+        if args.num_qo_heads > MOST_HEADS:
+            raise PrefixShareError(
+                f"--num-qo-heads must be at most {MOST_HEADS}, got {args.num_qo_heads}."
+            )
         return AttentionConfig(
             args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
         )
@@ -42,10 +59,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(read_text(path, MOST_BYTES))
         # a multimodal model keeps them one level down
         config = {**config, **config.get("text_config", {})}
-    except (OSError, ValueError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
     return config
 
@@ -59,15 +76,17 @@ def attention_shape(
         PrefixShareError: a field is missing or out of range.
     """
     try:
-        heads = config["num_attention_heads"]
+        heads = _number(config, "num_attention_heads", MOST_HEADS)
+        if not heads:
+            raise ValueError("it has no num_attention_heads")
         return AttentionConfig(
             heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or config["hidden_size"] // heads,
+            _number(config, "num_key_value_heads", MOST_HEADS) or heads,
+            _number(config, "head_dim") or _number(config, "hidden_size") // heads,
             block_size,
             dtype,
         )
-    except (KeyError, TypeError, ZeroDivisionError) as e:
+    except ValueError as e:
         path = folder / "config.json"
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
 
@@ -103,25 +122,48 @@ class LayerKind:
     attn_type: str = "decoder"
 
 
-def layer_kinds(config: dict[str, Any]) -> list[LayerKind]:
-    """The kinds of layers of a model, in the order of their first layer."""
-    return [_layer_kind(config, name, n) for name, n in Counter(_layer_types(config)).items()]
+def layer_kinds(folder: Path, config: dict[str, Any]) -> list[LayerKind]:
+    """The kinds of layers of a model, in the order of their first layer.
+
+    Raises:
+        PrefixShareError: a field has another type, or is out of range.
+    """
+    try:
+        counts = Counter(_layer_types(config))
+        return [_layer_kind(config, name, n) for name, n in counts.items()]
+    except (ValueError, TypeError) as e:
+        path = folder / "config.json"
+        raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
+
+
+def _number(config: dict[str, Any], name: str, most: int = 1 << 20) -> int:
+    """The field ``name``, an integer from 0 to ``most``; 0 if it is missing or null.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = config.get(name)
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} must be an integer up to {most}, not {str(value)[:40]}")
+    return value
 
 
 def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
-    count = int(config.get("num_hidden_layers") or 1)
+    count = _number(config, "num_hidden_layers", MOST_LAYERS) or 1
     if listed := config.get("layer_types"):
-        return list(listed)[:count]
-    if every := config.get("full_attention_interval"):
+        return [str(name) for name in listed][:count]
+    if every := _number(config, "full_attention_interval", MOST_LAYERS):
         names = ["linear_attention"] * (every - 1) + ["full_attention"]
         return [names[i % every] for i in range(count)]
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if window and (every := config.get("sliding_window_pattern")):
+    if window and (every := _number(config, "sliding_window_pattern", MOST_LAYERS)):
         names = ["sliding_attention"] * (every - 1) + ["full_attention"]
         return [names[i % every] for i in range(count)]
     if window and "use_sliding_window" in config:  # Qwen2: the first layers see everything
-        full = min(count, int(config.get("max_window_layers") or 0))
+        full = min(count, _number(config, "max_window_layers"))
         return ["full_attention"] * full + ["sliding_attention"] * (count - full)
     return ["sliding_attention" if window else "full_attention"] * count
 
@@ -129,28 +171,29 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
     model_type = str(config.get("model_type", ""))
     is_full = name == "full_attention"
-    heads = config.get("num_attention_heads") or 1
-    head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
-    if is_full and config.get("global_head_dim"):
-        head_dim = config["global_head_dim"]
-    if latent := "kv_lora_rank" in config:
-        head_dim = config["kv_lora_rank"] + int(config.get("qk_rope_head_dim") or 0)
+    heads = _number(config, "num_attention_heads", MOST_HEADS) or 1
+    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+    if is_full:
+        head_dim = _number(config, "global_head_dim") or head_dim
+    if latent := _number(config, "kv_lora_rank"):
+        head_dim = latent + _number(config, "qk_rope_head_dim")
+    window = _number(config, "sliding_window") if name == "sliding_attention" else 0
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return LayerKind(
         name=name.replace("_", " "),
         count=count,
-        head_size=int(head_dim),
-        num_heads=int(heads),
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_size=head_dim,
+        num_heads=heads,
+        num_kv_heads=_number(config, "num_key_value_heads", MOST_HEADS) or heads,
         # vLLM runs float32 checkpoints in 16 bits unless told otherwise
         dtype="bfloat16" if dtype.endswith("float32") else dtype.removeprefix("torch."),
         attention=name in ("full_attention", "sliding_attention", "chunked_attention"),
-        use_mla=latent,
+        use_mla=latent > 0,
         use_sparse="index_topk" in config,
         has_sink=model_type in SINKS,
         has_sliding_window=name == "sliding_attention",
         chunked=name == "chunked_attention",
         logits_soft_cap=bool(config.get("attn_logit_softcapping")),
         alibi=bool(config.get("alibi")) or model_type in ALIBI,
-        sliding_window=config.get("sliding_window") if name == "sliding_attention" else None,
+        sliding_window=window or None,
     )

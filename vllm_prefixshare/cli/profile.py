@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.model import add_shape_arguments, attention_of
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
@@ -57,9 +58,11 @@ def _profile_cpu(attention: AttentionConfig) -> "CostTable":
     from vllm_prefixshare.integration import compat
 
     compat.check_release(on_cpu=True)
-    from vllm_prefixshare.costs.profile_cpu import STEPS, measure_cpu
+    from vllm_prefixshare.costs.profile_cpu import ALONE, STEPS, TOKENS, measure_cpu
     from vllm_prefixshare.integration.cpu.timing import cpu_attn_timer
 
+    tokens = -(-TOKENS[-1] // attention.block_size) * attention.block_size
+    check_room((1 + ALONE) * tokens, attention)
     with Progress(STEPS) as progress:
         return measure_cpu(attention, cpu_attn_timer(attention), progress.step)
 

@@ -19,6 +19,8 @@ from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 
 REQUESTS = (1, 4, 16, 64)
 TOKENS = (256, 1024, 4096, 16384)
+#: Requests that are timed together where they share nothing.
+ALONE = 8
 
 #: Timings in ``measure_cpu``: tiles, one tile cut in two and uncut, unshared requests.
 STEPS = len(REQUESTS) * len(TOKENS) + 2 + len(TOKENS)
@@ -84,10 +86,9 @@ def measure_cpu(
     rows = np.array(REQUESTS, np.float64) * group
     alone = None
     if unshared is not None:
-        batch = 8
         times = []
         for kv in tokens:
-            times.append(unshared(batch, kv) / batch * 1e6)
+            times.append(unshared(ALONE, kv) / ALONE * 1e6)
             on_step()
         alone = Grid(
             rows[:2], np.array(tokens, np.float64), np.array(times) * (rows[:2, None] / group)

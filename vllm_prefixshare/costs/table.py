@@ -17,8 +17,11 @@ from numpy.typing import ArrayLike
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import FloatArray, PrefixShareError
+from vllm_prefixshare.trusted import read_text
 
 FORMAT = 2
+#: Largest file that is read; a table has some kilobytes.
+MOST_BYTES = 1 << 20
 #: Most microseconds in a table: one with a longer time counts as damaged.
 MOST_US = 1e9
 
@@ -191,7 +194,7 @@ class CostTable:
         """
         remedy = "measure one with 'vllm-prefixshare profile', or unset the path"
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(read_text(path, MOST_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']}, expected {FORMAT}")
             table = cls(
