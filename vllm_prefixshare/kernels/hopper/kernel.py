@@ -54,7 +54,7 @@ MASKED = gl.constexpr(-1e30)
 # the rounded maximum would differ by 1e22, and the weights would be infinite.)
 LOWEST = gl.constexpr(-1e20)
 WIDE_TILES = gl.constexpr(2)  # KV tiles of V in float16
-WIDE_WARPS = gl.constexpr(4)
+WIDE_WARPS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -322,8 +322,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
                       QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
                       D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
                       PIECE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
-                      RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-                      WIDE_REGS: gl.constexpr):
+                      RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
@@ -400,7 +399,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
                           STAGES, WIDE_WARPS)),
             ],
             [4, 1, 1, WIDE_WARPS],
-            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, WIDE_REGS],
+            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(

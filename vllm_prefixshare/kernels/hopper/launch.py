@@ -170,10 +170,6 @@ class HopperKernel:
         scales = t.extras.q_scale, t.extras.k_scale, t.extras.v_scale
         arrays = PlanArrays(**plan)
         small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
-        # of the registers, 504 are for the threads of three warpgroups, 512 for those of four
-        consumer_regs, producer_regs = (208, 88) if small else (216, 72)
-        if shape.quantised:
-            consumer_regs, producer_regs = (184, 80) if small else (200, 48)
         launch(
             partial_attention,
             (self.num_workers * shape.chunks * shape.num_kv_heads,),
@@ -222,9 +218,8 @@ class HopperKernel:
             KV_TILE=shape.kv_tile,
             STAGES=shape.stages,
             RUNS=shape.max_tile_runs,
-            CONSUMER_REGS=consumer_regs,
-            PRODUCER_REGS=producer_regs,
-            WIDE_REGS=64,
+            CONSUMER_REGS=208 if small else 216,
+            PRODUCER_REGS=88 if small else 72,
             num_warps=4,
         )
 
