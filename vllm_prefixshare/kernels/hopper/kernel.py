@@ -96,8 +96,7 @@ def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
 
 @gluon.jit
 def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
-           CHUNKS: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
-           WARPS: gl.constexpr):
+           CHUNKS: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
     """V of each KV tile as float16 from e4m3, for both consumers.
 
     wide: ring of ``WIDE_TILES`` tiles ``[KV_TILE, D]``. wide_bars: the first ``WIDE_TILES``
@@ -107,8 +106,8 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
     # 16 bytes of a row for each thread that writes: eight of them, which go to shared memory at
     # once, then meet no bank twice
     ACROSS: gl.constexpr = D // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    ROWS: gl.constexpr = 64 * 32 * WARPS // D  # 64 numbers a thread at a time
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDE_WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = 64 * 32 * WIDE_WARPS // D  # 64 numbers a thread at a time
     count = 0
     tile = gl.program_id(0) // (KV_HEADS * CHUNKS)
     while tile >= 0:
@@ -119,7 +118,7 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
             stage = count % STAGES
             place = count % WIDE_TILES
             mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
-            kind = _word(meta, stage * 32 + KIND, WARPS)
+            kind = _word(meta, stage * 32 + KIND, WIDE_WARPS)
             mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
             for i in gl.static_range(KV_TILE // ROWS):
                 numbers = v_smem.index(stage).slice(i * ROWS, ROWS, 0).load(LAYOUT)
@@ -380,43 +379,24 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     io = (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask,
           tree_words, stride_q, stride_out, cap_rate, widening)
     where = (block_rows, head_rows, head_cols)
-    if FP8:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                             KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
-                             KV_TILE, STAGES)),
-                (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                             KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
-                             KV_TILE, STAGES)),
-                (produce, (True, seq_lens, k_cache, table, seq_lens, num_lengths, query_start, plan,
-                           stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                           BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-                (produce, (False, merge_indptr, v_cache, table, seq_lens, num_lengths, query_start,
-                           plan, stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN,
-                           R, D, BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-                (_widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS, D, KV_TILE,
-                          STAGES, WIDE_WARPS)),
-            ],
-            [4, 1, 1, WIDE_WARPS],
-            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                             KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
-                             KV_TILE, STAGES)),
-                (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                             KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
-                             KV_TILE, STAGES)),
-                (produce, (True, seq_lens, k_cache, table, seq_lens, num_lengths, query_start, plan,
-                           stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
-                           BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-                (produce, (False, merge_indptr, v_cache, table, seq_lens, num_lengths, query_start,
-                           plan, stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN,
-                           R, D, BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-            ],
-            [4, 1, 1],
-            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
+    WORKERS: gl.constexpr = 4 if FP8 else 3  # partitions beside the first
+    gl.warp_specialize(
+        [
+            (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
+                         KV_TILE, STAGES)),
+            (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
+                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
+                         KV_TILE, STAGES)),
+            (produce, (True, seq_lens, k_cache, table, seq_lens, num_lengths, query_start, plan,
+                       stride_table, where, k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D,
+                       BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
+            (produce, (False, merge_indptr, v_cache, table, seq_lens, num_lengths, query_start,
+                       plan, stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN,
+                       R, D, BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
+            (_widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS, D, KV_TILE,
+                      STAGES)),
+        ][: 1 + WORKERS],
+        [4, 1, 1, WIDE_WARPS][:WORKERS],
+        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS][:WORKERS],
+    )
