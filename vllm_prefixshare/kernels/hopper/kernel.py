@@ -11,8 +11,8 @@ the halves, spread evenly between the runs that both read: memory traffic of the
 hides behind the arithmetic of the shared ones.
 
 A quantised (e4m3) cache is multiplied as it is with quantised queries. V's product takes operands
-of eight bits in another order than the cache has them, so a warpgroup of its own widens V to
-float16, into a ring of two KV tiles that both consumers read. The weights are float16 then.
+of eight bits in another order than the cache has them, so two more warps widen V to float16, into
+a ring of two KV tiles that both consumers read. The weights are float16 then.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -54,7 +54,7 @@ MASKED = gl.constexpr(-1e30)
 # the rounded maximum would differ by 1e22, and the weights would be infinite.)
 LOWEST = gl.constexpr(-1e20)
 WIDE_TILES = gl.constexpr(2)  # KV tiles of V in float16
-WIDE_WARPS = gl.constexpr(2)
+WIDE_WARPS = gl.constexpr(2)  # that widen V; with the two producers they are a warpgroup
 
 
 @gluon.jit
@@ -103,8 +103,7 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
     barriers say that a tile of it is filled, the others that both consumers have done with it.
     """
     _, wide, wide_bars = widening
-    # 16 bytes of a row for each thread that writes: eight of them, which go to shared memory at
-    # once, then meet no bank twice
+    # each thread writes 16 bytes of a row: the eight that write at once then use every bank once
     ACROSS: gl.constexpr = D // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDE_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = 64 * 32 * WIDE_WARPS // D  # 64 numbers a thread at a time
@@ -263,7 +262,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                                     is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
             elif FP8:
-                # each half arrives once for each KV tile, after the one before it is done with
+                # else this half could arrive for a later KV tile before the other does for this
                 mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
             if FP8:
                 mbarrier.arrive(wide_bars.index(WIDE_TILES + count % WIDE_TILES), count=1)
@@ -345,7 +344,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     FP8: gl.constexpr = v_scale is not None
-    # room for the results, of 16 bits each
+    # the results, of 16 bits each, are staged where the queries were
     q_smem = gl.allocate_shared_memory(dtype, [2, 2 * HALF_ROWS if FP8 else HALF_ROWS, D], KV)
     widening = (v_scale, v_scale, v_scale)  # None: nothing to widen
     if FP8:
@@ -371,7 +370,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     # the first STAGES barriers say that a stage is filled, the others that it is free
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
-        # two producers fill a stage; consumers, and warps that widen, free it
+        # two producers fill a stage; both consumers, and the warps that widen, free it
         mbarrier.init(bars.index(i), count=3 if FP8 and i >= STAGES else 2)
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
