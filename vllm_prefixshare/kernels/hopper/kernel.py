@@ -11,8 +11,8 @@ the halves, spread evenly between the runs that both read: memory traffic of the
 hides behind the arithmetic of the shared ones.
 
 A quantised (e4m3) cache is multiplied as it is with quantised queries. V's product takes operands
-of eight bits in another order than the cache has them, so each consumer widens V to float16, in
-shared memory of its own, while K is multiplied. The weights are float16 then.
+of eight bits in another order than the cache has them, so two more warps widen V to float16, into
+a ring of two KV tiles that both consumers read. The weights are float16 then.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -53,11 +53,13 @@ MASKED = gl.constexpr(-1e30)
 # yet has weights of exactly zero. (With MASKED itself, the fused multiply-add of the exponent and
 # the rounded maximum would differ by 1e22, and the weights would be infinite.)
 LOWEST = gl.constexpr(-1e20)
+WIDE_TILES = gl.constexpr(2)  # KV tiles of V in float16
+WIDE_WARPS = gl.constexpr(2)  # that widen V; with the two producers they are a warpgroup
 
 
 @gluon.jit
-def _word(meta, i):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def _word(meta, i, WARPS: gl.constexpr = 4):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(meta.index(i).load(ONE), 0)
 
 
@@ -93,19 +95,39 @@ def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
 
 
 @gluon.jit
-def _widen(wide, narrow, D: gl.constexpr, KV_TILE: gl.constexpr):
-    """float16 from e4m3, both ``[KV_TILE, D]`` in shared memory; a few rows at a time, because the
-    accumulators leave few registers.
+def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
+           CHUNKS: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
+    """V of each KV tile as float16 from e4m3, for both consumers.
+
+    wide: ring of ``WIDE_TILES`` tiles ``[KV_TILE, D]``. wide_bars: the first ``WIDE_TILES``
+    barriers say that a tile of it is filled, the others that both consumers have done with it.
     """
-    ROWS: gl.constexpr = 64 if D <= 128 else 16
-    ACROSS: gl.constexpr = D // 16  # threads that read a row, 16 bytes each
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    barrier()  # every warp has finished with the old contents
-    for i in gl.static_range(KV_TILE // ROWS):
-        numbers = narrow.slice(i * ROWS, ROWS, 0).load(LAYOUT)
-        wide.slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
-    fence_async_shared()
-    barrier()
+    _, wide, wide_bars = widening
+    # each thread writes 16 bytes of a row: the eight that write at once then use every bank once
+    ACROSS: gl.constexpr = D // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDE_WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = 64 * 32 * WIDE_WARPS // D  # 64 numbers a thread at a time
+    count = 0
+    tile = gl.program_id(0) // (KV_HEADS * CHUNKS)
+    while tile >= 0:
+        num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
+        next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
+        kind = gl.where(num_runs > 0, 0, LAST_TILE)
+        while (kind & LAST_TILE) == 0:
+            stage = count % STAGES
+            place = count % WIDE_TILES
+            mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
+            kind = _word(meta, stage * 32 + KIND, WIDE_WARPS)
+            mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
+            for i in gl.static_range(KV_TILE // ROWS):
+                numbers = v_smem.index(stage).slice(i * ROWS, ROWS, 0).load(LAYOUT)
+                wide.index(place).slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(wide_bars.index(place), count=1)
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            count += 1
+        tile = next_tile
 
 
 @gluon.jit
@@ -118,7 +140,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     tile_info, slot_row, slot_partial, _, _, _, _ = plan
     (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
      stride_q, stride_out, cap_rate, widening) = io
-    v_scale, wide = widening
+    v_scale, wide, wide_bars = widening
     G: gl.constexpr = Q_HEADS // KV_HEADS
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
@@ -141,11 +163,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     q_tile = q_smem.index(HALF)
     out_tile = q_tile  # staging buffer for the results
     if FP8:
-        wide_v = wide.index(HALF)
-        WIDE: gl.constexpr = gl.NVMMASharedLayout(
+        q_tile = q_smem.index(HALF).slice(0, HALF_ROWS, 0)
+        OUT: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=128, element_bitwidth=16, rank=2
         )
-        out_tile = reinterpret(wide_v, dtype, [KV_TILE, D], WIDE).slice(0, HALF_ROWS, 0)
+        out_tile = reinterpret(q_smem.index(HALF), dtype, [HALF_ROWS, D], OUT)
     # rows count from the half's first request, or from the start of a request in several chunks
     base = gl.where(R > HALF_ROWS, chunk * TILE_ROWS + low, 0)
     row_q = base + gl.arange(0, HALF_ROWS, Q_ROW)
@@ -218,8 +240,6 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             if (last > low) & (first < high):
                 s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
                                   use_acc=False, is_async=True)
-                if FP8:
-                    _widen(wide_v, v_smem.index(stage), D, KV_TILE)
                 s = warpgroup_mma_wait(0, [s])
                 if cap_rate is not None:
                     # see the portable kernel: the hyperbolic tangent, which the cap scales
@@ -234,10 +254,18 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 m = m_new
                 total = total * alpha + gl.sum(p, 1)
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                v_tile = wide_v if FP8 else v_smem.index(stage)
+                v_tile = v_smem.index(stage)
+                if FP8:
+                    v_tile = wide.index(count % WIDE_TILES)
+                    mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
                 acc = warpgroup_mma(gl.convert_layout(p.to(weights), P), v_tile, acc,
                                     is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
+            elif FP8:
+                # else this half could arrive for a later KV tile before the other does for this
+                mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
+            if FP8:
+                mbarrier.arrive(wide_bars.index(WIDE_TILES + count % WIDE_TILES), count=1)
             mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
 
@@ -315,16 +343,24 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
-    q_smem = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, D], KV)
-    widening = (v_scale, v_scale)  # None: nothing to widen
-    if v_scale is not None:
+    FP8: gl.constexpr = v_scale is not None
+    # the results, of 16 bits each, are staged where the queries were
+    q_smem = gl.allocate_shared_memory(dtype, [2, 2 * HALF_ROWS if FP8 else HALF_ROWS, D], KV)
+    widening = (v_scale, v_scale, v_scale)  # None: nothing to widen
+    if FP8:
         WIDE: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=128, element_bitwidth=16, rank=2
         )
-        wide = gl.allocate_shared_memory(gl.float16, [2, KV_TILE, D], WIDE)
+        wide = gl.allocate_shared_memory(gl.float16, [WIDE_TILES, KV_TILE, D], WIDE)
+        wide_bars = gl.allocate_shared_memory(
+            gl.int64, [2 * WIDE_TILES, 1], mbarrier.MBarrierLayout()
+        )
+        for i in gl.static_range(WIDE_TILES):
+            mbarrier.init(wide_bars.index(i), count=1)
+            mbarrier.init(wide_bars.index(WIDE_TILES + i), count=2)
         head = gl.program_id(0) % KV_HEADS
         scale = gl.load(q_scale + head * q_scale_stride) * gl.load(k_scale + head * k_scale_stride)
-        widening = (gl.load(v_scale + head * v_scale_stride), wide)
+        widening = (gl.load(v_scale + head * v_scale_stride), wide, wide_bars)
         if cap_rate is not None:
             cap_rate *= scale
         else:
@@ -334,13 +370,15 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     # the first STAGES barriers say that a stage is filled, the others that it is free
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
-        mbarrier.init(bars.index(i), count=2)
+        # two producers fill a stage; both consumers, and the warps that widen, free it
+        mbarrier.init(bars.index(i), count=3 if FP8 and i >= STAGES else 2)
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
             run_row, run_kv_start, run_kv_end, run_readers)
     io = (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask,
           tree_words, stride_q, stride_out, cap_rate, widening)
     where = (block_rows, head_rows, head_cols)
+    WORKERS: gl.constexpr = 4 if FP8 else 3  # partitions beside the first
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
@@ -355,7 +393,9 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
             (produce, (False, merge_indptr, v_cache, table, seq_lens, num_lengths, query_start,
                        plan, stride_table, where, v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN,
                        R, D, BLOCK_SIZE, WINDOW, PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+            (_widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS, D, KV_TILE,
+                      STAGES)),
+        ][: 1 + WORKERS],
+        [4, 1, 1, WIDE_WARPS][:WORKERS],
+        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS][:WORKERS],
     )
