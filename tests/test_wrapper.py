@@ -56,7 +56,7 @@ def test_refuses_a_gpu_that_is_not_there():
         (TABLE.astype(np.int64) + 2**31, LENS, None, "block_table has entries beyond 32 bits"),
         (TABLE, LENS[:1], None, "block_table has 2 rows, seq_lens 1"),
         (TABLE, LENS + 8, None, r"seq_lens\[1\] = 49 goes beyond the block table: 3 blocks of 16"),
-        (TABLE, LENS * -1, None, r"seq_lens\[0\] = -41 is less than its own queries"),
+        (TABLE, LENS * -1, None, r"seq_lens\[0\] = -40 is less than its own queries"),
         (TABLE, LENS * 0, [0, 2, 3], r"seq_lens\[0\] = 0 is less than its own queries"),
         (TABLE * -1, LENS, None, r"block_table\[0, 0\] = -1: block ids start at 0"),
         (TABLE, LENS, [0, 1], "query_start_loc must rise from 0 over 3 entries"),

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from vllm_prefixshare.records import PrefixShareError
 
+#: newer releases of torch rename it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: number of groups made so far in this process, by their ranks; equal on every rank
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -176,7 +178,7 @@ class Ranks:
         gathered = x.new_empty(self.size, *x.shape)
         with self.within_time("an all-gather"):
             whole = gathered.view(-1), x.contiguous().view(-1)
-            dist.all_gather_into_tensor(*whole, group=self.group)
+            _all_gather(*whole, group=self.group)
         self.bytes_sent += (self.size - 1) * x.nbytes
         return gathered
 

@@ -113,7 +113,7 @@ class TorchExecutor(CpuExecutor):
         )
 
         owners = [p.tokens for p in shared] + [p.tokens for p in private]
-        tokens = torch.cat(owners).numpy()
+        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *owners]).numpy()
         wanted = tokens_of(rows, query_start_loc) if rows is not None else None
         total = int(query_start_loc[-1])
         merge = merge_slots(tokens, total, len(tokens), _padding(private, slot, len(tokens)))
