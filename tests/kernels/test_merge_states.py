@@ -93,7 +93,7 @@ def test_matches_float64(heads, head_dim, queries, dtype):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [(6, 80), (32, 128)])
-def test_whole_states_match_float64(dtype, heads, head_dim):
+def test_matches_float64_for_whole_states(dtype, heads, head_dim):
     """States lie apart from each other, as in messages gathered from ranks. One query sees nothing
     in one state, and its output there is not a number; another sees nothing at all.
     """

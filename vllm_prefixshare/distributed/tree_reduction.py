@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike
 
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.shards import Shard
-from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
+from vllm_prefixshare.merging import merge_states
+from vllm_prefixshare.operator import PrefixShareDecodeWrapper
 from vllm_prefixshare.records import PrefixShareError, host_integers
 
 

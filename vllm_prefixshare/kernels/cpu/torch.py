@@ -285,8 +285,7 @@ class TorchExecutor(CpuExecutor):
             lses = torch.cat([lses, x.sinks.float().expand(len(lses), 1, -1)], dim=1)
         weights = torch.softmax(lses, dim=1)[:, : parts.shape[1], :, None]
         if step.some_see_nothing:
-            empty = (lses == -torch.inf).all(1)[:, None, :, None]
-            weights = weights.masked_fill(empty, 0.0)
+            weights = weights.masked_fill(lses.isneginf().all(1)[:, None, :, None], 0.0)
         merged = parts.mul_(weights).sum(dim=1)
         if isinstance(x.v_scale, torch.Tensor):
             merged *= x.v_scale.repeat_interleave(group)[:, None]
