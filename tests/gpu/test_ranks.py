@@ -139,6 +139,8 @@ def replayed(
 def alone(rank: int, port: int) -> None:
     """The last rank ends before a collective that the other has begun."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # else PyTorch takes a minute to write down the state of nccl first
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
