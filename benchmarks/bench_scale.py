@@ -6,9 +6,15 @@
 
 All requests share one context, of which each rank holds a shard. Every row is checked first: the
 last and the first request are compared with one rank's attention over all tokens, in float32. Then
-both ways are timed in turns, on each rank from a barrier to the end of its work on the device. The
-time of a row is the slowest rank's, and the median over the repeats. The bound is the measured time
-in which a rank attends to its own shard, plus the measured time of one small all-reduce.
+all ways are timed in turns; the time of a row is the slowest rank's, and the median over the
+repeats.
+
+On GPUs each way is captured in a CUDA graph, as an engine would, and a replay is timed by events
+behind an all-reduce, with which the GPUs begin together; the L2 cache is overwritten before. The
+same calls launched from Python are timed by the host, from a barrier to the end of their work. The
+bound is the time in which a rank could read its shard and multiply, at the rates that a large copy
+and a large matrix product reach here, plus the measured time of one small all-reduce in a graph. A
+CPU has no graphs; there the bound is the time of the rank's own shard and of the small all-reduce.
 """
 
 import argparse
@@ -79,7 +85,8 @@ def main() -> int:
     results = multiprocessing.get_context("spawn").SimpleQueue()
     multiprocessing.spawn(rank_main, (args, port, results), nprocs=args.ranks)
     result = results.get()
-    print_table(result)
+    last = result["rows"][-1]
+    print(json.dumps({"bytes sent": last["bytes_sent"], "by the equations": last["bytes_model"]}))
     write(args.out, result)
     return 0 if all(row["right"] for row in result["rows"]) else 1
 
@@ -95,13 +102,24 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
-    decoders = make_decoders(args, device)
+    decoders, wrappers = make_decoders(args, device)
+    rates = None
+    if args.device == "cuda":
+        rates = ceilings(device)
+        # graphs hold a workspace, so it gets the room that the largest plan needs
+        blocks = -(-max(args.tokens) // (BLOCK_SIZE * args.ranks)) + 1
+        widest = np.tile(np.arange(blocks, dtype=np.int32), (max(args.requests), 1))
+        for wrapper in wrappers:
+            wrapper.plan(widest, np.full(len(widest), blocks * BLOCK_SIZE, np.int32))
+            wrapper.reserve()
     rows = []
+    if rank == 0:
+        print_heading(args)
     for tokens in args.tokens:
         for num_reqs in args.requests:
+            rows.append(measure(rank, args, device, decoders, rates, tokens, num_reqs))
             if rank == 0:
-                print(f"{tokens} tokens, {num_reqs} requests", file=sys.stderr, flush=True)
-            rows.append(measure(rank, args, device, decoders, tokens, num_reqs))
+                print_row(rows[-1])
     if rank == 0:
         kind = torch.cuda.get_device_name(device) if args.device == "cuda" else "CPU"
         results.put(
@@ -112,6 +130,8 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
                 "heads": args.heads,
                 "versions": versions(),
                 "repeats": args.repeats,
+                # bytes copied, read and written each, and operations, a microsecond
+                "rates": rates,
                 "rows": rows,
             }
         )
@@ -122,24 +142,42 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def make_decoders(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Each way, made once, because it connects when it is made."""
+def ceilings(device: torch.device) -> tuple[float, float]:
+    """What this GPU reaches: bytes a microsecond, in a copy of 4 GiB, and bfloat16 operations a
+    microsecond, in a product of 8192 x 8192 matrices.
+    """
+    data = torch.randn(1 << 30, device=device)
+    target = torch.empty_like(data)
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in "ab")
+    calls = (lambda: target.copy_(data)), (lambda: a @ b)
+    copying, product = (median(gpu_seconds(call) for _ in range(10)) for call in calls)
+    return 2 * data.nbytes / (1e6 * copying), 2 * 8192**3 / (1e6 * product)
+
+
+def make_decoders(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, Any], list[PrefixShareDecodeWrapper]]:
+    """Each way, made once, because it connects when it is made; and the operators of all."""
+    wrappers: list[PrefixShareDecodeWrapper] = []
 
     def wrapper() -> PrefixShareDecodeWrapper:
-        return PrefixShareDecodeWrapper(
-            num_qo_heads=args.qo_heads,
-            num_kv_heads=args.kv_heads,
-            head_dim=128,
-            block_size=BLOCK_SIZE,
-            dtype=dtype_on(device),
-            device=device,
+        wrappers.append(
+            PrefixShareDecodeWrapper(
+                num_qo_heads=args.qo_heads,
+                num_kv_heads=args.kv_heads,
+                head_dim=128,
+                block_size=BLOCK_SIZE,
+                dtype=dtype_on(device),
+                device=device,
+            )
         )
+        return wrappers[-1]
 
     decoders: dict[str, Any] = {
         way: TreeDecode(wrapper(), reduction=way, timeout=TIMEOUT) for way in REDUCTIONS
     }
     decoders["ring"] = RingDecode(wrapper, timeout=TIMEOUT)
-    return decoders
+    return decoders, wrappers
 
 
 def measure(
@@ -147,6 +185,7 @@ def measure(
     args: argparse.Namespace,
     device: torch.device,
     decoders: dict[str, Any],
+    rates: tuple[float, float] | None,
     tokens: int,
     num_reqs: int,
 ) -> dict[str, Any]:
@@ -181,36 +220,68 @@ def measure(
     small = torch.zeros(SMALL // 4, device=device)
     runs["small all-reduce"] = lambda: alone.ranks.all_reduce(small)
 
+    on_gpu = device.type == "cuda"
     expected = whole_context(args, q, caches, int(own_lens[0]))
-    errors, sent, peaks = {}, {}, {}
+    sent, peaks = {}, {}
+    errors: dict[str, float] = dict.fromkeys(decoders, 0.0)
+
+    def check(way: str, out: torch.Tensor) -> None:
+        error = (out[[0, -1]].float() - expected).norm() / expected.norm()
+        # not the larger of both: a NaN would be lost
+        errors[way] = errors[way] if float(error) <= errors[way] else float(error)
+
     for way in decoders:
         before = decoders[way].ranks.bytes_sent
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             start = torch.cuda.memory_allocated()
         out, _ = runs[way]()
         sent[way] = decoders[way].ranks.bytes_sent - before
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
             peaks[way] = torch.cuda.max_memory_allocated() - start
-        error = (out[[0, -1]].float() - expected).norm() / expected.norm()
-        errors[way] = float(error)
-    times = in_turns(runs, args.repeats, device)
+        check(way, out)
+    # large, because writing it must take longer than launching a replay on the slower host
+    flush = torch.empty(4 << 30, dtype=torch.uint8, device=device) if on_gpu else None
+
+    def begin_together() -> None:
+        dist.barrier()
+        flush.zero_()
+        runs["small all-reduce"]()
+
+    times = launched = in_turns(runs, args.repeats, lambda run: host_seconds(run, flush))
+    if on_gpu:
+        graphs = {way: Captured(run) for way, run in runs.items()}
+        for way in decoders:
+            out, _ = graphs[way].result
+            out.fill_(torch.nan)
+            graphs[way].graph.replay()
+            check(way, out)
+        replays = {way: graph.graph.replay for way, graph in graphs.items()}
+        times = in_turns(replays, args.repeats, lambda run: gpu_seconds(run, begin_together))
     everyone: list[Any] = [None] * args.ranks
-    dist.all_gather_object(everyone, (times, errors))
-    slowest = {
-        way: median(max(of[0][way][i] for of in everyone) for i in range(args.repeats))
-        for way in runs
-    }
-    worst = {way: max(of[1][way] for of in everyone) for way in errors}
+    dist.all_gather_object(everyone, (times, launched, errors))
+    us, launched_us = (
+        {
+            way: round(1e6 * median(max(t) for t in zip(*(r[way] for r in ranks), strict=True)), 2)
+            for way in runs
+        }
+        for ranks in ([of[i] for of in everyone] for i in range(2))
+    )
+    roof = us["own shard"]
+    if rates is not None:
+        roof = max(layer.kv_bytes / rates[0], layer.flops / rates[1]) / args.ranks
+    tolerance = TOLERANCE[str(dtype).removeprefix("torch.")]
     return {
         "tokens": tokens,
         "requests": num_reqs,
-        "us": {way: round(1e6 * seconds, 2) for way, seconds in slowest.items()},
-        "bound_us": round(1e6 * (slowest["own shard"] + slowest["small all-reduce"]), 2),
-        "errors": worst,
-        "right": max(worst.values()) <= TOLERANCE[str(dtype).removeprefix("torch.")],
+        "us": us,
+        "launched_us": launched_us,
+        "roof_us": round(roof, 2),
+        "bound_us": round(roof + us["small all-reduce"], 2),
+        "errors": {way: max(of[2][way] for of in everyone) for way in errors},
+        "right": all(error <= tolerance for of in everyone for error in of[2].values()),
         "bytes_sent": sent,
         "bytes_model": {
             "gather": scaling.gather_bytes(layer, args.ranks),
@@ -250,46 +321,82 @@ def whole_context(
     return merged
 
 
+class Captured:
+    """A call in a CUDA graph, and the tensors that it returned."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        run()  # connects and compiles
+        torch.cuda.synchronize()
+        dist.barrier()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.result = run()
+        torch.cuda.synchronize()
+
+
 def in_turns(
-    runs: dict[str, Callable[[], Any]], repeats: int, device: torch.device
+    runs: dict[str, Callable[[], Any]],
+    repeats: int,
+    seconds_of: Callable[[Callable[[], Any]], float],
 ) -> dict[str, list[float]]:
-    """Seconds of each repeat of each way, in turns; the L2 cache is overwritten before each run."""
-    flush = (
-        torch.empty(256 << 20, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-    )
+    """Seconds of each repeat of each way, in turns, after two of each that do not count."""
     times: dict[str, list[float]] = {way: [] for way in runs}
     for repeat in range(-2, repeats):
         for way, run in runs.items():
-            if flush is not None:
-                flush.zero_()
-                torch.cuda.synchronize()
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            seconds = seconds_of(run)
             if repeat >= 0:
-                times[way].append(time.perf_counter() - began)
+                times[way].append(seconds)
     return times
 
 
-def print_table(result: dict[str, Any]) -> None:
-    print(f"{result['ranks']} ranks, {result['device']}, heads {result['heads']}; microseconds")
-    names = ["gather", "all_reduce", "energy", "ring", "own shard", "small all-reduce"]
-    print(f"{'tokens':>9} {'reqs':>5} " + " ".join(f"{n:>12.12}" for n in names)
-          + f" {'ring/tree':>10} {'tree/bound':>10} {'worst error':>11}")  # fmt: skip
-    for row in result["rows"]:
-        us = row["us"]
-        best = min(us[way] for way in REDUCTIONS)
-        print(
-            f"{row['tokens']:>9} {row['requests']:>5} "
-            + " ".join(f"{us[n]:12.1f}" for n in names)
-            + f" {us['ring'] / best:10.2f} {best / row['bound_us']:10.2f}"
-            + f" {max(row['errors'].values()):11.1e}"
-            + ("" if row["right"] else "  WRONG")
-        )
-    print(json.dumps({"bytes sent": result["rows"][-1]["bytes_sent"],
-                      "by the equations": result["rows"][-1]["bytes_model"]}))  # fmt: skip
+def host_seconds(run: Callable[[], Any], flush: torch.Tensor | None) -> float:
+    """Seconds from a barrier to the end of the work, on the GPU if there is a buffer to flush its
+    L2 cache with.
+    """
+    if flush is not None:
+        flush.zero_()
+        torch.cuda.synchronize()
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    if flush is not None:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def gpu_seconds(run: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
+    """Seconds that the GPU takes; the host launches the work while ``before`` still runs."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if before is not None:
+        before()
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e-3 * begin.elapsed_time(end)
+
+
+WAYS = (*REDUCTIONS, "ring", "own shard", "small all-reduce")
+
+
+def print_heading(args: argparse.Namespace) -> None:
+    what = "microseconds; launched: the best tree's without a graph"
+    print(f"{args.ranks} ranks, {args.device}, heads {args.heads}; {what}")
+    names = *WAYS, "bound", "ring/tree", "tree/bound", "launched", "error"
+    print(f"{'tokens':>9} {'reqs':>5} " + " ".join(f"{n:>10.10}" for n in names), flush=True)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    us = row["us"]
+    best, launched = (min(x[way] for way in REDUCTIONS) for x in (us, row["launched_us"]))
+    print(
+        f"{row['tokens']:>9} {row['requests']:>5} "
+        + " ".join(f"{x:10.1f}" for x in (*(us[way] for way in WAYS), row["bound_us"]))
+        + f" {us['ring'] / best:10.2f} {best / row['bound_us']:10.2f} {launched:10.1f}"
+        + f" {max(row['errors'].values()):10.1e}"
+        + ("" if row["right"] else "  WRONG"),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ FLOORS = {
     "costs.profile_plans": (RUNS, {"numpy"}),
     "costs.gpu_timing": (set(), {"numpy", "torch"}),
     "operator": (RUNS | {"costs.lookup"}, {"numpy", "torch"}),
-    "distributed": (RUNS | {"operator"}, {"numpy", "torch"}),
+    "merging": ({"records", "kernels"}, {"torch"}),
+    "distributed": (RUNS | {"operator", "merging"}, {"numpy", "torch"}),
     "integration": (
         RUNS | {"costs.lookup", "costs.profile_cpu"},
         {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"},
@@ -66,7 +67,7 @@ FLOORS = {
         | {"costs.profile_cpu", "costs.profile_gpu"},
         {"numpy", "PIL", "torch", "transformers"},
     ),
-    "__init__": ({"records", "operator"}, set()),
+    "__init__": ({"records", "operator", "merging"}, set()),
 }
 OWN = "vllm_prefixshare"
 

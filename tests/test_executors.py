@@ -154,6 +154,26 @@ def test_interleaved_shards_merge_to_the_whole(interleave):
     assert relative_error(out, reference(whole)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("divider", ["flashforge", "depth_first"])
+@pytest.mark.parametrize("empty", [[1, 6], range(8)], ids=["some", "all"])
+def test_a_request_without_tokens_has_no_weight(empty, divider):
+    batch = paged_batch()
+    expected = run(batch, wrapper_for(batch))
+    rows = list(empty)
+    seen = np.setdiff1d(np.arange(len(batch.seq_lens)), rows)
+    batch.seq_lens[rows] = 0
+    batch.block_table[rows] = -1
+    wrapper = wrapper_for(batch, divider=divider)
+    wrapper.plan(batch.block_table, batch.seq_lens)
+    given = torch.full_like(batch.q, torch.nan), torch.full(batch.q.shape[:2], torch.nan)
+    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
+    out, lse = wrapper.run(*arguments, given[0], lse=given[1], return_lse=True)
+    assert (out is given[0] and lse is given[1]) and (out[rows] == 0).all()
+    assert lse.isneginf().all(1).nonzero().flatten().tolist() == rows
+    torch.testing.assert_close(out[seen], expected[seen], rtol=1e-5, atol=1e-5)
+    assert wrapper.run(*arguments, lse=given[1].fill_(0)).equal(out) and lse.isneginf().any()
+
+
 def test_a_plan_serves_growing_sequences():
     batch = paged_batch(requests=3)
     wrapper = wrapper_for(batch)

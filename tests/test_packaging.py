@@ -56,6 +56,14 @@ def test_entry_points_lead_to_functions(point):
     assert callable(point.load())
 
 
+def test_no_extra_replaces_the_users_vllm():
+    project = SETTINGS["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(r) for r in (*project["dependencies"], *extras["ray"])]
+    # ray[llm] pins a vLLM
+    assert not [r for r in wanted if r.name == "vllm" or "llm" in r.extras]
+
+
 def build(kind: str, source: Path, folder: Path) -> Path:
     """Build an ``sdist`` or a ``wheel`` with setuptools' own backend, which needs no network."""
     folder.mkdir()

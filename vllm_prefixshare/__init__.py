@@ -18,14 +18,15 @@ __all__ = [
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.operator import LayerExtras, PrefixShareDecodeWrapper, merge_states
+    from vllm_prefixshare.merging import merge_states
+    from vllm_prefixshare.operator import LayerExtras, PrefixShareDecodeWrapper
 
 
 def __getattr__(name: str) -> Any:
     if name in ("LayerExtras", "PrefixShareDecodeWrapper", "merge_states"):
         try:
-            from vllm_prefixshare import operator
+            from vllm_prefixshare import merging, operator
         except ModuleNotFoundError as e:
             raise PrefixShareError(f"{name} needs {e.name}: install it with pip first.") from None
-        return getattr(operator, name)
+        return getattr(merging if name == "merge_states" else operator, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """PrefixShareDecodeWrapper: plan once, run once per layer, like FlashInfer's wrappers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -166,7 +166,9 @@ class PrefixShareDecodeWrapper:
 
         Args:
             block_table: host ``[num_reqs, max_blocks]`` physical block ids.
-            seq_lens: host ``[num_reqs]`` tokens of each request, its queries included.
+            seq_lens: host ``[num_reqs]`` tokens of each request, its queries included. 0 for a
+                request of one query that sees no token here, because the tokens of its context lie
+                elsewhere: its output is 0 and its log-sum-exp ``-inf``.
             query_start_loc: host ``[num_reqs + 1]`` query tokens of each request, which are
                 its last ones; one query each if None.
             query_parents: host ``[num_tokens]``: the queries of a request form a tree, and this
@@ -216,7 +218,8 @@ class PrefixShareDecodeWrapper:
             raise PrefixShareError(
                 f"query_start_loc must rise from 0 over {n + 1} entries: every request has a query."
             )
-        short = np.flatnonzero(lens < np.diff(starts))
+        queries = np.diff(starts)
+        short = np.flatnonzero((lens < queries) & ((lens != 0) | (queries > 1)))
         if len(short):
             raise PrefixShareError(
                 f"seq_lens[{short[0]}] = {lens[short[0]]} is less than its own queries."
@@ -241,16 +244,16 @@ class PrefixShareDecodeWrapper:
     def run(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None,
         block_table: ArrayLike | torch.Tensor, seq_lens: ArrayLike | torch.Tensor,
-        out: torch.Tensor | None = None, *, return_lse: Literal[False] = False,
-        extras: LayerExtras | None = None,
+        out: torch.Tensor | None = None, *, lse: torch.Tensor | None = None,
+        return_lse: Literal[False] = False, extras: LayerExtras | None = None,
     ) -> torch.Tensor: ...
 
     @overload
     def run(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None,
         block_table: ArrayLike | torch.Tensor, seq_lens: ArrayLike | torch.Tensor,
-        out: torch.Tensor | None = None, *, return_lse: Literal[True],
-        extras: LayerExtras | None = None,
+        out: torch.Tensor | None = None, *, lse: torch.Tensor | None = None,
+        return_lse: Literal[True], extras: LayerExtras | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     # fmt: on
 
@@ -263,6 +266,7 @@ class PrefixShareDecodeWrapper:
         seq_lens: ArrayLike | torch.Tensor,
         out: torch.Tensor | None = None,
         *,
+        lse: torch.Tensor | None = None,
         return_lse: bool = False,
         extras: LayerExtras | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -278,6 +282,7 @@ class PrefixShareDecodeWrapper:
                 may be captured in a CUDA graph that is replayed under later plans.
             out: output tensor, shaped like ``q``; with ``kv_lora_rank``
                 ``[num_tokens, num_qo_heads, kv_lora_rank]``.
+            lse: where the log-sum-exp is written, shaped and typed as it is returned, contiguous.
             return_lse: return the log-sum-exp as well: the logarithm of the sum of the
                 exponentials of a query's scaled scores, with which ``merge_states`` merges results
                 over other KV tokens of the same queries. On a GPU the first such call compiles
@@ -300,15 +305,16 @@ class PrefixShareDecodeWrapper:
         assert v_cache is not None
         if out is None:
             out = q.new_empty((*q.shape[:-1], self.attention.v_head_dim), dtype=self.dtype)
+        if return_lse and lse is None:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         if not self.last_plan.num_reqs:
-            return (out, q.new_empty(q.shape[:2]).float()) if return_lse else out
+            return out if lse is None or not return_lse else (out, lse)
         if self.device.type == "cpu":
             self._follow(block_table, seq_lens)
         self._check_cache(k_cache, v_cache)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         arguments = q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale
         self._executor.run(*arguments, lse=lse, extras=extras)
-        return out if lse is None else (out, lse)
+        return out if lse is None or not return_lse else (out, lse)
 
     def _follow(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
         """Check a host batch that is not the one last prepared, and prepare it: sequences may
@@ -371,49 +377,3 @@ class PrefixShareDecodeWrapper:
             plan_seconds=counters.plan_seconds,
             row_tiles=self._executor.row_tiles,
         )
-
-
-def merge_states(
-    outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention of the same queries over parts of their KV tokens into attention over all
-    of them: the average of the outputs, weighted by their sums of exponentials (FlashForge
-    section 4.2, POR). States are merged in the order given, by torch operators on any device,
-    so that a CUDA graph may capture the call.
-
-    Args:
-        outs: ``[num_states, num_tokens, num_qo_heads, head_dim]``, or a sequence of states.
-        lses: float32 ``[num_states, num_tokens, num_qo_heads]``, natural logarithm, as ``run``
-            returns them; ``-inf`` where a query saw no token: its output is not read there.
-
-    Returns:
-        The output ``[num_tokens, num_qo_heads, head_dim]`` in the dtype of ``outs``, and its
-        log-sum-exp, float32; the pair can be merged further. Where no state saw a token the
-        output is 0 and the log-sum-exp ``-inf``.
-
-    Raises:
-        PrefixShareError: shapes that disagree, no states, or logarithms that are not float32.
-    """
-    states, weights = (_stacked(name, x) for name, x in (("outs", outs), ("lses", lses)))
-    if states.dim() != 4 or states.shape[:3] != weights.shape or not len(states):
-        raise PrefixShareError(
-            "outs and lses must be [num_states, num_tokens, num_qo_heads, head_dim] and its first "
-            f"three dimensions, got {list(states.shape)} and {list(weights.shape)}."
-        )
-    if weights.dtype != torch.float32 or states.device != weights.device:
-        raise PrefixShareError(
-            f"lses must be float32 on {states.device}, got {weights.dtype} on {weights.device}."
-        )
-    lse = torch.logsumexp(weights, 0)
-    share = torch.exp(weights - lse.masked_fill(lse == -torch.inf, 0.0))[..., None]
-    merged = torch.where(share == 0, 0.0, states.float() * share).sum(0)
-    return merged.to(states.dtype), lse
-
-
-def _stacked(name: str, states: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    if isinstance(states, torch.Tensor):
-        return states
-    try:
-        return torch.stack(list(states))
-    except (TypeError, RuntimeError) as e:
-        raise PrefixShareError(f"{name} must be tensors of one shape and device ({e}).") from None

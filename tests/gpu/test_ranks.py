@@ -1,10 +1,12 @@
-"""Tree reduction and ring attention over NCCL, on two GPUs, against attention in float64.
+"""Tree reduction and ring attention over NCCL, on two GPUs, launched one by one and in a CUDA
+graph, against attention in float64.
 
 python -m pytest -m gpu tests/gpu/test_ranks.py
 """
 
 import hashlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from tests.batches import paged_batch
+from tests.batches import PagedBatch, paged_batch
 from tests.distributed.at_work import WAYS, own_part, whole
 from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
@@ -22,6 +25,8 @@ from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 from .layer import ON_GPU
 
 RANKS = 2
+SOON = 5.0  # seconds within which a rank must answer, where one does not
+Tensors = list[torch.Tensor]
 pytestmark = [
     *ON_GPU,
     pytest.mark.skipif(
@@ -33,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
     "documents": {"document_blocks": 21, "private_blocks": 9},
     "one short request": {"documents": 1, "requests": 1},
 }
+#: a graph of "documents", replayed under other contents of its tensors
+REPLAYS = ("replay 0", "replay 1", "replay 2")
+SHAPE: dict[str, Any] = {"heads": (32, 8), "head_dim": 128, "dtype": torch.bfloat16}
 
 
 def at_work(rank: int, port: int, results: Any) -> None:
@@ -47,49 +55,138 @@ def at_work(rank: int, port: int, results: Any) -> None:
             num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16, device=device
         )
 
+    wrappers = {way: wrapper() for way in WAYS if way != "ring"}
     decoders: dict[str, Any] = {
-        way: RingDecode(wrapper) if way == "ring" else TreeDecode(wrapper(), reduction=way)
+        way: TreeDecode(wrappers[way], reduction=way) if way in wrappers else RingDecode(wrapper)
         for way in WAYS
     }
     found = {}
     for case, options in CASES.items():
-        batch = paged_batch(**options, heads=(32, 8), head_dim=128, dtype=torch.bfloat16)
+        batch = paged_batch(**options, **SHAPE)
         if case == "one short request":
             batch.seq_lens[:] = 5
-        wanted, wanted_lse = whole(batch)
-        table, lens, caches = own_part(batch, rank, RANKS)
-        # a GPU kernel multiplies whole blocks: tokens past a length must be finite
-        on_gpu = [c.nan_to_num().to(device) for c in caches]
-        q = batch.q.to(device)
-        part = Shard(*on_gpu, *(torch.from_numpy(x).to(device) for x in (table, lens)))
+        table, lens, tensors = on_gpu(batch, rank, device)
         for way, decoder in decoders.items():
             decoder.plan(table, lens)
-            out, lse = decoder.run(q, *(on_gpu if way == "ring" else [part]))
-            error = (out.cpu().double() - wanted).norm() / wanted.norm()
-            lse_error = (lse.cpu().double() - wanted_lse).abs().max()
-            bits = hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
-            found[case, way] = float(error), float(lse_error), bits
+            out, lse = run(way, decoder, tensors)
+            found[case, way] = compared(batch, out, lse)
+    for way, decoder in decoders.items():
+        for case, result in zip(REPLAYS, replayed(way, decoder, wrappers, rank), strict=True):
+            found[case, way] = result
     results.put((rank, found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def on_gpu(batch: PagedBatch, rank: int, device: torch.device) -> tuple[Any, Any, Tensors]:
+    """Table and lengths of the rank's shard, and the tensors of a run."""
+    table, lens, caches = own_part(batch, rank, RANKS)
+    # a GPU kernel multiplies whole blocks: tokens past a length must be finite
+    parts = batch.q, *(c.nan_to_num() for c in caches), *map(torch.from_numpy, (table, lens))
+    return table, lens, [x.to(device) for x in parts]
+
+
+def run(way: str, decoder: Any, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    q, *part = tensors
+    out, lse = decoder.run(q, *part[:2]) if way == "ring" else decoder.run(q, Shard(*part))
+    return out, lse
+
+
+def compared(batch: PagedBatch, out: torch.Tensor, lse: torch.Tensor) -> tuple[float, float, str]:
+    """Errors against float64, and a hash of the output."""
+    wanted, wanted_lse = whole(batch)
+    error = (out.cpu().double() - wanted).norm() / wanted.norm()
+    lse_error = (lse.cpu().double() - wanted_lse).abs().max()
+    bits = hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
+    return float(error), float(lse_error), bits
+
+
+def replayed(
+    way: str, decoder: Any, wrappers: dict[str, PrefixShareDecodeWrapper], rank: int
+) -> Iterator[tuple[float, float, str]]:
+    """A graph captured once, replayed with other queries and KV; for a tree reduction also with
+    other block tables and lengths, some of which leave a shard empty, under plans made since.
+    """
+    device = torch.device("cuda", rank)
+    batches = [paged_batch(**CASES["documents"], **SHAPE, seed=i) for i in range(len(REPLAYS))]
+    batches[1].seq_lens[:3] = 5
+    for batch in batches:
+        batch.k_cache, batch.v_cache = batch.k_cache.nan_to_num(), batch.v_cache.nan_to_num()
+        if way == "ring":
+            batch.block_table, batch.seq_lens = batches[0].block_table, batches[0].seq_lens
+    table, lens, tensors = on_gpu(batches[0], rank, device)
+    decoder.plan(table, lens)
+    if way in wrappers:
+        wrappers[way].reserve()
+    run(way, decoder, tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out, lse = run(way, decoder, tensors)
+    for batch in batches:
+        table, lens, others = on_gpu(batch, rank, device)
+        for old, new in zip(tensors, others, strict=True):
+            old.copy_(new)
+        if way in wrappers:
+            decoder.plan(table, lens)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        yield compared(batch, out, lse)
+
+
+def alone(rank: int, port: int) -> None:
+    """The last rank ends before a collective that the other has begun."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # else PyTorch takes a minute to write down the state of nccl first
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    ranks = Ranks(torch.device("cuda", rank), {}, timeout=SOON)
+    x = torch.ones(1024, device="cuda")
+    ranks.all_reduce(x)
+    torch.cuda.synchronize()
+    if rank == RANKS - 1:
+        os._exit(7)
+    ranks.all_reduce(x)
+    torch.cuda.synchronize()
+
+
+def free_port() -> int:
+    probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return probe.port
 
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[int, dict[Any, Any]]:
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    # a free port, which the first rank opens again
-    probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = probe.port
-    del probe
-    multiprocessing.spawn(at_work, (port, results), nprocs=RANKS)
+    multiprocessing.spawn(at_work, (free_port(), results), nprocs=RANKS)
     return dict(results.get() for _ in range(RANKS))
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *REPLAYS])
 def test_every_rank_has_the_attention_over_all_tokens(ranks, case, way):
     for error, lse_error, _ in (found[case, way] for found in ranks.values()):
         assert error < 8e-3 and lse_error < 2e-2
     if way != "ring":  # ranks that continue decoding must choose the same token
         assert ranks[0][case, way][2] == ranks[1][case, way][2]
+
+
+def test_a_rank_whose_partner_has_ended_ends():
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    processes = [context.Process(target=alone, args=(rank, port)) for rank in range(RANKS)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        first, last = (process.exitcode for process in processes)
+        assert last == 7
+        assert first not in (None, 0), "it must end, and not well"
+    finally:
+        for process in processes:
+            process.kill()

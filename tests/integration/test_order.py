@@ -9,8 +9,9 @@ import pickle
 import random
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -33,6 +34,7 @@ from vllm_prefixshare.integration.order import (
     DEPTHS,
     OfflinePrefixOrderAsyncScheduler,
     OfflinePrefixOrderScheduler,
+    PrefixOrderScheduler,
     PrefixQueue,
     order_requests,
 )
@@ -291,31 +293,64 @@ def prompts_about(documents: int, questions: int, tokens: int) -> list[list[int]
     return [[*text, *rng.choices(range(1000), k=20)] for text in texts for _ in range(questions)]
 
 
-def prefilled(scheduler: Any, prompts: list[list[int]], answer: int = 3) -> tuple[int, list[str]]:
-    """Serve ``prompts``: the number of computed prefill tokens, and the order of admission."""
+def next_token(tokens: list[int]) -> int:
+    """What follows ``tokens``, in place of a model."""
+    return hash(tuple(tokens)) % 1000
+
+
+def answer_to(prompt: list[int], tokens: int = 3) -> list[int]:
+    whole = list(prompt)
+    for _ in range(tokens):
+        whole.append(next_token(whole))
+    return whole[len(prompt) :]
+
+
+class Served(NamedTuple):
+    """computed: prefill tokens. admitted: requests in their order. answers: of each prompt."""
+
+    computed: int
+    admitted: list[str]
+    answers: list[list[int]]
+
+
+def serve(scheduler: Any, prompts: list[list[int]], pause: int = 0) -> Served:
+    """Answer ``prompts``, which arrive ``pause`` steps apart. Tokens are written to the blocks that
+    the scheduler names, and an answer follows from what a request then finds in its blocks.
+    """
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=answer, ignore_eos=True)
-        scheduler.add_request(Request(str(i), prompt, params, None, block_hasher=hasher))
+    memory: dict[tuple[int, int], int] = {}  # (block, place in it) -> token
     computed, admitted, finished = 0, [], 0
-    for _ in range(20 * len(prompts)):
+    answers: list[list[int]] = [[] for _ in prompts]
+    for now in range(60 * len(prompts)):
+        for i, prompt in enumerate(prompts):
+            if i * pause == now:
+                params = SamplingParams(max_tokens=3, ignore_eos=True)
+                scheduler.add_request(Request(str(i), prompt, params, None, block_hasher=hasher))
         step = scheduler.schedule()
         admitted += [r.req_id for r in step.scheduled_new_reqs]
-        sampled = []
+        places = {}
         for name, count in step.num_scheduled_tokens.items():
             request = scheduler.requests[name]
-            before = request.num_computed_tokens - count
-            computed += max(0, min(count, request.num_prompt_tokens - before))
-            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
-        names = list(step.num_scheduled_tokens)
+            end = request.num_computed_tokens
+            computed += max(0, min(count, request.num_prompt_tokens - end + count))
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
+            places[name] = [(blocks[i // BLOCK], i % BLOCK) for i in range(end)]
+            for i in range(end - count, end):
+                memory[places[name][i]] = request.all_token_ids[i]
+        sampled = []
+        for name, where in places.items():
+            whole = len(where) >= scheduler.requests[name].num_tokens
+            sampled.append([next_token([memory[place] for place in where])] if whole else [])
         outputs = scheduler.update_from_output(
             step,
-            ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled),
+            ModelRunnerOutput(list(places), {n: i for i, n in enumerate(places)}, sampled),
         )
-        finished += sum(o.finish_reason is not None for c in outputs.values() for o in c.outputs)
+        for output in (o for c in outputs.values() for o in c.outputs):
+            answers[int(output.request_id)] += output.new_token_ids
+            finished += output.finish_reason is not None
         if finished == len(prompts):
-            return computed, admitted
+            return Served(computed, admitted, answers)
     raise AssertionError("requests were left")
 
 
@@ -325,12 +360,30 @@ def test_shuffled_requests_compute_as_little_as_grouped_ones(model_config):
     shuffled = random.Random(1).sample(grouped, len(grouped))
     plain = functools.partial(make_scheduler, Scheduler)
     ordered = functools.partial(make_scheduler, OfflinePrefixOrderScheduler)
-    best, _ = prefilled(plain(make_config(model_config, 60)), grouped)
-    worst, _ = prefilled(plain(make_config(model_config, 60)), shuffled)
-    ours, admitted = prefilled(ordered(make_config(model_config, 60)), shuffled)
-    assert best < worst / 2
-    assert ours <= best
-    assert sorted(map(int, admitted)) == list(range(30)), "each once"
+    best = serve(plain(make_config(model_config, 60)), grouped)
+    worst = serve(plain(make_config(model_config, 60)), shuffled)
+    ours = serve(ordered(make_config(model_config, 60)), shuffled)
+    assert best.computed < worst.computed / 2
+    assert ours.computed <= best.computed
+    assert sorted(map(int, ours.admitted)) == list(range(30)), "each once"
+    assert ours.answers == worst.answers
+
+
+@hypothesis.settings(max_examples=60)
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 24)),
+    num_blocks=st.integers(30, 80),
+    pause=st.integers(0, 4),
+    seed=st.integers(0, 9),
+    make=st.sampled_from([Scheduler, PrefixOrderScheduler, OfflinePrefixOrderScheduler]),
+)
+def test_order_changes_no_answer(model_config, shape, num_blocks, pause, seed, make):
+    documents, questions, blocks = shape
+    prompts = prompts_about(documents, questions, blocks * BLOCK)
+    random.Random(seed).shuffle(prompts)
+    scheduler = make_scheduler(make, make_config(model_config, num_blocks))
+    served = serve(scheduler, prompts, pause)
+    assert served.answers == [answer_to(prompt) for prompt in prompts]
 
 
 def test_a_priority_policy_keeps_its_priorities(model_config):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm_prefixshare.kernels.merge_states import merge_states
+from vllm_prefixshare import merge_states as merge_in_torch
+from vllm_prefixshare.kernels.merge_states import merge_stacked, merge_states
 
 from .portable import DEVICE
 
@@ -87,3 +88,28 @@ def test_matches_float64(heads, head_dim, queries, dtype):
                 continue
             expected = merged(partial_out, partial_lse, first, last, query, query_len)
             assert (got - expected).norm() / expected.norm() < torch.finfo(dtype).eps
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [(6, 80), (32, 128)])
+def test_matches_float64_for_whole_states(dtype, heads, head_dim):
+    """States lie apart from each other, as in messages gathered from ranks. One query sees nothing
+    in one state, and its output there is not a number; another sees nothing at all.
+    """
+    torch.manual_seed(0)
+    outs = torch.randn(3, 5, 2 * heads, head_dim).to(dtype)[:, :, :heads].contiguous()
+    spread = torch.randn(3, outs[0].numel() + 24).to(dtype)
+    outs = spread[:, :-24].copy_(outs.flatten(1)).unflatten(1, outs.shape[1:])
+    lses = torch.randn(3, 5, heads) * 5
+    lses[1, 2] = lses[:, 4] = -torch.inf
+    outs[1, 2] = outs[:, 4] = torch.nan
+    assert not outs.is_contiguous() and outs[0].is_contiguous()
+    out, lse = (x.cpu() for x in merge_stacked(outs.to(DEVICE), lses.to(DEVICE)))
+    assert out.dtype == dtype and (out[4] == 0).all() and lse[4].isneginf().all()
+    weights = torch.softmax(lses[:, :4].double(), 0)[..., None]
+    expected = (weights * outs[:, :4].double().nan_to_num()).sum(0)
+    assert (out[:4] - expected).norm() / expected.norm() < torch.finfo(dtype).eps * 4
+    torch.testing.assert_close(lse, merge_in_torch(outs, lses)[1], rtol=1e-6, atol=1e-6)
+    turned = outs.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(merge_stacked(turned.to(DEVICE), lses.to(DEVICE))[0].cpu(), out)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from vllm_prefixshare.records import PrefixShareError
 
+#: newer releases of torch rename it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: number of groups made so far in this process, by their ranks; equal on every rank
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -37,7 +39,7 @@ class Ranks:
     Attributes:
         rank, size: this rank, and how many there are.
         bytes_sent: bytes that this rank has sent so far if collectives are rings; messages
-            on the host are not counted.
+            on the host are not counted, and what a CUDA graph sends counts at its capture only.
 
     Raises:
         PrefixShareError: torch.distributed is not initialised, the backend is missing on a rank,
@@ -175,7 +177,8 @@ class Ranks:
         """
         gathered = x.new_empty(self.size, *x.shape)
         with self.within_time("an all-gather"):
-            dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=self.group)
+            whole = gathered.view(-1), x.contiguous().view(-1)
+            _all_gather(*whole, group=self.group)
         self.bytes_sent += (self.size - 1) * x.nbytes
         return gathered
 
@@ -199,10 +202,13 @@ class Ranks:
             works = dist.batch_isend_irecv(operations)
         self.bytes_sent += sum(t.nbytes for t in tensors)
 
+        # given a time, nccl would block the host instead of the stream; its watchdog has the time
+        patience = () if received[0].is_cuda else (self.timeout,)
+
         def wait() -> None:
             with self.within_time("passing KV on"):
                 for work in works:
-                    work.wait(self.timeout)
+                    work.wait(*patience)
 
         return received, wait
 

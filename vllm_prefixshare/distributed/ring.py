@@ -10,9 +10,9 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 
 from vllm_prefixshare.distributed.ranks import Ranks
-from vllm_prefixshare.distributed.shards import Shard
-from vllm_prefixshare.distributed.tree_reduction import partial_of, shape_of
-from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
+from vllm_prefixshare.distributed.tree_reduction import shape_of
+from vllm_prefixshare.merging import merge_states
+from vllm_prefixshare.operator import PrefixShareDecodeWrapper
 from vllm_prefixshare.records import PrefixShareError
 
 
@@ -41,7 +41,7 @@ class RingDecode:
             first.device, shape_of(first), group=group, timeout=timeout, backend=backend
         )
         self._wrappers = [first, *(make_wrapper() for _ in range(self.ranks.size - 1))]
-        self._tables: list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
+        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_reqs = -1
         self._agreed: object = None
 
@@ -65,16 +65,15 @@ class RingDecode:
         self._num_reqs, self._tables = counts[0], []
         device = self._wrappers[0].device
         for wrapper, (table, lens) in zip(self._wrappers, said, strict=True):
-            used = np.flatnonzero(lens)
-            wrapper.plan(table[used], lens[used])
-            rows = torch.from_numpy(used).to(device) if len(used) < len(lens) else None
+            wrapper.plan(table, lens)
             where, length = (torch.from_numpy(x).to(device) for x in (table, lens))
-            self._tables.append((rows, where, length))
+            self._tables.append((where, length))
 
     def run(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer over all ranks' tokens, under the tables last planned.
+        """Attention of one layer over all ranks' tokens, under the tables last planned. In a CUDA
+        graph it serves this plan only.
 
         Args:
             q: ``[num_reqs, num_qo_heads, head_dim]``, the same on every rank.
@@ -98,9 +97,8 @@ class RingDecode:
             last = turn == self.ranks.size - 1
             coming, wait = ([], None) if last else self.ranks.pass_on(caches)
             source = (self.ranks.rank - turn) % self.ranks.size
-            rows, *tables = self._tables[source]
-            shard = Shard(caches[0], caches[1], *tables)
-            states.append(partial_of(self._wrappers[source], rows, q, shard))
+            wrapper, tables = self._wrappers[source], self._tables[source]
+            states.append(wrapper.run(q, caches[0], caches[1], *tables, return_lse=True))
             if wait is not None:
                 wait()
             caches = coming

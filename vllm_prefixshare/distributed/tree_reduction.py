@@ -4,17 +4,31 @@ Each rank attends over its own shard. Ranks send each other an output and a log-
 query, whatever the length of the context. The collectives choose the tree.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.shards import Shard
-from vllm_prefixshare.operator import PrefixShareDecodeWrapper, merge_states
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.merging import merge_states
+from vllm_prefixshare.operator import PrefixShareDecodeWrapper
+from vllm_prefixshare.records import PrefixShareError, host_integers
+
+
+class Partial(NamedTuple):
+    """A rank's result over its own tokens, in one piece of memory that is sent as it is.
+
+    packed: uint8 ``[num_bytes]``: the output, then the log-sum-exp.
+    out: ``[num_tokens, num_qo_heads, head_dim]``.
+    lse: float32 ``[num_tokens, num_qo_heads]``, natural logarithm; ``-inf`` for no tokens.
+    """
+
+    packed: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
 
 Reduction = Literal["gather", "all_reduce", "energy"]
 REDUCTIONS: tuple[Reduction, ...] = ("gather", "all_reduce", "energy")
@@ -35,52 +49,49 @@ def reduce_lse(ranks: Ranks, lse: torch.Tensor) -> torch.Tensor:
     return largest + total.log()
 
 
-def reduce_by_energy(
-    ranks: Ranks, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reduce_by_energy(ranks: Ranks, mine: Partial) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 2: the log-sum-exp over all ranks first, then the sum of the outputs, each
     weighted by its share of it. Arguments and results as in ``reduce_by_gather``.
     """
-    total = reduce_lse(ranks, lse)
-    share = torch.exp(lse - _finite(total))[..., None]
-    return ranks.all_reduce(_weighted(out, share)).to(out.dtype), total
+    total = reduce_lse(ranks, mine.lse)
+    share = torch.exp(mine.lse - _finite(total))[..., None]
+    return ranks.all_reduce(_weighted(mine.out, share)).to(mine.out.dtype), total
 
 
-def reduce_by_all_reduce(
-    ranks: Ranks, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Algorithm 3: all-reduces of the maximum, of the numerator and of the denominator.
-    Arguments and results as in ``reduce_by_gather``.
+def reduce_by_all_reduce(ranks: Ranks, mine: Partial) -> tuple[torch.Tensor, torch.Tensor]:
+    """Algorithm 3: all-reduces of the maximum, and of numerator and denominator, which are sent
+    together. Arguments and results as in ``reduce_by_gather``.
     """
-    largest = ranks.all_reduce(lse.clone(), dist.ReduceOp.MAX)
-    share = torch.exp(lse - _finite(largest))
-    numerator = ranks.all_reduce(_weighted(out, share[..., None]))
-    denominator = ranks.all_reduce(share)
-    z = numerator / denominator.clamp_min(1e-30)[..., None]  # at least 1 where a token is seen
-    return z.to(out.dtype), largest + denominator.log()
+    largest = ranks.all_reduce(mine.lse.clone(), dist.ReduceOp.MAX)
+    share = torch.exp(mine.lse - _finite(largest))[..., None]
+    sums = ranks.all_reduce(torch.cat([_weighted(mine.out, share), share], dim=-1))
+    numerator, denominator = sums[..., :-1], sums[..., -1:]
+    z = numerator / denominator.clamp_min(1e-30)  # at least 1 where a token is seen
+    return z.to(mine.out.dtype), largest + denominator[..., 0].log()
 
 
-def reduce_by_gather(
-    ranks: Ranks, out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reduce_by_gather(ranks: Ranks, mine: Partial) -> tuple[torch.Tensor, torch.Tensor]:
     """One collective: outputs and log-sum-exps in one message, gathered and merged on every
     rank. The bits are the same on all of them.
 
-    Args:
-        out: ``[num_tokens, num_qo_heads, head_dim]`` over the rank's tokens.
-        lse: float32 ``[num_tokens, num_qo_heads]``, natural logarithm; ``-inf`` for no tokens.
-
     Returns:
-        Output and log-sum-exp over all ranks' tokens, on every rank; shapes and dtypes as given.
+        Output and log-sum-exp over all ranks' tokens, on every rank; shapes and dtypes as in
+        ``mine``.
 
     Raises:
         PrefixShareError: a rank is missing.
     """
-    width = out.shape[-1] * out.element_size()
-    parts = out.contiguous().view(torch.uint8), lse[..., None].contiguous().view(torch.uint8)
-    packed = ranks.all_gather(torch.cat(parts, dim=-1))
-    outs = packed[..., :width].contiguous().view(out.dtype)
-    return merge_states(outs, packed[..., width:].contiguous().view(torch.float32)[..., 0])
+    gathered = ranks.all_gather(mine.packed)
+    return merge_states(*_unpacked(gathered, mine.out.shape, mine.out.dtype))
+
+
+def _unpacked(
+    packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of output and log-sum-exp in ``[..., num_bytes]``."""
+    end = shape.numel() * dtype.itemsize
+    out, lse = packed[..., :end].view(dtype), packed[..., end:].view(torch.float32)
+    return out.unflatten(-1, shape), lse.unflatten(-1, shape[:-1])
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
@@ -102,6 +113,12 @@ _REDUCE = {
 class TreeDecode:
     """Decode attention of one query per request over KV sharded along the sequence. Every rank
     makes one, and makes the same calls, with the same queries and its own shard.
+
+    On GPUs every rank may capture ``run`` in a CUDA graph, which then serves later plans as that of
+    ``PrefixShareDecodeWrapper.run`` does: it waits for nothing, and what it sends lies in the
+    graph's memory. Call it once before, which connects and compiles, and ``wrapper.reserve``; then
+    capture with ``capture_error_mode="thread_local"``, because another thread watches nccl. No
+    time-out applies to what a graph sends.
 
     Args:
         wrapper: the operator for the shard.
@@ -131,7 +148,6 @@ class TreeDecode:
         self._reduce = _REDUCE[reduction]
         self._wrapper = wrapper
         self._num_reqs = -1
-        self._rows: torch.Tensor | None = None
 
     def plan(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
         """Plan for the batch, as ``PrefixShareDecodeWrapper.plan``. Ranks compare the number of
@@ -144,16 +160,11 @@ class TreeDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
         """
-        table, lens = np.asarray(block_table), np.asarray(seq_lens)
+        lens = host_integers(seq_lens, "seq_lens", 1)
         if len(lens) != self._num_reqs:
             self.ranks.agree({"the number of requests": len(lens)})
             self._num_reqs = len(lens)
-        used = np.flatnonzero(lens)
-        self._rows = None
-        if len(used) < len(lens):
-            self._rows = torch.from_numpy(used).to(self._wrapper.device)
-            table, lens = table[used], lens[used]
-        self._wrapper.plan(table, lens)
+        self._wrapper.plan(block_table, lens)
 
     def run(self, q: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer over all ranks' tokens.
@@ -169,26 +180,18 @@ class TreeDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; a rank is missing.
         """
-        return self._reduce(self.ranks, *self.partial(q, shard))
+        return self._reduce(self.ranks, self.partial(q, shard))
 
-    def partial(self, q: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp over the rank's own tokens; arguments as in ``run``."""
+    def partial(self, q: torch.Tensor, shard: Shard) -> Partial:
+        """The result over the rank's own tokens; arguments as in ``run``."""
         if len(q) != self._num_reqs:
             raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
-        return partial_of(self._wrapper, self._rows, q, shard)
-
-
-def partial_of(
-    wrapper: PrefixShareDecodeWrapper, rows: torch.Tensor | None, q: torch.Tensor, shard: Shard
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of the planned ``rows``, all if None; the others see no token."""
-    if rows is None:
-        return wrapper.run(q, *shard, return_lse=True)
-    out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    held = shard._replace(block_table=shard.block_table[rows], seq_lens=shard.seq_lens[rows])
-    some, some_lse = wrapper.run(q[rows], *held, return_lse=True)
-    return out.index_copy(0, rows, some), lse.index_copy(0, rows, some_lse)
+        shape, dtype = q.shape, self._wrapper.dtype
+        num_bytes = shape.numel() * dtype.itemsize + shape[:-1].numel() * 4
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
+        out, lse = _unpacked(packed, shape, dtype)
+        self._wrapper.run(q, *shard, out, lse=lse)
+        return Partial(packed, out, lse)
 
 
 def shape_of(wrapper: PrefixShareDecodeWrapper) -> dict[str, object]:

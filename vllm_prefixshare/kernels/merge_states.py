@@ -138,3 +138,67 @@ def _merge_states(merge_indptr, partial_out, partial_lse, out, out_lse, sinks, q
         if out_lse is not None:
             lse = tl.where(total > 0, (m + tl.log2(total)) * LN2, float("-inf"))
             tl.store(out_lse + token.to(tl.int64) * HEADS + head, lse, mask=is_head)
+
+
+def merge_stacked(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge whole states, which all requests have, in the order given. The launch depends on the
+    shapes of its arguments only.
+
+    Args:
+        outs: ``[num_states, num_tokens, num_heads, head_dim]``; a state that is not contiguous is
+            copied, states may lie anywhere apart. Not read where ``lses`` is ``-inf``.
+        lses: float32 ``[num_states, num_tokens, num_heads]``, natural logarithm; likewise.
+
+    Returns:
+        The output ``[num_tokens, num_heads, head_dim]`` in the dtype of ``outs`` and its
+        log-sum-exp, float32; 0 and ``-inf`` where no state saw a token.
+    """
+    num_states, num_tokens, num_heads, head_dim = outs.shape
+    if not outs[0].is_contiguous():
+        outs = outs.contiguous()
+    if not lses[0].is_contiguous():
+        lses = lses.contiguous()
+    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
+    heads_each = min(triton.next_power_of_2(num_heads), 4)
+    if num_tokens and num_heads:
+        launch(
+            _merge_stacked, (num_tokens, triton.cdiv(num_heads, heads_each)),
+            outs, lses, out, lse, num_states, outs.stride(0), lses.stride(0),
+            HEADS=num_heads, HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim),
+            HEADS_EACH=heads_each, num_warps=4,
+        )
+    return out, lse
+
+
+# not specialised: one binary serves every batch
+@triton.jit(do_not_specialize=["outs", "lses", "num_states", "stride_outs", "stride_lses"])
+def _merge_stacked(outs, lses, out, out_lse, num_states, stride_outs, stride_lses,
+                   HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+                   HEADS_EACH: tl.constexpr):
+    """Grid: token, group of heads."""
+    head = tl.program_id(1) * HEADS_EACH + tl.arange(0, HEADS_EACH)
+    dim = tl.arange(0, D)
+    is_head = head < HEADS
+    inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    row = tl.program_id(0).to(tl.int64) * HEADS + head
+    at = row[:, None] * HEAD_DIM + dim[None, :]
+    m = tl.full([HEADS_EACH], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS_EACH], tl.float32)
+    acc = tl.zeros([HEADS_EACH, D], tl.float32)
+    for i in range(num_states):
+        state = tl.cast(i, tl.int64)
+        lse = tl.load(lses + state * stride_lses + row, mask=is_head, other=float("-inf")) * LOG2E
+        m_new = tl.maximum(m, lse)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        alpha = tl.exp2(m - base)
+        weight = tl.exp2(lse - base)
+        m = m_new
+        seen = inside & (weight > 0)[:, None]
+        value = tl.load(outs + state * stride_outs + at, mask=seen, other=0.0).to(tl.float32)
+        total = total * alpha + weight
+        acc = acc * alpha[:, None] + value * weight[:, None]
+    merged = acc * tl.where(total > 0, 1.0 / total, 0.0)[:, None]
+    tl.store(out + at, merged.to(out.dtype.element_ty), mask=inside)
+    merged_lse = tl.where(total > 0, (m + tl.log2(total)) * LN2, float("-inf"))
+    tl.store(out_lse + row, merged_lse, mask=is_head)

@@ -60,6 +60,7 @@ class _Step:
     positions: ``[num_tokens]`` of all query tokens within their requests.
     merge_slots: ``[num_tokens, most partials]`` partial results of each; the slot
         ``num_slots`` stands for none.
+    some_see_nothing: whether a request has no tokens.
     """
 
     shared: tuple[_SharedPiece, ...]
@@ -68,6 +69,7 @@ class _Step:
     positions: torch.Tensor
     merge_slots: torch.Tensor
     num_slots: int
+    some_see_nothing: bool = False
 
 
 class TorchExecutor(CpuExecutor):
@@ -111,7 +113,7 @@ class TorchExecutor(CpuExecutor):
         )
 
         owners = [p.tokens for p in shared] + [p.tokens for p in private]
-        tokens = torch.cat(owners).numpy()
+        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *owners]).numpy()
         wanted = tokens_of(rows, query_start_loc) if rows is not None else None
         total = int(query_start_loc[-1])
         merge = merge_slots(tokens, total, len(tokens), _padding(private, slot, len(tokens)))
@@ -124,6 +126,7 @@ class TorchExecutor(CpuExecutor):
             ),
             merge_slots=torch.from_numpy(merge if wanted is None else merge[wanted]),
             num_slots=len(tokens),
+            some_see_nothing=bool((seq_lens == 0).any()),
         )
 
     def _shared_pieces(
@@ -281,6 +284,8 @@ class TorchExecutor(CpuExecutor):
         if x.sinks is not None:  # one more partial result, whose output is zero
             lses = torch.cat([lses, x.sinks.float().expand(len(lses), 1, -1)], dim=1)
         weights = torch.softmax(lses, dim=1)[:, : parts.shape[1], :, None]
+        if step.some_see_nothing:
+            weights = weights.masked_fill(lses.isneginf().all(1)[:, None, :, None], 0.0)
         merged = parts.mul_(weights).sum(dim=1)
         if isinstance(x.v_scale, torch.Tensor):
             merged *= x.v_scale.repeat_interleave(group)[:, None]
