@@ -2,21 +2,20 @@
 
 Without ``--tree``, an engine answers questions about a document, and records the batches that it
 plans for (``VLLM_PREFIXSHARE_TRACE``). Then ``vllm-prefixshare inspect`` shows the largest batch:
-the forest, a line for each divider, and a picture of forest and schedule.
+the forest, a line for each divider, and a picture of forest and schedule. The last table has what
+the engine gained beside stock.
 
     python examples/inspect_plan.py --svg plan.svg
     python examples/inspect_plan.py --tree 1,4,16_1024,256,64 --svg plan.svg    without an engine
 """
 
 import argparse
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import common  # beside this file
 
 from vllm_prefixshare.cli.main import main as command_line
-from vllm_prefixshare.cli.progress import Progress
 
 DOCUMENT = Path(__file__).resolve().parent / "document.md"
 QUESTIONS = ("When was it founded?", "How high is the lighthouse?", "What does a ticket cost?")
@@ -53,21 +52,11 @@ def main() -> int:
     common.check_options(args)
     args.trace = common.new_trace()
     args.max_num_seqs = args.samples * len(QUESTIONS)
-    print(f"starting {common.OURS}; what vLLM prints goes to {args.log}", flush=True)
-    with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(Progress(2))
-        engine = common.started(args, common.OURS, stack, progress)
-        stats = engine.run(work, args).stats
-        progress.step()
+    found = common.compare(args, work)
     step = common.largest_batch(args.trace)
-    status = command_line([*show, str(args.trace), "--step", str(step)])
+    status = said(command_line([*show, str(args.trace), "--step", str(step)]), args.svg)
     args.trace.unlink()
-    print(
-        f"\nthe engine itself read {stats['kv_tokens_read']:,} KV tokens in each layer instead of "
-        f"{stats['kv_tokens_stock']:,}, with {stats['plans']} plans for {stats['decode_steps']} "
-        "decode steps"
-    )
-    return said(status, args.svg)
+    return status or common.show_gain(found)
 
 
 def said(status: int, picture: Path) -> int:

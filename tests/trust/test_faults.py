@@ -1,7 +1,9 @@
 """Damaged files on the disk: each is refused in one sentence, or the package works without it."""
 
+import errno
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,14 +23,18 @@ from tests.test_executors import reference, relative_error, run, wrapper_for
 from tests.test_native import needs_native
 from vllm_prefixshare import compiled, trusted
 from vllm_prefixshare.compiled import one_process_at_a_time
-from vllm_prefixshare.config import PlannerConfig
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs import lookup
 from vllm_prefixshare.costs.roofline import AnalyticCost
 from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.kernels import compile as compile_module
+from vllm_prefixshare.kernels.compile import compile_launches
+from vllm_prefixshare.kernels.contract import Capacity, Gpu
 from vllm_prefixshare.kernels.cpu import native
 from vllm_prefixshare.planning import planner as planner_module
 from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 # -- cost tables
 
@@ -148,6 +155,7 @@ from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.planner import PLANNING_FAILED
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 try:
     table = CostTable.load(Path(sys.argv[1]))
 except PrefixShareError:
@@ -211,6 +219,7 @@ import resource, signal, sys
 from pathlib import Path
 from tests.planning.strategies import flashforge_table
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
@@ -286,6 +295,61 @@ def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fau
         native.load_library("bfloat16")
     monkeypatch.undo()
     native._find_library.cache_clear()
+
+
+# -- binaries of GPU kernels
+
+
+class KernelThatCompiles:
+    """Notes the folder in which Triton would look for each binary. fails: with what, at first."""
+
+    name, starts_merging = "noted", False
+
+    def __init__(self, fails: OSError | None = None) -> None:
+        self.fails, self.folders = fails, []
+
+    def capacity(self, num_reqs: int) -> Capacity:
+        return Capacity(1, 1, 1, {})
+
+    def launch(self, *_: object) -> None:
+        self.folders.append(triton.knobs.cache.dir)
+        if self.fails is not None:
+            fails, self.fails = self.fails, None
+            raise fails
+
+
+def folders_of_binaries(monkeypatch: pytest.MonkeyPatch, fails: OSError | None = None) -> list[str]:
+    monkeypatch.setattr(compile_module, "merge_states", lambda *_, **__: None)
+    settings.cache_clear()
+    kernel, gpu = KernelThatCompiles(fails), Gpu((9, 0), 132, 227 << 10)
+    compile_launches(kernel, AttentionConfig(32, 8, 128, 16), 1, gpu)
+    settings.cache_clear()
+    return kernel.folders
+
+
+TRITONS = triton.knobs.cache.dir
+
+
+def test_binaries_are_kept_in_the_cache_folder(cache, monkeypatch):
+    assert folders_of_binaries(monkeypatch) == [str(cache / "compiled")]
+    assert triton.knobs.cache.dir == TRITONS
+
+
+@BY_OTHERS
+@pytest.mark.parametrize("what", ["cache", "compiled"])
+def test_binaries_that_others_can_change_are_not_loaded(cache, monkeypatch, what, fault):
+    (cache / "compiled").mkdir(parents=True)
+    give_away(cache if what == "cache" else cache / "compiled", fault, monkeypatch)
+    assert folders_of_binaries(monkeypatch) == [TRITONS]
+
+
+def test_binaries_that_cannot_be_kept_are_done_without(cache, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert folders_of_binaries(monkeypatch, full) == [str(cache / "compiled"), TRITONS]
+    shutil.rmtree(cache)
+    cache.write_text("in the way")
+    assert folders_of_binaries(monkeypatch) == [TRITONS]
+    assert cache.read_text() == "in the way"
 
 
 # -- Numba's cache of compiled code

@@ -34,6 +34,7 @@ WRITERS = {
     "compiled.py": {"os.open"},
     # the cache folder
     "kernels/cpu/native.py": {"mkdir", "TemporaryDirectory", "os.replace"},
+    "kernels/compile.py": {"mkdir"},
     "kernels/precompile.py": {"mkdir", "touch"},
     # the cache folder, or the file that --out names
     "costs/table.py": {"mkdir", "write_text", "unlink"},

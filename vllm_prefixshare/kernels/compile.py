@@ -1,5 +1,7 @@
 """Compile an executor's launches ahead of time, and find out whether the kernel works here."""
 
+from pathlib import Path
+
 import torch
 import triton
 from triton.compiler import CompiledKernel
@@ -11,6 +13,7 @@ from vllm_prefixshare.kernels.launching import only_compile
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.trusted import distrusted
 
 #: query tokens below and above the size at which merge states changes its programs
 FEW_TOKENS, MANY_TOKENS = 1, 4096
@@ -46,20 +49,11 @@ def compile_launches(
         CompileError: with Triton's reason in one line.
     """
     try:
-        with triton.knobs.cache.scope(), only_compile() as binaries:
-            # While it starts, vLLM gives Triton a cache folder for each model. Binaries compiled
-            # before that, or in another process, would not be found there.
-            triton.knobs.cache.dir = str(settings().cache / "compiled")
-            arguments = _arguments(attention, query_len, tree, layout, lse)
-            words = torch.empty(16, dtype=torch.int32, device="meta")
-            kernel.launch(dict.fromkeys(kernel.capacity(1).sizes, words), arguments, 1.0)
-            for tokens in (FEW_TOKENS, MANY_TOKENS):
-                out = arguments.out.new_empty(tokens * query_len, *arguments.out.shape[1:])
-                merge_states(
-                    words.new_empty(tokens + 1), arguments.partial_out, arguments.partial_lse,
-                    out, arguments.query_start_loc, query_len, arguments.out_lse,
-                    arguments.extras.sinks, dependent=kernel.starts_merging,
-                )  # fmt: skip
+        arguments = _arguments(attention, query_len, tree, layout, lse)
+        try:
+            binaries = _compiled_in(_folder(), kernel, arguments, query_len)
+        except OSError:  # the folder is full, or may not be written to
+            binaries = _compiled_in(None, kernel, arguments, query_len)
     except Exception as e:  # Triton's exceptions differ between releases
         raise CompileError(
             f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
@@ -73,6 +67,40 @@ def compile_launches(
                 f"kernel '{kernel.name}' needs {shared} bytes of shared memory "
                 f"and a thread block of this GPU may have {gpu.shared_memory}."
             )
+    return binaries
+
+
+def _folder() -> Path | None:
+    """Where binaries are kept; None if it cannot be made, or others may write there."""
+    folder = settings().cache / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder if distrusted(folder) is None else None
+    except OSError:
+        return None
+
+
+def _compiled_in(
+    folder: Path | None, kernel: Kernel, t: Tensors, query_len: int
+) -> list[CompiledKernel]:
+    """Compile a kernel and merge states.
+
+    Args:
+        folder: where binaries are looked for and kept; where Triton does if None.
+    """
+    with triton.knobs.cache.scope(), only_compile() as binaries:
+        if folder is not None:
+            # While it starts, vLLM gives Triton a cache folder for each model. Binaries compiled
+            # before that, or in another process, would not be found there.
+            triton.knobs.cache.dir = str(folder)
+        words = torch.empty(16, dtype=torch.int32, device="meta")
+        kernel.launch(dict.fromkeys(kernel.capacity(1).sizes, words), t, 1.0)
+        for tokens in (FEW_TOKENS, MANY_TOKENS):
+            out = t.out.new_empty(tokens * query_len, *t.out.shape[1:])
+            merge_states(
+                words.new_empty(tokens + 1), t.partial_out, t.partial_lse, out, t.query_start_loc,
+                query_len, t.out_lse, t.extras.sinks, dependent=kernel.starts_merging,
+            )  # fmt: skip
     return binaries
 
 
