@@ -54,7 +54,7 @@ def _word(meta, i):
 
 
 @gluon.jit
-def _start_scores(HALF: gl.constexpr, smem, uses, zero):
+def _start_scores(HALF: gl.constexpr, smem, uses, zero, SKIP: gl.constexpr):
     """Start the product of the queries and the KV tile of stage ``HALF``."""
     q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
     # zero, which the compiler must not know: it would keep the places of all operands in registers
@@ -62,17 +62,23 @@ def _start_scores(HALF: gl.constexpr, smem, uses, zero):
     own = 2 * HALF + HALF
     other = 2 * HALF + 1 - HALF
     mbarrier.wait(bars.index(own), uses & 1)
-    s = warpgroup_mma(q_smem.index(HALF + z), kv_smem.index(own + z).permute((1, 0)), zero,
-                      use_acc=False, is_async=True)
-    mbarrier.wait(bars.index(other), uses & 1)
-    s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), s,
-                      is_async=True)
-    return warpgroup_mma(q_smem.index(1 - HALF + z), kv_smem.index(other + z).permute((1, 0)), s,
-                         is_async=True)
+    if SKIP & 2:
+        mbarrier.wait(bars.index(other), uses & 1)
+        s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), zero,
+                          use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(q_smem.index(HALF + z), kv_smem.index(own + z).permute((1, 0)), zero,
+                          use_acc=False, is_async=True)
+        mbarrier.wait(bars.index(other), uses & 1)
+        s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), s,
+                          is_async=True)
+        s = warpgroup_mma(q_smem.index(1 - HALF + z), kv_smem.index(other + z).permute((1, 0)), s,
+                          is_async=True)
+    return s
 
 
 @gluon.jit
-def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr, S: gl.constexpr):
+def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr, S: gl.constexpr, SKIP: gl.constexpr):
     """Weights of the KV tile of stage ``HALF`` from its scores: handed to the other warpgroup, and
     returned with their sums, the running maximum and the factor of what was summed up before.
     """
@@ -86,7 +92,9 @@ def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr,
         reads = reads < ((seen_by >> 16) - begin).to(gl.uint32, bitcast=True)[None, :]
         s = gl.where(reads, s, MASKED)
     m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-    p = gl.exp2(s * qk_scale - m_new[:, None])
+    p = s
+    if not SKIP & 8:
+        p = gl.exp2(s * qk_scale - m_new[:, None])
     weights = p.to(dtype)
     barrier()  # every warp has read the rotated part of the keys
     rope_smem.index(HALF).store(weights)
@@ -107,7 +115,7 @@ def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr,
 @gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
               CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, ROWS: gl.constexpr,
-              KV_TILE: gl.constexpr, EARLY: gl.constexpr):
+              KV_TILE: gl.constexpr, EARLY: gl.constexpr, SKIP: gl.constexpr):
     """Scores of every second KV tile, and one half of the output's columns."""
     q, partial_out, partial_lse, out, out_lse, stride_q, stride_out = io
     work_indptr, tile_info, slot_row, slot_partial = plan
@@ -162,13 +170,14 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         left = 3
         while left > 2:
             if HALF == 0:
-                s = _start_scores(HALF, smem, own_uses, zero)
+                s = _start_scores(HALF, smem, own_uses, zero, SKIP)
                 left = _word(words, LEFT)
                 s = warpgroup_mma_wait(0, [s])
-                p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S)
+                p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
                 total = total * alpha + total_p
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                acc = warpgroup_mma(gl.convert_layout(p, P), kv_smem.index(2 * HALF + HALF + (own_uses >> 30)), acc, is_async=True)
+                if not SKIP & 4:
+                    acc = warpgroup_mma(gl.convert_layout(p, P), kv_smem.index(2 * HALF + HALF + (own_uses >> 30)), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
                 barrier()
                 mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
@@ -180,8 +189,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                     m = m_new
                     total = total * alpha
                     acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
-                                        kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
+                    if not SKIP & 4:
+                        acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
+                                            kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, [acc])
                     barrier()
                     mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
@@ -191,18 +201,19 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                 left = _word(words, LEFT)
                 if left > 1:
                     if EARLY:
-                        s = _start_scores(HALF, smem, own_uses, zero)
+                        s = _start_scores(HALF, smem, own_uses, zero, SKIP)
                     mbarrier.wait(bars.index(WEIGHTS + OTHER), other_uses & 1)
                     m_new = maxima.index(OTHER).load(S_ROW)
                     alpha = gl.exp2(m - m_new)
                     m = m_new
                     total = total * alpha
                     acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
-                                        kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
+                    if not SKIP & 4:
+                        acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
+                                            kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
                     if EARLY:
                         s = warpgroup_mma_wait(1, [s])
-                        p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S)
+                        p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
                         acc = warpgroup_mma_wait(0, [acc])
                         barrier()
                         mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
@@ -210,12 +221,13 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                         acc = warpgroup_mma_wait(0, [acc])
                         barrier()
                         mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
-                        s = _start_scores(HALF, smem, own_uses, zero)
+                        s = _start_scores(HALF, smem, own_uses, zero, SKIP)
                         s = warpgroup_mma_wait(0, [s])
-                        p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S)
+                        p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
                     total = total * alpha + total_p
                     acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    acc = warpgroup_mma(gl.convert_layout(p, P), kv_smem.index(2 * HALF + HALF + (own_uses >> 30)), acc, is_async=True)
+                    if not SKIP & 4:
+                        acc = warpgroup_mma(gl.convert_layout(p, P), kv_smem.index(2 * HALF + HALF + (own_uses >> 30)), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, [acc])
                     barrier()
                     mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
@@ -227,8 +239,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                     m = m_new
                     total = total * alpha
                     acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
-                                        kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
+                    if not SKIP & 4:
+                        acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
+                                            kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, [acc])
                     barrier()
                     mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
@@ -269,7 +282,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
                       partial_lse, out, out_lse, block_rows, stride_table, stride_q, stride_out,
                       qk_scale, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
                       BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, CHUNKS: gl.constexpr,
-                      ROWS: gl.constexpr, KV_TILE: gl.constexpr, EARLY: gl.constexpr,
+                      ROWS: gl.constexpr, KV_TILE: gl.constexpr, EARLY: gl.constexpr, SKIP: gl.constexpr,
                       CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS`` thread blocks; more heads than a tile has rows are walked in
     chunks.
@@ -306,13 +319,13 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         EARLY)),
+                         EARLY, SKIP)),
             (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         EARLY)),
+                         EARLY, SKIP)),
             (produce, (halves, rope, block_table, seq_lens, work_indptr, tile_info, slot_row,
                        slot_end, part_row, part_pos, part_readers, stride_table, block_rows,
                        kv_smem, rope_smem, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
-                       BLOCK_SIZE, UNIT, ROWS, KV_TILE)),
+                       BLOCK_SIZE, UNIT, ROWS, KV_TILE, SKIP)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

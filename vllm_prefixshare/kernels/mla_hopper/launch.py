@@ -29,7 +29,10 @@ def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
     return walk_layout(plan, grid._replace(long=int(max(lengths)) // grid.kv_tile + 1))
 
 
-EARLY = True
+EARLY = 1
+SKIP = 0
+CONSUMER_REGS = 216
+PRODUCER_REGS = 72
 
 
 def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
@@ -85,8 +88,9 @@ def latent_partial_attention(
         ROWS=TILE.rows,
         KV_TILE=TILE.kv_tile,
         EARLY=EARLY,
-        CONSUMER_REGS=216,
-        PRODUCER_REGS=72,
+        SKIP=SKIP,
+        CONSUMER_REGS=CONSUMER_REGS,
+        PRODUCER_REGS=PRODUCER_REGS,
         num_warps=TILE.warps,
     )
     # fmt: on

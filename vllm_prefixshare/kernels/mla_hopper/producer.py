@@ -68,7 +68,7 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
             part_pos, part_readers, stride_table, block_rows, kv_smem, rope_smem, spans, meta, bars,
             HEADS: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, ROWS: gl.constexpr,
-            KV_TILE: gl.constexpr):
+            KV_TILE: gl.constexpr, SKIP: gl.constexpr):
     """Copy the KV tiles of the worker's work tiles."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOTS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -111,11 +111,12 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                 own = 2 * stage + stage
                 other = 2 * stage + 1 - stage
                 mbarrier.wait(bars.index(FREE + own), phase ^ 1)
-                mbarrier.expect(bars.index(own), KV_TILE * HALF * 2)
+                mbarrier.expect(bars.index(own), 0 if SKIP & 1 else KV_TILE * HALF * 2)
                 for j in gl.static_range(PARTS):
                     row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
-                    async_load(halves, [row, stage * HALF], bars.index(own),
-                               kv_smem.index(own).slice(j * UNIT, UNIT, 0))
+                    if not SKIP & 1:
+                        async_load(halves, [row, stage * HALF], bars.index(own),
+                                   kv_smem.index(own).slice(j * UNIT, UNIT, 0))
                 mbarrier.wait(bars.index(FREE + other), phase ^ 1)
                 mine = lane // PARTS == k
                 short = gl.max((mine & (tokens < UNIT)).to(gl.int32), 0)
@@ -128,13 +129,14 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                     inside = token % UNIT < gl.gather(tokens, part, 0)
                     spans.index(2 * stage + h).store(
                         gl.where(inside, gl.gather(span, part, 0), 0))
-                mbarrier.expect(bars.index(other), KV_TILE * (HALF + ROPE) * 2)
+                mbarrier.expect(bars.index(other), 0 if SKIP & 1 else KV_TILE * (HALF + ROPE) * 2)
                 for j in gl.static_range(PARTS):
                     row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
-                    async_load(rope, [row, LATENT], bars.index(other),
-                               rope_smem.index(stage).slice(j * UNIT, UNIT, 0))
-                    async_load(halves, [row, (1 - stage) * HALF], bars.index(other),
-                               kv_smem.index(other).slice(j * UNIT, UNIT, 0))
+                    if not SKIP & 1:
+                        async_load(rope, [row, LATENT], bars.index(other),
+                                   rope_smem.index(stage).slice(j * UNIT, UNIT, 0))
+                        async_load(halves, [row, (1 - stage) * HALF], bars.index(other),
+                                   kv_smem.index(other).slice(j * UNIT, UNIT, 0))
                 if k == 0:  # early enough that no copy waits for the block table
                     next_cache_row, next_tokens, next_span = _look_up(
                         batch + 1, first, packed, opened, new, steps, lane, part_row, part_pos,
