@@ -91,7 +91,7 @@ def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr,
         reads = (row_s[:, None] - begin[None, :]).to(gl.uint32, bitcast=True)
         reads = reads < ((seen_by >> 16) - begin).to(gl.uint32, bitcast=True)[None, :]
         s = gl.where(reads, s, MASKED)
-    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+    m_new = gl.ceil(gl.maximum(m, gl.max(s, 1) * qk_scale))
     p = s
     if not SKIP & 8:
         p = gl.exp2(s * qk_scale - m_new[:, None])
@@ -110,6 +110,26 @@ def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr,
     barrier()
     mbarrier.arrive(bars.index(WEIGHTS + HALF), count=1)
     return weights, gl.sum(p, 1), m_new, gl.exp2(m - m_new)
+
+
+@gluon.jit
+def _add_others(HALF: gl.constexpr, smem, uses, m, total, acc, dtype: gl.constexpr,
+                S: gl.constexpr, O: gl.constexpr, P: gl.constexpr, SKIP: gl.constexpr):
+    """Start the product of the other warpgroup's weights, scaled to the larger maximum."""
+    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    OTHER: gl.constexpr = 1 - HALF
+    z = uses >> 30
+    mbarrier.wait(bars.index(WEIGHTS + OTHER), uses & 1)
+    m_other = maxima.index(OTHER).load(gl.SliceLayout(1, S))
+    m_new = gl.maximum(m, m_other)
+    alpha = gl.exp2(m - m_new)
+    factor = gl.exp2(m_other - m_new).to(dtype)
+    weights = rope_smem.index(OTHER).load(P)
+    weights = weights * gl.convert_layout(factor, gl.SliceLayout(1, P))[:, None]
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+    if not SKIP & 4:
+        acc = warpgroup_mma(weights, kv_smem.index(2 * OTHER + HALF + z), acc, is_async=True)
+    return acc, m_new, total * alpha
 
 
 @gluon.jit
@@ -177,21 +197,14 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                 total = total * alpha + total_p
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
                 if not SKIP & 4:
-                    acc = warpgroup_mma(gl.convert_layout(p, P), kv_smem.index(2 * HALF + HALF + (own_uses >> 30)), acc, is_async=True)
+                    own_v = kv_smem.index(2 * HALF + HALF + (own_uses >> 30))
+                    acc = warpgroup_mma(gl.convert_layout(p, P), own_v, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
                 barrier()
                 mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
                 own_uses += 1
                 if left > 1:
-                    mbarrier.wait(bars.index(WEIGHTS + OTHER), other_uses & 1)
-                    m_new = maxima.index(OTHER).load(S_ROW)
-                    alpha = gl.exp2(m - m_new)
-                    m = m_new
-                    total = total * alpha
-                    acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    if not SKIP & 4:
-                        acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
-                                            kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
+                    acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
                     acc = warpgroup_mma_wait(0, [acc])
                     barrier()
                     mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
@@ -200,24 +213,31 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                 mbarrier.wait(bars.index(2 * OTHER + HALF), other_uses & 1)
                 left = _word(words, LEFT)
                 if left > 1:
-                    if EARLY:
+                    if EARLY == 1:
                         s = _start_scores(HALF, smem, own_uses, zero, SKIP)
-                    mbarrier.wait(bars.index(WEIGHTS + OTHER), other_uses & 1)
-                    m_new = maxima.index(OTHER).load(S_ROW)
-                    alpha = gl.exp2(m - m_new)
-                    m = m_new
-                    total = total * alpha
-                    acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    if not SKIP & 4:
-                        acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
-                                            kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
-                    if EARLY:
+                        acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
                         s = warpgroup_mma_wait(1, [s])
                         p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
                         acc = warpgroup_mma_wait(0, [acc])
                         barrier()
                         mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
+                    elif EARLY == 2:
+                        s = _start_scores(HALF, smem, own_uses, zero, SKIP)
+                        s = warpgroup_mma_wait(0, [s])
+                        p, total_p, m_own, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
+                        total = total * alpha
+                        acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
+                        acc, m, total = _add_others(HALF, smem, other_uses, m_own, total, acc,
+                                                    dtype, S, O, P, SKIP)
+                        acc = warpgroup_mma_wait(0, [acc])
+                        barrier()
+                        mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
+                        alpha = gl.exp2(m_own - m)  # of the weights, too
+                        total_p = total_p * alpha
+                        p = p * gl.convert_layout(alpha.to(dtype), S_ROW)[:, None]
+                        alpha = alpha * 0 + 1.0
                     else:
+                        acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
                         acc = warpgroup_mma_wait(0, [acc])
                         barrier()
                         mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
@@ -227,21 +247,14 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                     total = total * alpha + total_p
                     acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
                     if not SKIP & 4:
-                        acc = warpgroup_mma(gl.convert_layout(p, P), kv_smem.index(2 * HALF + HALF + (own_uses >> 30)), acc, is_async=True)
+                        own_v = kv_smem.index(2 * HALF + HALF + (own_uses >> 30))
+                        acc = warpgroup_mma(gl.convert_layout(p, P), own_v, acc, is_async=True)
                     acc = warpgroup_mma_wait(0, [acc])
                     barrier()
                     mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
                     own_uses += 1
                 else:
-                    mbarrier.wait(bars.index(WEIGHTS + OTHER), other_uses & 1)
-                    m_new = maxima.index(OTHER).load(S_ROW)
-                    alpha = gl.exp2(m - m_new)
-                    m = m_new
-                    total = total * alpha
-                    acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    if not SKIP & 4:
-                        acc = warpgroup_mma(rope_smem.index(OTHER + (other_uses >> 30)),
-                                            kv_smem.index(2 * OTHER + HALF + (other_uses >> 30)), acc, is_async=True)
+                    acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
                     acc = warpgroup_mma_wait(0, [acc])
                     barrier()
                     mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
