@@ -12,12 +12,19 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+from triton.runtime.interpreter import (
+    InterpretedFunction,
+    InterpreterBuilder,
+    TensorHandle,
+    _get_np_dtype,
+)
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 #: seconds after which partitions that all wait are given up
@@ -172,6 +179,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     gl.full = full
     gl.convert_layout = lambda x, layout: x
     gl.static_range = range
+    gl.inline_asm_elementwise = nothing
     gl.allocate_shared_memory = allocate_shared_memory
     gl.warp_specialize = warp_specialize
     mbarrier = _module(
@@ -209,14 +217,27 @@ def _jit(function=None, **options):
     return triton.jit(function) if function else triton.jit
 
 
+_of_other_types = InterpreterBuilder.binary_op
+
+
+def _binary_op(builder, a: TensorHandle, b: TensorHandle, op) -> TensorHandle:
+    """The interpreter's own would take the bits of a bfloat16 for an integer."""
+    if a.dtype.scalar != tl.bfloat16:
+        return _of_other_types(builder, a, b, op)
+    x, y = ((each.data.astype(np.uint32) << 16).view(np.float32) for each in (a, b))
+    rounded = torch.from_numpy(op(x, y)).bfloat16().view(torch.int16)
+    return TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)
+
+
 @dataclasses.dataclass(frozen=True)
 class InterpretedKernel:
     """A kernel that is launched as Triton's are, with Gluon's tensor descriptors."""
 
-    function: triton.runtime.interpreter.InterpretedFunction
+    function: InterpretedFunction
 
     def run(self, *args, **options) -> None:
-        self.function.run(*map(_plain, args), **options)
+        with mock.patch.object(InterpreterBuilder, "binary_op", _binary_op):
+            self.function.run(*map(_plain, args), **options)
 
 
 def _plain(argument):

@@ -161,7 +161,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     own_uses = 0
     other_uses = 0
     turn = 0
-    for tile in range(gl.load(work_indptr + worker), gl.load(work_indptr + worker + 1)):
+    end = gl.load(work_indptr + worker + 1)
+    for tile in range(gl.load(work_indptr + worker), end):
         slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
         num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
         there = row_q < num_rows
@@ -260,6 +261,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                     mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
                 other_uses += 1
 
+        if tile + 1 == end:
+            # merge states may be launched, and waits until all results are written
+            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
+                                      dtype=gl.int32, is_pure=False, pack=1)
         sums.index(HALF).store(total)
         barrier()
         mbarrier.arrive(bars.index(SUMS), count=1)
@@ -285,7 +290,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                 gl.store(out_lse + request_o * HEADS + head, lse, mask=to_out)
             gl.store(partial_lse + at_lse, lse, mask=to_partial)
         at_partial = at_lse[:, None] * LATENT + dim_o[None, :]
-        gl.store(partial_out + at_partial, acc, mask=to_partial[:, None])
+        if not SKIP & 16:
+            gl.store(partial_out + at_partial, acc, mask=to_partial[:, None])
 
 
 # not specialised: one binary serves every batch and block table
