@@ -54,31 +54,26 @@ def _word(meta, i):
 
 
 @gluon.jit
-def _start_scores(HALF: gl.constexpr, smem, uses, zero, SKIP: gl.constexpr):
-    """Start the product of the queries and the KV tile of stage ``HALF``."""
+def _start_scores(HALF: gl.constexpr, smem, uses, zero):
+    """Start the product of the queries and the KV tile of stage ``HALF``, its ``uses``-th."""
     q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
-    # zero, which the compiler must not know: it would keep the places of all operands in registers
+    OWN: gl.constexpr = 2 * HALF + HALF
+    OTHER: gl.constexpr = 2 * HALF + 1 - HALF
+    # Zero, which the compiler must not know: it would compute the descriptors of all operands
+    # before the loop, and spill them.
     z = uses >> 30
-    own = 2 * HALF + HALF
-    other = 2 * HALF + 1 - HALF
-    mbarrier.wait(bars.index(own), uses & 1)
-    if SKIP & 2:
-        mbarrier.wait(bars.index(other), uses & 1)
-        s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), zero,
-                          use_acc=False, is_async=True)
-    else:
-        s = warpgroup_mma(q_smem.index(HALF + z), kv_smem.index(own + z).permute((1, 0)), zero,
-                          use_acc=False, is_async=True)
-        mbarrier.wait(bars.index(other), uses & 1)
-        s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), s,
-                          is_async=True)
-        s = warpgroup_mma(q_smem.index(1 - HALF + z), kv_smem.index(other + z).permute((1, 0)), s,
-                          is_async=True)
-    return s
+    mbarrier.wait(bars.index(OWN), uses & 1)
+    s = warpgroup_mma(q_smem.index(HALF + z), kv_smem.index(OWN + z).permute((1, 0)), zero,
+                      use_acc=False, is_async=True)
+    mbarrier.wait(bars.index(OTHER), uses & 1)
+    s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), s,
+                      is_async=True)
+    return warpgroup_mma(q_smem.index(1 - HALF + z), kv_smem.index(OTHER + z).permute((1, 0)), s,
+                         is_async=True)
 
 
 @gluon.jit
-def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr, S: gl.constexpr, SKIP: gl.constexpr):
+def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr, S: gl.constexpr):
     """Weights of the KV tile of stage ``HALF`` from its scores: handed to the other warpgroup, and
     returned with their sums, the running maximum and the factor of what was summed up before.
     """
@@ -91,10 +86,8 @@ def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr,
         reads = (row_s[:, None] - begin[None, :]).to(gl.uint32, bitcast=True)
         reads = reads < ((seen_by >> 16) - begin).to(gl.uint32, bitcast=True)[None, :]
         s = gl.where(reads, s, MASKED)
-    m_new = gl.ceil(gl.maximum(m, gl.max(s, 1) * qk_scale))
-    p = s
-    if not SKIP & 8:
-        p = gl.exp2(s * qk_scale - m_new[:, None])
+    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+    p = gl.exp2(s * qk_scale - m_new[:, None])
     weights = p.to(dtype)
     barrier()  # every warp has read the rotated part of the keys
     rope_smem.index(HALF).store(weights)
@@ -113,29 +106,49 @@ def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr,
 
 
 @gluon.jit
-def _add_others(HALF: gl.constexpr, smem, uses, m, total, acc, dtype: gl.constexpr,
-                S: gl.constexpr, O: gl.constexpr, P: gl.constexpr, SKIP: gl.constexpr):
-    """Start the product of the other warpgroup's weights, scaled to the larger maximum."""
+def _add_own(HALF: gl.constexpr, smem, uses, weights, alpha, acc, O: gl.constexpr):  # noqa: E741
+    """Scale the sums, and add the product of a warpgroup's own weights."""
+    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    v = kv_smem.index(2 * HALF + HALF + (uses >> 30))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+    acc = warpgroup_mma(gl.convert_layout(weights, P), v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    barrier()  # every warp has read its operands
+    mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
+    return acc
+
+
+@gluon.jit
+def _start_adding_others(HALF: gl.constexpr, smem, uses, m, total, acc, S: gl.constexpr,
+                         O: gl.constexpr):  # noqa: E741
+    """Scale the sums, and start the product of the other warpgroup's weights."""
     q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
     OTHER: gl.constexpr = 1 - HALF
     z = uses >> 30
     mbarrier.wait(bars.index(WEIGHTS + OTHER), uses & 1)
-    m_other = maxima.index(OTHER).load(gl.SliceLayout(1, S))
-    m_new = gl.maximum(m, m_other)
+    m_new = maxima.index(OTHER).load(gl.SliceLayout(1, S))
     alpha = gl.exp2(m - m_new)
-    factor = gl.exp2(m_other - m_new).to(dtype)
-    weights = rope_smem.index(OTHER).load(P)
-    weights = weights * gl.convert_layout(factor, gl.SliceLayout(1, P))[:, None]
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    if not SKIP & 4:
-        acc = warpgroup_mma(weights, kv_smem.index(2 * OTHER + HALF + z), acc, is_async=True)
+    acc = warpgroup_mma(rope_smem.index(OTHER + z), kv_smem.index(2 * OTHER + HALF + z), acc,
+                        is_async=True)
     return acc, m_new, total * alpha
+
+
+@gluon.jit
+def _added_others(HALF: gl.constexpr, smem, acc):
+    """Wait for that product, and release its half of the KV tile."""
+    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    acc = warpgroup_mma_wait(0, [acc])
+    barrier()  # every warp has read its operands
+    mbarrier.arrive(bars.index(FREE + 2 * (1 - HALF) + HALF), count=1)
+    return acc
 
 
 @gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
               CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, ROWS: gl.constexpr,
-              KV_TILE: gl.constexpr, EARLY: gl.constexpr, SKIP: gl.constexpr):
+              KV_TILE: gl.constexpr):
     """Scores of every second KV tile, and one half of the output's columns."""
     q, partial_out, partial_lse, out, out_lse, stride_q, stride_out = io
     work_indptr, tile_info, slot_row, slot_partial = plan
@@ -144,7 +157,6 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     OTHER: gl.constexpr = 1 - HALF
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -161,8 +173,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     own_uses = 0
     other_uses = 0
     turn = 0
-    end = gl.load(work_indptr + worker + 1)
-    for tile in range(gl.load(work_indptr + worker), end):
+    for tile in range(gl.load(work_indptr + worker), gl.load(work_indptr + worker + 1)):
         slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
         num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
         there = row_q < num_rows
@@ -188,83 +199,40 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         acc = gl.zeros([ROWS, D], gl.float32, O)
         m = gl.full([ROWS], LOWEST, gl.float32, S_ROW)
         total = gl.zeros([ROWS], gl.float32, S_ROW)
-        left = 3
+        left = 3  # KV tiles from here on; two are walked at a time
         while left > 2:
             if HALF == 0:
-                s = _start_scores(HALF, smem, own_uses, zero, SKIP)
+                s = _start_scores(HALF, smem, own_uses, zero)
                 left = _word(words, LEFT)
                 s = warpgroup_mma_wait(0, [s])
-                p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
+                p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S)
                 total = total * alpha + total_p
-                acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                if not SKIP & 4:
-                    own_v = kv_smem.index(2 * HALF + HALF + (own_uses >> 30))
-                    acc = warpgroup_mma(gl.convert_layout(p, P), own_v, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, [acc])
-                barrier()
-                mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
+                acc = _add_own(HALF, smem, own_uses, p, alpha, acc, O)
                 own_uses += 1
                 if left > 1:
-                    acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
-                    acc = warpgroup_mma_wait(0, [acc])
-                    barrier()
-                    mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
+                    acc, m, total = _start_adding_others(HALF, smem, other_uses, m, total, acc,
+                                                         S, O)
+                    acc = _added_others(HALF, smem, acc)
                     other_uses += 1
             else:
                 mbarrier.wait(bars.index(2 * OTHER + HALF), other_uses & 1)
-                left = _word(words, LEFT)
+                left = _word(words, 32 * OTHER + LEFT)
                 if left > 1:
-                    if EARLY == 1:
-                        s = _start_scores(HALF, smem, own_uses, zero, SKIP)
-                        acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
-                        s = warpgroup_mma_wait(1, [s])
-                        p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
-                        acc = warpgroup_mma_wait(0, [acc])
-                        barrier()
-                        mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
-                    elif EARLY == 2:
-                        s = _start_scores(HALF, smem, own_uses, zero, SKIP)
-                        s = warpgroup_mma_wait(0, [s])
-                        p, total_p, m_own, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
-                        total = total * alpha
-                        acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                        acc, m, total = _add_others(HALF, smem, other_uses, m_own, total, acc,
-                                                    dtype, S, O, P, SKIP)
-                        acc = warpgroup_mma_wait(0, [acc])
-                        barrier()
-                        mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
-                        alpha = gl.exp2(m_own - m)  # of the weights, too
-                        total_p = total_p * alpha
-                        p = p * gl.convert_layout(alpha.to(dtype), S_ROW)[:, None]
-                        alpha = alpha * 0 + 1.0
-                    else:
-                        acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
-                        acc = warpgroup_mma_wait(0, [acc])
-                        barrier()
-                        mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
-                        s = _start_scores(HALF, smem, own_uses, zero, SKIP)
-                        s = warpgroup_mma_wait(0, [s])
-                        p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S, SKIP)
+                    s = _start_scores(HALF, smem, own_uses, zero)
+                    acc, m, total = _start_adding_others(HALF, smem, other_uses, m, total, acc,
+                                                         S, O)
+                    s = warpgroup_mma_wait(1, [s])
+                    p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S)
+                    acc = _added_others(HALF, smem, acc)
                     total = total * alpha + total_p
-                    acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    if not SKIP & 4:
-                        own_v = kv_smem.index(2 * HALF + HALF + (own_uses >> 30))
-                        acc = warpgroup_mma(gl.convert_layout(p, P), own_v, acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, [acc])
-                    barrier()
-                    mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
+                    acc = _add_own(HALF, smem, own_uses, p, alpha, acc, O)
                     own_uses += 1
                 else:
-                    acc, m, total = _add_others(HALF, smem, other_uses, m, total, acc, dtype, S, O, P, SKIP)
-                    acc = warpgroup_mma_wait(0, [acc])
-                    barrier()
-                    mbarrier.arrive(bars.index(FREE + 2 * OTHER + HALF), count=1)
+                    acc, m, total = _start_adding_others(HALF, smem, other_uses, m, total, acc,
+                                                         S, O)
+                    acc = _added_others(HALF, smem, acc)
                 other_uses += 1
 
-        if tile + 1 == end:
-            # merge states may be launched, and waits until all results are written
-            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
-                                      dtype=gl.int32, is_pure=False, pack=1)
         sums.index(HALF).store(total)
         barrier()
         mbarrier.arrive(bars.index(SUMS), count=1)
@@ -290,8 +258,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                 gl.store(out_lse + request_o * HEADS + head, lse, mask=to_out)
             gl.store(partial_lse + at_lse, lse, mask=to_partial)
         at_partial = at_lse[:, None] * LATENT + dim_o[None, :]
-        if not SKIP & 16:
-            gl.store(partial_out + at_partial, acc, mask=to_partial[:, None])
+        gl.store(partial_out + at_partial, acc, mask=to_partial[:, None])
 
 
 # not specialised: one binary serves every batch and block table
@@ -301,7 +268,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
                       partial_lse, out, out_lse, block_rows, stride_table, stride_q, stride_out,
                       qk_scale, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
                       BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, CHUNKS: gl.constexpr,
-                      ROWS: gl.constexpr, KV_TILE: gl.constexpr, EARLY: gl.constexpr, SKIP: gl.constexpr,
+                      ROWS: gl.constexpr, KV_TILE: gl.constexpr,
                       CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS`` thread blocks; more heads than a tile has rows are walked in
     chunks.
@@ -337,14 +304,12 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
     smem = (q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars)
     gl.warp_specialize(
         [
-            (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         EARLY, SKIP)),
-            (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         EARLY, SKIP)),
+            (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE)),
+            (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE)),
             (produce, (halves, rope, block_table, seq_lens, work_indptr, tile_info, slot_row,
                        slot_end, part_row, part_pos, part_readers, stride_table, block_rows,
                        kv_smem, rope_smem, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
-                       BLOCK_SIZE, UNIT, ROWS, KV_TILE, SKIP)),
+                       BLOCK_SIZE, UNIT, ROWS, KV_TILE)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

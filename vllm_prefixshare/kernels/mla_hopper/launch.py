@@ -29,14 +29,20 @@ def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
     return walk_layout(plan, grid._replace(long=int(max(lengths)) // grid.kv_tile + 1))
 
 
-EARLY = 1
-SKIP = 0
-CONSUMER_REGS = 216
-PRODUCER_REGS = 72
-
-
 def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
-    """Tokens from a block of a latent KV cache to the next, and the two views that TMA reads."""
+    """The two views of a latent KV cache that TMA reads.
+
+    Args:
+        cache: ``[num_blocks, block_size, (1,) 576]`` with blocks a whole number of tokens apart.
+        unit: tokens that are fetched at once.
+
+    Returns:
+        Tokens from the begin of a block to that of the next, and one row a token in boxes of
+        ``unit`` rows with half of the latent, and with the rotated part.
+
+    Raises:
+        PrefixShareError: strides that TMA cannot follow.
+    """
     num_blocks, block_size = cache.shape[:2]
     block, token = cache.stride()[:2]
     width, rank = LATENT_SHAPE
@@ -87,10 +93,8 @@ def latent_partial_attention(
         CHUNKS=chunks,
         ROWS=TILE.rows,
         KV_TILE=TILE.kv_tile,
-        EARLY=EARLY,
-        SKIP=SKIP,
-        CONSUMER_REGS=CONSUMER_REGS,
-        PRODUCER_REGS=PRODUCER_REGS,
+        CONSUMER_REGS=224,
+        PRODUCER_REGS=56,
         num_warps=TILE.warps,
     )
     # fmt: on
@@ -100,7 +104,7 @@ class LatentHopperKernel:
     """``kernels.mla_hopper.kernel``, for compute capability 9.0."""
 
     name, divider = "mla_hopper", "depth_first"
-    starts_merging = True
+    starts_merging = False
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         rows = attention.num_qo_heads

@@ -41,7 +41,7 @@ ZEROS = gl.constexpr(2)  # some token is past the end of its request
 
 
 @gluon.jit
-def _look_up(batch, first, packed, new, lane, part_row, part_pos, part_readers,
+def _look_up(batch, first, packed, opened, new, steps, lane, part_row, part_pos, part_readers,
              table, stride_table, seq_lens, block_rows, HEADS: gl.constexpr,
              BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr):
     """Row in the cache, number of tokens, interval of reading rows of 32 parts."""
@@ -49,11 +49,10 @@ def _look_up(batch, first, packed, new, lane, part_row, part_pos, part_readers,
     late = gl.maximum(n - packed, 0)
     rounds = late // gl.maximum(new, 1)
     entry = late - rounds * new
-    at = first + gl.where(n < packed, n, packed + entry) * PARTS + lane % PARTS
-    there = (n < packed) | (new > 0)  # growth beyond all lengths has no tokens
-    row = gl.load(part_row + at, mask=there, other=0)
-    start = gl.load(part_pos + at, mask=there, other=0)
-    readers = gl.load(part_readers + at, mask=there, other=0)
+    at = gl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + lane % PARTS
+    row = gl.load(part_row + at, mask=n < steps, other=0)
+    start = gl.load(part_pos + at, mask=n < steps, other=0)
+    readers = gl.load(part_readers + at, mask=n < steps, other=0)
     pos = start + rounds * UNIT
     length = gl.load(seq_lens + row, mask=readers != 0, other=0)
     tokens = gl.minimum(gl.maximum(length - pos, 0), UNIT)
@@ -65,18 +64,11 @@ def _look_up(batch, first, packed, new, lane, part_row, part_pos, part_readers,
 
 
 @gluon.jit
-def _span(token, first_part, tokens, span, UNIT: gl.constexpr):
-    """Interval of rows that read each of these tokens of a KV tile."""
-    part = first_part + token // UNIT
-    return gl.where(token % UNIT < gl.gather(tokens, part, 0), gl.gather(span, part, 0), 0)
-
-
-@gluon.jit
 def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slot_end, part_row,
             part_pos, part_readers, stride_table, block_rows, kv_smem, rope_smem, spans, meta, bars,
             HEADS: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, ROWS: gl.constexpr,
-            KV_TILE: gl.constexpr, SKIP: gl.constexpr):
+            KV_TILE: gl.constexpr):
     """Copy the KV tiles of the worker's work tiles."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOTS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -98,14 +90,15 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
         request = gl.load(slot_row + slots + r, mask=there, other=0)
         planned_end = gl.load(slot_end + slots + r, mask=there, other=FAR)
         length = gl.load(seq_lens + request, mask=there, other=0)
-        # before the lengths are reduced: loads overlap
-        cache_row, tokens, span = _look_up(
-            0, first, packed, new, lane, part_row, part_pos, part_readers, table,
-            stride_table, seq_lens, block_rows, HEADS, BLOCK_SIZE, UNIT, PARTS)
         growth = gl.maximum(gl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
         steps = packed + new * growth
+        opened = first + packed * PARTS
         everyone = num_reqs * HEADS << 16
         tiles = gl.maximum(steps, 1)  # consumers wait for one even if nothing is read
+
+        cache_row, tokens, span = _look_up(
+            0, first, packed, opened, new, steps, lane, part_row, part_pos, part_readers, table,
+            stride_table, seq_lens, block_rows, HEADS, BLOCK_SIZE, UNIT, PARTS)
         for batch in range((tiles + BATCH - 1) // BATCH):
             next_cache_row = cache_row
             next_tokens = tokens
@@ -117,41 +110,34 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                 # the half that the stage's own consumer multiplies is free first
                 own = 2 * stage + stage
                 other = 2 * stage + 1 - stage
-                row = gl.sum(gl.where(lane == k * PARTS, cache_row, 0), 0)
+                mbarrier.wait(bars.index(FREE + own), phase ^ 1)
+                mbarrier.expect(bars.index(own), KV_TILE * HALF * 2)
+                for j in gl.static_range(PARTS):
+                    row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
+                    async_load(halves, [row, stage * HALF], bars.index(own),
+                               kv_smem.index(own).slice(j * UNIT, UNIT, 0))
+                mbarrier.wait(bars.index(FREE + other), phase ^ 1)
                 mine = lane // PARTS == k
                 short = gl.max((mine & (tokens < UNIT)).to(gl.int32), 0)
                 uneven = gl.max((mine & (span != everyone)).to(gl.int32), 0)
                 needs = gl.where(short != 0, ZEROS | MASK, gl.where(uneven != 0, MASK, 0))
-                words = gl.where(lane == LEFT, tiles - n, needs)
-                low = _span(lane, k * PARTS, tokens, span, UNIT)
-                high = _span(32 + lane, k * PARTS, tokens, span, UNIT)
-                mbarrier.wait(bars.index(FREE + own), phase ^ 1)
-                mbarrier.expect(bars.index(own), 0 if SKIP & 1 else KV_TILE * HALF * 2)
+                meta.index(stage).store(gl.where(lane == LEFT, tiles - n, needs))
+                for h in gl.static_range(2):
+                    token = h * 32 + lane
+                    part = k * PARTS + token // UNIT
+                    inside = token % UNIT < gl.gather(tokens, part, 0)
+                    spans.index(2 * stage + h).store(
+                        gl.where(inside, gl.gather(span, part, 0), 0))
+                mbarrier.expect(bars.index(other), KV_TILE * (HALF + ROPE) * 2)
                 for j in gl.static_range(PARTS):
-                    first_row = row
-                    if j > 0:
-                        first_row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
-                    if not SKIP & 1:
-                        async_load(halves, [first_row, stage * HALF], bars.index(own),
-                                   kv_smem.index(own).slice(j * UNIT, UNIT, 0))
-                mbarrier.wait(bars.index(FREE + other), phase ^ 1)
-                for j in gl.static_range(PARTS):
-                    first_row = row
-                    if j > 0:
-                        first_row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
-                    if not SKIP & 1:
-                        async_load(rope, [first_row, LATENT], bars.index(other),
-                                   rope_smem.index(stage).slice(j * UNIT, UNIT, 0))
-                        async_load(halves, [first_row, (1 - stage) * HALF], bars.index(other),
-                                   kv_smem.index(other).slice(j * UNIT, UNIT, 0))
-                meta.index(stage).store(words)
-                spans.index(2 * stage).store(low)
-                spans.index(2 * stage + 1).store(high)
-                # bytes may arrive before they are announced
-                mbarrier.expect(bars.index(other), 0 if SKIP & 1 else KV_TILE * (HALF + ROPE) * 2)
+                    row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
+                    async_load(rope, [row, LATENT], bars.index(other),
+                               rope_smem.index(stage).slice(j * UNIT, UNIT, 0))
+                    async_load(halves, [row, (1 - stage) * HALF], bars.index(other),
+                               kv_smem.index(other).slice(j * UNIT, UNIT, 0))
                 if k == 0:  # early enough that no copy waits for the block table
                     next_cache_row, next_tokens, next_span = _look_up(
-                        batch + 1, first, packed, new, lane, part_row, part_pos,
+                        batch + 1, first, packed, opened, new, steps, lane, part_row, part_pos,
                         part_readers, table, stride_table, seq_lens, block_rows, HEADS,
                         BLOCK_SIZE, UNIT, PARTS)
             cache_row = next_cache_row
