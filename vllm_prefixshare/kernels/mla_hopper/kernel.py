@@ -54,9 +54,9 @@ def _word(meta, i):
 
 
 @gluon.jit
-def _start_scores(HALF: gl.constexpr, smem, uses, zero):
+def _start_scores(HALF: gl.constexpr, operands, bars, uses, zero):
     """Start the product of the queries and the KV tile of stage ``HALF``, its ``uses``-th."""
-    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    q_smem, kv_smem, rope_smem = operands
     OWN: gl.constexpr = 2 * HALF + HALF
     OTHER: gl.constexpr = 2 * HALF + 1 - HALF
     # Zero, which the compiler must not know: it would compute the descriptors of all operands
@@ -73,11 +73,13 @@ def _start_scores(HALF: gl.constexpr, smem, uses, zero):
 
 
 @gluon.jit
-def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr, S: gl.constexpr):
+def _weigh(HALF: gl.constexpr, operands, notes, bars, s, m, row_s, qk_scale, dtype: gl.constexpr,
+           S: gl.constexpr):
     """Weights of the KV tile of stage ``HALF`` from its scores: handed to the other warpgroup, and
     returned with their sums, the running maximum and the factor of what was summed up before.
     """
-    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    _, kv_smem, rope_smem = operands
+    spans, words, maxima = notes
     needs = _word(words, HALF * 32 + NEEDS)
     if (needs & MASK) != 0:
         seen_by = spans.index(HALF).load(gl.SliceLayout(0, S))
@@ -106,9 +108,10 @@ def _weigh(HALF: gl.constexpr, smem, s, m, row_s, qk_scale, dtype: gl.constexpr,
 
 
 @gluon.jit
-def _add_own(HALF: gl.constexpr, smem, uses, weights, alpha, acc, O: gl.constexpr):  # noqa: E741
+def _add_own(HALF: gl.constexpr, operands, bars, uses, weights, alpha, acc,
+             O: gl.constexpr):  # noqa: E741
     """Scale the sums, and add the product of a warpgroup's own weights."""
-    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    _, kv_smem, _ = operands
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     v = kv_smem.index(2 * HALF + HALF + (uses >> 30))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
@@ -120,10 +123,11 @@ def _add_own(HALF: gl.constexpr, smem, uses, weights, alpha, acc, O: gl.constexp
 
 
 @gluon.jit
-def _start_adding_others(HALF: gl.constexpr, smem, uses, m, total, acc, S: gl.constexpr,
-                         O: gl.constexpr):  # noqa: E741
+def _start_adding_others(HALF: gl.constexpr, operands, notes, bars, uses, m, total, acc,
+                         S: gl.constexpr, O: gl.constexpr):  # noqa: E741
     """Scale the sums, and start the product of the other warpgroup's weights."""
-    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    _, kv_smem, rope_smem = operands
+    _, _, maxima = notes
     OTHER: gl.constexpr = 1 - HALF
     z = uses >> 30
     mbarrier.wait(bars.index(WEIGHTS + OTHER), uses & 1)
@@ -136,9 +140,8 @@ def _start_adding_others(HALF: gl.constexpr, smem, uses, m, total, acc, S: gl.co
 
 
 @gluon.jit
-def _added_others(HALF: gl.constexpr, smem, acc):
+def _added_others(HALF: gl.constexpr, bars, acc):
     """Wait for that product, and release its half of the KV tile."""
-    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
     acc = warpgroup_mma_wait(0, [acc])
     barrier()  # every warp has read its operands
     mbarrier.arrive(bars.index(FREE + 2 * (1 - HALF) + HALF), count=1)
@@ -152,7 +155,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     """Scores of every second KV tile, and one half of the output's columns."""
     q, partial_out, partial_lse, out, out_lse, stride_q, stride_out = io
     work_indptr, tile_info, slot_row, slot_partial = plan
-    q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars = smem
+    operands, notes, sums, bars = smem
+    q_smem, _, rope_smem = operands
+    _, words, _ = notes
     D: gl.constexpr = LATENT // 2
     OTHER: gl.constexpr = 1 - HALF
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
@@ -172,8 +177,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     zero = gl.zeros([ROWS, KV_TILE], gl.float32, S)
     own_uses = 0
     other_uses = 0
-    turn = 0
-    for tile in range(gl.load(work_indptr + worker), gl.load(work_indptr + worker + 1)):
+    begin = gl.load(work_indptr + worker)
+    for tile in range(begin, gl.load(work_indptr + worker + 1)):
+        turn = tile - begin
         slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
         num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
         there = row_q < num_rows
@@ -190,7 +196,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
             of = gl.load(slot_row + slots + row_r // HEADS, mask=there_r, other=0)
             at_r = of.to(gl.int64) * stride_q + row_r % HEADS * (LATENT + ROPE)
             at_r = q + gl.multiple_of(at_r, 8)[:, None]
-            rope_smem.index(2).store(gl.load(at_r + dim_r[None, :], mask=there_r[:, None], other=0.0))
+            at_r = at_r + dim_r[None, :]
+            rope_smem.index(2).store(gl.load(at_r, mask=there_r[:, None], other=0.0))
         fence_async_shared()
         barrier()
         mbarrier.arrive(bars.index(QUERIES), count=1)
@@ -202,42 +209,43 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         left = 3  # KV tiles from here on; two are walked at a time
         while left > 2:
             if HALF == 0:
-                s = _start_scores(HALF, smem, own_uses, zero)
+                s = _start_scores(HALF, operands, bars, own_uses, zero)
                 left = _word(words, LEFT)
                 s = warpgroup_mma_wait(0, [s])
-                p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S)
+                p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, s, m, row_s,
+                                              qk_scale, dtype, S)
                 total = total * alpha + total_p
-                acc = _add_own(HALF, smem, own_uses, p, alpha, acc, O)
+                acc = _add_own(HALF, operands, bars, own_uses, p, alpha, acc, O)
                 own_uses += 1
                 if left > 1:
-                    acc, m, total = _start_adding_others(HALF, smem, other_uses, m, total, acc,
-                                                         S, O)
-                    acc = _added_others(HALF, smem, acc)
+                    acc, m, total = _start_adding_others(
+                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
+                    acc = _added_others(HALF, bars, acc)
                     other_uses += 1
             else:
                 mbarrier.wait(bars.index(2 * OTHER + HALF), other_uses & 1)
                 left = _word(words, 32 * OTHER + LEFT)
                 if left > 1:
-                    s = _start_scores(HALF, smem, own_uses, zero)
-                    acc, m, total = _start_adding_others(HALF, smem, other_uses, m, total, acc,
-                                                         S, O)
+                    s = _start_scores(HALF, operands, bars, own_uses, zero)
+                    acc, m, total = _start_adding_others(
+                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
                     s = warpgroup_mma_wait(1, [s])
-                    p, total_p, m, alpha = _weigh(HALF, smem, s, m, row_s, qk_scale, dtype, S)
-                    acc = _added_others(HALF, smem, acc)
+                    p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, s, m, row_s,
+                                                  qk_scale, dtype, S)
+                    acc = _added_others(HALF, bars, acc)
                     total = total * alpha + total_p
-                    acc = _add_own(HALF, smem, own_uses, p, alpha, acc, O)
+                    acc = _add_own(HALF, operands, bars, own_uses, p, alpha, acc, O)
                     own_uses += 1
                 else:
-                    acc, m, total = _start_adding_others(HALF, smem, other_uses, m, total, acc,
-                                                         S, O)
-                    acc = _added_others(HALF, smem, acc)
+                    acc, m, total = _start_adding_others(
+                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
+                    acc = _added_others(HALF, bars, acc)
                 other_uses += 1
 
         sums.index(HALF).store(total)
         barrier()
         mbarrier.arrive(bars.index(SUMS), count=1)
         mbarrier.wait(bars.index(SUMS), turn & 1)
-        turn += 1
         total += sums.index(OTHER).load(S_ROW)
         seen = total > 0
         lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
@@ -273,8 +281,8 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
     """Grid: ``num_workers * CHUNKS`` thread blocks; more heads than a tile has rows are walked in
     chunks.
 
-    halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens and
-    half of the latent, or the rotated part.
+    halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens
+    and half of the latent, or the rotated part.
     out_lse: as ``out`` without its last dimension; without it Triton makes another binary.
     """
     dtype: gl.constexpr = out.dtype.element_ty
@@ -301,7 +309,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
     fence_async_shared()
     io = (q, partial_out, partial_lse, out, out_lse, stride_q, stride_out)
     plan = (work_indptr, tile_info, slot_row, slot_partial)
-    smem = (q_smem, kv_smem, rope_smem, spans, words, maxima, sums, bars)
+    smem = ((q_smem, kv_smem, rope_smem), (spans, words, maxima), sums, bars)
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE)),
@@ -309,7 +317,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
             (produce, (halves, rope, block_table, seq_lens, work_indptr, tile_info, slot_row,
                        slot_end, part_row, part_pos, part_readers, stride_table, block_rows,
                        kv_smem, rope_smem, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
-                       BLOCK_SIZE, UNIT, ROWS, KV_TILE)),
+                       BLOCK_SIZE, UNIT, KV_TILE)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

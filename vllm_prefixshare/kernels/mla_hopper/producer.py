@@ -67,8 +67,7 @@ def _look_up(batch, first, packed, opened, new, steps, lane, part_row, part_pos,
 def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slot_end, part_row,
             part_pos, part_readers, stride_table, block_rows, kv_smem, rope_smem, spans, meta, bars,
             HEADS: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
-            BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, ROWS: gl.constexpr,
-            KV_TILE: gl.constexpr):
+            BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, KV_TILE: gl.constexpr):
     """Copy the KV tiles of the worker's work tiles."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOTS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
