@@ -7,7 +7,6 @@ stand-in computes in float64 what it is asked for, from the metadata that it get
 
 import sys
 from dataclasses import fields, replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -72,7 +71,7 @@ def _interpreter(monkeypatch, tmp_path):
     def choose(attention, device, kernel_name, query_len):
         return Choice(kernel.LatentHopperKernel(attention, query_len, h100), None)
 
-    source = load_kernel(Path(kernel.__file__).with_name("kernel.py"), tmp_path)
+    source = load_kernel("vllm_prefixshare.kernels.mla_hopper", tmp_path)
     monkeypatch.setattr(kernel, "partial_attention", source)
     monkeypatch.setattr(gpu, "choose_kernel", choose)
     monkeypatch.setattr(cuda, "kernels_that_may_serve", lambda *layer: [choose(*layer).kernel])

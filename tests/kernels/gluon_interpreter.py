@@ -1,77 +1,151 @@
 """A Gluon kernel's own source under Triton's interpreter, which has no Gluon.
 
-Gluon is Triton with layouts, shared memory and asynchronous copies and products. Here layouts are
-nothing, shared memory is a tensor with a name, and whatever is asynchronous is done at once. So
-arithmetic, addresses and masks are tested; layouts, barriers and overlap are not.
+Gluon is Triton with layouts, shared memory, asynchronous copies and products, and partitions of
+warps. Here layouts are nothing, shared memory is an array, and whatever is asynchronous is done at
+once. Each partition is a thread; one runs at a time, until it waits at a barrier. So arithmetic,
+addresses, masks and the order of the barriers are tested; layouts and overlap are not.
 """
 
+import dataclasses
 import importlib.util
 import sys
+import threading
 import types
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.interpreter import (
+    InterpretedFunction,
+    InterpreterBuilder,
+    TensorHandle,
+    _get_np_dtype,
+)
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+#: seconds after which partitions that all wait are given up
+DEADLOCK = 60.0
+PREFIX = "triton.experimental"
+#: held by the partition that runs
+_turn = threading.Condition()
+#: of the partitions, the first one first
+_errors: list[BaseException] = []
+
+
+def number(x) -> int:
+    """The value of an integer that is a tensor, a compile-time value or both."""
+    return number(x.value) if isinstance(x, tl.constexpr) else int(x)
 
 
 class SharedMemory:
-    """A tensor that can be stored to, or several."""
+    """A view of an array in shared memory, at first NaN (-1 in integers)."""
 
-    def __init__(self, shape: list[int], dtype: tl.dtype) -> None:
-        count = shape[0] if len(shape) > 2 else 0
-        self.parts = [SharedMemory(shape[1:], dtype) for _ in range(count)]
-        self.rows = [None] * shape[0]
-        self.value = None
+    def __init__(self, data: np.ndarray, dtype: tl.dtype) -> None:
+        self.data, self.dtype = data, dtype
 
-    def index(self, i):
-        if self.parts:
-            return self.parts[int(i)]
-        return Row(self.rows, int(i))
+    @classmethod
+    def allocate(cls, dtype: tl.dtype, shape: list[int]) -> "SharedMemory":
+        data = np.empty(shape, _get_np_dtype(dtype))
+        data.view(np.uint8)[...] = 0xFF
+        return cls(data, dtype)
 
-    def store(self, value) -> None:
-        self.value = value
+    def index(self, i) -> "SharedMemory":
+        return SharedMemory(self.data[number(i)], self.dtype)
 
-    def load(self, layout=None):
-        return self.value
+    def slice(self, start, length, dim=0) -> "SharedMemory":
+        places = (slice(None),) * dim + (slice(number(start), number(start) + number(length)),)
+        return SharedMemory(self.data[places], self.dtype)
 
-    def permute(self, order):
-        assert order == (1, 0)
-        return Transposed(self)
+    def permute(self, order) -> "SharedMemory":
+        return SharedMemory(self.data.transpose(order), self.dtype)
 
-
-class Row:
-    """One row of shared memory with two dimensions."""
-
-    def __init__(self, rows: list, i: int) -> None:
-        self.rows, self.i = rows, i
+    def reinterpret(self, dtype, shape, layout=None) -> "SharedMemory":
+        assert dtype == self.dtype
+        return SharedMemory(self.data.reshape([number(n) for n in shape]), dtype)
 
     def store(self, value) -> None:
-        self.rows[self.i] = value
+        assert value.dtype == self.dtype
+        self.data[...] = value.handle.data
 
-    def load(self, layout=None):
-        return self.rows[self.i]
+    def load(self, layout=None) -> tl.tensor:
+        shape = tl.block_type(self.dtype, list(self.data.shape))
+        return tl.tensor(TensorHandle(self.data.copy(), self.dtype), shape)
 
 
-class Transposed:
-    def __init__(self, of: SharedMemory) -> None:
-        self.of = of
+class Barrier:
+    """An mbarrier: its phase ends when all have arrived and all bytes that were announced have."""
 
-    @property
-    def value(self):
-        return tl.trans(self.of.value)
+    def __init__(self) -> None:
+        self.count = self.missing = self.phase = self.bytes = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = number(count)
+
+    def change(self, arrived: int, announced: int) -> None:
+        self.missing -= arrived
+        self.bytes += announced
+        assert self.missing >= 0
+        if self.missing == self.bytes == 0:
+            self.missing, self.phase = self.count, self.phase + 1
+            _turn.notify_all()
+
+    def wait(self, phase) -> None:
+        # a barrier that nobody has used yet is past the phase before its first
+        parity = number(phase)
+        over = _turn.wait_for(lambda: self.phase % 2 != parity or _errors, DEADLOCK)
+        assert over and not _errors, "partitions wait forever, or another has failed"
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i) -> Barrier:
+        return self.all[number(i)]
+
+
+def allocate_shared_memory(dtype, shape, layout):
+    shape = [number(n) for n in shape]
+    return Barriers(shape[0]) if layout is Barriers else SharedMemory.allocate(dtype, shape)
+
+
+def async_load(descriptor, at, barrier: Barrier, shared: SharedMemory) -> None:
+    shared.store(descriptor.load(at))
+    barrier.change(0, -shared.data.nbytes)
+
+
+def warp_specialize(partitions, warps, registers) -> None:
+    """Run each partition in a thread. The first error ends them all."""
+    _errors.clear()
+
+    def run(function, arguments) -> None:
+        with _turn:
+            try:
+                function(*arguments)
+            except BaseException as e:
+                _errors.append(e)
+                _turn.notify_all()
+
+    threads = [threading.Thread(target=run, args=part, daemon=True) for part in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if _errors:
+        raise _errors[0]
 
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
-    a = a.value if hasattr(a, "store") else a
-    return tl.dot(a, b.value, acc) if use_acc else tl.dot(a, b.value)
-
-
-def copy(shared: SharedMemory, pointer, mask) -> None:
-    shared.store(tl.load(pointer, mask=mask, other=0.0))
+    a = a.load() if isinstance(a, SharedMemory) else a
+    return tl.dot(a, b.load(), acc) if use_acc else tl.dot(a, b.load())
 
 
 def full(shape, value, dtype, layout=None):
-    return tl.full([int(n) for n in shape], value, dtype)
+    return tl.full([number(n) for n in shape], value, dtype)
 
 
 def late(name: str):
@@ -83,65 +157,120 @@ def nothing(*args, **options) -> None:
     pass
 
 
-def load_kernel(path: Path, folder: Path, name: str = "partial_attention"):
-    """The kernel ``name`` of a module of Gluon kernels, as an interpreted Triton function. A copy
-    of the module is written to ``folder``: the interpreter knows compile-time arguments by name.
-    """
-    copied = folder / path.name
-    copied.write_text(path.read_text().replace(": gl.constexpr", ": tl.constexpr"))
-    gl = types.ModuleType("gl")
+def _module(name: str, **values) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__dict__.update(values)
+    return module
+
+
+def _stand_ins() -> dict[str, types.ModuleType]:
+    """Modules of Gluon's under the names by which kernels import them."""
+    gl = _module("gl")
     for each in ("constexpr", "float32", "int32", "int64", "uint32"):
         setattr(gl, each, getattr(tl, each))
     for each in ("load", "store", "where", "maximum", "minimum", "max", "sum", "exp2", "log2",
-                 "program_id", "multiple_of"):  # fmt: skip
+                 "ceil", "program_id", "multiple_of", "gather"):  # fmt: skip
         setattr(gl, each, late(each))
-    gl.arange = lambda start, end, layout=None: tl.arange(start, end)
-    gl.zeros = lambda shape, dtype, layout=None: full(shape, 0.0, dtype)
-    gl.full = lambda shape, value, dtype, layout=None: tl.full(
-        [int(n) for n in shape], value, dtype
-    )
-    gl.convert_layout = lambda x, layout: x
-    gl.allocate_shared_memory = lambda dtype, shape, layout: SharedMemory(
-        [int(n) for n in shape], dtype
-    )
     for each in ("NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout",
                  "SwizzledSharedLayout", "DotOperandLayout"):  # fmt: skip
         setattr(gl, each, nothing)
-    copies = types.SimpleNamespace(
-        async_copy_global_to_shared=copy, commit_group=nothing, wait_group=nothing
+    gl.arange = lambda start, end, layout=None: tl.arange(start, end)
+    gl.zeros = lambda shape, dtype, layout=None: full(shape, 0.0, dtype)
+    gl.full = full
+    gl.convert_layout = lambda x, layout: x
+    gl.static_range = range
+    gl.inline_asm_elementwise = nothing
+    gl.allocate_shared_memory = allocate_shared_memory
+    gl.warp_specialize = warp_specialize
+    mbarrier = _module(
+        "mbarrier",
+        MBarrierLayout=lambda: Barriers,
+        init=lambda barrier, count: barrier.init(count),
+        expect=lambda barrier, count: barrier.change(1, number(count)),
+        arrive=lambda barrier, count: barrier.change(number(count), 0),
+        wait=lambda barrier, phase: barrier.wait(phase),
     )
-    hopper = types.ModuleType("hopper")
-    hopper.fence_async_shared = nothing
-    hopper.warpgroup_mma = warpgroup_mma
-    hopper.warpgroup_mma_wait = lambda outstanding, deps: deps[0]
-    names = types.ModuleType("gluon_names")
-    names.barrier = nothing
-    gluon = types.ModuleType("gluon")
-    gluon.language, gluon.jit = gl, triton.jit
-    ampere = types.ModuleType("ampere")
-    ampere.async_copy = copies
-    outer = types.ModuleType("triton.experimental")
-    outer.gluon = gluon
-    prefix = "triton.experimental"
-    stand_ins = {
-        prefix: outer,
-        f"{prefix}.gluon": gluon,
-        f"{prefix}.gluon.language": gl,
-        f"{prefix}.gluon.language.nvidia.ampere": ampere,
-        f"{prefix}.gluon.language.nvidia.hopper": hopper,
+    hopper = _module(
+        "hopper",
+        fence_async_shared=nothing,
+        mbarrier=mbarrier,
+        warpgroup_mma=warpgroup_mma,
+        warpgroup_mma_wait=lambda outstanding, deps: deps[0],
+    )
+    names = _module(
+        "gluon_names",
+        barrier=nothing,
+        async_load=async_load,
+        reinterpret=SharedMemory.reinterpret,
+    )
+    gluon = _module("gluon", language=gl, jit=_jit)
+    return {
+        PREFIX: _module("triton.experimental", gluon=gluon),
+        f"{PREFIX}.gluon": gluon,
+        f"{PREFIX}.gluon.language": gl,
+        f"{PREFIX}.gluon.language.nvidia.hopper": hopper,
         "vllm_prefixshare.kernels.hopper.gluon_names": names,
     }
-    kept = {key: sys.modules.get(key) for key in stand_ins}
+
+
+def _jit(function=None, **options):
+    return triton.jit(function) if function else triton.jit
+
+
+_of_other_types = InterpreterBuilder.binary_op
+
+
+def _binary_op(builder, a: TensorHandle, b: TensorHandle, op) -> TensorHandle:
+    """The interpreter's own would take the bits of a bfloat16 for an integer."""
+    if a.dtype.scalar != tl.bfloat16:
+        return _of_other_types(builder, a, b, op)
+    x, y = ((each.data.astype(np.uint32) << 16).view(np.float32) for each in (a, b))
+    rounded = torch.from_numpy(op(x, y)).bfloat16().view(torch.int16)
+    return TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class InterpretedKernel:
+    """A kernel that is launched as Triton's are, with Gluon's tensor descriptors."""
+
+    function: InterpretedFunction
+
+    def run(self, *args, **options) -> None:
+        with mock.patch.object(InterpreterBuilder, "binary_op", _binary_op):
+            self.function.run(*map(_plain, args), **options)
+
+
+def _plain(argument):
+    if not isinstance(argument, GluonDescriptor):
+        return argument
+    x = argument
+    return TensorDescriptor(x.base, list(x.shape), list(x.strides), list(x.block_shape))
+
+
+def load_kernel(package: str, folder: Path, modules=("producer", "kernel")) -> InterpretedKernel:
+    """``partial_attention`` of the last of a package's modules of Gluon kernels. Copies are
+    written to ``folder``: the interpreter knows compile-time arguments by name.
+    """
+    stand_ins = _stand_ins()
+    kept = {}
     interpret = triton.knobs.runtime.interpret
     try:
-        sys.modules.update(stand_ins)
         triton.knobs.runtime.interpret = True
-        spec = importlib.util.spec_from_file_location("interpreted_kernel", copied)
-        module = importlib.util.module_from_spec(spec)
-        module.tl = tl  # what the interpreter looks for
-        spec.loader.exec_module(module)
+        for each in modules:
+            for name, stand_in in stand_ins.items():
+                kept.setdefault(name, sys.modules.get(name))
+                sys.modules[name] = stand_in
+            name = f"{package}.{each}"
+            source = Path(importlib.util.find_spec(name).origin).read_text()
+            copied = folder / f"{each}.py"
+            copied.write_text(source.replace(": gl.constexpr", ": tl.constexpr"))
+            spec = importlib.util.spec_from_file_location(f"interpreted_{each}", copied)
+            module = importlib.util.module_from_spec(spec)
+            module.tl = tl  # what the interpreter looks for
+            spec.loader.exec_module(module)
+            stand_ins[name] = module  # for the modules that follow
     finally:
         triton.knobs.runtime.interpret = interpret
-        for key, value in kept.items():
-            sys.modules.pop(key) if value is None else sys.modules.update({key: value})
-    return getattr(module, name)
+        for name, value in kept.items():
+            sys.modules.pop(name) if value is None else sys.modules.update({name: value})
+    return InterpretedKernel(module.partial_attention)

@@ -5,7 +5,6 @@ unused cache slots hold NaN before each run.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,8 +75,8 @@ class Latents:
 def interpreted(monkeypatch, tmp_path):
     """The kernel's own source, without a GPU under the interpreter."""
     if not torch.cuda.is_available():
-        path = Path(hopper.__file__).with_name("kernel.py")
-        monkeypatch.setattr(hopper, "partial_attention", load_kernel(path, tmp_path))
+        kernel = load_kernel("vllm_prefixshare.kernels.mla_hopper", tmp_path)
+        monkeypatch.setattr(hopper, "partial_attention", kernel)
 
 
 @pytest.mark.parametrize(

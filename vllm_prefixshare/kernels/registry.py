@@ -118,7 +118,7 @@ def candidates(
             "attention backend."
         )
     if attention.kv_lora_rank is not None:
-        return _latent_candidates(gpu, kernel, query_len)
+        return _latent_candidates(attention, gpu, kernel, query_len)
     hopper = hopper_serves(attention, gpu.capability)
     if kernel == "hopper" and not hopper:
         raise PrefixShareError(
@@ -132,7 +132,9 @@ def candidates(
     return ["hopper", "portable"] if hopper else ["portable"]
 
 
-def _latent_candidates(gpu: Gpu, kernel: str, query_len: int) -> list[str]:
+def _latent_candidates(
+    attention: AttentionConfig, gpu: Gpu, kernel: str, query_len: int
+) -> list[str]:
     if query_len > 1:
         raise PrefixShareError(
             "the kernel for a latent KV cache (kv_lora_rank) takes one query token of a request: "
@@ -142,6 +144,11 @@ def _latent_candidates(gpu: Gpu, kernel: str, query_len: int) -> list[str]:
         raise PrefixShareError(
             "a latent KV cache (kv_lora_rank) has a kernel for compute capability 9.0 only, got "
             f"{gpu.capability[0]}.{gpu.capability[1]} and kernel={kernel!r}."
+        )
+    if attention.block_size % 8:  # rows of a swizzled box
+        raise PrefixShareError(
+            "the kernel for a latent KV cache (kv_lora_rank) takes blocks of a multiple of 8 "
+            f"tokens, got {attention.block_size}."
         )
     return ["mla_hopper"]
 

@@ -1,13 +1,17 @@
 """Partial attention over a latent KV cache (MLA) for Hopper, in Gluon.
 
 A thread block belongs to one worker and walks the worker's work tiles. A tile holds 64 query rows,
-the heads of its requests, and a list of KV tiles of 64 tokens. Each is copied to shared memory
-once, while the one before is multiplied, and serves both products from there: all of it as K, the
-latent as V. Two warpgroups share each product by columns: half of the tokens each for the scores,
-half of the latent each for the sum.
+the heads of its requests, and a list of KV tiles of 64 tokens. A producer warp (``producer``)
+copies each to shared memory once, and both products take it from there: all of it as K, the latent
+as V.
 
-The halves exchange their weights and row maxima through shared memory. The sums of the
-weights stay in the threads that made them until the tile is finished.
+Two consumer warpgroups take turns: one makes scores and weights of the KV tiles with even numbers,
+the other of those with odd numbers. Each holds one half of the output's columns, multiplies
+its own weights from registers and gets the other's, with their running maximum, through shared
+memory. So one is at its softmax while the other multiplies, and the queries are read once for 64
+tokens: the "seesaw" schedule of FlashMLA.
+
+The weights of a KV tile take the place of the rotated part of its keys.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,24 +19,27 @@ weights stay in the threads that made them until the tile is finished.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from vllm_prefixshare.kernels.hopper.gluon_names import barrier
-from vllm_prefixshare.kernels.portable.kernel import (
-    FAR,
-    FIRST_PART,
-    FIRST_SLOT,
-    LN2,
-    NEW_KV_TILES,
-    NUM_REQS,
-    PLANNED_KV_TILES,
-    WORDS,
+from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
+from vllm_prefixshare.kernels.mla_hopper.producer import (
+    BARRIERS,
+    FREE,
+    LEFT,
+    MASK,
+    NEEDS,
+    QUERIES,
+    SUMS,
+    WEIGHTS,
+    ZEROS,
+    produce,
 )
+from vllm_prefixshare.kernels.portable.kernel import FIRST_SLOT, LN2, NUM_REQS, WORDS
 
 MASKED = gl.constexpr(-1e30)
 # where a row's running maximum starts: far above masked scores, so that a row that saw no token
@@ -41,172 +48,205 @@ LOWEST = gl.constexpr(-1e20)
 
 
 @gluon.jit
-def _tile(tile_info, tile):
-    """Slots, number of requests, first part, planned and new KV tiles of a work tile."""
-    slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
-    num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
-    first = gl.load(tile_info + tile * WORDS + FIRST_PART)
-    packed = gl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
-    return slots, num_reqs, first, packed, gl.load(tile_info + tile * WORDS + NEW_KV_TILES)
+def _word(meta, i):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(meta.index(i).load(ONE), 0)
 
 
 @gluon.jit
-def _parts_of(n, first, packed, opened, new, steps, part, part_row, part_pos, part_readers,
-              PARTS: gl.constexpr):
-    """Batch row, first token, readers of the parts of the ``n``-th KV tile, and how many rounds
-    of new tokens lie before it.
+def _start_scores(HALF: gl.constexpr, operands, bars, uses, zero):
+    """Start the product of the queries and the KV tile of stage ``HALF``, its ``uses``-th."""
+    q_smem, kv_smem, rope_smem = operands
+    OWN: gl.constexpr = 2 * HALF + HALF
+    OTHER: gl.constexpr = 2 * HALF + 1 - HALF
+    # Zero, which the compiler must not know: it would compute the descriptors of all operands
+    # before the loop, and spill them.
+    z = uses >> 30
+    mbarrier.wait(bars.index(OWN), uses & 1)
+    s = warpgroup_mma(q_smem.index(HALF + z), kv_smem.index(OWN + z).permute((1, 0)), zero,
+                      use_acc=False, is_async=True)
+    mbarrier.wait(bars.index(OTHER), uses & 1)
+    s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), s,
+                      is_async=True)
+    return warpgroup_mma(q_smem.index(1 - HALF + z), kv_smem.index(OTHER + z).permute((1, 0)), s,
+                         is_async=True)
+
+
+@gluon.jit
+def _weigh(HALF: gl.constexpr, operands, notes, bars, s, m, row_s, qk_scale, dtype: gl.constexpr,
+           S: gl.constexpr):
+    """Weights of the KV tile of stage ``HALF`` from its scores: handed to the other warpgroup, and
+    returned with their sums, the running maximum and the factor of what was summed up before.
     """
-    more = part * 0 + n < steps
-    rounds = gl.maximum(n - packed, 0) // gl.maximum(new, 1)
-    entry = gl.maximum(n - packed, 0) - rounds * new
-    at = gl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
-    row = gl.load(part_row + at, mask=more, other=0)
-    start = gl.load(part_pos + at, mask=more, other=0)
-    readers = gl.load(part_readers + at, mask=more, other=0)
-    return row, start, readers, rounds
+    _, kv_smem, rope_smem = operands
+    spans, words, maxima = notes
+    needs = _word(words, HALF * 32 + NEEDS)
+    if (needs & MASK) != 0:
+        seen_by = spans.index(HALF).load(gl.SliceLayout(0, S))
+        begin = seen_by & 0xFFFF
+        # one comparison: rows before the first wrap around
+        reads = (row_s[:, None] - begin[None, :]).to(gl.uint32, bitcast=True)
+        reads = reads < ((seen_by >> 16) - begin).to(gl.uint32, bitcast=True)[None, :]
+        s = gl.where(reads, s, MASKED)
+    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+    p = gl.exp2(s * qk_scale - m_new[:, None])
+    weights = p.to(dtype)
+    barrier()  # every warp has read the rotated part of the keys
+    rope_smem.index(HALF).store(weights)
+    maxima.index(HALF).store(m_new)
+    if (needs & ZEROS) != 0:  # a weight of zero would not hide an unused slot that holds NaN
+        ROW: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        for i in gl.static_range(4):
+            of = spans.index(HALF).slice(i * 16, 16, 0).load(gl.SliceLayout(1, ROW))
+            for h in gl.static_range(2):
+                rows = kv_smem.index(2 * HALF + h).slice(i * 16, 16, 0)
+                rows.store(gl.where((of != 0)[:, None], rows.load(ROW), 0.0))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bars.index(WEIGHTS + HALF), count=1)
+    return weights, gl.sum(p, 1), m_new, gl.exp2(m - m_new)
 
 
 @gluon.jit
-def _tokens_of(row, start, readers, rounds, in_part, block_table, stride_table, seq_lens,
-               HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr):
-    """Block, position in it, and interval of reading rows of each token of a KV tile."""
-    pos = start + (in_part + rounds * UNIT)
-    block = gl.load(block_table + row.to(gl.int64) * stride_table + pos // BLOCK_SIZE)
-    length = gl.load(seq_lens + row)
-    span = (readers & 0xFFFF) * HEADS | (readers >> 16) * HEADS << 16
-    return block, pos % BLOCK_SIZE, pos, length, span
+def _add_own(HALF: gl.constexpr, operands, bars, uses, weights, alpha, acc,
+             O: gl.constexpr):  # noqa: E741
+    """Scale the sums, and add the product of a warpgroup's own weights."""
+    _, kv_smem, _ = operands
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    v = kv_smem.index(2 * HALF + HALF + (uses >> 30))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+    acc = warpgroup_mma(gl.convert_layout(weights, P), v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    barrier()  # every warp has read its operands
+    mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
+    return acc
 
 
 @gluon.jit
-def _fetch(latent, rope, spans, cache, block, slot, pos, length, span, stride_block, stride_token,
-           dim, rope_dim):
-    """Start copying a KV tile; tokens past the end of their request become zeros."""
-    span = gl.where(pos < length, span, 0)
-    there = (span != 0)[:, None]
-    at = (block.to(gl.int64) * stride_block + slot * stride_token)[:, None]
-    async_copy.async_copy_global_to_shared(latent, cache + (at + dim[None, :]), mask=there)
-    async_copy.async_copy_global_to_shared(rope, cache + (at + rope_dim[None, :]), mask=there)
-    async_copy.commit_group()
-    spans.store(span)
+def _start_adding_others(HALF: gl.constexpr, operands, notes, bars, uses, m, total, acc,
+                         S: gl.constexpr, O: gl.constexpr):  # noqa: E741
+    """Scale the sums, and start the product of the other warpgroup's weights."""
+    _, kv_smem, rope_smem = operands
+    _, _, maxima = notes
+    OTHER: gl.constexpr = 1 - HALF
+    z = uses >> 30
+    mbarrier.wait(bars.index(WEIGHTS + OTHER), uses & 1)
+    m_new = maxima.index(OTHER).load(gl.SliceLayout(1, S))
+    alpha = gl.exp2(m - m_new)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+    acc = warpgroup_mma(rope_smem.index(OTHER + z), kv_smem.index(2 * OTHER + HALF + z), acc,
+                        is_async=True)
+    return acc, m_new, total * alpha
 
 
-# not specialised: one binary serves every batch and block table
-@gluon.jit(do_not_specialize=["block_table", "seq_lens", "stride_table"])
-def partial_attention(q, cache, block_table, seq_lens, work_indptr, tile_info, slot_row,
-                      slot_partial, slot_end, part_row, part_pos, part_readers, partial_out,
-                      partial_lse, out, out_lse, stride_block, stride_token, stride_table,
-                      stride_q, stride_out, qk_scale, HEADS: gl.constexpr, LATENT: gl.constexpr,
-                      ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr,
-                      CHUNKS: gl.constexpr, ROWS: gl.constexpr, KV_TILE: gl.constexpr):
-    """Grid: ``num_workers * CHUNKS`` thread blocks of 8 warps; more heads than a tile has rows are
-    walked in chunks.
+@gluon.jit
+def _added_others(HALF: gl.constexpr, bars, acc):
+    """Wait for that product, and release its half of the KV tile."""
+    acc = warpgroup_mma_wait(0, [acc])
+    barrier()  # every warp has read its operands
+    mbarrier.arrive(bars.index(FREE + 2 * (1 - HALF) + HALF), count=1)
+    return acc
 
-    out_lse: as ``out`` without its last dimension; without it Triton makes another binary.
-    """
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KV_TILE // 2, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])  # noqa: E741
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+
+@gluon.jit
+def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
+              CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, ROWS: gl.constexpr,
+              KV_TILE: gl.constexpr):
+    """Scores of every second KV tile, and one half of the output's columns."""
+    q, partial_out, partial_lse, out, out_lse, stride_q, stride_out = io
+    work_indptr, tile_info, slot_row, slot_partial = plan
+    operands, notes, sums, bars = smem
+    q_smem, _, rope_smem = operands
+    _, words, _ = notes
+    D: gl.constexpr = LATENT // 2
+    OTHER: gl.constexpr = 1 - HALF
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O)
-    LINE: gl.constexpr = gl.SliceLayout(1, COPY)  # tokens of a KV tile, rows of the queries
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=16, rank=2
-    )
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    PARTS: gl.constexpr = KV_TILE // UNIT
-    dtype: gl.constexpr = q.dtype.element_ty
-    q_latent = gl.allocate_shared_memory(dtype, [ROWS, LATENT], SHARED)
-    q_rope = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SHARED)
-    latents = gl.allocate_shared_memory(dtype, [2, KV_TILE, LATENT], SHARED)
-    ropes = gl.allocate_shared_memory(dtype, [2, KV_TILE, ROPE], SHARED)
-    weights = gl.allocate_shared_memory(dtype, [ROWS, KV_TILE], SHARED)
-    spans = gl.allocate_shared_memory(gl.int32, [2, KV_TILE], PLAIN)
-
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    LINE: gl.constexpr = gl.SliceLayout(1, COPY)
+    dtype: gl.constexpr = out.dtype.element_ty
     chunk = gl.program_id(0) % CHUNKS
     worker = gl.program_id(0) // CHUNKS
-    stride_block = gl.multiple_of(stride_block, 8)
-    stride_token = gl.multiple_of(stride_token, 8)
-    dim = gl.arange(0, LATENT, gl.SliceLayout(0, COPY))
-    rope_dim = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, COPY))
-    dim_o = gl.arange(0, LATENT, gl.SliceLayout(0, O))
+    dim_q = HALF * D + gl.arange(0, D, gl.SliceLayout(0, COPY))
+    dim_o = HALF * D + gl.arange(0, D, gl.SliceLayout(0, O))
     row_q = chunk * ROWS + gl.arange(0, ROWS, LINE)
     row_s = chunk * ROWS + gl.arange(0, ROWS, S_ROW)
     row_o = chunk * ROWS + gl.arange(0, ROWS, O_ROW)
-    part = gl.arange(0, KV_TILE, LINE) // UNIT
-    in_part = gl.arange(0, KV_TILE, LINE) % UNIT
     zero = gl.zeros([ROWS, KV_TILE], gl.float32, S)
-    for tile in range(gl.load(work_indptr + worker), gl.load(work_indptr + worker + 1)):
-        slots, num_reqs, first, packed, new = _tile(tile_info, tile)
-        num_rows = num_reqs * HEADS
+    own_uses = 0
+    other_uses = 0
+    begin = gl.load(work_indptr + worker)
+    for tile in range(begin, gl.load(work_indptr + worker + 1)):
+        turn = tile - begin
+        slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
+        num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
         there = row_q < num_rows
         request = gl.load(slot_row + slots + row_q // HEADS, mask=there, other=0)
-        planned_end = gl.load(slot_end + slots + row_q // HEADS, mask=there, other=FAR)
-        length = gl.load(seq_lens + request, mask=there, other=0)
-        growth = gl.maximum(gl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
-        steps = packed + new * growth
-        opened = first + packed * PARTS
+        at_q = request.to(gl.int64) * stride_q + row_q % HEADS * (LATENT + ROPE)
+        at_q = q + gl.multiple_of(at_q, 8)[:, None]
+        # both have finished with the queries before: each waited for the other's sums
+        q_smem.index(HALF).store(gl.load(at_q + dim_q[None, :], mask=there[:, None], other=0.0))
+        if HALF == 0:
+            NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            row_r = chunk * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, NARROW))
+            dim_r = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, NARROW))
+            there_r = row_r < num_rows
+            of = gl.load(slot_row + slots + row_r // HEADS, mask=there_r, other=0)
+            at_r = of.to(gl.int64) * stride_q + row_r % HEADS * (LATENT + ROPE)
+            at_r = q + gl.multiple_of(at_r, 8)[:, None]
+            at_r = at_r + dim_r[None, :]
+            rope_smem.index(2).store(gl.load(at_r, mask=there_r[:, None], other=0.0))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(bars.index(QUERIES), count=1)
+        mbarrier.wait(bars.index(QUERIES), turn & 1)
 
-        kv_row, start, readers, rounds = _parts_of(
-            0, first, packed, opened, new, steps, part, part_row, part_pos, part_readers, PARTS)
-        block, slot, pos, kv_len, span = _tokens_of(
-            kv_row, start, readers, rounds, in_part, block_table, stride_table, seq_lens, HEADS,
-            BLOCK_SIZE, UNIT)
-        kv_row, start, readers, rounds = _parts_of(
-            1, first, packed, opened, new, steps, part, part_row, part_pos, part_readers, PARTS)
-        barrier()  # every warp is done with the tile before
-        _fetch(latents.index(0), ropes.index(0), spans.index(0), cache, block, slot, pos, kv_len,
-               span, stride_block, stride_token, dim, rope_dim)
-        at_q = request.to(gl.int64) * gl.multiple_of(stride_q, 8) + row_q % HEADS * (LATENT + ROPE)
-        at_q = q + at_q[:, None]
-        q_latent.store(gl.load(at_q + dim[None, :], mask=there[:, None], other=0.0))
-        q_rope.store(gl.load(at_q + rope_dim[None, :], mask=there[:, None], other=0.0))
-        block, slot, pos, kv_len, span = _tokens_of(
-            kv_row, start, readers, rounds, in_part, block_table, stride_table, seq_lens, HEADS,
-            BLOCK_SIZE, UNIT)
-        kv_row, start, readers, rounds = _parts_of(
-            2, first, packed, opened, new, steps, part, part_row, part_pos, part_readers, PARTS)
-
-        acc = gl.zeros([ROWS, LATENT], gl.float32, O)
+        acc = gl.zeros([ROWS, D], gl.float32, O)
         m = gl.full([ROWS], LOWEST, gl.float32, S_ROW)
-        sums = zero
-        for n in range(0, steps):
-            stage = n % 2
-            async_copy.wait_group(0)
-            fence_async_shared()
-            barrier()  # the KV tile is there, and every warp is done with the one before
-            s = warpgroup_mma(q_rope, ropes.index(stage).permute((1, 0)), zero, use_acc=False,
-                              is_async=True)
-            s = warpgroup_mma(q_latent, latents.index(stage).permute((1, 0)), s, is_async=True)
-            # no branch: a copy past the last KV tile is not read
-            _fetch(latents.index(1 - stage), ropes.index(1 - stage), spans.index(1 - stage), cache,
-                   block, slot, pos, kv_len, span, stride_block, stride_token, dim, rope_dim)
-            block, slot, pos, kv_len, span = _tokens_of(
-                kv_row, start, readers, rounds, in_part, block_table, stride_table, seq_lens,
-                HEADS, BLOCK_SIZE, UNIT)
-            kv_row, start, readers, rounds = _parts_of(
-                n + 3, first, packed, opened, new, steps, part, part_row, part_pos, part_readers,
-                PARTS)
-            seen_by = spans.index(stage).load(gl.SliceLayout(0, S))
-            begin = seen_by & 0xFFFF
-            s = warpgroup_mma_wait(0, [s])
-            # one comparison: rows before the first wrap around
-            reads = (row_s[:, None] - begin[None, :]).to(gl.uint32, bitcast=True)
-            reads = reads < ((seen_by >> 16) - begin).to(gl.uint32, bitcast=True)[None, :]
-            s = gl.where(reads, s, MASKED)
-            m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-            p = gl.exp2(s * qk_scale - m_new[:, None])
-            weights.store(p.to(dtype))
-            fence_async_shared()
-            alpha = gl.exp2(m - m_new)
-            m = m_new
-            sums = sums * alpha[:, None] + p
-            acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-            barrier()  # both halves of the weights are there
-            acc = warpgroup_mma(weights, latents.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [acc])
-        async_copy.wait_group(0)
+        total = gl.zeros([ROWS], gl.float32, S_ROW)
+        left = 3  # KV tiles from here on; two are walked at a time
+        while left > 2:
+            if HALF == 0:
+                s = _start_scores(HALF, operands, bars, own_uses, zero)
+                left = _word(words, LEFT)
+                s = warpgroup_mma_wait(0, [s])
+                p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, s, m, row_s,
+                                              qk_scale, dtype, S)
+                total = total * alpha + total_p
+                acc = _add_own(HALF, operands, bars, own_uses, p, alpha, acc, O)
+                own_uses += 1
+                if left > 1:
+                    acc, m, total = _start_adding_others(
+                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
+                    acc = _added_others(HALF, bars, acc)
+                    other_uses += 1
+            else:
+                mbarrier.wait(bars.index(2 * OTHER + HALF), other_uses & 1)
+                left = _word(words, 32 * OTHER + LEFT)
+                if left > 1:
+                    s = _start_scores(HALF, operands, bars, own_uses, zero)
+                    acc, m, total = _start_adding_others(
+                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
+                    s = warpgroup_mma_wait(1, [s])
+                    p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, s, m, row_s,
+                                                  qk_scale, dtype, S)
+                    acc = _added_others(HALF, bars, acc)
+                    total = total * alpha + total_p
+                    acc = _add_own(HALF, operands, bars, own_uses, p, alpha, acc, O)
+                    own_uses += 1
+                else:
+                    acc, m, total = _start_adding_others(
+                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
+                    acc = _added_others(HALF, bars, acc)
+                other_uses += 1
 
-        total = gl.sum(sums, 1)
+        sums.index(HALF).store(total)
+        barrier()
+        mbarrier.arrive(bars.index(SUMS), count=1)
+        mbarrier.wait(bars.index(SUMS), turn & 1)
+        total += sums.index(OTHER).load(S_ROW)
         seen = total > 0
         lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
         acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
@@ -217,12 +257,68 @@ def partial_attention(q, cache, block_table, seq_lens, work_indptr, tile_info, s
         to_out = there_o & (partial < 0)
         to_partial = there_o & (partial >= 0)
         head = row_o % HEADS
-        lse = gl.convert_layout(lse, O_ROW)
         at_out = request_o * gl.multiple_of(stride_out, 8) + head * LATENT
         gl.store(out + (at_out[:, None] + dim_o[None, :]), acc.to(dtype), mask=to_out[:, None])
-        if out_lse is not None:
-            gl.store(out_lse + request_o * HEADS + head, lse, mask=to_out)
         at_lse = partial.to(gl.int64) * HEADS + head
-        gl.store(partial_lse + at_lse, lse, mask=to_partial)
+        if HALF == 0:
+            lse = gl.convert_layout(lse, O_ROW)
+            if out_lse is not None:
+                gl.store(out_lse + request_o * HEADS + head, lse, mask=to_out)
+            gl.store(partial_lse + at_lse, lse, mask=to_partial)
         at_partial = at_lse[:, None] * LATENT + dim_o[None, :]
         gl.store(partial_out + at_partial, acc, mask=to_partial[:, None])
+
+
+# not specialised: one binary serves every batch and block table
+@gluon.jit(do_not_specialize=["block_table", "seq_lens", "stride_table", "block_rows"])
+def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_info, slot_row,
+                      slot_partial, slot_end, part_row, part_pos, part_readers, partial_out,
+                      partial_lse, out, out_lse, block_rows, stride_table, stride_q, stride_out,
+                      qk_scale, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
+                      BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, CHUNKS: gl.constexpr,
+                      ROWS: gl.constexpr, KV_TILE: gl.constexpr,
+                      CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
+    """Grid: ``num_workers * CHUNKS`` thread blocks; more heads than a tile has rows are walked in
+    chunks.
+
+    halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens
+    and half of the latent, or the rotated part.
+    out_lse: as ``out`` without its last dimension; without it Triton makes another binary.
+    """
+    dtype: gl.constexpr = out.dtype.element_ty
+    D: gl.constexpr = LATENT // 2
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=2
+    )
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)
+    kv_smem = gl.allocate_shared_memory(dtype, [4, KV_TILE, D], SHARED)  # by stage and half
+    # by stage, and that of the queries
+    rope_smem = gl.allocate_shared_memory(dtype, [3, KV_TILE, ROPE], SHARED)
+    spans_of = gl.allocate_shared_memory(gl.int32, [4, 32], PLAIN)
+    spans = reinterpret(spans_of, gl.int32, [2, KV_TILE], PLAIN)
+    meta = gl.allocate_shared_memory(gl.int32, [2, 32], PLAIN)
+    words = reinterpret(meta, gl.int32, [64, 1], PLAIN)
+    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(QUERIES):
+        mbarrier.init(bars.index(i), count=1)
+    mbarrier.init(bars.index(QUERIES), count=2)
+    mbarrier.init(bars.index(SUMS), count=2)
+    fence_async_shared()
+    io = (q, partial_out, partial_lse, out, out_lse, stride_q, stride_out)
+    plan = (work_indptr, tile_info, slot_row, slot_partial)
+    smem = ((q_smem, kv_smem, rope_smem), (spans, words, maxima), sums, bars)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE)),
+            (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE)),
+            (produce, (halves, rope, block_table, seq_lens, work_indptr, tile_info, slot_row,
+                       slot_end, part_row, part_pos, part_readers, stride_table, block_rows,
+                       kv_smem, rope_smem, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
+                       BLOCK_SIZE, UNIT, KV_TILE)),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
@@ -13,11 +15,11 @@ from vllm_prefixshare.kernels.portable.arrays import PlanArrays
 from vllm_prefixshare.kernels.portable.launch import QTile, walk_capacity
 from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, IntArray, PieceLimits
+from vllm_prefixshare.records import OPEN_END, IntArray, PieceLimits, PrefixShareError
 
 LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
-TILE = QTile(rows=64, kv_tile=64, warps=8, stages=2, blocks_per_sm=1)
+TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
 
 
 def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
@@ -25,6 +27,35 @@ def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
     ends = plan.run_kv_end
     lengths = [*(ends - plan.run_kv_start)[ends != OPEN_END], *plan.planned_seq_lens, 0]
     return walk_layout(plan, grid._replace(long=int(max(lengths)) // grid.kv_tile + 1))
+
+
+def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
+    """The two views of a latent KV cache that TMA reads.
+
+    Args:
+        cache: ``[num_blocks, block_size, (1,) 576]`` with blocks a whole number of tokens apart.
+        unit: tokens that are fetched at once.
+
+    Returns:
+        Tokens from the begin of a block to that of the next, and one row a token in boxes of
+        ``unit`` rows with half of the latent, and with the rotated part.
+
+    Raises:
+        PrefixShareError: strides that TMA cannot follow.
+    """
+    num_blocks, block_size = cache.shape[:2]
+    block, token = cache.stride()[:2]
+    width, rank = LATENT_SHAPE
+    if cache.stride(-1) != 1 or block % token or (token * cache.element_size()) % 16:
+        raise PrefixShareError(
+            f"k_cache has strides {list(cache.stride())}: a token's numbers must be contiguous, "
+            "tokens 16-byte aligned, and blocks whole tokens apart."
+        )
+    shape = [(num_blocks - 1) * (block // token) + block_size, width]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    halves = TensorDescriptor(cache, shape, [token, 1], [unit, rank // 2], layout)
+    rope = TensorDescriptor(cache, shape, [token, 1], [unit, width - rank], layout)
+    return block // token, halves, rope
 
 
 def latent_partial_attention(
@@ -41,26 +72,29 @@ def latent_partial_attention(
     """
     num_heads, (width, rank) = t.q.shape[1], LATENT_SHAPE
     block_size = t.k_cache.shape[1]
+    unit = math.gcd(block_size, TILE.kv_tile)
     arrays = PlanArrays(**plan)
     chunks = TILE.chunks(num_heads)
+    block_rows, halves, rope = descriptors(t.k_cache, unit)
     # fmt: off
     launch(
         partial_attention, (num_workers * chunks,),
-        t.q, t.k_cache, t.block_table, t.seq_lens,
+        halves, rope, t.q, t.block_table, t.seq_lens,
         arrays.work_indptr, arrays.tile_info, arrays.slot_row, arrays.slot_partial,
         arrays.slot_end, arrays.part_row, arrays.part_pos, arrays.part_readers,
         t.partial_out, t.partial_lse, t.out, t.out_lse,
-        t.k_cache.stride(0), t.k_cache.stride(1), t.block_table.stride(0), t.q.stride(0),
-        t.out.stride(0),
+        block_rows, t.block_table.stride(0), t.q.stride(0), t.out.stride(0),
         sm_scale * LOG2E,
         HEADS=num_heads,
         LATENT=rank,
         ROPE=width - rank,
         BLOCK_SIZE=block_size,
-        UNIT=math.gcd(block_size, TILE.kv_tile),
+        UNIT=unit,
         CHUNKS=chunks,
         ROWS=TILE.rows,
         KV_TILE=TILE.kv_tile,
+        CONSUMER_REGS=224,
+        PRODUCER_REGS=56,
         num_warps=TILE.warps,
     )
     # fmt: on
