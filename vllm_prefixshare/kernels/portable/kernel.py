@@ -33,23 +33,37 @@ FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _visible(pos, reads, query, first_query, token, tree_mask, stride_mask,
-             QUERY_LEN: tl.constexpr, TREE: tl.constexpr):
-    """Which tokens of the KV tile each row sees, of those that its request reads."""
+def _visible(pos, reads, query, first_query, mask_words, QUERY_LEN: tl.constexpr,
+             TREE: tl.constexpr):
+    """Which tokens of the KV tile each row sees, of those that its request reads.
+
+    mask_words: each row's words of a token tree's mask.
+    """
     ok = reads
     if QUERY_LEN > 1:
         key = pos[None, :] - first_query[:, None]  # among the request's own queries
         if TREE:
-            # a word of each row at a time: gathering the words of all rows and tokens at once
-            # takes a layout of its own, which from Triton 3.7 on spills registers
-            seen = key < 0
-            for word in range((QUERY_LEN + 31) // 32):
-                bits = tl.load(tree_mask + token * stride_mask + word)
-                seen |= (key >> 5 == word) & (((bits[:, None] >> (key & 31)) & 1) != 0)
-            ok &= seen
+            word = mask_words[0][:, None]
+            for i in tl.static_range(1, len(mask_words)):
+                word = tl.where(key < 32 * i, word, mask_words[i][:, None])
+            ok &= (key < 0) | (((word >> (key & 31)) & 1) != 0)
         else:
             ok &= key <= query[:, None]
     return ok
+
+
+@triton.jit
+def _queries_of(request, there, query, query_start_loc, QUERY_LEN: tl.constexpr,
+                RAGGED: tl.constexpr):
+    """Query token of each row, number of queries of its request, and whether the row has one."""
+    queries = QUERY_LEN
+    token = request * QUERY_LEN + query
+    if RAGGED:
+        begin = tl.load(query_start_loc + request, mask=there, other=0)
+        queries = tl.load(query_start_loc + request + 1, mask=there, other=0) - begin
+        token = begin + query
+        there = there & (query < queries)
+    return tl.where(there, token, 0), queries, there
 
 
 @triton.jit
@@ -176,11 +190,14 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
     length = tl.load(seq_lens + kv_row)
+    mask_words = ()
+    if TREE:  # here, because gathering them in the loop spills registers, or needs more stages
+        for i in tl.static_range((QUERY_LEN + 31) // 32):
+            mask_words += (tl.load(tree_mask + token * stride_mask + i),)
     n = 1  # the next KV tile
     rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
                                                PARTS)
-    # a gathered mask is not worth the shared memory that its stages would take
-    for _ in tl.range(0, steps, num_stages=1 if TREE else STAGES):
+    for _ in tl.range(0, steps, num_stages=STAGES):
         span = tl.where(pos < length, low | high << 16, 0)
         there = (span != 0)[:, None] & (dim < HEAD_DIM)[None, :]
         at_kv = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
@@ -205,7 +222,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         reads = (row[:, None] - begin[None, :]).to(tl.uint32, bitcast=True)
         reads = reads < ((span >> 16) - begin).to(tl.uint32, bitcast=True)[None, :]
         here = _settled(here) if QUERY_LEN > 1 and slope is None and WINDOW == 0 else here
-        ok = _visible(here, reads, query, first_query, token, tree_mask, stride_mask, QUERY_LEN,
+        ok = _visible(here, reads, query, first_query, mask_words, QUERY_LEN,
                       TREE)
         if WINDOW > 0:
             ok &= here[None, :] > (position - WINDOW)[:, None]
@@ -284,15 +301,9 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         token = request
         first_query = request
         if QUERY_LEN > 1:
-            token = request * QUERY_LEN + query
-            first_query = length - QUERY_LEN
-            if RAGGED:
-                begin = tl.load(query_start_loc + request, mask=there, other=0)
-                queries = tl.load(query_start_loc + request + 1, mask=there, other=0) - begin
-                token = begin + query
-                first_query += QUERY_LEN - queries
-                there = there & (query < queries)
-            token = tl.where(there, token, 0)
+            token, queries, there = _queries_of(request, there, query, query_start_loc, QUERY_LEN,
+                                                RAGGED)
+            first_query = length - queries
         inside = there[:, None] & (dim < HEAD_DIM)[None, :]
         at = (token.to(tl.int64) * stride_q + q_head * HEAD_DIM)[:, None] + dim[None, :]
         q_tile = _widened(tl.load(q + at, mask=inside, other=0.0), tl.float16)
@@ -328,6 +339,15 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                 query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
                 HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, WINDOW, KV_TILE_SIZE, STAGES)
 
+        if TREE:
+            # Located again: kept over both loops, they would be spilled. With its default spelt
+            # out the load is another than the first one, whose result Triton would keep.
+            there = row < num_rows
+            request = tl.load(slot_row + slots + row // R, mask=there, other=0,
+                              cache_modifier=".ca")
+            token, queries, there = _queries_of(request, there, query, query_start_loc, QUERY_LEN,
+                                                RAGGED)
+            inside = there[:, None] & (dim < HEAD_DIM)[None, :]
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0
         result = acc * tl.where(seen, 1.0 / total, 0.0)[:, None]
