@@ -128,6 +128,10 @@ def engine(
     if variant == "drafts" and runner is None:
         # with a top_k, vLLM 0.32 on a CPU, stock as well, ends in its rejection sampler
         options["sampled"] = [s for s in chaos.SAMPLED if "top_k" not in s]
+    if variant == "eagle" and runner == "V1":
+        # beside sampled requests vLLM 0.33, stock as well, ends where an answer reaches the model's
+        # greatest length
+        options["sampled"] = ()
     if variant == "eagle":
         drafter = str(write_eagle(folder / name, path))
         speculation = {"method": "eagle", "model": drafter, "num_speculative_tokens": 3}
