@@ -193,7 +193,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     mask_words = ()
     if TREE:  # here, because gathering them in the loop spills registers, or needs more stages
         for i in tl.static_range((QUERY_LEN + 31) // 32):
-            mask_words += (tl.load(tree_mask + token * stride_mask + i),)
+            mask_words += (tl.load(tree_mask + token * stride_mask + i),)  # type: ignore[assignment]
     n = 1  # the next KV tile
     rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
                                                PARTS)
