@@ -18,6 +18,7 @@ JIT = {
     "kernels.hopper.producer",
     "kernels.portable.kernel",
     "kernels.mla_hopper.kernel",
+    "kernels.mla_hopper.producer",
     "kernels.hopper.arrays",
     "kernels.portable.arrays",
 }
@@ -47,6 +48,11 @@ FLOORS = {
     ),
     "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
     "kernels.mla_hopper.kernel": (
+        {"kernels.mla_hopper.producer", "kernels.portable.kernel", "kernels.portable.arrays"}
+        | {"kernels.hopper.gluon_names"},
+        {"triton"},
+    ),
+    "kernels.mla_hopper.producer": (
         {"kernels.portable.kernel", "kernels.portable.arrays", "kernels.hopper.gluon_names"},
         {"triton"},
     ),
