@@ -63,6 +63,9 @@ SHAPES: dict[str, Row] = {
     },
 }
 WORKLOADS = (*work.FIXED, *work.QUESTIONS, "grpo", *RECORDED)
+#: the KV cache's part of an engine's memory where both start together: they would count each
+#: other's memory if they measured what is free
+KV_PART = 0.65
 #: context of the requests whose decode time is part of the floor, in tokens
 FLOOR_CONTEXT = 16
 #: number of requests of the trace whose tokens are compared, and tokens of each answer
@@ -268,6 +271,8 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
     stock: Row = {}
     if args.cuda:
         settings["gpu_memory_utilization"] = args.memory
+        if args.start_together and not args.apart:
+            settings["kv_cache_memory_bytes"] = int(KV_PART * args.memory * gpu_bytes())
         stock = {"attention_backend": "FLASH_ATTN"}
     if own_weights:
         settings["load_format"] = "dummy"
@@ -313,7 +318,6 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
     memory: Row = {
         "kv_cache_tokens": {n: e.kv_cache_tokens for n, e in engines.items()},
         "kv_cache_ratio": engines[PREFIX_SHARE].kv_cache_tokens / engines[STOCK].kv_cache_tokens,
-        # engines that start at once count each other's memory, so the capacities say little
         "started_together": args.start_together and not args.apart,
         "used_gib": used if args.cuda and not args.start_together else None,
     }
@@ -330,6 +334,10 @@ def used_gib(args: argparse.Namespace) -> float:
         return 0.0
     pairs = map(torch.cuda.mem_get_info, range(gpus_needed(args)))
     return sum(total - free for free, total in pairs) / 2**30
+
+
+def gpu_bytes() -> int:
+    return torch.cuda.get_device_properties(0).total_memory
 
 
 def gpus_needed(args: argparse.Namespace) -> int:
@@ -370,7 +378,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-model-len", type=int, default=36864)
     add("--max-num-seqs", type=int, default=1024)
     add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")
-    add("--start-together", action="store_true", help="faster, with less exact capacities")
+    add("--start-together", action="store_true", help="faster; both get a KV cache of the same size")
     add("--apart", action="store_true", help="each engine on its own GPUs: raise --memory")
     add("--bandwidth-tbs", type=float, default=4.35, help="TB/s for the floor (default: an H200's)")
     # in runs of bench_fidelity.py, TRITON_ATTN differed from FLASH_ATTN at gaps of 0.25 to 0.28

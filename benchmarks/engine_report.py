@@ -125,7 +125,8 @@ def heading(result: Row) -> str:
     for name, tokens in memory["kv_cache_tokens"].items():
         used = f", {memory['used_gib'][name]:.2f} GiB in use" if memory["used_gib"] else ""
         lines.append(f"{name}: KV cache of {tokens} tokens{used}")
-    lines.append(f"KV-cache capacity, PREFIX_SHARE over stock: {memory['kv_cache_ratio']:.4f}")
+    if not memory["started_together"]:
+        lines.append(f"KV-cache capacity, PREFIX_SHARE over stock: {memory['kv_cache_ratio']:.4f}")
     lines.append(
         f"{'workload':40} {'stock':>8} {'ours':>8} {'ratio':>6} {'floor':>7}  ms a token |"
         f" {'stock':>8} {'ours':>8}  tokens/s"

@@ -178,17 +178,21 @@ def gain(cell: dict) -> str:
 def engine_table(name: str) -> str:
     """One line per workload: both engines, the floor, the cost of planning, the same tokens."""
     result = published(name)
-    memory = result["memory"]["kv_cache_tokens"]
-    used = result["memory"]["used_gib"]
+    memory = result["memory"]
+    tokens, used = memory["kv_cache_tokens"], memory["used_gib"]
     lines = [
         f"{result['gpu']}; {result['model']}; {versions(result)}. "
         f"`{result['command']}`: milliseconds per "
         f"output token, for shared documents while all requests decode (median and range of "
         f"{result['repeats']} runs), for the others (*) the mean over the whole call, prefill "
         "included. Floor: as many requests with 16-token contexts, plus reading every KV token "
-        f"once at {result['bandwidth_tbs']} TB/s. KV-cache capacity: stock {memory['stock']} "
-        f"tokens, PREFIX_SHARE {memory['PREFIX_SHARE']} "
-        f"({result['memory']['kv_cache_ratio']:.4f})"
+        f"once at {result['bandwidth_tbs']} TB/s"
+        + (
+            ""
+            if memory["started_together"]
+            else f". KV-cache capacity: stock {tokens['stock']} tokens, PREFIX_SHARE "
+            f"{tokens['PREFIX_SHARE']} ({memory['kv_cache_ratio']:.4f})"
+        )
         + (f"; {used['stock']:.1f} and {used['PREFIX_SHARE']:.1f} GiB in use" if used else "")
         + (". Each engine on a GPU of its own, both at once" if result.get("apart") else "")
         + ". Host time: mean of building attention metadata in decode-only steps that made no "
