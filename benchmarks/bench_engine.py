@@ -378,7 +378,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-model-len", type=int, default=36864)
     add("--max-num-seqs", type=int, default=1024)
     add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")
-    add("--start-together", action="store_true", help="faster; both get a KV cache of the same size")
+    add("--start-together", action="store_true", help="faster, with KV caches of a set size")
     add("--apart", action="store_true", help="each engine on its own GPUs: raise --memory")
     add("--bandwidth-tbs", type=float, default=4.35, help="TB/s for the floor (default: an H200's)")
     # in runs of bench_fidelity.py, TRITON_ATTN differed from FLASH_ATTN at gaps of 0.25 to 0.28
