@@ -154,7 +154,7 @@ def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
         settings.cache_clear()
     assert support.declines(layer(**changes), support.CUDA_DTYPES) is None
     assert support.declines(layer(**changes), DTYPES) is not None, "a CPU"
-    other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "has_sliding_window": True}
+    other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "attn_type": "encoder_only"}
     for field, value in other.items():
         assert support.declines(layer(**{field: value}), support.CUDA_DTYPES) is not None
     for ability in ("supports_sink", "supports_kv_cache_dtype"):

@@ -26,7 +26,7 @@ MOST_LATENT_HEADS = 16
 #: vLLM's names of an e4m3 KV cache with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
-GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "mla", "sinks", "softcap"})
+GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "mla", "sinks", "softcap", "windows"})
 NOTHING: frozenset[str] = frozenset()
 
 
