@@ -12,7 +12,7 @@ from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
 #: features of layers that no GPU has run yet: served only where the user asks for them
-EXPERIMENTAL = ("alibi", "head_dim", "mla", "windows")
+EXPERIMENTAL = ("alibi", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,16 +140,30 @@ def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
 
 
 @pytest.mark.parametrize(
-    ("heads", "expected"),
-    [(16, None), (128, "multi-head latent attention of more than 16 heads a GPU")],
+    ("heads", "gpus", "kernel", "expected"),
+    [
+        (16, 1, "auto", None),
+        (128, 1, "auto", "multi-head latent attention of more than 16 heads a GPU"),
+        (128, 8, "auto", None),
+        (16, 1, "portable", "multi-head latent attention and kernel 'portable'"),
+    ],
 )
-def test_doctor_knows_which_mla_layers_are_served(tmp_path, monkeypatch, heads, expected):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mla")
+def test_doctor_knows_which_mla_layers_are_served(
+    tmp_path, monkeypatch, heads, gpus, kernel, expected
+):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", kernel)
     settings.cache_clear()
     model = write_model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=heads)
     (kind,) = layer_kinds(model, read_config(model))
-    assert doctor._falls_back(kind, None) == expected
+    assert doctor._falls_back(doctor._on_one_gpu(kind, gpus), None) == expected
     assert kind.head_size == 576
+
+
+@pytest.mark.parametrize("gpus", ["0", "3"])
+def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, gpus, capsys):
+    model = str(write_model(tmp_path))
+    assert main(["doctor", "--model", model, "--tensor-parallel-size", gpus]) == 2
+    assert f"must divide the model's 8 query heads, got {gpus}." in capsys.readouterr().err
 
 
 def test_inspect_shows_every_divider(capsys):

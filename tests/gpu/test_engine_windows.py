@@ -29,7 +29,6 @@ pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
 OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "kv_cache_memory_bytes": 2 << 30}
 #: Nats, mean and largest, beside the errors of stock's own decode: two kernels round differently
 MEAN_ERROR, MAX_ERROR = 1e-3, 2e-2
-WINDOWS = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "windows"}
 #: tokens of the document and of each request alone: in most windows of 1024 tokens, the document
 #: is passed while the answers grow
 DOCUMENT, PRIVATE = 2000, [50, 9, 31, 64, 17, 700, 1200] * 2
@@ -59,7 +58,7 @@ def compare(both: list[EngineProcess], model: Path) -> Run:
 def test_windows_are_shared(runner, tmp_path):
     model = write_small_gemma3(tmp_path / "model", sliding_window=1024)
     # STRICT refuses a layer that is not served
-    ours = cases.ours(model, runner, env=WINDOWS, **OPTIONS)
+    ours = cases.ours(model, runner, **OPTIONS)
     with engines(cases.stock(model, **OPTIONS), ours) as both:
         run = compare(both, model)
     assert_shared(run, factor=1.5)
@@ -68,7 +67,7 @@ def test_windows_are_shared(runner, tmp_path):
 
 def test_a_window_too_short_to_gain_keeps_the_parents_kernel(tmp_path):
     model = write_small_gpt_oss(tmp_path / "model")  # windows of 128 tokens
-    env = {**WINDOWS, "VLLM_PREFIXSHARE_STRICT": "0"}
+    env = {"VLLM_PREFIXSHARE_STRICT": "0"}
     with engines(cases.stock(model, **OPTIONS), cases.ours(model, env=env, **OPTIONS)) as both:
         fallbacks = both[1].collective_rpc("prefix_share_stats")[0]["fallbacks"]
         run = compare(both, model)

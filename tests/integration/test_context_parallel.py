@@ -238,6 +238,7 @@ def test_prefill_rows_keep_the_lengths_of_their_shards(monkeypatch, every_layer)
         ({"alibi_slopes": [0.5, 0.1]}, 0, "ALiBi slopes under decode context parallelism"),
         ({"sinks": torch.zeros(HEADS)}, 0, "attention sinks under decode context parallelism"),
         ({"kv_cache_dtype": "fp8"}, 0, "an fp8 KV cache under decode context parallelism"),
+        ({"sliding_window": 4096}, 0, "a sliding window under decode context parallelism"),
         ({"logits_soft_cap": 30.0}, 0, None),
     ],
 )
@@ -253,6 +254,7 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(cuda, "_least_window", lambda attention: 64)
     shape = {"num_heads": HEADS, "head_size": HEAD_DIM, "scale": 0.1, "num_kv_heads": 1}
     plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     queries = torch.zeros(0)

@@ -620,7 +620,6 @@ def test_a_quantised_cache_is_cleaned_after_sleep(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"sliding_window": 128}, "a sliding window"),
         ({"alibi_slopes": [1.0] * HEADS}, "ALiBi slopes"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only"),
     ],
@@ -639,9 +638,7 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
 
 @pytest.fixture
 def windows(monkeypatch):
-    """Serve sliding windows, from 64 tokens on."""
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "windows")
-    settings.cache_clear()
+    """Serve sliding windows from 64 tokens on."""
     monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
     monkeypatch.setattr(cuda, "least_window", lambda *arguments: 64)
     cuda._least_window.cache_clear()

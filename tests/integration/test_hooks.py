@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
         settings.cache_clear()
     assert support.declines(layer(**changes), support.CUDA_DTYPES) is None
     assert support.declines(layer(**changes), DTYPES) is not None, "a CPU"
-    other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "has_sliding_window": True}
+    other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "attn_type": "encoder_only"}
     for field, value in other.items():
         assert support.declines(layer(**{field: value}), support.CUDA_DTYPES) is not None
     for ability in ("supports_sink", "supports_kv_cache_dtype"):
@@ -168,8 +169,6 @@ def _mla_served(monkeypatch):
     from vllm.v1.attention.backends import fa_utils
 
     monkeypatch.setattr(fa_utils, "flash_attn_supports_mla", lambda: True)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mla")
-    settings.cache_clear()
 
 
 MLA = {"use_mla": True, "head_size": 576}
@@ -191,29 +190,60 @@ def test_mla_layers_that_cannot_be_served_are_named(changes, reason):
     assert found == reason
 
 
-@pytest.mark.usefixtures("_mla_served")
-def test_an_mla_layer_extends_the_backend_that_vllm_would_take():
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
-
-    asked = []
+@pytest.fixture
+def mla_platform():
+    """A CUDA platform under our hook, whose own backend for MLA is ``own``; ``asked`` has the
+    backends that it was asked for.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     class Platform:
-        own = Backends.FLASH_ATTN_MLA
+        own = AttentionBackendEnum.FLASH_ATTN_MLA
+        asked: ClassVar[list[object]] = []
 
         @classmethod
         def get_attn_backend_cls(cls, selected, config, num_heads=None):
-            asked.append(selected)
+            cls.asked.append(selected)
             return cls.own.get_path()
 
     selection.hook_cuda_platform(SimpleNamespace(CudaPlatformBase=Platform))
+    return Platform
+
+
+@pytest.mark.usefixtures("_mla_served")
+def test_an_mla_layer_extends_the_backend_that_vllm_would_take(mla_platform):
     chosen = selection.backend_member()
-    mla = Platform.get_attn_backend_cls(chosen, layer(**MLA), num_heads=16)
-    assert mla == MLA_BACKEND and asked == [None]
-    Platform.own = Backends.FLASHMLA
+    mla = mla_platform.get_attn_backend_cls(chosen, layer(**MLA), num_heads=16)
+    assert mla == MLA_BACKEND and mla_platform.asked == [None]
+    flash_mla = mla_platform.own = type(mla_platform.own).FLASHMLA
     before = dict(stats.STATS.fallbacks)
-    assert Platform.get_attn_backend_cls(chosen, layer(**MLA)) == Backends.FLASHMLA.get_path()
+    own = mla_platform.get_attn_backend_cls(chosen, layer(**MLA))
+    assert own == flash_mla.get_path()
     reason = "multi-head latent attention in FlashMLABackend"
     assert stats.STATS.fallbacks[reason] == before.get(reason, 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("hopper", "changes", "reason"),
+    [
+        (False, {}, "multi-head latent attention"),
+        (True, {"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
+        (True, {"use_batch_invariant": True}, "batch invariance"),
+    ],
+)
+def test_mla_that_is_not_served_gets_the_backend_that_vllm_would_take(
+    monkeypatch, mla_platform, hopper, changes, reason
+):
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "flash_attn_supports_mla", lambda: hopper)
+    said = []
+    log = SimpleNamespace(warning_once=lambda *args: said.append(args))
+    monkeypatch.setattr(support, "logger", lambda: log)
+    chosen = selection.backend_member()
+    own = mla_platform.get_attn_backend_cls(chosen, layer(**MLA, **changes), num_heads=16)
+    assert own == mla_platform.own.get_path() and mla_platform.asked == [None]
+    assert [args[1] for args in said] == [reason]
 
 
 def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):

@@ -74,10 +74,11 @@ def _interpreter(monkeypatch, tmp_path):
     source = load_kernel("vllm_prefixshare.kernels.mla_hopper", tmp_path)
     monkeypatch.setattr(kernel, "partial_attention", source)
     monkeypatch.setattr(gpu, "choose_kernel", choose)
-    monkeypatch.setattr(cuda, "kernels_that_may_serve", lambda *layer: [choose(*layer).kernel])
+    for module in (cuda, mla):
+        monkeypatch.setattr(module, "kernels_that_may_serve", lambda *x: [choose(*x).kernel])
+        monkeypatch.setattr(module, "this_device", lambda: CPU)
     monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "this_device", lambda: CPU)
     monkeypatch.setattr(mla_attention, "PIN_MEMORY", False, raising=False)
     monkeypatch.setattr(flashattn_mla, "flash_attn_supports_mla", lambda: True)
     monkeypatch.setattr(flashattn_mla.FlashAttnMLAImpl, "forward_mqa", stand_in)
@@ -261,6 +262,22 @@ def test_the_portable_kernel_has_no_latents(monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "portable")
     settings.cache_clear()
     assert not LatentGroup(monkeypatch).impl.shares
+    assert STATS.fallbacks == {"multi-head latent attention and kernel 'portable'": 1}
+
+
+def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch):
+    asked = []
+
+    def fail(*layer):
+        asked.append(layer)
+        raise PrefixShareError("this Triton is too old.")
+
+    monkeypatch.setattr(mla, "kernels_that_may_serve", fail)
+    mla._kernel_refusal.cache_clear()
+    assert not any(LatentGroup(monkeypatch).impl.shares for _ in range(3))
+    mla._kernel_refusal.cache_clear()
+    reason = "multi-head latent attention without a kernel (this Triton is too old.)"
+    assert STATS.fallbacks == {reason: 3} and len(asked) == 1
 
 
 def test_a_group_of_another_kind_of_cache_keeps_its_parent(monkeypatch):

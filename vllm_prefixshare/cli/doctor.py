@@ -30,6 +30,12 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     command.add_argument("--model", type=Path, help="checkpoint folder: what would be served")
+    command.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="GPUs that divide the model's heads among them",
+    )
 
 
 @dataclass
@@ -72,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         kinds = layer_kinds(args.model, config)
         if any(kind.attention and not kind.use_mla for kind in kinds):
             machine = _machine_for(args.model, config)
-        machine.layers = kinds
+        machine.layers = [_on_one_gpu(kind, args.tensor_parallel_size) for kind in kinds]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as beside:
         if NVIDIA_DRIVER.exists():
             machine.gpu_kernel = beside.submit(gpu_kernel, machine.attention)
@@ -100,6 +106,21 @@ def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
         if "does not describe" in str(e):
             raise
         return Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
+
+
+def _on_one_gpu(layer: LayerKind, gpus: int) -> LayerKind:
+    """A kind of layer with the heads that one of ``gpus`` GPUs has.
+
+    Raises:
+        PrefixShareError: vLLM would refuse so many GPUs.
+    """
+    if gpus < 1 or layer.num_heads % gpus:
+        raise PrefixShareError(
+            f"--tensor-parallel-size must divide the model's {layer.num_heads} query heads, got "
+            f"{gpus}."
+        )
+    kv_heads = max(1, layer.num_kv_heads // gpus)
+    return replace(layer, num_heads=layer.num_heads // gpus, num_kv_heads=kv_heads)
 
 
 def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result:

@@ -26,7 +26,7 @@ MOST_LATENT_HEADS = 16
 #: vLLM's names of an e4m3 KV cache with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
-GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "sinks", "softcap"})
+GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "mla", "sinks", "softcap", "windows"})
 NOTHING: frozenset[str] = frozenset()
 
 
@@ -108,6 +108,8 @@ def latent_refusal(num_heads: int) -> str | None:
     """Why MLA with so many query heads on a GPU is not served, or None."""
     if num_heads > MOST_LATENT_HEADS:
         return f"multi-head latent attention of more than {MOST_LATENT_HEADS} heads a GPU"
+    if settings().kernel == "portable":
+        return "multi-head latent attention and kernel 'portable'"
     return None
 
 

@@ -202,6 +202,7 @@ def _shard_refusal(impl: Any, config: Any) -> str | None:
         (impl.sinks is not None, "attention sinks under decode context parallelism"),
         # positions in a shard are not those in the request
         (impl.alibi_slopes is not None, "ALiBi slopes under decode context parallelism"),
+        (window_of(impl) is not None, "a sliding window under decode context parallelism"),
         # should work, but no test or GPU has run it
         ("fp8" in impl.kv_cache_dtype, "an fp8 KV cache under decode context parallelism"),
     )

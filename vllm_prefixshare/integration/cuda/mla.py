@@ -13,6 +13,7 @@ with plain attention, rows that share nothing also run in our kernel: a graph ca
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
     FlashAttnMLAMetadataBuilder,
 )
 
-from vllm_prefixshare.config import LATENT_SHAPE
+from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.cuda.backend import config_refusal, set_up
+from vllm_prefixshare.integration.cuda.backend import config_refusal, set_up, this_device
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
-from vllm_prefixshare.integration.support import CUDA_DTYPES, latent_refusal
+from vllm_prefixshare.integration.support import CUDA_DTYPES, attention_of, latent_refusal
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.registry import kernels_that_may_serve
+from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 
@@ -100,8 +103,12 @@ class PrefixShareMLAImpl(FlashAttnMLAImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        reason = latent_refusal(self.num_heads) or _layer_refusal(self, config)
-        reason = reason or config_refusal(config)
+        reason = (
+            latent_refusal(self.num_heads)
+            or _layer_refusal(self, config)
+            or config_refusal(config)
+            or _no_kernel(self, config)
+        )
         set_up(self, config, reason)
 
     def forward_mqa(
@@ -169,6 +176,22 @@ def _layer_refusal(impl: Any, config: Any) -> str | None:
         ((impl.head_size, impl.kv_lora_rank) != LATENT_SHAPE, f"head_dim {impl.head_size}"),
         # the kernel takes one query of a request
         (decode_query_len(config) > 1, "drafts with multi-head latent attention"),
-        (settings().kernel == "portable", "multi-head latent attention and kernel 'portable'"),
     )
     return next((reason for found, reason in checks if found), None)
+
+
+def _no_kernel(impl: Any, config: Any) -> str | None:
+    block_size = config.cache_config.block_size or 16  # may not be known yet
+    return _kernel_refusal(attention_of([impl], block_size, config.model_config.dtype))
+
+
+@cache
+def _kernel_refusal(attention: AttentionConfig) -> str | None:
+    """Why no kernel serves latents here, or None. With plain attention the portable kernel steps in
+    where a Triton does not compile the one for Hopper; here the parent does.
+    """
+    try:
+        kernels_that_may_serve(attention, this_device(), settings().kernel, 1)
+    except PrefixShareError as e:
+        return f"multi-head latent attention without a kernel ({e})"
+    return None
