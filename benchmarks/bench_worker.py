@@ -19,7 +19,9 @@ class BenchWorker(PrefixShareWorkerExtension):
 
     def randomize_weights(self, seed: int = 0) -> int:
         """Draw all weights of a Llama model again, in place, so that captured CUDA graphs stay
-        valid. The same seed, shapes and device give the same weights.
+        valid. The same seed, shapes and device give the same weights; each rank of tensor
+        parallelism has weights of its own. With equal ones every token of its part of the
+        vocabulary would be as likely as one of another's.
 
         vLLM's ``load_format="dummy"`` draws all weights, norms included, from ±0.001. Attention
         then adds less to
@@ -39,8 +41,11 @@ class BenchWorker(PrefixShareWorkerExtension):
         num_kv_heads = config.get_num_kv_heads(parallel)
         qk_share = (num_qo_heads + num_kv_heads) / (num_qo_heads + 2 * num_kv_heads)
         drawn = 0
+        # where ranks hold the same KV heads, their projections are the same
+        same_kv = parallel.tensor_parallel_size > config.get_total_num_kv_heads()
         for name, weight in worker.get_model().named_parameters():
-            _draw(name, weight.data, qk_share, seed)
+            rank = 0 if same_kv and "qkv_proj" in name else worker.rank
+            _draw(name, weight.data, qk_share, seed + rank)
             drawn += weight.numel()
         return drawn
 

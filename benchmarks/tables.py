@@ -199,9 +199,10 @@ def engine_table(name: str) -> str:
         "plan.",
         "",
         "| workload | stock, ms a token | PREFIX_SHARE | speed-up | floor | stock, tokens/s "
-        "| PREFIX_SHARE | plans / steps | ms a plan | host us a steady step, stock / ours "
-        "| requests with the same tokens | largest gap where they part, nats |",
-        "|" + "---|" * 12,
+        "| PREFIX_SHARE | share factor | plans / steps | ms a plan "
+        "| host us a steady step, stock / ours | requests with the same tokens "
+        "| largest gap where they part, nats |",
+        "|" + "---|" * 13,
     ]
     for row in result["rows"]:
         host, agreement, floor = row["host"], row["agreement"], row["floor_ms"]
@@ -216,6 +217,7 @@ def engine_table(name: str) -> str:
             f"| {row['ratio']:.2f} | {'-' if floor is None else f'{floor:.2f}'} "
             f"| {row['stock']['tokens_per_second']:.0f} "
             f"| {row['PREFIX_SHARE']['tokens_per_second']:.0f} "
+            f"| {host.get('share_factor', 1.0):.1f} "
             f"| {host['plans']} / {host['decode_steps']} | {host['plan_ms']:.2f} "
             f"| {steady_us(row, ' / ')} | {same} |"
         )
@@ -750,6 +752,12 @@ TABLES = {
         "docs/performance.md",
         "engine_newest",
         lambda: engine_table("engine_newest"),
+    ),
+    "engine tp2": ("docs/performance.md", "engine_tp2", lambda: engine_table("engine_tp2")),
+    "engine tp2 70b": (
+        "docs/performance.md",
+        "engine_tp2_70b",
+        lambda: engine_table("engine_tp2_70b"),
     ),
     "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
     "engine invariant": (
