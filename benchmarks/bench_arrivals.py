@@ -5,7 +5,9 @@ Two workloads: questions about documents in random order, and a Mooncake trace, 
 shared blocks and lengths are kept. Requests arrive at a rate, whether earlier ones have ended or
 not; both orders get the same requests at the same times, and a KV cache that holds a part of their
 tokens. Rates are parts of the engine's capacity: the rate at which it ends the requests if all of
-them wait from the start. On two GPUs both orders run at the same time, each on its own.
+them wait from the start. Both engines are on one device and take turns, each order first in every
+other turn: engines with the same order differ by up to a third in a single turn. The figures are of
+the requests of all turns.
 
 On a GPU the engine has Llama-3.1-8B's shape and random weights, on a CPU a smaller run uses the
 embedded model.
@@ -58,8 +60,20 @@ class Case:
     arrivals: list[float]
 
 
-async def replay(engine: Any, case: Case, patience: float) -> dict[str, float]:
-    """Send the requests when they arrive; figures of the whole run, in seconds and tokens.
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One run of a case. first: seconds from each request's arrival to its first token. between:
+    mean seconds between its tokens. cached: prompt tokens found in the cache.
+    """
+
+    seconds: float
+    first: list[float]
+    between: list[float]
+    cached: int
+
+
+async def replay(engine: Any, case: Case, patience: float) -> Replayed:
+    """Send the requests when they arrive.
 
     Raises:
         PrefixShareError: not all requests ended within ``patience`` seconds.
@@ -98,18 +112,26 @@ async def replay(engine: Any, case: Case, patience: float) -> dict[str, float]:
     except asyncio.TimeoutError:
         sentence = f"{len(first)} of {len(case.arrivals)} requests ended within {patience:.0f} s."
         raise PrefixShareError(sentence) from None
-    seconds = time.monotonic() - began
+    return Replayed(time.monotonic() - began, first, between, cached)
+
+
+def figures(case: Case, runs: list[Replayed]) -> dict[str, Any]:
+    """What all runs of a case say together, in seconds and tokens; the last percentile of each."""
+    seconds = sum(run.seconds for run in runs)
+    first = [value for run in runs for value in run.first]
     p50, p90, p99 = np.percentile(first, [50, 90, 99]).tolist()
+    asked_tokens = sum(map(len, case.requests.prompts)) * len(runs)
     return {
         "seconds": seconds,
         "requests_per_second": len(first) / seconds,
-        "tokens_per_second": sum(case.requests.max_tokens) / seconds,
+        "tokens_per_second": sum(case.requests.max_tokens) * len(runs) / seconds,
         "first_token_p50": p50,
         "first_token_p90": p90,
         "first_token_p99": p99,
+        "first_token_p99_of_runs": [float(np.percentile(run.first, 99)) for run in runs],
         "first_token_mean": float(np.mean(first)),
-        "between_tokens_mean": float(np.mean(between)),
-        "cached_share": cached / sum(map(len, case.requests.prompts)),
+        "between_tokens_mean": float(np.mean([v for run in runs for v in run.between])),
+        "cached_share": sum(run.cached for run in runs) / asked_tokens,
     }
 
 
@@ -155,21 +177,21 @@ class Server:
         self._process = context.Process(target=work_in_child, args=work)
         self._process.start()
         theirs.close()
-        self._receive(dict_wanted=False)
+        self._receive()
 
-    def _receive(self, dict_wanted: bool = True) -> Any:
+    def _receive(self) -> Any:
         try:
             answer = self._pipe.recv()
         except EOFError:
             raise PrefixShareError("the engine's process has ended without an answer") from None
-        if isinstance(answer, dict) != dict_wanted or (not dict_wanted and answer != "ready"):
-            raise PrefixShareError(str(answer))
+        if isinstance(answer, str) and answer != "ready":
+            raise PrefixShareError(answer)
         return answer
 
-    def replay(self, case: Case, patience: float) -> dict[str, float]:
+    def replay(self, case: Case, patience: float) -> Replayed:
         self._pipe.send((case, patience))
-        figures: dict[str, float] = self._receive()
-        return figures
+        replayed: Replayed = self._receive()
+        return replayed
 
     def close(self) -> None:
         if self._process.is_alive():
@@ -180,19 +202,13 @@ class Server:
 
 
 @contextmanager
-def servers(options: dict[str, Any], gpus: int) -> Iterator[dict[str, Server]]:
-    """Engines by order. They are on GPUs of their own, or take turns on one device: an engine that
-    waits for requests hardly disturbs the other.
-    """
+def servers(options: dict[str, Any], gpu: bool) -> Iterator[dict[str, Server]]:
+    """Engines by order. An engine that waits for requests hardly disturbs the other."""
     with ExitStack() as stack, ThreadPoolExecutor(len(ORDERS)) as pool:
-
-        def start(place: int, order: str) -> Server:
-            environment = {"VLLM_PREFIXSHARE_ORDER": order}
-            if gpus >= len(ORDERS):
-                environment["CUDA_VISIBLE_DEVICES"] = str(place)
-            return Server(environment, options, gpu=gpus > 0)
-
-        started = {o: pool.submit(start, i, o) for i, o in enumerate(ORDERS)}
+        started = {
+            order: pool.submit(Server, {"VLLM_PREFIXSHARE_ORDER": order}, options, gpu)
+            for order in ORDERS
+        }
         found, failures = {}, []
         for order, future in started.items():
             try:
@@ -235,7 +251,7 @@ def engine_options(args: argparse.Namespace, model: Path, works: dict[str, Reque
     """Arguments of both engines. One KV cache serves all workloads: a part of the smallest one's
     tokens, and room for the longest request.
     """
-    gpu = args.gpus > 0
+    gpu = args.gpu
     block = 16 if gpu else 128
     longest = max(len(p) for w in works.values() for p in w.prompts) + args.tokens
     least = min(distinct_tokens(w, block) for w in works.values())
@@ -257,15 +273,17 @@ def engine_options(args: argparse.Namespace, model: Path, works: dict[str, Reque
         "load_format": "dummy",
         "worker_extension_cls": "bench_worker.BenchWorker",
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        "gpu_memory_utilization": 0.9 if args.gpus >= len(ORDERS) else 0.45,
+        "gpu_memory_utilization": 0.45,
     }
 
 
-def both(running: dict[str, Server], case: Case, patience: float, apart: bool) -> dict[str, Any]:
-    """The figures of each order; at the same time where the engines do not share a device."""
-    with ThreadPoolExecutor(len(running) if apart else 1) as pool:
-        futures = {o: pool.submit(s.replay, case, patience) for o, s in running.items()}
-        return {order: future.result() for order, future in futures.items()}
+def in_turns(running: dict[str, Server], case: Case, patience: float, turns: int) -> dict[str, Any]:
+    """The figures of each order."""
+    runs: dict[str, list[Replayed]] = {order: [] for order in running}
+    for turn in range(turns):
+        for order in ORDERS if turn % 2 == 0 else reversed(ORDERS):
+            runs[order].append(running[order].replay(case, patience))
+    return {order: figures(case, replayed) for order, replayed in runs.items()}
 
 
 def poisson(count: int, rate: float) -> list[float]:
@@ -288,27 +306,28 @@ def line(row: dict[str, Any]) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; exits with status 2 where they are wrong."""
-    gpus = torch.cuda.device_count()
+    gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
-    add("--mooncake-requests", type=int, default=160 if gpus else 8, help="of those that fit")
-    add("--longest", type=int, default=8192 if gpus else 1536, help="tokens; longer are left out")
-    add("--documents", type=int, default=24 if gpus else 4)
-    add("--questions", type=int, default=8 if gpus else 3, help="about each document")
-    add("--document-tokens", type=int, default=8192 if gpus else 512)
-    add("--own", type=int, default=64 if gpus else 32, help="tokens of each question")
-    add("--tokens", type=int, default=64 if gpus else 8, help="of an answer, at most")
+    add("--mooncake-requests", type=int, default=160 if gpu else 8, help="of those that fit")
+    add("--longest", type=int, default=8192 if gpu else 1536, help="tokens; longer are left out")
+    add("--documents", type=int, default=24 if gpu else 4)
+    add("--questions", type=int, default=8 if gpu else 3, help="about each document")
+    add("--document-tokens", type=int, default=8192 if gpu else 512)
+    add("--own", type=int, default=64 if gpu else 32, help="tokens of each question")
+    add("--tokens", type=int, default=64 if gpu else 8, help="of an answer, at most")
     add("--cache", type=float, default=0.5, help="KV cache, as a part of the requests' tokens")
     add("--loads", type=float, nargs="+", default=[0.7, 0.95], help="rates over the capacity")
+    add("--turns", type=int, default=2, help="runs of each order")
     add("--layers", type=int, default=16, help="on a GPU; Llama-3.1-8B has 32")
     add("--limit", type=float, default=270.0, help="seconds after which no case begins")
     add("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args(argv)
-    args.gpus = gpus
-    counts = "mooncake_requests longest documents questions document_tokens own tokens layers"
+    args.gpu = gpu
+    counts = "mooncake_requests longest documents questions document_tokens own tokens turns layers"
     if min(getattr(args, name) for name in counts.split()) < 1:
         parser.error("all counts must be 1 or more")
     if min(*args.loads, args.cache, args.limit) <= 0:
@@ -322,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     result: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if args.gpus else processor(),
+        "device": torch.cuda.get_device_name() if args.gpu else processor(),
         "versions": versions(),
         "settings": {k: str(v) for k, v in vars(args).items() if k != "out"},
         "capacity": {},
@@ -330,13 +349,13 @@ def main(argv: list[str] | None = None) -> int:
     }
     try:
         works = asked(args)
-        with tempfile.TemporaryDirectory() if args.gpus else nullcontext() as folder:
+        with tempfile.TemporaryDirectory() if args.gpu else nullcontext() as folder:
             model = (
                 write_llama_8b(Path(folder), num_hidden_layers=args.layers)
                 if folder
                 else embedded_model_path()
             )
-            with servers(engine_options(args, model, works), args.gpus) as running:
+            with servers(engine_options(args, model, works), args.gpu) as running:
                 run_all(args, works, running, began, result)
     except PrefixShareError as e:
         print(f"bench_arrivals: error: {e}", file=sys.stderr)
@@ -354,15 +373,14 @@ def run_all(
     result: dict[str, Any],
 ) -> None:
     """Fill the result's rows."""
-    apart = args.gpus >= len(ORDERS)
     few = Requests([w.prompts[0] for w in works.values()], [args.tokens] * len(works))
-    both(running, Case(few, [0.0] * len(works)), 120, apart)  # compiles
+    in_turns(running, Case(few, [0.0] * len(works)), 120, 1)  # compiles
     print(f"{result['device']}; {time.monotonic() - began:.0f} s to start; first token in seconds")
     print("workload                    load  rate/s reqs  p50 off  ordered  p99 off  ordered  ratio"
           "  tok/s ordered  ratio  cached")  # fmt: skip
     for title, requests in works.items():
         at_once = Case(requests, [0.0] * len(requests.prompts))
-        full = both(running, at_once, 300, apart)
+        full = in_turns(running, at_once, 300, 1)
         capacity = full["off"]["requests_per_second"]
         result["capacity"][title] = full
         for load in ("all", *args.loads):
@@ -374,7 +392,7 @@ def run_all(
             else:
                 rate = capacity * load
                 case = Case(requests, poisson(len(requests.prompts), rate))
-                found = both(running, case, 300, apart)
+                found = in_turns(running, case, 300, args.turns)
             off, ordered = (found[order] for order in ORDERS)
             p99 = ordered["first_token_p99"] / off["first_token_p99"]
             throughput = ordered["tokens_per_second"] / off["tokens_per_second"]
