@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reproduce  # noqa: E402
 import tables  # noqa: E402
-from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, methods, reduction  # noqa: E402
+from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, flashforge, methods, reduction  # noqa: E402
 from papers.experiment import Bars, Experiment, Point, Setting  # noqa: E402
 from papers.picture import draw  # noqa: E402
 
@@ -241,9 +241,33 @@ def test_counters_are_summed_over_the_kernels_of_a_layer():
         '"0","partial_attention","dram__bytes_write.sum","byte","96"',
         '"1","_merge_states","dram__bytes_read.sum","byte","64"',
         '"1","_merge_states","dram__bytes_write.sum","byte","32.0"',
+        '"2","partial_attention","dram__bytes_read.sum","byte","7"',
+        '"2","partial_attention","dram__bytes_write.sum","byte","5"',
     ]
-    assert counters.parse("\n".join(lines)) == {"read": 1088, "written": 128}
-    assert counters.parse("==ERROR== no permission") == {}
+    layers = [{"read": 1088, "written": 128}, {"read": 7, "written": 5}]
+    assert counters.parse("\n".join(lines)) == layers
+    assert counters.parse("==ERROR== no permission") == []
+
+
+def test_the_layers_of_all_points_are_counted_in_one_run(monkeypatch):
+    asked = []
+
+    def count(layers) -> list[dict]:
+        asked.append(layers)
+        return [{"read": i, "written": 0} for i in range(len(layers))]
+
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(counters, "dram_bytes", count)
+    points = list(flashforge.count_dram(replace(TINY, device="cuda", tiny=False)))
+    found = [point.run() for point in points]
+    assert len(points) == 8
+    assert len(set(asked)) == 1, "one run for all points, which is kept"
+    read = [f[m.title]["read"] for f in found for m in methods.COUNTED]
+    assert read == list(range(8 * len(methods.COUNTED)))
+    assert (
+        "flash-decoding"
+        in flashforge.dram_table({p.name: f for p, f in zip(points, found, strict=True)})[2]
+    )
 
 
 def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():

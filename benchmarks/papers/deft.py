@@ -313,9 +313,14 @@ def time_token_trees(setting: Setting) -> Iterator[Point]:
             parents = [-1] * batch + [r for r in range(batch) for _ in range(size)]
             lengths = [context // 16 * 16] * batch + [16] * (batch * size)
             expanded = forest("expanded branches", parents, lengths)
-            alone = replace(setting, peers=())
-            branches = timing.time_methods(alone, expanded, heads, [methods.FLASH_DECODING])
-            figures["peers"]["expanded branches"] = branches["peers"]["flash-decoding"]
+            peers = figures["peers"]
+            no_trees = [n for n in setting.peers if peers[n].get("reason") == "no token trees"]
+            on_branches = replace(setting, peers=tuple(no_trees))
+            branches = timing.time_methods(on_branches, expanded, heads, [methods.FLASH_DECODING])
+            peers["expanded branches"] = branches["peers"].pop("flash-decoding")
+            for name in no_trees:
+                del peers[name]
+                peers[f"{name}, expanded branches"] = branches["peers"][name]
             figures["row_tiles"] = methods.planner_of(methods.OURS, w, heads)[1]
             return figures
 
@@ -482,8 +487,8 @@ EXPERIMENTS = (
         "attention of Radix Attention over DeFT-Flatten 1.96 (32 tokens) to 3.59 times (256)",
         "Trees of 32 to 256 tokens at batches of 1, 8 and 32 with contexts of 2000 tokens, and "
         "contexts of 1000 to 20000 tokens at a batch of 1. Radix Attention is flash-decoding in "
-        "our kernel over the expanded branches, a request for each token; FlashInfer's masked "
-        "kernel with `--peers flashinfer`.",
+        "our kernel over the expanded branches, a request for each token. `--peers` adds "
+        "FlashInfer's masked kernel, and other peers on expanded branches.",
         GPU,
         time_token_trees,
         token_trees_sentence,

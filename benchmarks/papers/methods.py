@@ -64,6 +64,8 @@ DEFT_NODE_CHUNK = Method(
     "DeFT-Node-Chunk", "portable", "deft_node_chunk", options={"kv_chunk_size": 128}
 )
 DEFT_FLATTEN = Method("DeFT-Flatten", "portable", "deft_flatten")
+#: whose bytes are counted from plans, and by the GPU
+COUNTED = (OURS, FLASH_DECODING, FLASHFORGE, FASTTREE, DEFT_NODE_CHUNK)
 
 
 def layer_of(w: Workload, heads: tuple[int, int], dtype: str = "bfloat16") -> AttentionConfig:
