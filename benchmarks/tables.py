@@ -18,6 +18,7 @@ from kernel_report import OURS, best_peer
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
 from papers.experiment import Experiment
 from papers.picture import draw
+from papers.tree_attention import from_scale
 
 from vllm_prefixshare.distributed.scaling import (
     Cluster,
@@ -610,9 +611,9 @@ def papers_table(paper: str) -> str:
             lines.append(f"N{not_run(e)[1:]}.")
             continue
         points = f"{len(result['points'])} of {result['of_points']} points"
+        when = f"{result['date']}, " if "date" in result else ""
         lines.append(
-            f"`{result['command']}`, {result['date']}, {result['device']}; {versions(result)}; "
-            f"{points}."
+            f"`{result['command']}`, {when}{result['device']}; {versions(result)}; {points}."
         )
         if e.bars and draw(e.item, e.bars(result["points"])):
             lines += ["", f"![{e.item}](images/papers-{e.name}.svg)"]
@@ -624,9 +625,12 @@ def papers_table(paper: str) -> str:
 
 def ran(experiment: str) -> dict | None:
     """An experiment's published results without the points that failed."""
-    if not exists(f"papers/{experiment}"):
+    if exists(f"papers/{experiment}"):
+        result = published(f"papers/{experiment}")
+    elif experiment == "tree-attention-figure-3" and exists("scale"):
+        result = from_scale(published("scale"))
+    else:
         return None
-    result = published(f"papers/{experiment}")
     good = {n: f for n, f in result["points"].items() if "failed" not in f}
     return {**result, "points": good} if good else None
 
