@@ -256,7 +256,7 @@ def test_the_layers_of_all_points_are_counted_in_one_run(monkeypatch):
         asked.append(layers)
         return [{"read": i, "written": 0} for i in range(len(layers))]
 
-    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(counters, "available", lambda: True)
     monkeypatch.setattr(counters, "dram_bytes", count)
     points = list(flashforge.count_dram(replace(TINY, device="cuda", tiny=False)))
     found = [point.run() for point in points]
@@ -264,10 +264,15 @@ def test_the_layers_of_all_points_are_counted_in_one_run(monkeypatch):
     assert len(set(asked)) == 1, "one run for all points, which is kept"
     read = [f[m.title]["read"] for f in found for m in methods.COUNTED]
     assert read == list(range(8 * len(methods.COUNTED)))
-    assert (
-        "flash-decoding"
-        in flashforge.dram_table({p.name: f for p, f in zip(points, found, strict=True)})[2]
-    )
+    results = {p.name: f for p, f in zip(points, found, strict=True)}
+    assert "| flash-decoding |" in flashforge.dram_table(results)[2]
+    asked.clear()
+    points = list(deft.count_walks(replace(TINY, device="cuda", tiny=False)))
+    results = {p.name: p.run() for p in points}
+    assert len(set(asked)) == 1
+    assert [f["portable"]["read"] for f in results.values()] == list(range(1, 16, 2))
+    assert [f["ours"]["row_tiles"] for f in results.values()] == [1, 1, 2, 2, 4, 4, 8, 8]
+    assert "up to 16 tiles" in deft.walks_sentence(results)
 
 
 def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():

@@ -1,12 +1,14 @@
 """Bytes that the GPU's memory moves, as its counters have them: layers under Nsight Compute.
 
 ``python -m papers.counters LAYERS`` is the program that is counted: each of the layers once, in
-their order. ``LAYERS`` is JSON: a list of method, tree, query heads and KV heads.
+their order. ``LAYERS`` is a list of ``Layer`` as JSON.
 """
 
 import csv
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -20,8 +22,13 @@ METRICS = {"dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written"}
 FIRST, SECOND = "partial_attention", "merge_states"
 MINUTES = 3
 
-#: title of a method, tree, query heads and KV heads
+#: title of a method; tree, or token trees as ``deft.token_tree`` names them; query heads; KV heads
 Layer = tuple[str, str, int, int]
+
+
+def available() -> bool:
+    """Whether Nsight Compute is on the path."""
+    return shutil.which("ncu") is not None
 
 
 @cache
@@ -77,14 +84,16 @@ def main(layers: list[Layer]) -> None:
     from bench_kernel import make_case
     from peers import Options
 
-    from papers import methods
+    from papers import deft, methods
     from papers.timing import layer_options
     from vllm_prefixshare.workloads.trees import tree
 
-    by_title = {m.title: m for m in methods.COUNTED}
+    by_title = {m.title: m for m in (*methods.COUNTED, methods.PORTABLE)}
     options = Options(torch.device("cuda"), torch.bfloat16, {})
     for (spec, *heads), of_case in groupby(layers, lambda layer: layer[1:]):
-        case = make_case(tree(spec), tuple(heads), layer_options("cuda", 1))
+        token_tree = re.fullmatch(r"(\d+) tokens x (\d+), context (\d+)", spec)
+        w = deft.token_tree(*map(int, token_tree.groups()), None) if token_tree else tree(spec)
+        case = make_case(w, tuple(heads), layer_options("cuda", 1))
         for title, *_ in of_case:
             (launch,) = methods.Planned(by_title[title], options).prepare(case)
             launch.call()

@@ -132,15 +132,15 @@ def time_bars(results: Results) -> Bars:
 
 def count_dram(setting: Setting) -> Iterator[Point]:
     """Four of the workloads with Nsight Compute, where it is installed."""
-    import shutil
+    from papers import counters
 
-    if setting.device != "cuda" or setting.tiny or not shutil.which("ncu"):
+    if setting.device != "cuda" or setting.tiny or not counters.available():
         return
     specs = (f"1,64_{LONG},256", f"1,2_{LONG},512", "1,8_61440,7680", "1,2,4_40960,40960,40960")
     for spec, heads in product(specs, HEADS[::-1]):
 
         def run(spec=spec, heads=heads) -> Figures:
-            from papers import accounting, counters, methods
+            from papers import accounting, methods
             from vllm_prefixshare.workloads.trees import tree
 
             titles = [m.title for m in methods.COUNTED]

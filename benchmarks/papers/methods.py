@@ -53,6 +53,7 @@ class Method:
 
 #: what both kernels of this project do by default
 OURS = Method("ours")
+PORTABLE = Method("portable", "portable")
 #: no prefix is shared, long requests are split: flash-decoding in the same kernel
 FLASH_DECODING = Method("flash-decoding", divider="per_request", share="never")
 #: neither tree nor division
