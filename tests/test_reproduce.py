@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,16 @@ def test_experiments_take_turns_and_nothing_begins_after_the_deadline(tmp_path):
     runs[0].seconds = 0.0
     assert reproduce.carry_out(runs, TINY, float("inf"))
     assert order == ["y1", "y2", "x1", "x2"]
+
+
+def test_a_point_that_another_program_measures_begins_only_if_its_seconds_are_left(tmp_path):
+    began = []
+    point = Point("a", lambda: began.append(1) or {})
+    slow = replace(stand_in("x", [point]), seconds=60.0)
+    for left, ran in ((30, 0), (90, 1)):
+        runs = [reproduce.begin(slow, TINY, tmp_path, fresh=False)]
+        assert reproduce.carry_out(runs, TINY, time.monotonic() + left)
+        assert len(began) == ran
 
 
 @pytest.mark.parametrize(

@@ -524,6 +524,7 @@ EXPERIMENTS = (
         "the paper counts by formula; the tiles of a request run side by side, and all but the "
         "first find most of the KV in the L2 cache",
         walks_table,
+        seconds=30,
     ),
     Experiment(
         "deft-table-6",

@@ -257,6 +257,7 @@ EXPERIMENTS = (
         ranks_sentence,
         "two GPUs instead of 8 to 128: ring attention has one round instead of many",
         ranks_table,
+        seconds=60,
     ),
 )
 
