@@ -430,6 +430,7 @@ def main(argv: list[str] | None = None) -> int:
             peers[name] = e
             print(f"{name}: unavailable: {e}", flush=True)
     print(report.header(result), flush=True)
+    gc.freeze()  # what was imported stays: collections after each peer need not walk it
     broken = False
     try:
         for w, heads in product(workloads(args), args.heads):

@@ -72,7 +72,8 @@ def has_failed(figures: dict) -> bool:
 
 def begin(experiment: Experiment, setting: Setting, out: Path, fresh: bool) -> Progress:
     """The experiment as the last run left it; without what it did if ``fresh``."""
-    run = Progress(experiment, out / "points" / experiment.name, [])
+    folder = out / "points" / experiment.name
+    run = Progress(experiment, folder, [], longest=experiment.seconds)
     for point in experiment.points(setting):
         file = run.file(point)
         if file.exists() and not fresh:

@@ -16,8 +16,10 @@ from charts import THEMES, engine_chart
 from engine_report import steady_us
 from kernel_report import OURS, best_peer
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
+from papers.engine import from_engine
 from papers.experiment import Experiment
 from papers.picture import draw
+from papers.tree_attention import from_scale
 
 from vllm_prefixshare.distributed.scaling import (
     Cluster,
@@ -616,9 +618,9 @@ def papers_table(paper: str) -> str:
             lines.append(f"N{not_run(e)[1:]}.")
             continue
         points = f"{len(result['points'])} of {result['of_points']} points"
+        when = f"{result['date']}, " if "date" in result else ""
         lines.append(
-            f"`{result['command']}`, {result['date']}, {result['device']}; {versions(result)}; "
-            f"{points}."
+            f"`{result['command']}`, {when}{result['device']}; {versions(result)}; {points}."
         )
         if e.bars and draw(e.item, e.bars(result["points"])):
             lines += ["", f"![{e.item}](images/papers-{e.name}.svg)"]
@@ -628,11 +630,22 @@ def papers_table(paper: str) -> str:
     return "\n".join([*lines, "", "Not reproduced:", "", *left])
 
 
+#: experiments that another benchmark measures: its published results, and how to read them
+OTHER_RUNS = {
+    "flashforge-figure-7": ("engine", from_engine),
+    "tree-attention-figure-3": ("scale", from_scale),
+}
+
+
 def ran(experiment: str) -> dict | None:
     """An experiment's published results without the points that failed."""
-    if not exists(f"papers/{experiment}"):
+    other, convert = OTHER_RUNS.get(experiment, ("", dict))
+    if exists(f"papers/{experiment}"):
+        result = published(f"papers/{experiment}")
+    elif other and exists(other):
+        result = convert(published(other))
+    else:
         return None
-    result = published(f"papers/{experiment}")
     good = {n: f for n, f in result["points"].items() if "failed" not in f}
     return {**result, "points": good} if good else None
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reproduce  # noqa: E402
 import tables  # noqa: E402
-from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, methods, reduction  # noqa: E402
+from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, flashforge, methods, reduction  # noqa: E402
 from papers.experiment import Bars, Experiment, Point, Setting  # noqa: E402
 from papers.picture import draw  # noqa: E402
 
@@ -115,6 +116,16 @@ def test_experiments_take_turns_and_nothing_begins_after_the_deadline(tmp_path):
     assert order == ["y1", "y2", "x1", "x2"]
 
 
+def test_a_point_that_another_program_measures_begins_only_if_its_seconds_are_left(tmp_path):
+    began = []
+    point = Point("a", lambda: began.append(1) or {})
+    slow = replace(stand_in("x", [point]), seconds=60.0)
+    for left, ran in ((30, 0), (90, 1)):
+        runs = [reproduce.begin(slow, TINY, tmp_path, fresh=False)]
+        assert reproduce.carry_out(runs, TINY, time.monotonic() + left)
+        assert len(began) == ran
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -141,7 +152,7 @@ def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
     assert len(PAPERS) == len({e.paper for e in EXPERIMENTS.values()})
     for name in EXPERIMENTS:
         published = tables.ran(name)
-        assert published is None or not published["tiny"], name
+        assert published is None or not published.get("tiny"), name
 
 
 def test_bytes_are_those_of_the_runs_and_the_partial_results():
@@ -241,9 +252,38 @@ def test_counters_are_summed_over_the_kernels_of_a_layer():
         '"0","partial_attention","dram__bytes_write.sum","byte","96"',
         '"1","_merge_states","dram__bytes_read.sum","byte","64"',
         '"1","_merge_states","dram__bytes_write.sum","byte","32.0"',
+        '"2","partial_attention","dram__bytes_read.sum","byte","7"',
+        '"2","partial_attention","dram__bytes_write.sum","byte","5"',
     ]
-    assert counters.parse("\n".join(lines)) == {"read": 1088, "written": 128}
-    assert counters.parse("==ERROR== no permission") == {}
+    layers = [{"read": 1088, "written": 128}, {"read": 7, "written": 5}]
+    assert counters.parse("\n".join(lines)) == layers
+    assert counters.parse("==ERROR== no permission") == []
+
+
+def test_the_layers_of_all_points_are_counted_in_one_run(monkeypatch):
+    asked = []
+
+    def count(layers) -> list[dict]:
+        asked.append(layers)
+        return [{"read": i, "written": 0} for i in range(len(layers))]
+
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(counters, "dram_bytes", count)
+    points = list(flashforge.count_dram(replace(TINY, device="cuda", tiny=False)))
+    found = [point.run() for point in points]
+    assert len(points) == 8
+    assert len(set(asked)) == 1, "one run for all points, which is kept"
+    read = [f[m.title]["read"] for f in found for m in methods.COUNTED]
+    assert read == list(range(8 * len(methods.COUNTED)))
+    results = {p.name: f for p, f in zip(points, found, strict=True)}
+    assert "| flash-decoding |" in flashforge.dram_table(results)[2]
+    asked.clear()
+    points = list(deft.count_walks(replace(TINY, device="cuda", tiny=False)))
+    results = {p.name: p.run() for p in points}
+    assert len(set(asked)) == 1
+    assert [f["portable"]["read"] for f in results.values()] == list(range(1, 16, 2))
+    assert [f["ours"]["row_tiles"] for f in results.values()] == [1, 1, 2, 2, 4, 4, 8, 8]
+    assert "up to 16 tiles" in deft.walks_sentence(results)
 
 
 def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():

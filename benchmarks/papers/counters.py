@@ -1,33 +1,47 @@
-"""Bytes that the GPU's memory moves, as its counters have them: one layer under Nsight Compute.
+"""Bytes that the GPU's memory moves, as its counters have them: layers under Nsight Compute.
 
-``python -m papers.counters TITLE TREE HEADS`` is the program that is counted: the layer once.
+``python -m papers.counters LAYERS`` is the program that is counted: each of the layers once, in
+their order. ``LAYERS`` is a list of ``Layer`` as JSON.
 """
 
 import csv
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from papers.experiment import Figures
 
 METRICS = {"dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written"}
-#: of the kernels of this project; others prepare the tensors
-KERNELS = "regex:partial_attention|merge_states"
+#: the first kernel of every layer, and the one that may follow; others prepare the tensors
+FIRST, SECOND = "partial_attention", "merge_states"
 MINUTES = 3
 
+#: title of a method; tree, or token trees as ``deft.token_tree`` names them; query heads; KV heads
+Layer = tuple[str, str, int, int]
 
-def dram_bytes(title: str, spec: str, heads: tuple[int, int]) -> Figures:
-    """Bytes read and written by the kernels of one layer, caches empty before each kernel.
+
+def available() -> bool:
+    """Whether Nsight Compute is on the path."""
+    return shutil.which("ncu") is not None
+
+
+@cache
+def dram_bytes(layers: tuple[Layer, ...]) -> list[Figures]:
+    """Bytes that the kernels of each layer read and write, caches empty before each kernel.
 
     Returns:
-        ``read`` and ``written``, or ``failed`` with a reason.
+        for each layer ``read`` and ``written``, or ``failed`` with a reason.
     """
-    shape = f"{heads[0]}:{heads[1]}"
     command = [
-        *("ncu", "--csv", "--print-units", "base", "--clock-control", "none", "-k", KERNELS),
-        *("--metrics", ",".join(METRICS), sys.executable, "-m", "papers.counters"),
-        *(title, spec, shape),
+        *("ncu", "--csv", "--print-units", "base", "--clock-control", "none"),
+        *("-k", f"regex:{FIRST}|{SECOND}", "--metrics", ",".join(METRICS)),
+        *(sys.executable, "-m", "papers.counters", json.dumps(layers)),
     ]
     folder = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
@@ -40,45 +54,51 @@ def dram_bytes(title: str, spec: str, heads: tuple[int, int]) -> Figures:
             env={**os.environ, "PYTHONPATH": path},
         )
     except subprocess.TimeoutExpired:
-        return {"failed": f"ncu took more than {MINUTES} minutes"}
+        return [{"failed": f"ncu took more than {MINUTES} minutes"}] * len(layers)
     found = parse(done.stdout)
-    if not found:
+    if len(found) != len(layers):
         said = (done.stderr + done.stdout).strip().splitlines()
-        return {"failed": said[-1] if said else "ncu said nothing"}
+        return [{"failed": said[-1] if said else "ncu said nothing"}] * len(layers)
     return found
 
 
-def parse(text: str) -> dict[str, int]:
-    """The sums over all kernels of ncu's table; empty if it has none."""
+def parse(text: str) -> list[Figures]:
+    """The sums over each layer's kernels, of ncu's table; empty if it has none."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    total: dict[str, int] = {}
+    found: list[Figures] = []
     if start is None:
-        return total
-    for row in csv.DictReader(lines[start:]):
-        name = METRICS.get(row.get("Metric Name") or "")
-        if name:
-            total[name] = total.get(name, 0) + round(float(row["Metric Value"].replace(",", "")))
-    return total
+        return found
+    for _, of_kernel in groupby(csv.DictReader(lines[start:]), lambda row: row["ID"]):
+        rows = list(of_kernel)
+        if FIRST in rows[0]["Kernel Name"]:
+            found.append(dict.fromkeys(METRICS.values(), 0))
+        for row in rows:
+            if name := METRICS.get(row["Metric Name"]):
+                found[-1][name] += round(float(row["Metric Value"].replace(",", "")))
+    return found
 
 
-def main(title: str, spec: str, shape: str) -> None:
+def main(layers: list[Layer]) -> None:
     import torch
     from bench_kernel import make_case
     from peers import Options
 
-    from papers import methods
+    from papers import deft, methods
     from papers.timing import layer_options
     from vllm_prefixshare.workloads.trees import tree
 
-    method = {m.title: m for m in (methods.OURS, methods.FLASH_DECODING)}[title]
-    first, second = shape.split(":")
+    by_title = {m.title: m for m in (*methods.COUNTED, methods.PORTABLE)}
     options = Options(torch.device("cuda"), torch.bfloat16, {})
-    case = make_case(tree(spec), (int(first), int(second)), layer_options("cuda", 1))
-    (launch,) = methods.Planned(method, options).prepare(case)
-    launch.call()
-    torch.cuda.synchronize()
+    for (spec, *heads), of_case in groupby(layers, lambda layer: layer[1:]):
+        token_tree = re.fullmatch(r"(\d+) tokens x (\d+), context (\d+)", spec)
+        w = deft.token_tree(*map(int, token_tree.groups()), None) if token_tree else tree(spec)
+        case = make_case(w, tuple(heads), layer_options("cuda", 1))
+        for title, *_ in of_case:
+            (launch,) = methods.Planned(by_title[title], options).prepare(case)
+            launch.call()
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(json.loads(sys.argv[1]))

@@ -16,6 +16,7 @@ from papers.experiment import (
     Setting,
     mega,
     rows,
+    span,
 )
 from papers.flashforge import against, time_bars, time_table
 
@@ -39,13 +40,21 @@ PUBLISHED = {
     "few-shot 30": (26.43, 2.10, 1.98),
     "few-shot 50": (44.05, 2.94, 4.61),
     "sorting": (59.96, 12.40, 3.69),
+    "document merging": (39.74, 10.57, 3.24),
     "keyword": (4.68, 0.58, 0.18),
+    "set intersection": (7.01, 1.04, 0.27),
     "token tree 32": (128.72, 4.10, 4.03),
     "token tree 64": (255.16, 4.11, 8.33),
     "token tree 128": (522.05, 4.16, 16.77),
     "token tree 256": (1044.10, 4.35, 34.70),
 }
-RECORDINGS = {"sorting": "sorting128ToT.json", "keyword": "keywordToT.json"}
+#: tasks of DeFT's recordings, by the names of their files
+TASKS = {
+    "sorting128ToT": "sorting",
+    "docmergeToT": "document merging",
+    "keywordToT": "keyword",
+    "set128ToT": "set intersection",
+}
 
 
 def tree_parents(size: int, recordings: Path | None) -> object:
@@ -170,10 +179,9 @@ def count_tasks(setting: Setting) -> Iterator[Point]:
         )
     for size in (32,) if setting.tiny else TOKEN_TREES:
         yield Point(f"token tree {size}", lambda size=size: speculative(size, setting))
-    for task, name in RECORDINGS.items():
-        file = setting.recordings / name if setting.recordings and not setting.tiny else None
-        if file and file.exists():
-            yield Point(task, lambda file=file: recorded(file))
+    folder = None if setting.tiny else setting.recordings
+    for file in sorted(folder.glob("*ToT.json")) if folder else ():
+        yield Point(TASKS.get(file.stem, file.stem), lambda file=file: recorded(file))
 
 
 def tera(num_bytes: float) -> str:
@@ -307,19 +315,80 @@ def time_token_trees(setting: Setting) -> Iterator[Point]:
 
             w = token_tree(size, batch, context, setting.recordings)
             heads = (8, 2) if setting.tiny else HEADS
-            ways = [methods.OURS, replace(methods.OURS, kernel="portable", title="portable")]
+            ways = [methods.OURS, methods.PORTABLE]
             figures = timing.time_methods(setting, w, heads, ways)
             # each token of a tree as a request with the context and its own branch
             parents = [-1] * batch + [r for r in range(batch) for _ in range(size)]
             lengths = [context // 16 * 16] * batch + [16] * (batch * size)
             expanded = forest("expanded branches", parents, lengths)
-            alone = replace(setting, peers=())
-            branches = timing.time_methods(alone, expanded, heads, [methods.FLASH_DECODING])
-            figures["peers"]["expanded branches"] = branches["peers"]["flash-decoding"]
+            peers = figures["peers"]
+            no_trees = [n for n in setting.peers if peers[n].get("reason") == "no token trees"]
+            on_branches = replace(setting, peers=tuple(no_trees))
+            branches = timing.time_methods(on_branches, expanded, heads, [methods.FLASH_DECODING])
+            peers["expanded branches"] = branches["peers"].pop("flash-decoding")
+            for name in no_trees:
+                del peers[name]
+                peers[f"{name}, expanded branches"] = branches["peers"][name]
             figures["row_tiles"] = methods.planner_of(methods.OURS, w, heads)[1]
             return figures
 
         yield Point(f"{size} tokens x {batch}, context {context}", run)
+
+
+def count_walks(setting: Setting) -> Iterator[Point]:
+    """Token trees of up to eight tiles of query rows, with Nsight Compute where it is installed."""
+    from papers import counters
+
+    if setting.device != "cuda" or setting.tiny or not counters.available():
+        return
+    shapes = tuple(product(TOKEN_TREES, (1, 8)))
+    for size, batch in shapes:
+
+        def run(size=size, batch=batch) -> Figures:
+            from papers import accounting, methods
+
+            ways = (methods.OURS, methods.PORTABLE)
+            trees = [token_tree(*shape, PROMPTS[-1], None) for shape in shapes]
+            layers = tuple((m.title, w.name, *HEADS) for w in trees for m in ways)
+            counted = dict(zip(layers, counters.dram_bytes(layers), strict=True))
+            w = trees[shapes.index((size, batch))]
+            figures: Figures = {"distinct": accounting.distinct_bytes(w, HEADS)}
+            for m in ways:
+                found = counted[(m.title, w.name, *HEADS)]
+                if "failed" in found:
+                    return found
+                row_tiles = methods.planner_of(m, w, HEADS)[1]
+                figures[m.title] = {**found, "row_tiles": row_tiles}
+            return figures
+
+        yield Point(f"{size} tokens x {batch}, context {PROMPTS[-1]}", run)
+
+
+def walks_sentence(results: Results) -> str:
+    found = []
+    for title in ("ours", "portable"):
+        read = [f[title]["read"] / f["distinct"] for f in results.values()]
+        tiles = max(f[title]["row_tiles"] for f in results.values())
+        found.append(f"{title}, up to {tiles} tiles of query rows: {span(read, '.2f')}")
+    return f"DRAM bytes read over the distinct KV: {'; '.join(found)}"
+
+
+def walks_table(results: Results) -> list[str]:
+    lines = []
+    for name, f in results.items():
+        entries = []
+        for way in (f["ours"], f["portable"]):
+            entries += [str(way["row_tiles"]), f"{mega(way['read'])} + {mega(way['written'])}"]
+        lines.append(" | ".join([name, mega(f["distinct"]), *entries]))
+    return [
+        "MiB of one layer: read + written.",
+        "",
+        *rows(
+            "token trees | distinct KV | tiles of rows, ours | ours | tiles of rows, portable "
+            "| portable",
+            lines,
+        ),
+    ]
 
 
 def token_trees_sentence(results: Results) -> str:
@@ -428,9 +497,8 @@ EXPERIMENTS = (
         "Medusa's tree attention",
         "Counted from plans as an H200 would have them, step by step; few-shot prompts of 4000 "
         "tokens. Token trees: 1000 steps from 1000 to 5000 tokens, four accepted in a step, on a "
-        "quaternary tree where Medusa's was not recorded. The recorded tasks need "
-        "`--deft-recordings FOLDER`; document merging and set intersection were not recorded "
-        "there.",
+        "quaternary tree where Medusa's is not among `--deft-recordings FOLDER`. The recorded "
+        "tasks are the `*ToT.json` of that folder, each the mean of its runs.",
         CPU,
         count_tasks,
         tasks_sentence,
@@ -440,6 +508,23 @@ EXPERIMENTS = (
         "token tree among all workers: that costs partial results and saves up to half of the time",
         tasks_table,
         tasks_bars,
+    ),
+    Experiment(
+        "deft-table-17-dram",
+        PAPER,
+        "A.7",
+        "table 17: token trees, by the GPU's counters",
+        "KV read 96.9% to 99.6% less than flash-decoding's, from 32 to 256 tokens: once for all",
+        "Nsight Compute's DRAM bytes of the launches of one layer, caches empty before each, "
+        "contexts of 20000 tokens; needs `ncu` on the path. Every tile of a tree's query rows "
+        "loads the KV: the counters say how often the memory delivers it.",
+        GPU,
+        count_walks,
+        walks_sentence,
+        "the paper counts by formula; the tiles of a request run side by side, and all but the "
+        "first find most of the KV in the L2 cache",
+        walks_table,
+        seconds=30,
     ),
     Experiment(
         "deft-table-6",
@@ -482,8 +567,8 @@ EXPERIMENTS = (
         "attention of Radix Attention over DeFT-Flatten 1.96 (32 tokens) to 3.59 times (256)",
         "Trees of 32 to 256 tokens at batches of 1, 8 and 32 with contexts of 2000 tokens, and "
         "contexts of 1000 to 20000 tokens at a batch of 1. Radix Attention is flash-decoding in "
-        "our kernel over the expanded branches, a request for each token; FlashInfer's masked "
-        "kernel with `--peers flashinfer`.",
+        "our kernel over the expanded branches, a request for each token. `--peers` adds "
+        "FlashInfer's masked kernel, and other peers on expanded branches.",
         GPU,
         time_token_trees,
         token_trees_sentence,
@@ -525,9 +610,6 @@ EXPERIMENTS = (
 LEFT_OUT = (
     LeftOut(PAPER, "tables 5, 7, 8, 18, figures 4, 13, 16, 17", "latencies of a whole engine: "
             "[performance](performance.md) has recorded trees, with vLLM itself on both sides"),
-    LeftOut(PAPER, "document merging and set intersection", "their recordings are not in the data "
-            "that was at hand; `python benchmarks/bench_kernel.py --workloads deft --deft-data "
-            "FOLDER` times every `*ToT.json` of a folder"),
     LeftOut(PAPER, "table 14", "utilisation by hardware counters"),
     LeftOut(PAPER, "table 15", "accuracy: see [the same tokens](fidelity.md)"),
     LeftOut(PAPER, "table 19", "another GPU"),

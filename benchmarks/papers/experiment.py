@@ -58,7 +58,8 @@ class Experiment:
     claim: what the paper found. changed: what differs here, and why. needs: of this machine.
     points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
     one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
-    sentence says it all. bars: for a picture.
+    sentence says it all. bars: for a picture. seconds: that a point takes at most, where another
+    program measures it: it begins only if `--minutes` leaves as much.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Experiment:
     reason: str
     table: Callable[[Results], list[str]] | None = None
     bars: Callable[[Results], Bars] | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class Method:
 
 #: what both kernels of this project do by default
 OURS = Method("ours")
+PORTABLE = Method("portable", "portable")
 #: no prefix is shared, long requests are split: flash-decoding in the same kernel
 FLASH_DECODING = Method("flash-decoding", divider="per_request", share="never")
 #: neither tree nor division
@@ -64,6 +65,8 @@ DEFT_NODE_CHUNK = Method(
     "DeFT-Node-Chunk", "portable", "deft_node_chunk", options={"kv_chunk_size": 128}
 )
 DEFT_FLATTEN = Method("DeFT-Flatten", "portable", "deft_flatten")
+#: whose bytes are counted from plans, and by the GPU
+COUNTED = (OURS, FLASH_DECODING, FLASHFORGE, FASTTREE, DEFT_NODE_CHUNK)
 
 
 def layer_of(w: Workload, heads: tuple[int, int], dtype: str = "bfloat16") -> AttentionConfig:

@@ -1,4 +1,5 @@
-"""vLLM 0.26's FlashAttention 3, as its FLASH_ATTN backend calls it for decode, and its cascade.
+"""vLLM's FlashAttention 3, as its FLASH_ATTN backend calls it for decode, and the cascade that
+vLLM had up to 0.29.
 
 vLLM makes the scheduler metadata once per step, so it is made in ``prepare`` here.
 """
@@ -124,16 +125,17 @@ class FA3Invariant(FA3):
 
 
 class FA3Cascade:
-    """vLLM's ``cascade_attention``: one pass over the prefix that the whole batch shares, one pass
-    over the rest of each request, and a merge. Used wherever there is such a prefix, without vLLM's
-    heuristic.
+    """The cascade of vLLM 0.26 (``cascade_attention``; 0.33 has none): one pass over the prefix
+    that the whole batch shares, one over the rest of each request, and a merge. Used wherever there
+    is such a prefix, without vLLM's heuristic.
     """
 
     def __init__(self, options: Options) -> None:
         require_fa3(options.device)
 
     def prepare(self, case: Case) -> list[Launch]:
-        from vllm.v1.attention.backends.flash_attn import cascade_attention
+        from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         w = case.workload
         if w.query_parents is not None:
@@ -147,40 +149,41 @@ class FA3Cascade:
         prefix_starts = torch.tensor([0, len(case.q)], dtype=torch.int32, device=device)
         prefix_lens = torch.tensor([prefix], dtype=torch.int32, device=device)
         suffix_lens = case.seq_lens - prefix
-        longest = int(w.seq_lens.max())
+        rest = int(w.seq_lens.max()) - prefix
         out = torch.empty_like(case.q)
 
-        def launch(splits: int) -> Launch:
-            of_prefix = schedule(
-                case, prefix_starts, len(case.q), prefix_lens, prefix, False, splits
-            )
-            of_suffix = schedule(
-                case, starts, w.query_len, suffix_lens, longest - prefix, True, splits
+        def attend(starts, queries, lens, longest, table, causal, splits, metadata) -> tuple:
+            """Output and log-sum-exp of one pass."""
+            return flash_attn_varlen_func(
+                q=case.q,
+                k=case.k_cache,
+                v=case.v_cache,
+                cu_seqlens_q=starts,
+                max_seqlen_q=queries,
+                seqused_k=lens,
+                max_seqlen_k=longest,
+                softmax_scale=case.sm_scale,
+                causal=causal,
+                window_size=[-1, -1],
+                block_table=table,
+                return_softmax_lse=True,
+                scheduler_metadata=metadata,
+                fa_version=3,
+                num_splits=splits,
             )
 
+        def launch(splits: int) -> Launch:
+            n = len(case.q)
+            shared = prefix_starts, n, prefix_lens, prefix
+            own = starts, w.query_len, suffix_lens, rest
+            tables = case.block_table[:1], case.block_table[:, root.end :]
+            of_prefix = schedule(case, *shared, False, splits)
+            of_suffix = schedule(case, *own, True, splits)
+
             def call() -> torch.Tensor:
-                cascade_attention(
-                    out,
-                    case.q,
-                    case.k_cache,
-                    case.v_cache,
-                    cu_query_lens=starts,
-                    max_query_len=w.query_len,
-                    cu_prefix_query_lens=prefix_starts,
-                    prefix_kv_lens=prefix_lens,
-                    suffix_kv_lens=suffix_lens,
-                    max_kv_len=longest,
-                    softmax_scale=case.sm_scale,
-                    alibi_slopes=None,
-                    sliding_window=(-1, -1),
-                    logits_soft_cap=0.0,
-                    block_table=case.block_table,
-                    common_prefix_len=prefix,
-                    max_num_splits=splits,
-                    fa_version=3,
-                    prefix_scheduler_metadata=of_prefix,
-                    suffix_scheduler_metadata=of_suffix,
-                )
+                first = attend(*shared, tables[0], False, splits, of_prefix)
+                second = attend(*own, tables[1], True, splits, of_suffix)
+                merge_attn_states(out, *first, *second)
                 return out
 
             return Launch(call, f"num_splits={splits}")

@@ -39,18 +39,26 @@ class XFormers:
             for cache in (case.k_cache, case.v_cache)
         )
 
-        def launch(op) -> Launch:
+        def launch(op, name: str) -> Launch:
             def call() -> torch.Tensor:
                 out = self.fmha.memory_efficient_attention_forward(q, k, v, bias, op=op)
                 return out.view(case.q.shape)
 
             call()
-            return Launch(call, op.__module__.rsplit(".", 1)[-1])
+            return Launch(call, name)
 
+        split_k = self.fmha.triton_splitk.FwOp
+        # its tiles must fit into a page: the default of 64 tokens is more than vLLM's 16
+        tile = min(split_k.BLOCK_N, w.block_size)
+        operators = {
+            "triton_splitk": split_k.get_operator(None, block_n=tile),
+            "flash": self.fmha.flash.FwOp,
+            "flash3": self.fmha.flash3.FwOp,
+        }
         found, reasons = [], []
-        for name in ("triton_splitk", "flash", "flash3"):
+        for name, op in operators.items():
             try:
-                found.append(launch(getattr(self.fmha, name).FwOp))
+                found.append(launch(op, name))
             except Exception as e:  # operators report unsupported cases with many exception types
                 reasons.append(f"{name}: {first_line(e)}")
         if not found:

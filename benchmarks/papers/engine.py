@@ -1,0 +1,85 @@
+"""Time per output token of an engine, by ``bench_engine.py`` (FlashForge, figures 1b and 7)."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from papers.experiment import Figures, Point, Results, Setting, rows, span
+
+#: workloads of bench_engine.py with shared documents
+WORKLOADS = ("doc32k", "docs8k", "samples", "doc4k", "doc16k")
+
+
+@cache
+def run_engines(repeats: int) -> list[Figures]:
+    """Rows of ``bench_engine.py``, in the order of ``WORKLOADS``; or ``failed`` with a reason."""
+    program = Path(__file__).parents[1] / "bench_engine.py"
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "engine.json"
+        command = [
+            *(sys.executable, str(program), "--workloads", ",".join(WORKLOADS)),
+            *("--repeats", str(min(repeats, 3)), "--out", str(out)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not out.exists():
+            said = done.stderr.strip().splitlines() or ["no output"]
+            return [{"failed": said[-1]}] * len(WORKLOADS)
+        return json.loads(out.read_text())["rows"]
+
+
+def time_engines(setting: Setting) -> Iterator[Point]:
+    if setting.device != "cuda" or setting.tiny:
+        return
+    for i, name in enumerate(WORKLOADS):
+        yield Point(name, lambda i=i: run_engines(setting.repeats)[i])
+
+
+def from_engine(engine: dict) -> dict:
+    """Results of this experiment from those of ``bench_engine.py``: shared documents only."""
+    found = [
+        row
+        for row in engine["rows"]
+        if row["kind"] == "decode" and (row["host"]["share_factor"] or 1) > 1
+    ]
+    return {
+        **engine,
+        "device": engine["gpu"],
+        "of_points": len(found),
+        "points": {row["workload"]: row for row in found},
+    }
+
+
+def beyond(row: Figures, engine: str) -> float:
+    """Milliseconds of a step beyond its floor: other work, and reading every KV token once."""
+    return max(0.0, row[engine]["ms"] - row["floor_ms"])
+
+
+def engines_sentence(results: Results) -> str:
+    ratio = [row["stock"]["ms"] / row["PREFIX_SHARE"]["ms"] for row in results.values()]
+    parts = []
+    for engine, title in (("stock", "stock's"), ("PREFIX_SHARE", "ours")):
+        share = [beyond(row, engine) / row[engine]["ms"] for row in results.values()]
+        parts.append(f"{title} {min(share):.0%} to {max(share):.0%}")
+    return (
+        f"time per output token of stock vLLM over ours: {span(ratio)}; part of a step that "
+        f"attention takes beyond reading every KV token once: {' and '.join(parts)}"
+    )
+
+
+def engines_table(results: Results) -> list[str]:
+    lines = []
+    for row in results.values():
+        both = [f"{row[e]['ms']:.2f} ({beyond(row, e):.2f})" for e in ("stock", "PREFIX_SHARE")]
+        ratio = row["stock"]["ms"] / row["PREFIX_SHARE"]["ms"]
+        lines.append(" | ".join([row["workload"], *both, f"{row['floor_ms']:.2f}", f"{ratio:.2f}"]))
+    return [
+        "Milliseconds per output token; in brackets what attention takes beyond the floor, which "
+        "is the time of as many requests with hardly any context, and of reading every KV token "
+        "once.",
+        "",
+        *rows("workload | stock | ours | floor | stock / ours", lines),
+    ]
