@@ -1,6 +1,8 @@
 """Ranks: a process group whose ranks agree on what they compute and whose collectives time out."""
 
 import json
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,10 +72,22 @@ class Ranks:
         self.bytes_sent = 0
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         problem = _problem(backend, device)
+        _made[tuple(members)] += 1
+        self._store = dist.PrefixStore(
+            f"vllm_prefixshare/{members}/{_made[tuple(members)]}",
+            dist.distributed_c10d._get_default_store(),
+        )
+        self._waits = 0  # of a GPU for other ranks, so far; equal on every rank
         self._agree_by_store({"backend": backend, **describe, "": problem})
         # the host group carries messages between ranks, whichever backend carries the tensors
         self._host = self._new_group("gloo")
-        self.group = self._host if backend == "gloo" else self._new_group(backend)
+        self.group = self._host
+        if backend == "nccl":
+            with _errors_left_to_us():
+                self.group = self._new_group(backend)
+            self.exchange(None)
+            # nccl connects at the first use, and cannot be stopped before it has
+            self.all_reduce(torch.zeros(1, device=device))
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         with self.within_time(f"connecting through {backend}"):
@@ -84,13 +98,10 @@ class Ranks:
 
     def _agree_by_store(self, mine: dict[str, Any]) -> None:
         """Compare descriptions through the store, before there is a connection."""
-        _made[tuple(self._members)] += 1
-        number = _made[tuple(self._members)]
-        prefix = f"vllm_prefixshare/{self._members}/{number}"
         said: list[dict[str, Any]] = []
         missing: list[int] = []
+        store = self._store
         try:
-            store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
             store.set(str(self.rank), json.dumps(mine))
             for rank in range(self.size):
                 # after one rank has timed out, the others have had as long: do not wait again
@@ -158,13 +169,44 @@ class Ranks:
                 f"{self.timeout.total_seconds():g} s: restart all ranks ({_one_line(e)})."
             ) from None
 
+    @contextmanager
+    def _watched(self, doing: str) -> Iterator[None]:
+        """Collectives on tensors, which end within the time-out.
+
+        gloo sees to that itself. With nccl the host waits here until the GPU has finished, except
+        in a capture; after the time-out another thread aborts the connections, which ends the
+        kernel that waits for the other ranks.
+        """
+        if self.group is self._host:
+            with self.within_time(doing):
+                yield
+            return
+        watch = _Watch(self, doing)
+        try:
+            with self.within_time(doing):
+                yield
+                if not torch.cuda.is_current_stream_capturing():
+                    torch.cuda.current_stream().synchronize()
+        finally:
+            watch.end()
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has finished what the current stream holds, such as replays of a CUDA
+        graph with collectives; every rank must call it.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        with self._watched("a collective in a CUDA graph"):
+            pass
+
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """``x``, reduced in place over all ranks.
 
         Raises:
             PrefixShareError: a rank is missing.
         """
-        with self.within_time("an all-reduce"):
+        with self._watched("an all-reduce"):
             dist.all_reduce(x, op, group=self.group)
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
@@ -176,7 +218,7 @@ class Ranks:
             PrefixShareError: a rank is missing.
         """
         gathered = x.new_empty(self.size, *x.shape)
-        with self.within_time("an all-gather"):
+        with self._watched("an all-gather"):
             whole = gathered.view(-1), x.contiguous().view(-1)
             _all_gather(*whole, group=self.group)
         self.bytes_sent += (self.size - 1) * x.nbytes
@@ -201,16 +243,82 @@ class Ranks:
         with self.within_time("passing KV on"):
             works = dist.batch_isend_irecv(operations)
         self.bytes_sent += sum(t.nbytes for t in tensors)
-
-        # given a time, nccl would block the host instead of the stream; its watchdog has the time
+        # given a time, nccl would block the host instead of the stream
         patience = () if received[0].is_cuda else (self.timeout,)
 
         def wait() -> None:
-            with self.within_time("passing KV on"):
+            with self._watched("passing KV on"):
                 for work in works:
                     work.wait(*patience)
 
         return received, wait
+
+
+class _Watch:
+    """A thread that aborts the connections of ``ranks`` unless ``end`` is called in time."""
+
+    def __init__(self, ranks: Ranks, doing: str) -> None:
+        ranks._waits += 1
+        self._ranks, self._doing, self._number = ranks, doing, ranks._waits
+        self._ended = threading.Event()
+        self._late = False
+        self._silent: list[int] | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        ranks, seconds = self._ranks, self._ranks.timeout.total_seconds()
+        if self._ended.wait(seconds / 10):
+            return
+        try:
+            # the ranks that wait here say so, so that the others are known at the end
+            ranks._store.set(f"waits {ranks.rank}", str(self._number))
+            if self._ended.wait(0.9 * seconds):
+                return
+        except RuntimeError:
+            self._ended.wait(0.9 * seconds)
+        self._late = True
+        ranks.group.abort()
+        try:
+            self._silent = [r for r in range(ranks.size) if not self._waits(r)]
+        except RuntimeError:
+            return
+
+    def _waits(self, rank: int) -> bool:
+        store, key = self._ranks._store, f"waits {rank}"
+        return store.check([key]) and int(store.get(key)) >= self._number
+
+    def end(self) -> None:
+        """Say that the collective has ended.
+
+        Raises:
+            PrefixShareError: it was ended by this watch.
+        """
+        self._ended.set()
+        if not self._late:
+            return
+        self._thread.join(2.0)
+        ranks, silent = self._ranks, self._silent
+        who = f"rank {_listed(silent)} did not come" if silent else "another rank did not come"
+        raise PrefixShareError(
+            f"rank {ranks.rank}: {self._doing} failed: {who} within "
+            f"{ranks.timeout.total_seconds():g} s: it has ended or was elsewhere; restart all "
+            f"ranks, and look at their logs."
+        ) from None
+
+
+@contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """A group of nccl that is made here does not end the process after an error or a time-out."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _problem(backend: str, device: torch.device) -> str | None:
