@@ -6,7 +6,8 @@ python -m pytest -m gpu tests/gpu/test_ranks.py
 
 import hashlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,11 +42,23 @@ REPLAYS = ("replay 0", "replay 1", "replay 2")
 SHAPE: dict[str, Any] = {"heads": (32, 8), "head_dim": 128, "dtype": torch.bfloat16}
 
 
-def at_work(rank: int, port: int, results: Any) -> None:
+def started(rank: int, port: int, began: float) -> Callable[[str], None]:
+    """Start torch.distributed; a function that prints what the rank has done, and when."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+
+    def say(what: str) -> None:
+        torch.cuda.synchronize()
+        print(f"rank {rank}, {time.time() - began:.1f} s: {what}", flush=True)
+
+    say("imported and met")
+    return say
+
+
+def at_work(rank: int, port: int, began: float, results: Any) -> None:
+    say = started(rank, port, began)
     device = torch.device("cuda", rank)
 
     def wrapper() -> PrefixShareDecodeWrapper:
@@ -58,6 +71,7 @@ def at_work(rank: int, port: int, results: Any) -> None:
         way: TreeDecode(wrappers[way], reduction=way) if way in wrappers else RingDecode(wrapper)
         for way in WAYS
     }
+    say("connected")
     found = {}
     for case, options in CASES.items():
         batch = paged_batch(**options, **SHAPE)
@@ -68,9 +82,11 @@ def at_work(rank: int, port: int, results: Any) -> None:
             decoder.plan(table, lens)
             out, lse = run(way, decoder, tensors)
             found[case, way] = compared(batch, out, lse)
+            say(f"{case}, {way}")
     for way, decoder in decoders.items():
         for case, result in zip(REPLAYS, replayed(way, decoder, wrappers, rank), strict=True):
             found[case, way] = result
+        say(f"replays, {way}")
     results.put((rank, found))
     dist.barrier()
     dist.destroy_process_group()
