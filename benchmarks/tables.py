@@ -648,15 +648,16 @@ def scale_measured_table() -> str:
         "time to read a rank's shard or to multiply with it, at the rates of a large copy "
         f"({result['rates'][0] / 1e6:.2f} TB/s) and a large matrix product "
         f"({result['rates'][1] / 1e6:.0f} TFLOP/s), and of one small all-reduce, the fastest of "
-        f"all rows ({small:.0f}). Launched: the "
+        f"all rows ({small:.0f}). Own shard / its bound: the kernel without any reduction, over "
+        "the bound without the all-reduce. Launched: the "
         "best tree and the ring called from Python, to the end of their work. Model: what "
         "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of a launched call "
         "beside shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
         "",
         f"| tokens | requests | {' | '.join(trees)} | ring | own shard | bound "
-        "| ring / best tree | best tree / bound | launched: tree / ring | model | memory "
-        "| equations |",
-        "|" + "---|" * (11 + len(trees)),
+        "| ring / best tree | best tree / bound | own shard / its bound | best tree / own shard "
+        "| launched: tree / ring | model | memory | equations |",
+        "|" + "---|" * (13 + len(trees)),
     ]
     for row in result["rows"]:
         us = row["us"]
@@ -677,6 +678,7 @@ def scale_measured_table() -> str:
             f"| {row['tokens'] >> 10}k | {row['requests']} "
             f"| {' | '.join(f'{t:.0f}' for t in times)} "
             f"| {us['ring'] / best:.1f} | {best / bound:.2f} "
+            f"| {us['own shard'] / row['roof_us']:.2f} | {best / us['own shard']:.2f} "
             f"| {launched:.0f} / {row['launched_us']['ring']:.0f} "
             f"| {tree_us(layer, H200S, result['ranks']):.0f} | {' | '.join(peaks)} |"
         )
