@@ -158,7 +158,7 @@ def ranks() -> dict[int, dict[Any, Any]]:
     probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = probe.port
     del probe
-    multiprocessing.spawn(at_work, (port, results), nprocs=RANKS)
+    multiprocessing.spawn(at_work, (port, time.time(), results), nprocs=RANKS)
     return dict(results.get() for _ in range(RANKS))
 
 

@@ -3,11 +3,12 @@
 import json
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,22 +78,24 @@ class Ranks:
             f"vllm_prefixshare/{members}/{_made[tuple(members)]}",
             dist.distributed_c10d._get_default_store(),
         )
-        self._waits = 0  # of a GPU for other ranks, so far; equal on every rank
+        self._waits = 0  # of the GPU for other ranks, so far; equal on every rank
+        self._failure = ""  # what every call says after one has failed
         self._agree_by_store({"backend": backend, **describe, "": problem})
         # the host group carries messages between ranks, whichever backend carries the tensors
-        self._host = self._new_group("gloo")
+        self._host = self._new_group("gloo", self.timeout)
         self.group = self._host
         if backend == "nccl":
             with _errors_left_to_us():
-                self.group = self._new_group(backend)
+                self.group = self._new_group(backend, timedelta(days=1))
             self.exchange(None)
             # nccl connects at the first use, and cannot be stopped before it has
             self.all_reduce(torch.zeros(1, device=device))
+            self.bytes_sent = 0
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
+    def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
         with self.within_time(f"connecting through {backend}"):
             made: dist.ProcessGroup = dist.new_group(
-                self._members, self.timeout, backend, use_local_synchronization=True
+                self._members, timeout, backend, use_local_synchronization=True
             )
         return made
 
@@ -170,35 +173,69 @@ class Ranks:
             ) from None
 
     @contextmanager
-    def _watched(self, doing: str) -> Iterator[None]:
-        """Collectives on tensors, which end within the time-out.
-
-        gloo sees to that itself. With nccl the host waits here until the GPU has finished, except
-        in a capture; after the time-out another thread aborts the connections, which ends the
-        kernel that waits for the other ranks.
-        """
-        if self.group is self._host:
-            with self.within_time(doing):
-                yield
-            return
-        watch = _Watch(self, doing)
-        try:
-            with self.within_time(doing):
-                yield
-                if not torch.cuda.is_current_stream_capturing():
-                    torch.cuda.current_stream().synchronize()
-        finally:
-            watch.end()
+    def _collective(self, doing: str) -> Iterator[None]:
+        """Tensors are sent between ranks: ends within the time-out, on a GPU as well."""
+        if self._failure:
+            raise PrefixShareError(self._failure)
+        with self.within_time(doing):
+            yield
+        if self.group is not self._host and not torch.cuda.is_current_stream_capturing():
+            self._wait_for_gpu(doing)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has finished what the current stream holds, such as replays of a CUDA
-        graph with collectives; every rank must call it.
+        """Wait until the GPU has done what its current stream holds, such as the replay of a CUDA
+        graph with collectives, which no other time-out applies to. Every rank must call it.
 
         Raises:
             PrefixShareError: a rank is missing.
         """
-        with self._watched("a collective in a CUDA graph"):
+        with self._collective("a collective in a CUDA graph"):
             pass
+
+    def _wait_for_gpu(self, doing: str) -> None:
+        """A kernel of nccl waits for the other ranks for ever; the calls of gloo do not."""
+        self._waits += 1
+        done = torch.cuda.Event()
+        done.record()
+        began, said = time.monotonic(), False
+        while not done.query():
+            waited, patience = time.monotonic() - began, self.timeout.total_seconds()
+            if waited > patience:
+                self._give_up(doing)
+            if waited > 1e-3:
+                time.sleep(1e-4)
+            if waited > 0.1 * patience and not said:
+                # the ranks that wait say so; the others are those that did not come
+                said = True
+                with suppress(RuntimeError):
+                    self._store.set(f"waits {self.rank}", str(self._waits))
+
+    def _give_up(self, doing: str) -> NoReturn:
+        """End the connections, and with them the kernel that waits.
+
+        Raises:
+            PrefixShareError: names the ranks that did not come.
+        """
+        # in another thread, because nccl also waits until no graph uses the connections any more
+        abort = dist.distributed_c10d._abort_process_group
+        ending = threading.Thread(target=abort, args=(self.group,), daemon=True)
+        ending.start()
+        who = "another rank"
+        try:
+            silent = [rank for rank in range(self.size) if not self._is_waiting(rank)]
+            who = f"rank {_listed(silent)}" if silent else who
+        except RuntimeError:
+            who = "the rank that holds the store of torch.distributed"
+        self._failure = (
+            f"rank {self.rank}: {doing} failed: {who} has ended, or was elsewhere for "
+            f"{self.timeout.total_seconds():g} s: restart all ranks."
+        )
+        ending.join(2.0)
+        raise PrefixShareError(self._failure)
+
+    def _is_waiting(self, rank: int) -> bool:
+        key = f"waits {rank}"
+        return self._store.check([key]) and int(self._store.get(key)) >= self._waits
 
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """``x``, reduced in place over all ranks.
@@ -206,7 +243,7 @@ class Ranks:
         Raises:
             PrefixShareError: a rank is missing.
         """
-        with self._watched("an all-reduce"):
+        with self._collective("an all-reduce"):
             dist.all_reduce(x, op, group=self.group)
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
@@ -218,7 +255,7 @@ class Ranks:
             PrefixShareError: a rank is missing.
         """
         gathered = x.new_empty(self.size, *x.shape)
-        with self._watched("an all-gather"):
+        with self._collective("an all-gather"):
             whole = gathered.view(-1), x.contiguous().view(-1)
             _all_gather(*whole, group=self.group)
         self.bytes_sent += (self.size - 1) * x.nbytes
@@ -240,6 +277,8 @@ class Ranks:
         for tag, (mine, theirs) in enumerate(zip(tensors, received, strict=True)):
             operations.append(dist.P2POp(dist.isend, mine, to, self.group, tag))
             operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
+        if self._failure:
+            raise PrefixShareError(self._failure)
         with self.within_time("passing KV on"):
             works = dist.batch_isend_irecv(operations)
         self.bytes_sent += sum(t.nbytes for t in tensors)
@@ -247,78 +286,28 @@ class Ranks:
         patience = () if received[0].is_cuda else (self.timeout,)
 
         def wait() -> None:
-            with self._watched("passing KV on"):
+            with self._collective("passing KV on"):
                 for work in works:
                     work.wait(*patience)
 
         return received, wait
 
 
-class _Watch:
-    """A thread that aborts the connections of ``ranks`` unless ``end`` is called in time."""
-
-    def __init__(self, ranks: Ranks, doing: str) -> None:
-        ranks._waits += 1
-        self._ranks, self._doing, self._number = ranks, doing, ranks._waits
-        self._ended = threading.Event()
-        self._late = False
-        self._silent: list[int] | None = None
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        ranks, seconds = self._ranks, self._ranks.timeout.total_seconds()
-        if self._ended.wait(seconds / 10):
-            return
-        try:
-            # the ranks that wait here say so, so that the others are known at the end
-            ranks._store.set(f"waits {ranks.rank}", str(self._number))
-            if self._ended.wait(0.9 * seconds):
-                return
-        except RuntimeError:
-            self._ended.wait(0.9 * seconds)
-        self._late = True
-        ranks.group.abort()
-        try:
-            self._silent = [r for r in range(ranks.size) if not self._waits(r)]
-        except RuntimeError:
-            return
-
-    def _waits(self, rank: int) -> bool:
-        store, key = self._ranks._store, f"waits {rank}"
-        return store.check([key]) and int(store.get(key)) >= self._number
-
-    def end(self) -> None:
-        """Say that the collective has ended.
-
-        Raises:
-            PrefixShareError: it was ended by this watch.
-        """
-        self._ended.set()
-        if not self._late:
-            return
-        self._thread.join(2.0)
-        ranks, silent = self._ranks, self._silent
-        who = f"rank {_listed(silent)} did not come" if silent else "another rank did not come"
-        raise PrefixShareError(
-            f"rank {ranks.rank}: {self._doing} failed: {who} within "
-            f"{ranks.timeout.total_seconds():g} s: it has ended or was elsewhere; restart all "
-            f"ranks, and look at their logs."
-        ) from None
-
-
 @contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """A group of nccl that is made here does not end the process after an error or a time-out."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    """PyTorch's thread that watches a group of nccl made here does not end the process after an
+    error, nor writes down the state of nccl, which takes a minute.
+    """
+    names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "0"))
     try:
         yield
     finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _problem(backend: str, device: torch.device) -> str | None:
