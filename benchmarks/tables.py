@@ -565,8 +565,8 @@ def scale_table() -> str:
         "| shared prefix | KV | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in gpus) + " |",
         "|" + "---|" * (2 + len(gpus)),
     ]
-    for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20):
-        layer = Layer(64, tokens, 128)
+    layers = [(tokens, Layer(64, tokens, 128)) for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20)]
+    for tokens, layer in layers:
         times = (
             f"{replicas_us(layer, H200S, n):.0f} / {tree_us(layer, H200S, n):.0f}" for n in gpus
         )
@@ -580,8 +580,7 @@ def scale_table() -> str:
         "| shared prefix | " + " | ".join(f"{n} GPUs" for n in gpus[1:]) + " |",
         "|" + "---|" * len(gpus),
     ]
-    for tokens in (1 << 10, 1 << 20):
-        layer = Layer(64, tokens, 128)
+    for tokens, layer in layers:
         sent = (
             f"{gather_bytes(layer, n) / 2**20:.1f} / {ring_bytes(layer, n) / 2**20:.0f} MiB"
             for n in gpus[1:]
