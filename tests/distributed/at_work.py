@@ -126,12 +126,14 @@ def wait_for_a_stuck_gpu(ranks: Ranks) -> None:
     """Wait as over nccl, for a kernel that does not end."""
     with (
         mock.patch.object(torch.cuda, "Event", StuckGpu),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(dist.distributed_c10d, "_abort_process_group") as abort,
+        mock.patch.object(ranks, "group", "nccl"),
     ):
         try:
             ranks._wait_for_gpu("an all-gather")
         finally:
-            abort.assert_called_once_with(ranks.group)
+            abort.assert_called_once_with("nccl")
 
 
 class StuckGpu:

@@ -80,6 +80,7 @@ class Ranks:
         )
         self._waits = 0  # of the GPU for other ranks, so far; equal on every rank
         self._failure = ""  # what every call says after one has failed
+        self._launched: set[tuple[str, int]] = set()  # collectives so far, and their bytes
         self._agree_by_store({"backend": backend, **describe, "": problem})
         # the host group carries messages between ranks, whichever backend carries the tensors
         self._host = self._new_group("gloo", self.timeout)
@@ -88,7 +89,7 @@ class Ranks:
             with _errors_left_to_us():
                 self.group = self._new_group(backend, timedelta(days=1))
             self.exchange(None)
-            # nccl connects at the first use, and cannot be stopped before it has
+            # nccl makes its communicator at the first use, and cannot be stopped while it does
             self.all_reduce(torch.zeros(1, device=device))
             self.bytes_sent = 0
 
@@ -173,14 +174,23 @@ class Ranks:
             ) from None
 
     @contextmanager
-    def _collective(self, doing: str) -> Iterator[None]:
-        """Tensors are sent between ranks: ends within the time-out, on a GPU as well."""
+    def _launching(self, doing: str, num_bytes: int) -> Iterator[None]:
+        """Give a collective to the backend, within the time-out."""
         if self._failure:
             raise PrefixShareError(self._failure)
-        with self.within_time(doing):
-            yield
-        if self.group is not self._host and not torch.cuda.is_current_stream_capturing():
-            self._wait_for_gpu(doing)
+        abort = None
+        if self.group is not self._host and (doing, num_bytes) not in self._launched:
+            # nccl connects when a message of its size is first sent, and waits there for the others
+            abort = threading.Timer(self.timeout.total_seconds(), self._abort)
+            abort.daemon = True
+            abort.start()
+        try:
+            with self.within_time(doing):
+                yield
+        finally:
+            if abort is not None:
+                abort.cancel()
+        self._launched.add((doing, num_bytes))
 
     def synchronize(self) -> None:
         """Wait until the GPU has done what its current stream holds, such as the replay of a CUDA
@@ -189,11 +199,16 @@ class Ranks:
         Raises:
             PrefixShareError: a rank is missing.
         """
-        with self._collective("a collective in a CUDA graph"):
-            pass
+        if self._failure:
+            raise PrefixShareError(self._failure)
+        self._wait_for_gpu("a collective in a CUDA graph")
 
     def _wait_for_gpu(self, doing: str) -> None:
-        """A kernel of nccl waits for the other ranks for ever; the calls of gloo do not."""
+        """Wait until the GPU has done what its stream holds: a kernel of nccl waits for the other
+        ranks for ever. The calls of gloo do not, and in a capture there is nothing to wait for.
+        """
+        if self.group is self._host or torch.cuda.is_current_stream_capturing():
+            return
         self._waits += 1
         done = torch.cuda.Event()
         done.record()
@@ -217,8 +232,7 @@ class Ranks:
             PrefixShareError: names the ranks that did not come.
         """
         # in another thread, because nccl also waits until no graph uses the connections any more
-        abort = dist.distributed_c10d._abort_process_group
-        ending = threading.Thread(target=abort, args=(self.group,), daemon=True)
+        ending = threading.Thread(target=self._abort, daemon=True)
         ending.start()
         who = "another rank"
         try:
@@ -233,6 +247,9 @@ class Ranks:
         ending.join(2.0)
         raise PrefixShareError(self._failure)
 
+    def _abort(self) -> None:
+        dist.distributed_c10d._abort_process_group(self.group)
+
     def _is_waiting(self, rank: int) -> bool:
         key = f"waits {rank}"
         return self._store.check([key]) and int(self._store.get(key)) >= self._waits
@@ -243,8 +260,9 @@ class Ranks:
         Raises:
             PrefixShareError: a rank is missing.
         """
-        with self._collective("an all-reduce"):
+        with self._launching("an all-reduce", x.nbytes):
             dist.all_reduce(x, op, group=self.group)
+        self._wait_for_gpu("an all-reduce")
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
@@ -255,9 +273,10 @@ class Ranks:
             PrefixShareError: a rank is missing.
         """
         gathered = x.new_empty(self.size, *x.shape)
-        with self._collective("an all-gather"):
+        with self._launching("an all-gather", x.nbytes):
             whole = gathered.view(-1), x.contiguous().view(-1)
             _all_gather(*whole, group=self.group)
+        self._wait_for_gpu("an all-gather")
         self.bytes_sent += (self.size - 1) * x.nbytes
         return gathered
 
@@ -277,30 +296,34 @@ class Ranks:
         for tag, (mine, theirs) in enumerate(zip(tensors, received, strict=True)):
             operations.append(dist.P2POp(dist.isend, mine, to, self.group, tag))
             operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
-        if self._failure:
-            raise PrefixShareError(self._failure)
-        with self.within_time("passing KV on"):
+        num_bytes = sum(t.nbytes for t in tensors)
+        with self._launching("passing KV on", num_bytes):
             works = dist.batch_isend_irecv(operations)
-        self.bytes_sent += sum(t.nbytes for t in tensors)
+        self.bytes_sent += num_bytes
         # given a time, nccl would block the host instead of the stream
         patience = () if received[0].is_cuda else (self.timeout,)
 
         def wait() -> None:
-            with self._collective("passing KV on"):
+            with self.within_time("passing KV on"):
                 for work in works:
                     work.wait(*patience)
+            self._wait_for_gpu("passing KV on")
 
         return received, wait
 
 
 @contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """PyTorch's thread that watches a group of nccl made here does not end the process after an
-    error, nor writes down the state of nccl, which takes a minute.
+    """A group of nccl that is made here has no thread that ends the process after an error, or
+    writes down the state of nccl first and then waits for a minute.
     """
-    names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "0"))
+    chosen = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    }
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
     try:
         yield
     finally:

@@ -40,8 +40,6 @@ class RingDecode:
         self.ranks = Ranks(
             first.device, shape_of(first), group=group, timeout=timeout, backend=backend
         )
-        _, wait = self.ranks.pass_on([torch.zeros(1, device=first.device)])  # connects
-        wait()
         self._wrappers = [first, *(make_wrapper() for _ in range(self.ranks.size - 1))]
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_reqs = -1
