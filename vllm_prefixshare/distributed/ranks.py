@@ -28,6 +28,10 @@ class Ranks:
     they open a connection to each other: ranks that disagree, or are missing, are named in one
     sentence on every rank that is there.
 
+    A call ends within the time-out, also if another rank has ended. With nccl it waits for that
+    until the GPU has finished, but not in a capture: see ``synchronize`` for replays. After an
+    error the ranks have to be started again.
+
     Its connections last until ``torch.distributed.destroy_process_group`` ends all of them. A
     single group is never destroyed: PyTorch would give its name to the next group, and the store
     still has the old addresses under that name.
