@@ -556,10 +556,11 @@ def startup_table() -> str:
     )
 
 
-#: A cluster of H200s, 8 to a node. Times of reading and multiplying, and the fixed time: from
-#: kernel.json, whose `256_1024` takes 14 us more than its roof. Links: data sheets of NVLink 4 and
-#: of InfiniBand NDR with one port per GPU; the latencies are assumed.
-H200S = Cluster(4.35e6, 7e8, 14.0, 8, Link(10.0, 4.5e5), Link(20.0, 5e4))
+#: A cluster of H200s, 8 to a node. Reading, and the fixed time: from kernel.json, whose `256_1024`
+#: takes 14 us more than its roof. Multiplying, and NVLink between two GPUs: from scale.json, where
+#: 64 requests reach 550 TFLOP/s, a small all-reduce takes 14 us, and the ring sends 350 GB/s.
+#: InfiniBand: the data sheet of NDR with one port per GPU; its latency is assumed.
+H200S = Cluster(4.35e6, 5.5e8, 14.0, 8, Link(14.0, 3.5e5), Link(20.0, 5e4))
 
 
 def scale_table() -> str:
@@ -572,8 +573,8 @@ def scale_table() -> str:
         "| shared prefix | KV | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in gpus) + " |",
         "|" + "---|" * (2 + len(gpus)),
     ]
-    for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20):
-        layer = Layer(64, tokens, 128)
+    layers = [(tokens, Layer(64, tokens, 128)) for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20)]
+    for tokens, layer in layers:
         times = (
             f"{replicas_us(layer, H200S, n):.0f} / {tree_us(layer, H200S, n):.0f}" for n in gpus
         )
@@ -587,8 +588,7 @@ def scale_table() -> str:
         "| shared prefix | " + " | ".join(f"{n} GPUs" for n in gpus[1:]) + " |",
         "|" + "---|" * len(gpus),
     ]
-    for tokens in (1 << 10, 1 << 20):
-        layer = Layer(64, tokens, 128)
+    for tokens, layer in layers:
         sent = (
             f"{gather_bytes(layer, n) / 2**20:.1f} / {ring_bytes(layer, n) / 2**20:.0f} MiB"
             for n in gpus[1:]
@@ -658,32 +658,47 @@ def scale_measured_table() -> str:
     """Tree reduction and ring attention on real ranks: times, the bound, memory."""
     result = published("scale")
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
+    small = min(row["us"]["small all-reduce"] for row in result["rows"])
     lines = [
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
         f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
-        f"{result['repeats']} calls in turns, launched one by one, the slowest rank's. Bound: the "
-        "time of a rank's own shard and of one small all-reduce. Model: what "
-        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of the call beside "
-        "shard and queries, MiB.",
+        f"{result['repeats']} replays of a CUDA graph in turns, the slowest rank's. Bound: the "
+        "time to read a rank's shard or to multiply with it, at the rates of a large copy "
+        f"({result['rates'][0] / 1e6:.2f} TB/s) and a large matrix product "
+        f"({result['rates'][1] / 1e6:.0f} TFLOP/s), and of one small all-reduce, the fastest of "
+        f"all rows ({small:.0f}). Own shard / its bound: the kernel without any reduction, over "
+        "the bound without the all-reduce. Launched: the "
+        "best tree and the ring called from Python, to the end of their work. Model: what "
+        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of a launched call "
+        "beside shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
         "",
-        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | small all-reduce | model "
-        "| ring / best tree | best tree / bound | memory, gather / ring |",
-        "|" + "---|" * (9 + len(trees)),
+        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | bound "
+        "| ring / best tree | best tree / bound | own shard / its bound | best tree / own shard "
+        "| launched: tree / ring | model | memory | equations |",
+        "|" + "---|" * (13 + len(trees)),
     ]
     for row in result["rows"]:
         us = row["us"]
-        best = min(us[way] for way in trees)
-        peaks = (f"{row['peak_bytes'][way] / 2**20:.1f}" for way in ("gather", "ring"))
+        best, launched = (min(x[way] for way in trees) for x in (us, row["launched_us"]))
+        bound = row["roof_us"] + small
+        peaks = [
+            " / ".join(f"{row[key][way] / 2**20:.1f}" for way in ("gather", "ring"))
+            for key in ("peak_bytes", "peak_model")
+        ]
         layer = Layer(row["requests"], row["tokens"])
         times = (
             *(us[way] for way in trees),
-            *(us[name] for name in ("ring", "own shard", "small all-reduce")),
-            tree_us(layer, H200S, result["ranks"]),
+            us["ring"],
+            us["own shard"],
+            bound,
         )
         lines.append(
             f"| {row['tokens'] >> 10}k | {row['requests']} "
             f"| {' | '.join(f'{t:.0f}' for t in times)} "
-            f"| {us['ring'] / best:.1f} | {best / row['bound_us']:.2f} | {' / '.join(peaks)} |"
+            f"| {us['ring'] / best:.1f} | {best / bound:.2f} "
+            f"| {us['own shard'] / row['roof_us']:.2f} | {best / us['own shard']:.2f} "
+            f"| {launched:.0f} / {row['launched_us']['ring']:.0f} "
+            f"| {tree_us(layer, H200S, result['ranks']):.0f} | {' | '.join(peaks)} |"
         )
     return "\n".join(lines)
 
