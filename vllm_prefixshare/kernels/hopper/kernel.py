@@ -244,12 +244,21 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 if cap_rate is not None:
                     # see the portable kernel: the hyperbolic tangent, which the cap scales
                     s = 1.0 - 2.0 / (gl.exp2(s * cap_rate) + 1.0)
-                if ((kind & NEEDS_MASK) != 0) | (first > low) | (last < low + used_rows):
+                uneven = (kind & NEEDS_MASK) != 0
+                if not FP8:
+                    uneven = uneven | (first > low) | (last < low + used_rows)
+                if uneven:
                     ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
                                   QUERY_LEN, TREE, WINDOW, NB, PIECE, KV_TILE, S)
                     s = gl.where(ok, s, MASKED)
-                m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-                p = gl.exp2(s * qk_scale - m_new[:, None])
+                if FP8:
+                    # a row outside the interval has an infinite maximum in this KV tile
+                    reads = (row_s >= first) & (row_s < last)
+                    m_new = gl.maximum(m, gl.where(reads, gl.max(s, 1) * qk_scale, LOWEST))
+                    p = gl.exp2(s * qk_scale - gl.where(reads, m_new, -MASKED)[:, None])
+                else:
+                    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+                    p = gl.exp2(s * qk_scale - m_new[:, None])
                 alpha = gl.exp2(m - m_new)
                 m = m_new
                 total = total * alpha + gl.sum(p, 1)
