@@ -97,7 +97,7 @@ def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
 @gluon.jit
 def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
            CHUNKS: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
-    """V of each KV tile as float16 from e4m3, for both consumers.
+    """V of each KV tile as float16 from e4m3, for both consumers; frees the stages.
 
     wide: ring of ``WIDE_TILES`` tiles ``[KV_TILE, D]``. wide_bars: the first ``WIDE_TILES``
     barriers say that a tile of it is filled, the others that both consumers have done with it.
@@ -116,16 +116,18 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
         while (kind & LAST_TILE) == 0:
             stage = count % STAGES
             place = count % WIDE_TILES
+            mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
+            # the KV tile that was in this place is multiplied: its stage is free
+            done = (count + STAGES - WIDE_TILES) % STAGES
+            mbarrier.arrive(bars.index(STAGES + done), count=1, pred=count >= WIDE_TILES)
             mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
             kind = _word(meta, stage * 32 + KIND, WIDE_WARPS)
-            mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
             for i in gl.static_range(KV_TILE // ROWS):
                 numbers = v_smem.index(stage).slice(i * ROWS, ROWS, 0).load(LAYOUT)
                 wide.index(place).slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
             fence_async_shared()
             barrier()
             mbarrier.arrive(wide_bars.index(place), count=1)
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
         tile = next_tile
 
@@ -210,6 +212,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         q_tile.store(q_regs)
         fence_async_shared()
         barrier()
+        queries = q_tile
+        if FP8 and D <= 128:  # 16 registers, and shared memory is read less
+            queries = q_tile.load(gl.DotOperandLayout(0, S, 4))
         query = row_s * 0
         token_s = row_s * 0
         if QUERY_LEN > 1:
@@ -238,18 +243,27 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             first = _word(meta, stage * 32 + FIRST_ROW)
             last = _word(meta, stage * 32 + LAST_ROW)
             if (last > low) & (first < high):
-                s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
+                s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero,
                                   use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, [s])
                 if cap_rate is not None:
                     # see the portable kernel: the hyperbolic tangent, which the cap scales
                     s = 1.0 - 2.0 / (gl.exp2(s * cap_rate) + 1.0)
-                if ((kind & NEEDS_MASK) != 0) | (first > low) | (last < low + used_rows):
+                uneven = (kind & NEEDS_MASK) != 0
+                if not FP8:
+                    uneven = uneven | (first > low) | (last < low + used_rows)
+                if uneven:
                     ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
                                   QUERY_LEN, TREE, WINDOW, NB, PIECE, KV_TILE, S)
                     s = gl.where(ok, s, MASKED)
-                m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-                p = gl.exp2(s * qk_scale - m_new[:, None])
+                if FP8:
+                    # a row outside the interval has an infinite maximum in this KV tile
+                    reads = (row_s >= first) & (row_s < last)
+                    m_new = gl.maximum(m, gl.where(reads, gl.max(s, 1) * qk_scale, LOWEST))
+                    p = gl.exp2(s * qk_scale - gl.where(reads, m_new, -MASKED)[:, None])
+                else:
+                    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+                    p = gl.exp2(s * qk_scale - m_new[:, None])
                 alpha = gl.exp2(m - m_new)
                 m = m_new
                 total = total * alpha + gl.sum(p, 1)
@@ -266,7 +280,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
             if FP8:
                 mbarrier.arrive(wide_bars.index(WIDE_TILES + count % WIDE_TILES), count=1)
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            else:
+                mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
 
         if next_tile < 0:
@@ -370,8 +385,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     # the first STAGES barriers say that a stage is filled, the others that it is free
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
-        # two producers fill a stage; both consumers, and the warps that widen, free it
-        mbarrier.init(bars.index(i), count=3 if FP8 and i >= STAGES else 2)
+        # two producers fill a stage; both consumers free it, or else the warps that widen
+        mbarrier.init(bars.index(i), count=1 if FP8 and i >= STAGES else 2)
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
             run_row, run_kv_start, run_kv_end, run_readers)
