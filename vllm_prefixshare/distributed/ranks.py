@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class Ranks:
             dist.distributed_c10d._get_default_store(),
         )
         self._waits = 0  # of the GPU for other ranks, so far; equal on every rank
-        self._failure = ""  # what every call says after one has failed
+        self._failed: tuple[str, str] | None = None  # what was done, and who did not come
         self._launched: set[tuple[str, int]] = set()  # collectives so far, and their bytes
         self._agree_by_store({"backend": backend, **describe, "": problem})
         # the host group carries messages between ranks, whichever backend carries the tensors
@@ -180,8 +180,7 @@ class Ranks:
     @contextmanager
     def _launching(self, doing: str, num_bytes: int) -> Iterator[None]:
         """Give a collective to the backend, within the time-out."""
-        if self._failure:
-            raise PrefixShareError(self._failure)
+        self._check()
         abort = None
         if self.group is not self._host and (doing, num_bytes) not in self._launched:
             # nccl connects when a message of its size is first sent, and waits there for the others
@@ -203,8 +202,7 @@ class Ranks:
         Raises:
             PrefixShareError: a rank is missing.
         """
-        if self._failure:
-            raise PrefixShareError(self._failure)
+        self._check()
         self._wait_for_gpu("a collective in a CUDA graph")
 
     def _wait_for_gpu(self, doing: str) -> None:
@@ -229,7 +227,7 @@ class Ranks:
                 with suppress(RuntimeError):
                     self._store.set(f"waits {self.rank}", str(self._waits))
 
-    def _give_up(self, doing: str) -> NoReturn:
+    def _give_up(self, doing: str) -> None:
         """End the connections, and with them the kernel that waits.
 
         Raises:
@@ -244,12 +242,17 @@ class Ranks:
             who = f"rank {_listed(silent)}" if silent else who
         except RuntimeError:
             who = "the rank that holds the store of torch.distributed"
-        self._failure = (
-            f"rank {self.rank}: {doing} failed: {who} has ended, or was elsewhere for "
-            f"{self.timeout.total_seconds():g} s: restart all ranks."
-        )
         ending.join(2.0)
-        raise PrefixShareError(self._failure)
+        self._failed = doing, who
+        self._check()
+
+    def _check(self) -> None:
+        if self._failed:
+            doing, who = self._failed
+            raise PrefixShareError(
+                f"rank {self.rank}: {doing} failed: {who} has ended, or was elsewhere for "
+                f"{self.timeout.total_seconds():g} s: restart all ranks."
+            )
 
     def _abort(self) -> None:
         dist.distributed_c10d._abort_process_group(self.group)
