@@ -34,6 +34,15 @@ def test_planning_is_compiled_once(tmp_path: Path):
     assert {path.name for path in tmp_path.rglob("*.nbc")} == compiled
 
 
+def test_the_kernel_for_latents_is_compiled(tmp_path: Path):
+    latent = ["--num-qo-heads", "16", "--num-kv-heads", "1", "--head-dim", "576"]
+    latent += ["--kv-lora-rank", "512", "--block-size", "64"]
+    file = tmp_path / "file.done"
+    done = precompile("kernels", "--capability", "9.0", *latent, "--done", str(file))
+    assert done.returncode == 0, done.stderr
+    assert file.is_file() and "compiled kernel 'mla_hopper'" in done.stdout
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path):
     file = tmp_path / "file.done"
     done = precompile("planning", "--capability", "7.5", *LAYER, "--done", str(file))

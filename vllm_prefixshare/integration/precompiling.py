@@ -48,6 +48,8 @@ def start_kernels(attention: AttentionConfig, config: Any) -> None:
         "dtype": attention.dtype,
         "query-len": decode_query_len(config),
     }
+    if attention.kv_lora_rank is not None:
+        shape["kv-lora-rank"] = attention.kv_lora_rank
     _start("kernels", shape)
 
 

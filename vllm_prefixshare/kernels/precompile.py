@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-qo-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--kv-lora-rank", type=int, help="of a latent KV cache (MLA)")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--query-len", type=int, default=1, help="1 + speculative tokens")
@@ -103,8 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         major, _, minor = args.capability.partition(".")
         gpu = stand_in((int(major), int(minor or 0)))
+        heads = args.num_qo_heads, args.num_kv_heads
         attention = AttentionConfig(
-            args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
+            *heads, args.head_dim, args.block_size, args.dtype, kv_lora_rank=args.kv_lora_rank
         )
         if args.what == "planning":
             name = candidates(attention, gpu, args.kernel, args.query_len)[0]

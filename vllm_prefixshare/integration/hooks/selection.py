@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.config import DTYPES, LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.integration import (
     BACKEND_NAME,
     CPU_BACKEND,
@@ -21,7 +21,12 @@ from vllm_prefixshare.integration import (
     precompiling,
 )
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
-from vllm_prefixshare.integration.support import CUDA_DTYPES, declines, fall_back
+from vllm_prefixshare.integration.support import (
+    CUDA_DTYPES,
+    declines,
+    fall_back,
+    latent_refusal,
+)
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -169,7 +174,9 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
     invariance.check_divider()
     if not on_cpu:
         with contextlib.suppress(PrefixShareError):  # a shape that no layer has: nothing to compile
-            precompiling.start_kernels(_attention_of(config), config)
+            attention = _attention_of(config)
+            if attention.kv_lora_rank is None or not latent_refusal(attention.num_qo_heads):
+                precompiling.start_kernels(attention, config)
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     metrics.expose()
@@ -235,6 +242,7 @@ def _attention_of(config: Any) -> AttentionConfig:
         model.get_head_size(),
         config.cache_config.block_size or 16,  # may not be known yet
         str(model.dtype).removeprefix("torch."),
+        kv_lora_rank=LATENT_SHAPE[1] if model.use_mla else None,
     )
 
 
