@@ -72,8 +72,9 @@ def _slots(first_tile, tiles, wide, low, high, starts, run, lane, table, stride_
     """First row in the cache of head 0, rows and token count, and position, of 32 slots. The
     position is that in the request if there is a window, else that among the queries.
 
-    first_tile: KV tile of the first slot; -1 for one that is empty. wide, low, high: KV tiles of each kind. starts: slot at which each run begins. run: per run
-    (row, kv_start, kv_end, num_pieces, rows that read it, first query position).
+    first_tile: KV tile of the first slot; -1 for one that is empty. wide, low, high: KV tiles of
+    each kind. starts: slot at which each run begins. run: per run (row, kv_start, kv_end,
+    num_pieces, rows that read it, first query position).
     """
     row, kv_start, kv_end, num_pieces, rows, first_query = run
     tile = first_tile + lane // NB
@@ -119,8 +120,11 @@ def _slots(first_tile, tiles, wide, low, high, starts, run, lane, table, stride_
 
 
 @gluon.jit
-def _copy(cache, cache_row, k, head, where, bar, tile_smem, PIECE: gl.constexpr, NB: gl.constexpr):
-    """Copy the pieces of a KV tile into its stage: those whose rows lanes ``[k * NB, ...)`` hold."""
+def _copy(cache, cache_row, k, head, where, bar, tile_smem, PIECE: gl.constexpr,
+          NB: gl.constexpr):
+    """Copy a KV tile into its stage. cache_row: first rows of the pieces of several KV tiles, of
+    which this is number ``k``.
+    """
     _, head_rows, head_cols = where
     lane = gl.arange(0, 32, cache_row.type.layout)
     for j in gl.static_range(NB):
@@ -267,8 +271,8 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
                 # once all stages are in flight
                 if (k == LOOK_AHEAD) & ((batch + 1) * BATCH < all_tiles):
                     next_cache_row, next_rows, next_position = _slots(
-                        (batch + 1) * BATCH - empty, tiles, wide, low, high, starts, run, lane, table,
-                        stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)
+                        (batch + 1) * BATCH - empty, tiles, wide, low, high, starts, run, lane,
+                        table, stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)
             cache_row = next_cache_row
             rows = next_rows
             position = next_position
