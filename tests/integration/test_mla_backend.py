@@ -73,6 +73,8 @@ def _interpreter(monkeypatch, tmp_path):
 
     source = load_kernel("vllm_prefixshare.kernels.mla_hopper", tmp_path)
     monkeypatch.setattr(kernel, "partial_attention", source)
+    # an instruction in assembler, which the interpreter does not run
+    monkeypatch.setattr(kernel.LatentHopperKernel, "starts_merging", False)
     monkeypatch.setattr(gpu, "choose_kernel", choose)
     for module in (cuda, mla):
         monkeypatch.setattr(module, "kernels_that_may_serve", lambda *x: [choose(*x).kernel])

@@ -178,7 +178,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     own_uses = 0
     other_uses = 0
     begin = gl.load(work_indptr + worker)
-    for tile in range(begin, gl.load(work_indptr + worker + 1)):
+    end = gl.load(work_indptr + worker + 1)
+    for tile in range(begin, end):
         turn = tile - begin
         slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
         num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
@@ -242,6 +243,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                     acc = _added_others(HALF, bars, acc)
                 other_uses += 1
 
+        if tile + 1 == end:
+            # merge states may be launched, and waits until all results are written
+            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
+                                      dtype=gl.int32, is_pure=False, pack=1)
         sums.index(HALF).store(total)
         barrier()
         mbarrier.arrive(bars.index(SUMS), count=1)
