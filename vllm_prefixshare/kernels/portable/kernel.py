@@ -75,11 +75,6 @@ def _settled(x):
 
 
 @triton.jit
-def _load_kv(cache, at, there, MASKED: tl.constexpr):
-    return tl.load(cache + at, mask=there, other=0.0) if MASKED else tl.load(cache + at)
-
-
-@triton.jit
 def _widened(x, dtype: tl.constexpr):
     """``x`` in ``dtype`` if it is quantised (e4m3, or its bits where a GPU has no such type), else
     as it is. float16 and bfloat16 hold all of its values.
@@ -94,6 +89,44 @@ def _widened(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _load(rows, at, there, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """A head of each row from ``rows + at`` on, widened to ``dtype``, in pieces of ``COLUMNS``.
+
+    rows, at: ``[n, 1]``. there: as they are, zeros are read where it is false; None for all.
+    """
+    pieces = ()
+    for i in tl.static_range((HEAD_DIM + COLUMNS - 1) // COLUMNS):
+        dim = i * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        if there is not None:
+            x = tl.load(rows + dim + at, mask=there & (dim < HEAD_DIM), other=0.0)
+        elif HEAD_DIM % COLUMNS != 0:
+            x = tl.load(rows + dim + at, mask=dim < HEAD_DIM, other=0.0)
+        else:
+            x = tl.load(rows + dim + at)
+        pieces += (_widened(x, dtype),)  # type: ignore[assignment]
+    return pieces
+
+
+@triton.jit
+def _store(rows, at, there, acc, factor, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write ``acc``, in pieces of ``COLUMNS``, times ``factor`` of each row, as ``_load`` reads."""
+    for i in tl.static_range(len(acc)):
+        dim = i * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        value = (acc[i] * factor[:, None]).to(rows.dtype.element_ty)
+        tl.store(rows + at + dim, value, mask=there & (dim < HEAD_DIM))
+
+
+@triton.jit
+def _plus_weighted(acc, alpha, p, v):
+    """``acc`` times ``alpha`` of each row, plus the values times their weights ``p``."""
+    pieces = ()
+    for i in tl.static_range(len(v)):
+        product = tl.dot(p.to(v[i].dtype), v[i], acc[i] * alpha[:, None])
+        pieces += (product,)  # type: ignore[assignment]
+    return pieces
+
+
+@triton.jit
 def _scores(q, k, pos, slope, position, cap_rate):
     """Products of queries and keys; times the caller's scale they are exponents of two.
 
@@ -101,7 +134,9 @@ def _scores(q, k, pos, slope, position, cap_rate):
         the result is the hyperbolic tangent, which the caller scales by the cap.
     slope, position: ALiBi slope and query position of each row; None where they are not needed.
     """
-    s = tl.dot(q, tl.trans(_widened(k, q.dtype)))
+    s = tl.dot(q[0], tl.trans(k[0]))
+    for i in tl.static_range(1, len(k)):
+        s = tl.dot(q[i], tl.trans(k[i]), s)
     if cap_rate is not None:
         # absolute error: that of a float32 near 1; `tanh.approx` has 2**-11
         s = 1.0 - 2.0 / (tl.exp2(s * cap_rate) + 1.0)
@@ -111,9 +146,20 @@ def _scores(q, k, pos, slope, position, cap_rate):
 
 
 @triton.jit
+def _in_blocks(begin, offset, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Number of the block, and place in it, of the tokens ``begin + offset`` of a batch row. With
+    ``ALIGNED`` a block starts at ``begin``, so that the place does not depend on it.
+    """
+    if ALIGNED:
+        return begin // BLOCK_SIZE + offset // BLOCK_SIZE, offset % BLOCK_SIZE
+    else:
+        return (begin + offset) // BLOCK_SIZE, (begin + offset) % BLOCK_SIZE
+
+
+@triton.jit
 def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_block,
                 stride_token, qk_scale, slope, position, cap_rate, HEAD_DIM: tl.constexpr,
-                D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+                COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
                 KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
     rows of ``reads`` see. The mask is per row, so it costs nothing per score: a row that does not
@@ -121,16 +167,19 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
     """
     m, total, acc = state
     cols = tl.arange(0, KV_TILE_SIZE)
-    dim = tl.arange(0, D)
-    is_dim = (dim < HEAD_DIM)[None, :]
-    block = tl.load(table_row + (start + cols) // BLOCK_SIZE)
+    ALIGNED: tl.constexpr = KV_TILE_SIZE % BLOCK_SIZE == 0  # then runs begin with a block
+    column, place = _in_blocks(start, cols, BLOCK_SIZE, ALIGNED)
+    block = tl.load(table_row + column)
     for n in tl.range(start, end, KV_TILE_SIZE, num_stages=STAGES):
         pos = n + cols
-        at = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
-        at += dim[None, :]
-        k = _load_kv(k_head, at, is_dim, HEAD_DIM < D)
-        ahead = pos + KV_TILE_SIZE
-        block = tl.load(table_row + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        # what does not change in the loop comes first, and is added before it
+        inside = (place * stride_token)[:, None]
+        at = (block.to(tl.int64) * stride_block)[:, None]
+        k = _load(k_head + inside, at, None, q[0].dtype, HEAD_DIM, COLUMNS)
+        column, place = _in_blocks(n + KV_TILE_SIZE, cols, BLOCK_SIZE, ALIGNED)
+        # a block, like the loads (see _parts_of)
+        more = cols * 0 + (n + KV_TILE_SIZE) < end
+        block = tl.load(table_row + column, mask=more, other=0)
         s = _scores(q, k, pos, slope, position, cap_rate)
         if WINDOW > 0:
             s = tl.where(pos[None, :] > (position - WINDOW)[:, None], s, float("-inf"))
@@ -142,9 +191,8 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
         alpha = tl.where(reads, tl.exp2(m - base), 1.0)
         m = tl.where(reads, m_new, m)
         total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        v = _widened(_load_kv(v_head, at, is_dim, HEAD_DIM < D), tl.float16)
-        acc = tl.dot(p.to(v.dtype), v, acc)
+        v = _load(v_head + inside, at, None, tl.float16, HEAD_DIM, COLUMNS)
+        acc = _plus_weighted(acc, alpha, p, v)
     return m, total, acc
 
 
@@ -168,7 +216,7 @@ def _parts_of(n, parts, part, first, packed, opened, new, steps, PARTS: tl.const
 def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_table, stride_table,
                   seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row, query,
                   first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
-                  HEAD_DIM: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
                   BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
                   TREE: tl.constexpr, WINDOW: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
                   STAGES: tl.constexpr):
@@ -181,14 +229,14 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     PARTS: tl.constexpr = KV_TILE_SIZE // UNIT
     part = tl.arange(0, KV_TILE_SIZE) // UNIT
     in_part = tl.arange(0, KV_TILE_SIZE) % UNIT
-    dim = tl.arange(0, D)
     at = first + part  # without planned parts, those for new tokens start here
     kv_row = tl.load(part_row + at)
     start = tl.load(part_pos + at)
     readers = tl.load(part_readers + at)
     pos = start + in_part
+    column, place = _in_blocks(start, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
     low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
-    block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
+    block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
     length = tl.load(seq_lens + kv_row)
     mask_words = ()
     if TREE:  # here, because gathering them in the loop spills registers, or needs more stages
@@ -199,16 +247,17 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                                                PARTS)
     for _ in tl.range(0, steps, num_stages=STAGES):
         span = tl.where(pos < length, low | high << 16, 0)
-        there = (span != 0)[:, None] & (dim < HEAD_DIM)[None, :]
-        at_kv = (block.to(tl.int64) * stride_block + (pos % BLOCK_SIZE) * stride_token)[:, None]
-        at_kv += dim[None, :]
-        k = _load_kv(k_head, at_kv, there, True)
+        there = (span != 0)[:, None]
+        inside = (place * stride_token)[:, None]
+        at_kv = (block.to(tl.int64) * stride_block)[:, None]
+        k = _load(k_head + inside, at_kv, there, q[0].dtype, HEAD_DIM, COLUMNS)
         here = pos
         # Blocks of the next KV tile, and location of the one after it. Carried values have to
         # change: Triton does not pipeline a loop that passes a value on twice unchanged.
         pos = start + (in_part + rounds * UNIT)
+        column, place = _in_blocks(start + rounds * UNIT, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
         low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
-        block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + pos // BLOCK_SIZE)
+        block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
         length = tl.load(seq_lens + kv_row)
         n += 1
         rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new,
@@ -233,9 +282,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         alpha = tl.exp2(m - base)
         m = m_new
         total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        v = _widened(_load_kv(v_head, at_kv, there, True), tl.float16)
-        acc = tl.dot(p.to(v.dtype), v, acc)
+        v = _load(v_head + inside, at_kv, there, tl.float16, HEAD_DIM, COLUMNS)
+        acc = _plus_weighted(acc, alpha, p, v)
     return m, total, acc
 
 
@@ -250,7 +298,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                       k_scale, v_scale, q_scale_stride, k_scale_stride, v_scale_stride, cap_rate,
                       stride_block, stride_token, stride_head, stride_table, stride_q, stride_out,
                       stride_mask, qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                      HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                      HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
                       TREE: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
                       Q_TILE_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
@@ -283,7 +331,6 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     row = chunk * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
     query = row % R // G
     q_head = kv_head * G + row % G
-    dim = tl.arange(0, D)
     parts = (part_row, part_pos, part_readers)
     for tile in range(tl.load(work_indptr + worker), tl.load(work_indptr + worker + 1)):
         slots = tl.load(tile_info + tile * WORDS + FIRST_SLOT)
@@ -304,13 +351,14 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             token, queries, there = _queries_of(request, there, query, query_start_loc, QUERY_LEN,
                                                 RAGGED)
             first_query = length - queries
-        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
-        at = (token.to(tl.int64) * stride_q + q_head * HEAD_DIM)[:, None] + dim[None, :]
-        q_tile = _widened(tl.load(q + at, mask=inside, other=0.0), tl.float16)
+        at = (token.to(tl.int64) * stride_q + q_head * HEAD_DIM)[:, None]
+        q_tile = _load(q, at, there[:, None], tl.float16, HEAD_DIM, COLUMNS)
 
         m = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
         total = tl.zeros([Q_TILE_SIZE], tl.float32)
-        acc = tl.zeros([Q_TILE_SIZE, D], tl.float32)
+        acc = ()
+        for _ in tl.static_range(len(q_tile)):
+            acc += (tl.zeros([Q_TILE_SIZE, COLUMNS], tl.float32),)  # type: ignore[assignment]
         if sinks is not None:  # counts in outputs, not in partial results
             partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
             sink = tl.load(sinks + q_head).to(tl.float32) * LOG2E
@@ -329,7 +377,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             m, total, acc = _attend_run(
                 (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
                 table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope, position,
-                cap_rate, HEAD_DIM, D, BLOCK_SIZE, WINDOW, KV_TILE_SIZE, STAGES)
+                cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, KV_TILE_SIZE, STAGES)
         steps = packed + new * growth
         opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:
@@ -337,7 +385,8 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                 (m, total, acc), q_tile, first, packed, opened, new, steps, parts, block_table,
                 stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
                 query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
-                HEAD_DIM, D, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, WINDOW, KV_TILE_SIZE, STAGES)
+                HEAD_DIM, COLUMNS, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, WINDOW, KV_TILE_SIZE,
+                STAGES)
 
         if TREE:
             # Located again: kept over both loops, they would be spilled. With its default spelt
@@ -347,24 +396,22 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                               cache_modifier=".ca")
             token, queries, there = _queries_of(request, there, query, query_start_loc, QUERY_LEN,
                                                 RAGGED)
-            inside = there[:, None] & (dim < HEAD_DIM)[None, :]
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0
-        result = acc * tl.where(seen, 1.0 / total, 0.0)[:, None]
+        factor = tl.where(seen, 1.0 / total, 0.0)
         if v_scale is not None:
-            result *= tl.load(v_scale + kv_head * v_scale_stride)
+            factor *= tl.load(v_scale + kv_head * v_scale_stride)
         to_out = there & (partial < 0)
         to_partial = there & (partial >= 0)
         if tl.max(to_out.to(tl.int32), 0) != 0:
-            at = (token.to(tl.int64) * stride_out + q_head * HEAD_DIM)[:, None] + dim[None, :]
-            value = result.to(out.dtype.element_ty)
-            tl.store(out + at, value, mask=inside & to_out[:, None])
+            at = (token.to(tl.int64) * stride_out + q_head * HEAD_DIM)[:, None]
+            _store(out, at, to_out[:, None], acc, factor, HEAD_DIM, COLUMNS)
             if out_lse is not None:
                 lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
                 tl.store(out_lse + token.to(tl.int64) * Q_HEADS + q_head, lse, mask=to_out)
         if tl.max(to_partial.to(tl.int32), 0) != 0:
             at_lse = (partial * QUERY_LEN + query).to(tl.int64) * Q_HEADS + q_head
-            at = (at_lse * HEAD_DIM)[:, None] + dim[None, :]
-            tl.store(partial_out + at, result, mask=inside & to_partial[:, None])
+            at = (at_lse * HEAD_DIM)[:, None]
+            _store(partial_out, at, to_partial[:, None], acc, factor, HEAD_DIM, COLUMNS)
             lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
             tl.store(partial_lse + at_lse, lse, mask=to_partial)

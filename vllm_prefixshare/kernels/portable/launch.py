@@ -27,6 +27,7 @@ class QTile:
     kv_tile: tokens that one step of the inner loop multiplies.
     warps, stages: warps of a thread block; KV tiles in flight.
     blocks_per_sm: thread blocks that share a multiprocessor.
+    columns: most columns of queries, K and V that one product takes; a power of two.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class QTile:
     warps: int
     stages: int
     blocks_per_sm: int
+    columns: int = 64
 
     def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
         """Workers whose thread blocks fill the GPU."""
@@ -51,15 +53,19 @@ def q_tile(head_dim: int, shared_memory: int, quantised: bool = False) -> QTile:
     """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
     so that one multiplies while the other computes its softmax.
 
+    A product takes no more columns than there are rows. Else Triton gives each warp all rows and
+    some of the columns where it has ``mma`` (not ``wgmma``), and weights and sums pass through
+    shared memory.
+
     Args:
         shared_memory: bytes that a thread block may have.
         quantised: the KV cache has one byte per element. Widening takes registers: with ``mma``
             (not ``wgmma``) 64 tokens would spill.
     """
     if head_dim > 256:  # more rows or tokens spill
-        return QTile(32, 32 if shared_memory >= 160 << 10 else 16, 8, 2, 1)
+        return QTile(32, 32 if shared_memory >= 160 << 10 else 16, 8, 2, 1, 512)
     if head_dim > 128:
-        return QTile(64, 32, 8, 2, 1)
+        return QTile(64, 32, 8, 2, 1, 256)
     if quantised and shared_memory < 227 << 10:
         return QTile(64, 32, 4, 3, 2)
     if shared_memory >= 160 << 10:  # data-centre GPUs
@@ -136,7 +142,7 @@ def portable_partial_attention(
         Q_HEADS=num_qo_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        D=triton.next_power_of_2(head_dim),
+        COLUMNS=min(tile.columns, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         UNIT=math.gcd(block_size, tile.kv_tile),
         QUERY_LEN=query_len,
