@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, PLAIN_START, RESULTS
-
 TILE_ROWS = 128
 HALF_ROWS = 64
 
@@ -112,14 +110,6 @@ def kv_tiles(
                 )
             )
         result.append(slots)
-    if plan["tile_info"][tile, PLAIN_START]:
-        # the producers copy these before they know the lengths
-        at = start[0] + np.arange(nb) * piece
-        copied = [(int(block_table[row[0], x // block_size]), int(x % block_size)) for x in at]
-        if pieces[0] < nb:
-            result.insert(0, [Slot(*place, 0, 0, 0, -piece, 0) for place in copied])
-        else:
-            assert [(slot.block, slot.offset) for slot in result[0]] == copied
     return result
 
 
@@ -158,19 +148,17 @@ def emulate(
     def write(tile: int, slot: int, row: int, head: int, result: np.ndarray, lse: float) -> None:
         request = int(plan["slot_row"][tile, slot])
         partial = int(plan["slot_partial"][tile, slot])
-        results = int(plan["tile_info"][tile, RESULTS])
         query, qo_head = row // group, head * group + row % group
         if partial < 0:
             if sinks is not None:  # the kernel starts the sum with the sink; the result is the same
                 most = max(lse, sinks[qo_head])
                 total = np.exp(lse - most) + np.exp(sinks[qo_head] - most)
                 result, lse = result * np.exp(lse - most) / total, most + np.log(total)
-            assert results & OUTPUT, "the kernel would skip the tile's outputs"
             assert np.isnan(out[query_start_loc[request] + query, qo_head]).all(), "written twice"
             out[query_start_loc[request] + query, qo_head] = result
             out_lse[query_start_loc[request] + query, qo_head] = lse
         else:
-            assert results & PARTIAL, "the kernel would skip the tile's partial results"
+            assert plan["tile_info"][tile, 6], "the kernel would skip the tile's partial results"
             assert np.isnan(partial_lse[partial * query_len + query, qo_head]), "written twice"
             partial_out[partial * query_len + query, qo_head] = result
             partial_lse[partial * query_len + query, qo_head] = lse

@@ -2,14 +2,12 @@
 ``tile_info``, as the host writes and the kernel reads them.
 
 NEXT_TILE: 1 + the worker's next tile, 0 if there is none. LOW_REQS: requests of the low half.
-RESULTS: PARTIAL if any request of the tile has a partial result, plus OUTPUT if any has none.
-PLAIN_START: 1 if the first KV tile of the tile is the start of its first run, else 0.
+LEAVES_PARTIALS: 1 if any request of the tile has a partial result, else 0.
 """
 
 from typing import Any, NamedTuple
 
-NUM_REQS, NUM_RUNS, WIDE_RUNS, LOW_RUNS, NEXT_TILE, LOW_REQS, RESULTS, PLAIN_START = range(8)
-PARTIAL, OUTPUT = 1, 2
+NUM_REQS, NUM_RUNS, WIDE_RUNS, LOW_RUNS, NEXT_TILE, LOW_REQS, LEAVES_PARTIALS = range(7)
 WORDS = 8  # per tile: 32 bytes, a sector of memory
 
 

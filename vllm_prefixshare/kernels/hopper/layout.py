@@ -7,15 +7,12 @@ import numpy as np
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.hopper.arrays import (
+    LEAVES_PARTIALS,
     LOW_REQS,
     LOW_RUNS,
     NEXT_TILE,
     NUM_REQS,
     NUM_RUNS,
-    OUTPUT,
-    PARTIAL,
-    PLAIN_START,
-    RESULTS,
     WIDE_RUNS,
     WORDS,
     PlanArrays,
@@ -167,7 +164,7 @@ def link_tiles(
             for k in range(2):
                 slots[k, place, :num_reqs] = reqs[k][first_req : first_req + num_reqs]
             for req in range(first_req, first_req + num_reqs):
-                info[place, RESULTS] |= PARTIAL if reqs[1][req] >= 0 else OUTPUT
+                info[place, LEAVES_PARTIALS] |= reqs[1][req] >= 0
             half = (num_reqs + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
             if num_reqs <= half_requests:
@@ -185,7 +182,6 @@ def link_tiles(
                 wide += kind == 0
                 low += kind == 1
             next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
-            wide_pieces = first_pieces = 0
             for run in range(first_run, last_run):
                 start, end = run_reader_start[run], run_reader_end[run]
                 kind = 0 if all_wide else _kind(start, end, half)
@@ -194,13 +190,6 @@ def link_tiles(
                 for k in range(3):
                     out[k, place, at] = runs[k][run]
                 out[3, place, at] = start | end << 16
-                if kind == 0:
-                    wide_pieces += run_pieces[run]
-                if at == 0:
-                    first_pieces = run_pieces[run]
             info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, last_run - first_run
-            # a pair of narrow KV tiles may come before a single wide one
-            in_order = wide == 0 or wide == last_run - first_run or wide_pieces > tile_pieces
-            info[place, PLAIN_START] = in_order and first_pieces >= tile_pieces
             info[place, WIDE_RUNS], info[place, LOW_RUNS], info[place, LOW_REQS] = wide, low, half
     return info, slots, out

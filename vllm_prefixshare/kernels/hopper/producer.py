@@ -21,16 +21,12 @@ WIDE_RUNS = gl.constexpr(tile_info_words.WIDE_RUNS)
 LOW_RUNS = gl.constexpr(tile_info_words.LOW_RUNS)
 NEXT_TILE = gl.constexpr(tile_info_words.NEXT_TILE)
 LOW_REQS = gl.constexpr(tile_info_words.LOW_REQS)
-RESULTS = gl.constexpr(tile_info_words.RESULTS)
-PLAIN_START = gl.constexpr(tile_info_words.PLAIN_START)
+LEAVES_PARTIALS = gl.constexpr(tile_info_words.LEAVES_PARTIALS)
 WORDS = gl.constexpr(tile_info_words.WORDS)
 
 HALF_ROWS = gl.constexpr(64)  # query rows of one consumer warpgroup: wgmma's M
 TILE_ROWS = gl.constexpr(128)
 OPEN_END = gl.constexpr(-1)
-# bits of RESULTS
-PARTIAL = gl.constexpr(tile_info_words.PARTIAL)
-OUTPUT = gl.constexpr(tile_info_words.OUTPUT)
 # words of a stage's metadata, after the slots and the slots' positions
 POSITIONS = gl.constexpr(8)
 KIND = gl.constexpr(16)
@@ -66,18 +62,17 @@ def _prefetch(address):
 
 
 @gluon.jit
-def _slots(first_tile, tiles, wide, low, high, starts, run, lane, table, stride_table, block_rows,
+def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table, block_rows,
            BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr, NB: gl.constexpr,
            RUNS: gl.constexpr):
     """First row in the cache of head 0, rows and token count, and position, of 32 slots. The
     position is that in the request if there is a window, else that among the queries.
 
-    first_tile: KV tile of the first slot; -1 for one that is empty. wide, low, high: KV tiles of
-    each kind. starts: slot at which each run begins. run: per run (row, kv_start, kv_end,
-    num_pieces, rows that read it, first query position).
+    wide, low, high: KV tiles of each kind. starts: slot at which each run begins. run: per run
+    (row, kv_start, kv_end, num_pieces, rows that read it, first query position).
     """
     row, kv_start, kv_end, num_pieces, rows, first_query = run
-    tile = first_tile + lane // NB
+    tile = batch * (32 // NB) + lane // NB
     # Narrow tiles go in pairs, one for each half, and the pairs are spread evenly between the
     # pairs of wide tiles; the rest of either comes last.
     pairs = (low + high) // 2
@@ -103,7 +98,7 @@ def _slots(first_tile, tiles, wide, low, high, starts, run, lane, table, stride_
         found = gl.where(gl.gather(starts, found + step, 0) <= slot, found + step, found)
         step //= 2
     index = slot - gl.gather(starts, found, 0)
-    filled = (index < gl.gather(num_pieces, found, 0)) & (tile >= 0) & (tile < tiles)
+    filled = (index < gl.gather(num_pieces, found, 0)) & (tile < tiles)
     start = gl.gather(kv_start, found, 0) + index * PIECE
     tokens = gl.minimum(gl.gather(kv_end, found, 0) - start, PIECE)
     at = table + gl.gather(row, found, 0).to(gl.int64) * stride_table + start // BLOCK_SIZE
@@ -120,24 +115,6 @@ def _slots(first_tile, tiles, wide, low, high, starts, run, lane, table, stride_
 
 
 @gluon.jit
-def _copy(cache, cache_row, k, head, where, bar, tile_smem, PIECE: gl.constexpr,
-          NB: gl.constexpr):
-    """Copy a KV tile into its stage. cache_row: first rows of the pieces of several KV tiles, of
-    which this is number ``k``.
-    """
-    _, head_rows, head_cols = where
-    lane = gl.arange(0, 32, cache_row.type.layout)
-    for j in gl.static_range(NB):
-        first = gl.sum(gl.where(lane == k * NB + j, cache_row, 0), 0)
-        async_load(
-            cache,
-            [first + head * head_rows, head * head_cols],
-            bar,
-            tile_smem.slice(j * PIECE, PIECE, 0),
-        )
-
-
-@gluon.jit
 def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, query_start, plan,
             stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
             CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
@@ -149,11 +126,10 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
     ITEM: bytes of an element of the cache.
     """
     tile_info, slot_row, _, run_row, run_kv_start, run_kv_end, run_readers = plan
-    block_rows, _, _ = where
+    block_rows, head_rows, head_cols = where
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     NB: gl.constexpr = KV_TILE // PIECE
     BATCH: gl.constexpr = 32 // NB
-    LOOK_AHEAD: gl.constexpr = (STAGES if STAGES < BATCH else BATCH) - 1
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, RUNS, WARP)
     head = gl.program_id(0) % KV_HEADS
@@ -169,7 +145,6 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
         low_runs = gl.load(tile_info + tile * WORDS + LOW_RUNS)
         next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
         half = gl.load(tile_info + tile * WORDS + LOW_REQS)
-        plain = gl.load(tile_info + tile * WORDS + PLAIN_START)
         # not masked by num_runs: one round trip to memory for all of the tile
         row = gl.load(run_row + tile * RUNS + r)
         kv_start = gl.load(run_kv_start + tile * RUNS + r)
@@ -187,17 +162,6 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
         else:
             length = gl.load(seq_lens + row, mask=open_run, other=0)
             first_query = gl.zeros_like(length)
-        if plain != 0:
-            # copied before the lengths are there and the slots are found
-            start = gl.gather(kv_start, lane * 0, 0) + lane % NB * PIECE
-            at = table + gl.gather(row, lane * 0, 0).to(gl.int64) * stride_table
-            cache_row = gl.load(at + start // BLOCK_SIZE, mask=lane < NB, other=0) * block_rows
-            if PIECE < BLOCK_SIZE:
-                cache_row += start % BLOCK_SIZE
-            stage = count % STAGES
-            mbarrier.wait(bars.index(STAGES + stage), ((count // STAGES) & 1) ^ 1)
-            _copy(cache, cache_row, 0, head, where, bars.index(stage), tiles_smem.index(stage),
-                  PIECE, NB)
         kv_end = gl.where(open_run, length, kv_end)
         num_pieces = gl.where(there, (kv_end - kv_start + PIECE - 1) // PIECE, 0)
         num_pieces = gl.maximum(num_pieces, 0)
@@ -217,8 +181,6 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
         run = (row, kv_start, kv_end, num_pieces, read_by, first_query)
         # at least one: consumers wait for a last tile even if all requests are shorter than planned
         tiles = gl.maximum(wide + low + high, gl.minimum(num_runs, 1))
-        # what was copied is an empty KV tile of its own if its run is shorter than planned
-        empty = gl.sum(gl.where((r == 0) & (num_pieces < NB) & (plain != 0), 1, 0), 0)
 
         # positions from which on all requests of the tile see a token, and from which on some
         # query of the tile does not
@@ -231,15 +193,14 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
             length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
             seen_from = gl.max(length, 0) - WINDOW
             seen_until = gl.min(gl.where(r < num_reqs, length, 1 << 30), 0) - QUERY_LEN
-        cache_row, rows, position = _slots(-empty, tiles, wide, low, high, starts, run, lane, table,
+        cache_row, rows, position = _slots(0, tiles, wide, low, high, starts, run, lane, table,
                                            stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB,
                                            RUNS)
-        all_tiles = tiles + empty
-        for batch in range((all_tiles + BATCH - 1) // BATCH):
+        for batch in range((tiles + BATCH - 1) // BATCH):
             next_cache_row = cache_row
             next_rows = rows
             next_position = position
-            for k in range(gl.minimum(BATCH, all_tiles - batch * BATCH)):
+            for k in range(gl.minimum(BATCH, tiles - batch * BATCH)):
                 stage = count % STAGES
                 mbarrier.wait(bars.index(STAGES + stage), ((count // STAGES) & 1) ^ 1)
                 mine = lane // NB == k
@@ -254,7 +215,7 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
                             uneven = uneven | (mine & (position + PIECE > seen_until))
                     elif QUERY_LEN > 1:
                         uneven = uneven | (mine & (position + PIECE > 0))
-                    kind = gl.where(batch * BATCH + k == all_tiles - 1, LAST_TILE, 0)
+                    kind = gl.where(batch * BATCH + k == tiles - 1, LAST_TILE, 0)
                     kind |= gl.where(gl.max(uneven.to(gl.int32), 0) != 0, NEEDS_MASK, 0)
                     word = gl.where(lane == KIND, kind, gl.where(lane == FIRST_ROW, first, last))
                     own = gl.minimum(k * NB + lane % 8, 31)
@@ -264,15 +225,19 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
                         word = gl.where(is_position, gl.gather(position, own, 0), word)
                     meta.index(stage).store(word)
                 mbarrier.expect(bars.index(stage), KV_TILE * D * ITEM)
-                if (plain == 0) | (batch > 0) | (k > 0):
-                    _copy(cache, cache_row, k, head, where, bars.index(stage),
-                          tiles_smem.index(stage), PIECE, NB)
+                for j in gl.static_range(NB):
+                    first = gl.sum(gl.where(lane == k * NB + j, cache_row, 0), 0)
+                    async_load(
+                        cache,
+                        [first + head * head_rows, head * head_cols],
+                        bars.index(stage),
+                        tiles_smem.index(stage).slice(j * PIECE, PIECE, 0),
+                    )
                 count += 1
-                # once all stages are in flight
-                if (k == LOOK_AHEAD) & ((batch + 1) * BATCH < all_tiles):
+                if k == 0:  # early enough that no TMA waits for the block table
                     next_cache_row, next_rows, next_position = _slots(
-                        (batch + 1) * BATCH - empty, tiles, wide, low, high, starts, run, lane,
-                        table, stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)
+                        batch + 1, tiles, wide, low, high, starts, run, lane, table,
+                        stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)
             cache_row = next_cache_row
             rows = next_rows
             position = next_position
