@@ -212,9 +212,6 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         q_tile.store(q_regs)
         fence_async_shared()
         barrier()
-        queries = q_tile
-        if FP8 and D <= 128:  # 16 registers, and shared memory is read less
-            queries = q_tile.load(gl.DotOperandLayout(0, S, 4))
         query = row_s * 0
         token_s = row_s * 0
         if QUERY_LEN > 1:
@@ -243,7 +240,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             first = _word(meta, stage * 32 + FIRST_ROW)
             last = _word(meta, stage * 32 + LAST_ROW)
             if (last > low) & (first < high):
-                s = warpgroup_mma(queries, k_smem.index(stage).permute((1, 0)), zero,
+                s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
                                   use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(0, [s])
                 if cap_rate is not None:
