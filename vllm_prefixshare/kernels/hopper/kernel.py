@@ -97,7 +97,7 @@ def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
 @gluon.jit
 def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
            CHUNKS: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
-    """V of each KV tile as float16 from e4m3, for both consumers; frees the stages.
+    """V of each KV tile as float16 from e4m3, for both consumers.
 
     wide: ring of ``WIDE_TILES`` tiles ``[KV_TILE, D]``. wide_bars: the first ``WIDE_TILES``
     barriers say that a tile of it is filled, the others that both consumers have done with it.
@@ -116,18 +116,16 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
         while (kind & LAST_TILE) == 0:
             stage = count % STAGES
             place = count % WIDE_TILES
-            mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
-            # the KV tile that was in this place is multiplied: its stage is free
-            done = (count + STAGES - WIDE_TILES) % STAGES
-            mbarrier.arrive(bars.index(STAGES + done), count=1, pred=count >= WIDE_TILES)
             mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
             kind = _word(meta, stage * 32 + KIND, WIDE_WARPS)
+            mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
             for i in gl.static_range(KV_TILE // ROWS):
                 numbers = v_smem.index(stage).slice(i * ROWS, ROWS, 0).load(LAYOUT)
                 wide.index(place).slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
             fence_async_shared()
             barrier()
             mbarrier.arrive(wide_bars.index(place), count=1)
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
         tile = next_tile
 
@@ -277,8 +275,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
             if FP8:
                 mbarrier.arrive(wide_bars.index(WIDE_TILES + count % WIDE_TILES), count=1)
-            else:
-                mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
 
         if next_tile < 0:
@@ -382,8 +379,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     # the first STAGES barriers say that a stage is filled, the others that it is free
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
-        # two producers fill a stage; both consumers free it, or else the warps that widen
-        mbarrier.init(bars.index(i), count=1 if FP8 and i >= STAGES else 2)
+        # two producers fill a stage; both consumers, and the warps that widen, free it
+        mbarrier.init(bars.index(i), count=3 if FP8 and i >= STAGES else 2)
     fence_async_shared()
     plan = (tile_info, slot_row, slot_partial,
             run_row, run_kv_start, run_kv_end, run_readers)
