@@ -13,8 +13,9 @@ On GPUs each way is captured in a CUDA graph, as an engine would, and a replay i
 behind an all-reduce, with which the GPUs begin together; the L2 cache is overwritten before. The
 same calls launched from Python are timed by the host, from a barrier to the end of their work. The
 bound is the time in which a rank could read its shard and multiply, at the rates that a large copy
-and a large matrix product reach here, plus the measured time of one small all-reduce in a graph. A
-CPU has no graphs; there the bound is the time of the rank's own shard and of the small all-reduce.
+and a large matrix product reach here, plus the measured time of one small all-reduce in a graph;
+what attention over a long context reaches with many queries is measured beside them. A CPU has no
+graphs; there the bound is the time of the rank's own shard and of the small all-reduce.
 """
 
 import argparse
@@ -35,6 +36,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from results import versions, write
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
 from vllm_prefixshare.distributed import scaling
@@ -130,7 +133,8 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
                 "heads": args.heads,
                 "versions": versions(),
                 "repeats": args.repeats,
-                # bytes copied, read and written each, and operations, a microsecond
+                # a microsecond: bytes copied, read and written each; operations of a matrix
+                # product and of attention
                 "rates": rates,
                 "rows": rows,
             }
@@ -142,16 +146,24 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def ceilings(device: torch.device) -> tuple[float, float]:
+def ceilings(device: torch.device) -> tuple[float, float, float]:
     """What this GPU reaches: bytes a microsecond, in a copy of 4 GiB, and bfloat16 operations a
-    microsecond, in a product of 8192 x 8192 matrices.
+    microsecond, in a product of 8192 x 8192 matrices, and in attention of 16384 queries over as
+    many tokens with 16 heads of 128, by cuDNN and without a mask.
     """
     data = torch.randn(1 << 30, device=device)
     target = torch.empty_like(data)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in "ab")
-    calls = (lambda: target.copy_(data)), (lambda: a @ b)
-    copying, product = (median(gpu_seconds(call) for _ in range(10)) for call in calls)
-    return 2 * data.nbytes / (1e6 * copying), 2 * 8192**3 / (1e6 * product)
+    q, k, v = (torch.randn(1, 16, 16384, 128, device=device, dtype=torch.bfloat16) for _ in "qkv")
+
+    def attend() -> None:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            scaled_dot_product_attention(q, k, v)
+
+    calls = (lambda: target.copy_(data)), (lambda: a @ b), attend
+    copying, product, attention = (median(gpu_seconds(call) for _ in range(10)) for call in calls)
+    operations = 2 * 8192**3 / product, 4 * 16 * 16384**2 * 128 / attention
+    return 2 * data.nbytes / (1e6 * copying), *(x / 1e6 for x in operations)
 
 
 def make_decoders(
@@ -185,7 +197,7 @@ def measure(
     args: argparse.Namespace,
     device: torch.device,
     decoders: dict[str, Any],
-    rates: tuple[float, float] | None,
+    rates: tuple[float, float, float] | None,
     tokens: int,
     num_reqs: int,
 ) -> dict[str, Any]:

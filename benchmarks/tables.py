@@ -565,8 +565,8 @@ def scale_table() -> str:
         "| shared prefix | KV | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in gpus) + " |",
         "|" + "---|" * (2 + len(gpus)),
     ]
-    for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20):
-        layer = Layer(64, tokens, 128)
+    layers = [(tokens, Layer(64, tokens, 128)) for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20)]
+    for tokens, layer in layers:
         times = (
             f"{replicas_us(layer, H200S, n):.0f} / {tree_us(layer, H200S, n):.0f}" for n in gpus
         )
@@ -580,8 +580,7 @@ def scale_table() -> str:
         "| shared prefix | " + " | ".join(f"{n} GPUs" for n in gpus[1:]) + " |",
         "|" + "---|" * len(gpus),
     ]
-    for tokens in (1 << 10, 1 << 20):
-        layer = Layer(64, tokens, 128)
+    for tokens, layer in layers:
         sent = (
             f"{gather_bytes(layer, n) / 2**20:.1f} / {ring_bytes(layer, n) / 2**20:.0f} MiB"
             for n in gpus[1:]
@@ -648,15 +647,16 @@ def scale_measured_table() -> str:
         "time to read a rank's shard or to multiply with it, at the rates of a large copy "
         f"({result['rates'][0] / 1e6:.2f} TB/s) and a large matrix product "
         f"({result['rates'][1] / 1e6:.0f} TFLOP/s), and of one small all-reduce, the fastest of "
-        f"all rows ({small:.0f}). Launched: the "
+        f"all rows ({small:.0f}). Own shard / its bound: the kernel without any reduction, over "
+        "the bound without the all-reduce. Launched: the "
         "best tree and the ring called from Python, to the end of their work. Model: what "
         "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of a launched call "
         "beside shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
         "",
         f"| tokens | requests | {' | '.join(trees)} | ring | own shard | bound "
-        "| ring / best tree | best tree / bound | launched: tree / ring | model | memory "
-        "| equations |",
-        "|" + "---|" * (11 + len(trees)),
+        "| ring / best tree | best tree / bound | own shard / its bound | best tree / own shard "
+        "| launched: tree / ring | model | memory | equations |",
+        "|" + "---|" * (13 + len(trees)),
     ]
     for row in result["rows"]:
         us = row["us"]
@@ -677,6 +677,7 @@ def scale_measured_table() -> str:
             f"| {row['tokens'] >> 10}k | {row['requests']} "
             f"| {' | '.join(f'{t:.0f}' for t in times)} "
             f"| {us['ring'] / best:.1f} | {best / bound:.2f} "
+            f"| {us['own shard'] / row['roof_us']:.2f} | {best / us['own shard']:.2f} "
             f"| {launched:.0f} / {row['launched_us']['ring']:.0f} "
             f"| {tree_us(layer, H200S, result['ranks']):.0f} | {' | '.join(peaks)} |"
         )
