@@ -361,11 +361,20 @@ def test_lora(random_model, tmp_path):
     assert all(a != b for a, b in zip(*halves, strict=True)), "no effect"
 
 
-@pytest.fixture(scope="module", params=["tensor_parallel_size", "pipeline_parallel_size"])
+HAS_RAY = importlib.util.find_spec("ray") is not None
+RAY = pytest.mark.skipif(not HAS_RAY, reason="needs Ray")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["tensor mp", "pipeline mp", pytest.param("tensor ray", marks=RAY)],
+)
 def parallel(
     request: pytest.FixtureRequest, random_model: Path
 ) -> Iterator[dict[str, EngineProcess]]:
-    options = {**cases.QUICK, request.param: 2, "distributed_executor_backend": "mp"}
+    kind, executor = request.param.split()
+    size = {f"{kind}_parallel_size": 2, "distributed_executor_backend": executor}
+    options = {**cases.QUICK, **size}
     with three(random_model, options, enforce_eager=True) as started:
         yield started
 
