@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tests.batches import PagedBatch, paged_batch
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.distributed import scaling
+from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
@@ -93,8 +95,9 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     if not last:
         found["late"] = timed_sentence(lambda: late.run(batch.q, held))
         found["absent"] = timed_sentence(lambda: make(batch, "gather", SOON))
+        found["stuck"] = timed_sentence(lambda: wait_for_a_stuck_gpu(late.ranks))
     else:
-        time.sleep(2 * SOON + 1)
+        time.sleep(3 * SOON + 1)
     if last:
         results.send(found)
         os._exit(7)
@@ -117,6 +120,29 @@ def make(batch: PagedBatch, way: str, timeout: float = PATIENCE, **options: Any)
     if way == "ring":
         return RingDecode(wrapper, timeout=timeout, **options)
     return TreeDecode(wrapper(), reduction=way, timeout=timeout, **options)
+
+
+def wait_for_a_stuck_gpu(ranks: Ranks) -> None:
+    """Wait as over nccl, for a kernel that does not end."""
+    with (
+        mock.patch.object(torch.cuda, "Event", StuckGpu),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(dist.distributed_c10d, "_abort_process_group") as abort,
+        mock.patch.object(ranks, "group", "nccl"),
+    ):
+        try:
+            ranks._wait_for_gpu("an all-gather")
+        finally:
+            abort.assert_called_once_with("nccl")
+
+
+class StuckGpu:
+    """An event of a GPU that does not get there."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
 
 
 def whole(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,17 @@
 """Tree reduction and ring attention over NCCL, on two GPUs, launched one by one and in a CUDA
-graph, against attention in float64.
+graph, against attention in float64; and what the first rank says when the last one has ended.
 
 python -m pytest -m gpu tests/gpu/test_ranks.py
+
+The ranks are started once, and say what they have done when (``-s``). Where planning and kernels
+are not compiled yet, that takes most of the first minute.
 """
 
 import hashlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,8 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from tests.batches import PagedBatch, paged_batch
-from tests.distributed.at_work import WAYS, own_part, whole
+from tests.distributed.at_work import WAYS, own_part, timed_sentence, whole
 from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
@@ -24,6 +30,9 @@ from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 from .layer import ON_GPU
 
 RANKS = 2
+DEADLINE = 240  # seconds; a cold start takes a minute
+SOON = 2.0  # seconds within which a rank must answer, where the last one has ended
+Found = dict[tuple[str, str], Any]
 Tensors = list[torch.Tensor]
 pytestmark = [
     *ON_GPU,
@@ -41,11 +50,23 @@ REPLAYS = ("replay 0", "replay 1", "replay 2")
 SHAPE: dict[str, Any] = {"heads": (32, 8), "head_dim": 128, "dtype": torch.bfloat16}
 
 
-def at_work(rank: int, port: int, results: Any) -> None:
+def started(rank: int, port: int, began: float) -> Callable[[str], None]:
+    """Start torch.distributed; a function that prints what the rank has done, and when."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+
+    def say(what: str) -> None:
+        torch.cuda.synchronize()
+        print(f"rank {rank}, {time.time() - began:.1f} s: {what}", flush=True)
+
+    say("imported and met")
+    return say
+
+
+def at_work(rank: int, port: int, began: float, results: Any) -> None:
+    say = started(rank, port, began)
     device = torch.device("cuda", rank)
 
     def wrapper() -> PrefixShareDecodeWrapper:
@@ -54,26 +75,65 @@ def at_work(rank: int, port: int, results: Any) -> None:
         )
 
     wrappers = {way: wrapper() for way in WAYS if way != "ring"}
+    say("planning is compiled")
     decoders: dict[str, Any] = {
         way: TreeDecode(wrappers[way], reduction=way) if way in wrappers else RingDecode(wrapper)
         for way in WAYS
     }
+    say("connected")
     found = {}
     for case, options in CASES.items():
         batch = paged_batch(**options, **SHAPE)
         if case == "one short request":
             batch.seq_lens[:] = 5
+        wanted = whole(batch)
         table, lens, tensors = on_gpu(batch, rank, device)
         for way, decoder in decoders.items():
             decoder.plan(table, lens)
-            out, lse = run(way, decoder, tensors)
-            found[case, way] = compared(batch, out, lse)
+            found[case, way] = compared(wanted, *run(way, decoder, tensors))
+            say(f"{case}, {way}")
+    batches = {ring: replay_batches(ring) for ring in (False, True)}
     for way, decoder in decoders.items():
-        for case, result in zip(REPLAYS, replayed(way, decoder, wrappers, rank), strict=True):
+        of_way = batches[way == "ring"]
+        for case, result in zip(REPLAYS, replayed(way, decoder, wrappers, of_way), strict=True):
             found[case, way] = result
+        say(f"replays, {way}")
+    found.update(without_the_last_rank(rank, device, lambda: results.put((rank, found))))
+    say("without the last rank")
     results.put((rank, found))
-    dist.barrier()
     dist.destroy_process_group()
+
+
+def without_the_last_rank(rank: int, device: torch.device, report: Callable[[], None]) -> Found:
+    """What the first rank says, and after how many seconds, for each kind of collective that it has
+    begun; the last rank reports and ends.
+    """
+    x = torch.ones(1024, device=device)
+    eager, graphs, connecting = (Ranks(device, {}) for _ in range(3))
+    eager.all_reduce(x)
+    graphs.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        graphs.all_reduce(x)
+
+    def replay() -> None:
+        graph.replay()
+        graphs.synchronize()
+
+    replay()
+    if rank == RANKS - 1:
+        report()
+        os._exit(0)
+    calls = {
+        "eager": lambda: eager.all_reduce(x),
+        "replay": replay,
+        "connecting": lambda: connecting.pass_on([x]),
+        "again": lambda: eager.all_reduce(x),
+    }
+    for ranks in (eager, graphs, connecting):
+        ranks.timeout = timedelta(seconds=SOON)
+    return {("alone", name): timed_sentence(call) for name, call in calls.items()}
 
 
 def on_gpu(batch: PagedBatch, rank: int, device: torch.device) -> tuple[Any, Any, Tensors]:
@@ -90,29 +150,39 @@ def run(way: str, decoder: Any, tensors: Tensors) -> tuple[torch.Tensor, torch.T
     return out, lse
 
 
-def compared(batch: PagedBatch, out: torch.Tensor, lse: torch.Tensor) -> tuple[float, float, str]:
+def compared(
+    expected: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, lse: torch.Tensor
+) -> tuple[float, float, str]:
     """Errors against float64, and a hash of the output."""
-    wanted, wanted_lse = whole(batch)
+    wanted, wanted_lse = expected
     error = (out.cpu().double() - wanted).norm() / wanted.norm()
     lse_error = (lse.cpu().double() - wanted_lse).abs().max()
     bits = hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest()
     return float(error), float(lse_error), bits
 
 
-def replayed(
-    way: str, decoder: Any, wrappers: dict[str, PrefixShareDecodeWrapper], rank: int
-) -> Iterator[tuple[float, float, str]]:
-    """A graph captured once, replayed with other queries and KV; for a tree reduction also with
-    other block tables and lengths, some of which leave a shard empty, under plans made since.
+def replay_batches(ring: bool) -> list[tuple[PagedBatch, tuple[torch.Tensor, torch.Tensor]]]:
+    """Batches with other queries and KV, and their attention; for a tree reduction also with other
+    block tables and lengths, some of which leave a shard empty.
     """
-    device = torch.device("cuda", rank)
     batches = [paged_batch(**CASES["documents"], **SHAPE, seed=i) for i in range(len(REPLAYS))]
     batches[1].seq_lens[:3] = 5
     for batch in batches:
         batch.k_cache, batch.v_cache = batch.k_cache.nan_to_num(), batch.v_cache.nan_to_num()
-        if way == "ring":
+        if ring:
             batch.block_table, batch.seq_lens = batches[0].block_table, batches[0].seq_lens
-    table, lens, tensors = on_gpu(batches[0], rank, device)
+    return [(batch, whole(batch)) for batch in batches]
+
+
+def replayed(
+    way: str,
+    decoder: Any,
+    wrappers: dict[str, PrefixShareDecodeWrapper],
+    batches: list[tuple[PagedBatch, tuple[torch.Tensor, torch.Tensor]]],
+) -> Iterator[tuple[float, float, str]]:
+    """A graph captured once, replayed for each batch, under plans made since."""
+    device, rank = torch.device("cuda", decoder.ranks.rank), decoder.ranks.rank
+    table, lens, tensors = on_gpu(batches[0][0], rank, device)
     decoder.plan(table, lens)
     if way in wrappers:
         wrappers[way].reserve()
@@ -121,7 +191,7 @@ def replayed(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out, lse = run(way, decoder, tensors)
-    for batch in batches:
+    for batch, wanted in batches:
         table, lens, others = on_gpu(batch, rank, device)
         for old, new in zip(tensors, others, strict=True):
             old.copy_(new)
@@ -131,7 +201,7 @@ def replayed(
         lse.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        yield compared(batch, out, lse)
+        yield compared(wanted, out, lse)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +212,14 @@ def ranks() -> dict[int, dict[Any, Any]]:
     probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = probe.port
     del probe
-    multiprocessing.spawn(at_work, (port, results), nprocs=RANKS)
+    began = time.time()
+    world = multiprocessing.spawn(at_work, (port, began, results), nprocs=RANKS, join=False)
+    try:
+        while not world.join(1.0):
+            assert time.time() < began + DEADLINE, "a rank hangs"
+    finally:
+        for process in world.processes:
+            process.kill()
     return dict(results.get() for _ in range(RANKS))
 
 
@@ -153,3 +230,18 @@ def test_every_rank_has_the_attention_over_all_tokens(ranks, case, way):
         assert error < 8e-3 and lse_error < 2e-2
     if way != "ring":  # ranks that continue decoding must choose the same token
         assert ranks[0][case, way][2] == ranks[1][case, way][2]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("eager", "an all-reduce failed: rank 1 has ended, or was elsewhere for 2 s"),
+        ("replay", "a collective in a CUDA graph failed: rank 1 has ended, or was elsewhere"),
+        ("connecting", "passing KV on failed: another rank has ended, or was elsewhere"),
+        ("again", "an all-reduce failed: rank 1 has ended, or was elsewhere for 2 s"),
+    ],
+)
+def test_nobody_waits_for_ever(ranks, case, text):
+    said, seconds = ranks[0]["alone", case]
+    assert said.startswith(f"rank 0: {text}") and said.count("\n") == 0
+    assert seconds < SOON + 4

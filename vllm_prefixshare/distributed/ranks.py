@@ -1,9 +1,12 @@
 """Ranks: a process group whose ranks agree on what they compute and whose collectives time out."""
 
 import json
+import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +27,10 @@ class Ranks:
     Ranks describe what they are about to do, through the store of torch.distributed, before
     they open a connection to each other: ranks that disagree, or are missing, are named in one
     sentence on every rank that is there.
+
+    A call ends within the time-out, also if another rank has ended. With nccl it waits for that
+    until the GPU has finished, but not in a capture: see ``synchronize`` for replays. After an
+    error the ranks have to be started again.
 
     Its connections last until ``torch.distributed.destroy_process_group`` ends all of them. A
     single group is never destroyed: PyTorch would give its name to the next group, and the store
@@ -70,27 +77,39 @@ class Ranks:
         self.bytes_sent = 0
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         problem = _problem(backend, device)
+        _made[tuple(members)] += 1
+        self._store = dist.PrefixStore(
+            f"vllm_prefixshare/{members}/{_made[tuple(members)]}",
+            dist.distributed_c10d._get_default_store(),
+        )
+        self._waits = 0  # of the GPU for other ranks, so far; equal on every rank
+        self._failed: tuple[str, str] | None = None  # what was done, and who did not come
+        self._launched: set[tuple[str, int]] = set()  # collectives so far, and their bytes
         self._agree_by_store({"backend": backend, **describe, "": problem})
         # the host group carries messages between ranks, whichever backend carries the tensors
-        self._host = self._new_group("gloo")
-        self.group = self._host if backend == "gloo" else self._new_group(backend)
+        self._host = self._new_group("gloo", self.timeout)
+        self.group = self._host
+        if backend == "nccl":
+            with _errors_left_to_us():
+                self.group = self._new_group(backend, timedelta(days=1))
+            self.exchange(None)
+            # nccl makes its communicator at the first use, and cannot be stopped while it does
+            self.all_reduce(torch.zeros(1, device=device))
+            self.bytes_sent = 0
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
+    def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
         with self.within_time(f"connecting through {backend}"):
             made: dist.ProcessGroup = dist.new_group(
-                self._members, self.timeout, backend, use_local_synchronization=True
+                self._members, timeout, backend, use_local_synchronization=True
             )
         return made
 
     def _agree_by_store(self, mine: dict[str, Any]) -> None:
         """Compare descriptions through the store, before there is a connection."""
-        _made[tuple(self._members)] += 1
-        number = _made[tuple(self._members)]
-        prefix = f"vllm_prefixshare/{self._members}/{number}"
         said: list[dict[str, Any]] = []
         missing: list[int] = []
+        store = self._store
         try:
-            store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
             store.set(str(self.rank), json.dumps(mine))
             for rank in range(self.size):
                 # after one rank has timed out, the others have had as long: do not wait again
@@ -158,14 +177,99 @@ class Ranks:
                 f"{self.timeout.total_seconds():g} s: restart all ranks ({_one_line(e)})."
             ) from None
 
+    @contextmanager
+    def _launching(self, doing: str, num_bytes: int) -> Iterator[None]:
+        """Give a collective to the backend, within the time-out."""
+        self._check()
+        abort = None
+        if self.group is not self._host and (doing, num_bytes) not in self._launched:
+            # nccl connects when a message of its size is first sent, and waits there for the others
+            abort = threading.Timer(self.timeout.total_seconds(), self._abort)
+            abort.daemon = True
+            abort.start()
+        try:
+            with self.within_time(doing):
+                yield
+        finally:
+            if abort is not None:
+                abort.cancel()
+        self._launched.add((doing, num_bytes))
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done what its current stream holds, such as the replay of a CUDA
+        graph with collectives, which no other time-out applies to. Every rank must call it.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        self._check()
+        self._wait_for_gpu("a collective in a CUDA graph")
+
+    def _wait_for_gpu(self, doing: str) -> None:
+        """Wait until the GPU has done what its stream holds: a kernel of nccl waits for the other
+        ranks for ever. The calls of gloo do not, and in a capture there is nothing to wait for.
+        """
+        if self.group is self._host or torch.cuda.is_current_stream_capturing():
+            return
+        self._waits += 1
+        done = torch.cuda.Event()
+        done.record()
+        began, said = time.monotonic(), False
+        while not done.query():
+            waited, patience = time.monotonic() - began, self.timeout.total_seconds()
+            if waited > patience:
+                self._give_up(doing)
+            if waited > 1e-3:
+                time.sleep(1e-4)
+            if waited > 0.1 * patience and not said:
+                # the ranks that wait say so; the others are those that did not come
+                said = True
+                with suppress(RuntimeError):
+                    self._store.set(f"waits {self.rank}", str(self._waits))
+
+    def _give_up(self, doing: str) -> None:
+        """End the connections, and with them the kernel that waits.
+
+        Raises:
+            PrefixShareError: names the ranks that did not come.
+        """
+        # in another thread, because nccl also waits until no graph uses the connections any more
+        ending = threading.Thread(target=self._abort, daemon=True)
+        ending.start()
+        who = "another rank"
+        try:
+            silent = [rank for rank in range(self.size) if not self._is_waiting(rank)]
+            who = f"rank {_listed(silent)}" if silent else who
+        except RuntimeError:
+            who = "the rank that holds the store of torch.distributed"
+        ending.join(2.0)
+        self._failed = doing, who
+        self._check()
+
+    def _check(self) -> None:
+        if self._failed:
+            doing, who = self._failed
+            raise PrefixShareError(
+                f"rank {self.rank}: {doing} failed: {who} has ended, or was elsewhere for "
+                f"{self.timeout.total_seconds():g} s: restart all ranks."
+            )
+
+    def _abort(self) -> None:
+        dist.distributed_c10d._abort_process_group(self.group)
+
+    def _is_waiting(self, rank: int) -> bool:
+        key = f"waits {rank}"
+        return self._store.check([key]) and int(self._store.get(key)) >= self._waits
+
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """``x``, reduced in place over all ranks.
 
         Raises:
             PrefixShareError: a rank is missing.
         """
-        with self.within_time("an all-reduce"):
+        with self._launching("an all-reduce", x.nbytes):
             dist.all_reduce(x, op, group=self.group)
+        self._wait_for_gpu("an all-reduce")
         self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
@@ -176,9 +280,10 @@ class Ranks:
             PrefixShareError: a rank is missing.
         """
         gathered = x.new_empty(self.size, *x.shape)
-        with self.within_time("an all-gather"):
+        with self._launching("an all-gather", x.nbytes):
             whole = gathered.view(-1), x.contiguous().view(-1)
             _all_gather(*whole, group=self.group)
+        self._wait_for_gpu("an all-gather")
         self.bytes_sent += (self.size - 1) * x.nbytes
         return gathered
 
@@ -198,19 +303,41 @@ class Ranks:
         for tag, (mine, theirs) in enumerate(zip(tensors, received, strict=True)):
             operations.append(dist.P2POp(dist.isend, mine, to, self.group, tag))
             operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
-        with self.within_time("passing KV on"):
+        num_bytes = sum(t.nbytes for t in tensors)
+        with self._launching("passing KV on", num_bytes):
             works = dist.batch_isend_irecv(operations)
-        self.bytes_sent += sum(t.nbytes for t in tensors)
-
-        # given a time, nccl would block the host instead of the stream; its watchdog has the time
+        self.bytes_sent += num_bytes
+        # given a time, nccl would block the host instead of the stream
         patience = () if received[0].is_cuda else (self.timeout,)
 
         def wait() -> None:
             with self.within_time("passing KV on"):
                 for work in works:
                     work.wait(*patience)
+            self._wait_for_gpu("passing KV on")
 
         return received, wait
+
+
+@contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """A group of nccl that is made here has no thread that ends the process after an error, or
+    writes down the state of nccl first and then waits for a minute.
+    """
+    chosen = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    }
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def _problem(backend: str, device: torch.device) -> str | None:

@@ -117,8 +117,8 @@ class TreeDecode:
     On GPUs every rank may capture ``run`` in a CUDA graph, which then serves later plans as that of
     ``PrefixShareDecodeWrapper.run`` does: it waits for nothing, and what it sends lies in the
     graph's memory. Call it once before, which connects and compiles, and ``wrapper.reserve``; then
-    capture with ``capture_error_mode="thread_local"``, because another thread watches nccl. No
-    time-out applies to what a graph sends.
+    capture with ``capture_error_mode="thread_local"``, because another thread watches nccl. A
+    replay has no time-out: wait for it with ``ranks.synchronize``, which has.
 
     Args:
         wrapper: the operator for the shard.
