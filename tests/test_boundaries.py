@@ -15,6 +15,7 @@ BASE = {"records", "config"}
 JIT = {
     "kernels.hopper.gluon_names",
     "kernels.hopper.kernel",
+    "kernels.hopper.metadata",
     "kernels.hopper.producer",
     "kernels.portable.kernel",
     "kernels.mla_hopper.kernel",
@@ -39,9 +40,11 @@ FLOORS = {
     "kernels.hopper.arrays": (set(), set()),
     "kernels.portable.arrays": (set(), set()),
     "kernels.hopper.kernel": (
-        {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.arrays"},
+        {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.arrays"}
+        | {"kernels.hopper.metadata"},
         {"triton"},
     ),
+    "kernels.hopper.metadata": ({"kernels.hopper.producer"}, {"triton"}),
     "kernels.hopper.producer": (
         {"kernels.hopper.gluon_names", "kernels.hopper.arrays"},
         {"triton"},

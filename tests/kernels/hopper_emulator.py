@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
+
 TILE_ROWS = 128
 HALF_ROWS = 64
 
@@ -148,17 +150,19 @@ def emulate(
     def write(tile: int, slot: int, row: int, head: int, result: np.ndarray, lse: float) -> None:
         request = int(plan["slot_row"][tile, slot])
         partial = int(plan["slot_partial"][tile, slot])
+        results = int(plan["tile_info"][tile, RESULTS])
         query, qo_head = row // group, head * group + row % group
         if partial < 0:
             if sinks is not None:  # the kernel starts the sum with the sink; the result is the same
                 most = max(lse, sinks[qo_head])
                 total = np.exp(lse - most) + np.exp(sinks[qo_head] - most)
                 result, lse = result * np.exp(lse - most) / total, most + np.log(total)
+            assert results & OUTPUT, "the kernel would skip the tile's outputs"
             assert np.isnan(out[query_start_loc[request] + query, qo_head]).all(), "written twice"
             out[query_start_loc[request] + query, qo_head] = result
             out_lse[query_start_loc[request] + query, qo_head] = lse
         else:
-            assert plan["tile_info"][tile, 6], "the kernel would skip the tile's partial results"
+            assert results & PARTIAL, "the kernel would skip the tile's partial results"
             assert np.isnan(partial_lse[partial * query_len + query, qo_head]), "written twice"
             partial_out[partial * query_len + query, qo_head] = result
             partial_lse[partial * query_len + query, qo_head] = lse

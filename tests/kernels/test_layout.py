@@ -7,6 +7,7 @@ import pytest
 
 from tests.batches import paged_batch
 from tests.planning.strategies import make_planner
+from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
@@ -82,8 +83,8 @@ def test_every_worker_finds_its_tiles_from_its_own_place(divider, workers, rows)
             assert runs == by_kind, "stable"
             kinds = [kind(run, half, rows) for run in runs]
             assert info[place, 2:4].tolist() == [kinds.count(0), kinds.count(1)]
-            leaves_partials = any(partial >= 0 for _, partial in slots)
-            assert info[place, 6:].tolist() == [leaves_partials, 0]
+            results = {PARTIAL if partial >= 0 else OUTPUT for _, partial in slots}
+            assert info[place, RESULTS] == sum(results)
             place = int(info[place, 4]) - 1
         if plan.work_indptr[worker] == plan.work_indptr[worker + 1]:
             assert info[place].tolist() == [0, 0, 0, 0, 0, 0, 0, 0], "an idle worker reads nothing"

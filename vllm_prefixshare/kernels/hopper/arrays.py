@@ -2,12 +2,13 @@
 ``tile_info``, as the host writes and the kernel reads them.
 
 NEXT_TILE: 1 + the worker's next tile, 0 if there is none. LOW_REQS: requests of the low half.
-LEAVES_PARTIALS: 1 if any request of the tile has a partial result, else 0.
+RESULTS: PARTIAL if any request of the tile has a partial result, plus OUTPUT if any has none.
 """
 
 from typing import Any, NamedTuple
 
-NUM_REQS, NUM_RUNS, WIDE_RUNS, LOW_RUNS, NEXT_TILE, LOW_REQS, LEAVES_PARTIALS = range(7)
+NUM_REQS, NUM_RUNS, WIDE_RUNS, LOW_RUNS, NEXT_TILE, LOW_REQS, RESULTS = range(7)
+PARTIAL, OUTPUT = 1, 2
 WORDS = 8  # per tile: 32 bytes, a sector of memory
 
 

@@ -28,19 +28,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
+from vllm_prefixshare.kernels.hopper.metadata import visible, word
 from vllm_prefixshare.kernels.hopper.producer import (
     FIRST_ROW,
     HALF_ROWS,
     KIND,
     LAST_ROW,
     LAST_TILE,
-    LEAVES_PARTIALS,
     LOW_REQS,
     NEEDS_MASK,
     NEXT_TILE,
     NUM_REQS,
     NUM_RUNS,
-    POSITIONS,
+    OUTPUT,
+    PARTIAL,
+    RESULTS,
     TILE_ROWS,
     WORDS,
     produce,
@@ -55,43 +57,6 @@ MASKED = gl.constexpr(-1e30)
 LOWEST = gl.constexpr(-1e20)
 WIDE_TILES = gl.constexpr(2)  # KV tiles of V in float16
 WIDE_WARPS = gl.constexpr(2)  # that widen V; with the two producers they are a warpgroup
-
-
-@gluon.jit
-def _word(meta, i, WARPS: gl.constexpr = 4):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(meta.index(i).load(ONE), 0)
-
-
-@gluon.jit
-def _visible(meta, stage, tile_row, query, token, tree_mask, tree_words, cols,
-             QUERY_LEN: gl.constexpr, TREE: gl.constexpr, WINDOW: gl.constexpr, NB: gl.constexpr,
-             PIECE: gl.constexpr, KV_TILE: gl.constexpr, S: gl.constexpr):
-    """Which tokens of the KV tile each row reads. query: its position, in the request if there is a
-    window, else among the queries.
-    """
-    rows = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
-    for j in gl.static_range(NB):
-        rows = gl.where(cols // PIECE == j, _word(meta, stage * 32 + j), rows)
-    ok = (tile_row[:, None] >= (rows & 255)[None, :]) & (
-        tile_row[:, None] < ((rows >> 8) & 255)[None, :]
-    )
-    ok &= (cols % PIECE < (rows >> 16))[None, :]
-    if QUERY_LEN > 1 or WINDOW > 0:
-        key = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
-        for j in gl.static_range(NB):
-            key = gl.where(cols // PIECE == j, _word(meta, stage * 32 + POSITIONS + j), key)
-        key += cols % PIECE
-        if TREE:
-            inside = ok & (key >= 0)[None, :]
-            at = tree_mask + (token * tree_words)[:, None] + (key >> 5)[None, :]
-            words = gl.load(at, mask=inside, other=-1)
-            ok &= ((words >> (key & 31)[None, :]) & 1) != 0
-        elif QUERY_LEN > 1:
-            ok &= key[None, :] <= query[:, None]
-        if WINDOW > 0:
-            ok &= key[None, :] > (query - WINDOW)[:, None]
-    return ok
 
 
 @gluon.jit
@@ -117,7 +82,7 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
             stage = count % STAGES
             place = count % WIDE_TILES
             mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
-            kind = _word(meta, stage * 32 + KIND, WIDE_WARPS)
+            kind = word(meta, stage * 32 + KIND, WIDE_WARPS)
             mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
             for i in gl.static_range(KV_TILE // ROWS):
                 numbers = v_smem.index(stage).slice(i * ROWS, ROWS, 0).load(LAYOUT)
@@ -151,6 +116,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O)
+    # four lanes share a row of S
+    LANES: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [HALF_ROWS, 4]
+    )
+    L_ROW: gl.constexpr = gl.SliceLayout(1, LANES)
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     Q_ROW: gl.constexpr = gl.SliceLayout(1, Q)
     dtype: gl.constexpr = out.dtype.element_ty
@@ -177,13 +147,15 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     cols = gl.arange(0, KV_TILE, gl.SliceLayout(0, S))
     zero = gl.zeros([HALF_ROWS, KV_TILE], gl.float32, S)
     count = 0
+    stage = 0
+    phase = 0
     tile = worker
     while tile >= 0:
         num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
         num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
         next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
         half = gl.load(tile_info + tile * WORDS + LOW_REQS)
-        leaves_partials = gl.load(tile_info + tile * WORDS + LEAVES_PARTIALS)
+        results = gl.load(tile_info + tile * WORDS + RESULTS)
         # this half holds the requests [begin, end) of the tile
         if R > HALF_ROWS:
             begin = 0
@@ -211,10 +183,13 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         fence_async_shared()
         barrier()
         query = row_s * 0
-        token_s = row_s * 0
         if QUERY_LEN > 1:
             query = (base - low + row_s) % R // G
-            token_s = gl.convert_layout(gl.where(there, token, 0), S_ROW)
+        mask_words = ()
+        if TREE:  # here, because in the loop it would be a load for each score
+            mask_at = tree_mask + gl.convert_layout(gl.where(there, token, 0), S_ROW) * tree_words
+            for i in gl.static_range((QUERY_LEN + 31) // 32):
+                mask_words += (gl.load(mask_at + i),)  # type: ignore[assignment]
         if WINDOW > 0:
             position = gl.load(seq_lens + request, mask=there, other=0) - 1
             if QUERY_LEN > 1:
@@ -224,19 +199,19 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
 
         acc = gl.zeros([HALF_ROWS, D], gl.float32, O)
         m = gl.full([HALF_ROWS], LOWEST, gl.float32, S_ROW)
-        total = gl.zeros([HALF_ROWS], gl.float32, S_ROW)
+        # each lane adds up its own columns, and the lanes are added at the end of the tile
+        sums = gl.zeros([HALF_ROWS, 4], gl.float32, LANES)
         if sinks is not None:  # counts in outputs, not in partial results
             sink = gl.load(sinks + head_q).to(gl.float32) * LOG2E
             m = gl.convert_layout(gl.where(there & (partial < 0), sink, LOWEST), S_ROW)
             m = gl.maximum(m, LOWEST)
-            total = gl.where(m > LOWEST, 1.0, 0.0)
+            sums += gl.convert_layout(gl.where(m > LOWEST, 0.25, 0.0), L_ROW)[:, None]
         kind = gl.where(num_runs > 0, 0, LAST_TILE)
         while (kind & LAST_TILE) == 0:
-            stage = count % STAGES
-            mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
-            kind = _word(meta, stage * 32 + KIND)
-            first = _word(meta, stage * 32 + FIRST_ROW)
-            last = _word(meta, stage * 32 + LAST_ROW)
+            mbarrier.wait(bars.index(stage), phase)
+            kind = word(meta, stage * 32 + KIND)
+            first = word(meta, stage * 32 + FIRST_ROW)
+            last = word(meta, stage * 32 + LAST_ROW)
             if (last > low) & (first < high):
                 s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
                                   use_acc=False, is_async=True)
@@ -248,8 +223,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 if not FP8:
                     uneven = uneven | (first > low) | (last < low + used_rows)
                 if uneven:
-                    ok = _visible(meta, stage, row_s, query, token_s, tree_mask, tree_words, cols,
-                                  QUERY_LEN, TREE, WINDOW, NB, PIECE, KV_TILE, S)
+                    ok = visible(meta, stage, row_s, query, mask_words, cols, QUERY_LEN, TREE,
+                                 WINDOW, NB, PIECE, KV_TILE, S)
                     s = gl.where(ok, s, MASKED)
                 if FP8:
                     # a row outside the interval has an infinite maximum in this KV tile
@@ -261,14 +236,26 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                     p = gl.exp2(s * qk_scale - m_new[:, None])
                 alpha = gl.exp2(m - m_new)
                 m = m_new
-                total = total * alpha + gl.sum(p, 1)
+                columns = gl.sum(gl.sum(p.reshape([HALF_ROWS, KV_TILE // 8, 4, 2]), 3), 1)
+                sums = sums * gl.convert_layout(alpha, L_ROW)[:, None]
+                sums += gl.convert_layout(columns, LANES, assert_trivial=True)
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                v_tile = v_smem.index(stage)
                 if FP8:
-                    v_tile = wide.index(count % WIDE_TILES)
                     mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
-                acc = warpgroup_mma(gl.convert_layout(p.to(weights), P), v_tile, acc,
-                                    is_async=True)
+                    acc = warpgroup_mma(gl.convert_layout(p.to(weights), P),
+                                        wide.index(count % WIDE_TILES), acc, is_async=True)
+                else:
+                    # Two products: the first runs while the weights of the second are computed.
+                    # A single one starts behind all of them, and as Triton 3.8 orders the
+                    # additions, behind their sums.
+                    parts = p.to(weights).reshape([HALF_ROWS, 2, KV_TILE // 2])
+                    p_first, p_second = gl.split(parts.permute((0, 2, 1)))
+                    v_tile = v_smem.index(stage)
+                    acc = warpgroup_mma(gl.convert_layout(p_first, P),
+                                        v_tile.slice(0, KV_TILE // 2, 0), acc, is_async=True)
+                    acc = warpgroup_mma(gl.convert_layout(p_second, P),
+                                        v_tile.slice(KV_TILE // 2, KV_TILE // 2, 0), acc,
+                                        is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
             elif FP8:
                 # else this half could arrive for a later KV tile before the other does for this
@@ -277,6 +264,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 mbarrier.arrive(wide_bars.index(WIDE_TILES + count % WIDE_TILES), count=1)
             mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
+            stage += 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
 
         if next_tile < 0:
             # merge states may be launched, and waits until all results are written; launched
@@ -286,24 +276,26 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         if used_rows > 0:
             # a row that saw no token at all has weight zero in the merge
             seen = m > LOWEST
+            total = gl.convert_layout(gl.sum(sums, 1), S_ROW)
             acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
             if FP8:
                 acc *= v_scale
-            barrier()
-            out_tile.store(acc.to(dtype))
-            barrier()
-            at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
-            direct = inside & (partial < 0)[:, None]
-            gl.store(out + at[:, None] + dim_q[None, :], out_tile.load(Q), mask=direct)
+            # A branch on a reduction over `partial` would cost every iteration of the loop above:
+            # from Triton 3.8 on a reduction ends in a shuffle, ptxas then considers the warps
+            # divergent, and builds the descriptors of wgmma in vector registers.
+            if (results & OUTPUT) != 0:
+                barrier()
+                out_tile.store(acc.to(dtype))
+                barrier()
+                at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
+                direct = inside & (partial < 0)[:, None]
+                gl.store(out + at[:, None] + dim_q[None, :], out_tile.load(Q), mask=direct)
             if out_lse is not None:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
                 gl.store(out_lse + token.to(gl.int64) * Q_HEADS + head_q,
                          gl.convert_layout(lse, Q_ROW), mask=there & (partial < 0))
             merged = there & (partial >= 0)
-            # A branch on a reduction over `merged` would cost every iteration of the loop above:
-            # from Triton 3.8 on a reduction ends in a shuffle, ptxas then considers the warps
-            # divergent, and builds the descriptors of wgmma in vector registers.
-            if leaves_partials != 0:
+            if (results & PARTIAL) != 0:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
                 lse_at = (partial * QUERY_LEN + row_q % R // G) * Q_HEADS + head_q
                 gl.store(partial_lse + lse_at, gl.convert_layout(lse, Q_ROW), mask=merged)

@@ -7,12 +7,14 @@ import numpy as np
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.hopper.arrays import (
-    LEAVES_PARTIALS,
     LOW_REQS,
     LOW_RUNS,
     NEXT_TILE,
     NUM_REQS,
     NUM_RUNS,
+    OUTPUT,
+    PARTIAL,
+    RESULTS,
     WIDE_RUNS,
     WORDS,
     PlanArrays,
@@ -164,7 +166,7 @@ def link_tiles(
             for k in range(2):
                 slots[k, place, :num_reqs] = reqs[k][first_req : first_req + num_reqs]
             for req in range(first_req, first_req + num_reqs):
-                info[place, LEAVES_PARTIALS] |= reqs[1][req] >= 0
+                info[place, RESULTS] |= PARTIAL if reqs[1][req] >= 0 else OUTPUT
             half = (num_reqs + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
             if num_reqs <= half_requests:

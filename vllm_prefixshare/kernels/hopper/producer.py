@@ -21,12 +21,15 @@ WIDE_RUNS = gl.constexpr(tile_info_words.WIDE_RUNS)
 LOW_RUNS = gl.constexpr(tile_info_words.LOW_RUNS)
 NEXT_TILE = gl.constexpr(tile_info_words.NEXT_TILE)
 LOW_REQS = gl.constexpr(tile_info_words.LOW_REQS)
-LEAVES_PARTIALS = gl.constexpr(tile_info_words.LEAVES_PARTIALS)
+RESULTS = gl.constexpr(tile_info_words.RESULTS)
 WORDS = gl.constexpr(tile_info_words.WORDS)
 
 HALF_ROWS = gl.constexpr(64)  # query rows of one consumer warpgroup: wgmma's M
 TILE_ROWS = gl.constexpr(128)
 OPEN_END = gl.constexpr(-1)
+# bits of RESULTS
+PARTIAL = gl.constexpr(tile_info_words.PARTIAL)
+OUTPUT = gl.constexpr(tile_info_words.OUTPUT)
 # words of a stage's metadata, after the slots and the slots' positions
 POSITIONS = gl.constexpr(8)
 KIND = gl.constexpr(16)
