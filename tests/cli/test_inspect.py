@@ -270,4 +270,5 @@ def test_another_gpu_has_a_roofline_scaled_by_its_memory(name):
     assert isinstance(found.cost, AnalyticCost)
     assert "not measured" in found.says
     whole = found.cost.roofline.bytes_per_us * GPUS[name].multiprocessors
-    assert whole / GPUS[name].gb_per_s == pytest.approx(3.15e4 * 132 / 4800)
+    here = 3.15e4 if GPUS[name].capability == (9, 0) else 1.9e4  # of the Hopper kernel; portable
+    assert whole / GPUS[name].gb_per_s == pytest.approx(here * 132 / 4800)
