@@ -126,7 +126,6 @@ class PlannerConfig:
     grouping: merge short nodes into their children (FastTree, section 4.2).
     cut_size: tokens at whose multiples ``depth_first`` may cut a KV segment, a divisor of the block
         size; None for whole blocks.
-    kv_tile: tokens that a kernel multiplies at once; ``depth_first`` cuts long segments there.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
@@ -146,7 +145,6 @@ class PlannerConfig:
     max_partials: int = 1 << 30
     grouping: bool = True
     cut_size: int | None = None
-    kv_tile: int = 128
     num_splits: int = 4
     kv_chunk_size: int = 512
     rebalance_factor: float = 1.5

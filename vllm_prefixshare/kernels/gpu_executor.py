@@ -21,8 +21,8 @@ from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
-#: most tokens that a kernel multiplies at once, powers of two; the second of latents
-KV_TILE, LATENT_KV_TILE = 128, 64
+#: most tokens that a kernel multiplies at once; a power of two
+KV_TILE = 128
 #: most ``LayerExtras`` that an executor remembers as checked
 MOST_EXTRAS = 1024
 
@@ -106,7 +106,6 @@ class GpuExecutor:
             max_tile_runs=self.max_tile_runs,
             sliding_window=self.attention.sliding_window,
             cut_size=self._cut_size,
-            kv_tile=KV_TILE if self.attention.kv_lora_rank is None else LATENT_KV_TILE,
             **options,
         )
         room = self._capacity

@@ -29,6 +29,8 @@ from vllm_prefixshare.planning.dividers.windows import Runs, ends_of_windows, li
 from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.records import OPEN_END, FloatArray, Forest, IntArray, WorkTiles
 
+#: tokens that a kernel multiplies at once
+KV_TILE = 128
 #: A worker may exceed its target by this part of it and this part of a tile's overhead.
 SLACK, OVERHEAD_SLACK = 0.02, 0.2
 #: bisection ends at this precision
@@ -56,14 +58,9 @@ class Limits(NamedTuple):
     kv_tile: int
 
     @classmethod
-    def of(cls, problem: DivisionProblem, kv_tile: int | None = None) -> "Limits":
-        """The limits of ``problem``; kv_tile is rounded up to a multiple of cut_size.
-
-        Args:
-            kv_tile: None for the configuration's.
-        """
+    def of(cls, problem: DivisionProblem, kv_tile: int = KV_TILE) -> "Limits":
+        """The limits of ``problem``; kv_tile is rounded up to a multiple of cut_size."""
         size = problem.config.cut_size or problem.block_size
-        kv_tile = kv_tile or problem.config.kv_tile
         return cls(
             problem.config.num_workers,
             min(problem.config.max_tile_requests, problem.forest.num_reqs),
