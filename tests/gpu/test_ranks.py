@@ -214,13 +214,20 @@ def ranks() -> dict[int, dict[Any, Any]]:
     del probe
     began = time.time()
     world = multiprocessing.spawn(at_work, (port, began, results), nprocs=RANKS, join=False)
+    ended = False
     try:
-        while not world.join(1.0):
-            assert time.time() < began + DEADLINE, "a rank hangs"
+        while not ended and time.time() < began + DEADLINE:
+            ended = world.join(1.0)
     finally:
         for process in world.processes:
             process.kill()
-    return dict(results.get() for _ in range(RANKS))
+    found = {}
+    while not results.empty():
+        rank, of_rank = results.get()
+        found[rank] = of_rank
+    assert len(found) == RANKS, "a rank hangs, and left no results"
+    found[0]["ended"] = ended
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -230,6 +237,10 @@ def test_every_rank_has_the_attention_over_all_tokens(ranks, case, way):
         assert error < 8e-3 and lse_error < 2e-2
     if way != "ring":  # ranks that continue decoding must choose the same token
         assert ranks[0][case, way][2] == ranks[1][case, way][2]
+
+
+def test_a_rank_ends_whose_partner_has_ended(ranks):
+    assert ranks[0]["ended"]
 
 
 @pytest.mark.parametrize(
