@@ -460,8 +460,8 @@ def triton_table() -> str:
         f"{first['gpu']}, torch {first['versions']['torch']}; `{first['command']}` under each "
         "Triton in turns, twice: microseconds, the faster of both runs.",
         "",
-        "| workload | roof | 3.6.0 | 3.8.0 | 3.8.0 / 3.6.0 |",
-        "|---|---|---|---|---|",
+        "| workload | heads | roof | 3.6.0 | 3.8.0 | 3.8.0 / 3.6.0 |",
+        "|---|---|---|---|---|---|",
     ]
     for i, cell in enumerate(first["cells"]):
         old, new = (
@@ -469,8 +469,8 @@ def triton_table() -> str:
             for triton in ("3.6.0", "3.8.0")
         )
         lines.append(
-            f"| {cell['workload']} | {cell['roof_ms'] * 1e3:.1f} | {old:.1f} | {new:.1f} "
-            f"| {new / old:.3f} |"
+            f"| {cell['workload']} | {cell['heads']} | {cell['roof_ms'] * 1e3:.1f} | {old:.1f} "
+            f"| {new:.1f} | {new / old:.3f} |"
         )
     return "\n".join(lines)
 
