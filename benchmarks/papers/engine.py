@@ -49,7 +49,7 @@ def run_engines(names: tuple[str, ...], repeats: int, *options: str) -> dict[str
 
 
 def time_engines(setting: Setting) -> Iterator[Point]:
-    yield from points_of(WORKLOADS, setting)
+    yield from points_of(WORKLOADS, setting, "--start-together")
 
 
 def time_sweeps(setting: Setting) -> Iterator[Point]:
