@@ -320,7 +320,7 @@ def test_engines_are_started_once_and_what_they_finished_counts(monkeypatch):
     assert longest + args.tokens <= args.max_model_len
     assert max(w.num_reqs for w in work.SWEEPS.values()) <= args.max_num_seqs
     assert [f.get("right") for f in found[:3]] == [True, False, None]
-    assert all("240 s" in f["failed"] for f in found[2:])
+    assert all(f"{paper_engine.SECONDS} s" in f["failed"] for f in found[2:])
     good = {p.name: f for p, f in zip(points[:2], found, strict=False)}
     assert "2.0 to 2.0 times" in paper_engine.engines_sentence(good)
 

@@ -20,7 +20,7 @@ SWEEP_OPTIONS = (
     *("--tokens", "32", "--start-together"),
 )
 #: seconds after which engines are stopped; workloads that they have finished count
-SECONDS = 240
+SECONDS = 180
 
 
 @cache
