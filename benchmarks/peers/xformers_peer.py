@@ -60,7 +60,13 @@ class XFormers:
             try:
                 found.append(launch(op, name))
             except Exception as e:  # operators report unsupported cases with many exception types
-                reasons.append(f"{name}: {first_line(e)}")
+                reasons.append(f"{name}: {why(e)}")
         if not found:
             raise UnavailableError("; ".join(reasons))
         return found
+
+
+def why(error: Exception) -> str:
+    """The first reason that xformers gives for an unsupported case, or the error's first line."""
+    _, said, reasons = str(error).partition("is not supported because:")
+    return reasons.strip().splitlines()[0] if said else first_line(error)
