@@ -8,7 +8,7 @@ import pytest
 from tests.batches import paged_batch
 from tests.planning.strategies import make_planner
 from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
-from vllm_prefixshare.kernels.hopper.layout import linked_layout
+from vllm_prefixshare.kernels.hopper.layout import first_request, linked_layout
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -46,6 +46,15 @@ def kind(run: tuple, half: int, rows: int) -> int:
     return 1 if last <= half else 2
 
 
+def turned(run: tuple, first: int, num_reqs: int) -> tuple:
+    """A run of a tile when request ``first`` of the tile comes first."""
+    *where, start, end = run
+    if end - start < num_reqs:
+        start, end = (start - first) % num_reqs, (end - first - 1) % num_reqs + 1
+        assert start < end, "the readers of a run are neighbours"
+    return *where, start, end
+
+
 def linked_tile(layout: dict[str, np.ndarray], place: int) -> tuple:
     """Slots and runs of a tile, in the form of ``tile_in_plan``."""
     n, num_runs = layout["tile_info"][place, :2].tolist()
@@ -78,7 +87,9 @@ def test_every_worker_finds_its_tiles_from_its_own_place(divider, workers, rows)
             expected_slots, expected_runs = tile_in_plan(plan, tile)
             n, half = len(slots), int(info[place, 5])
             assert half in ((n + 1) // 2, n if n * rows <= 64 else 0)
-            assert slots == expected_slots
+            first = expected_slots.index(slots[0])
+            assert slots == expected_slots[first:] + expected_slots[:first]
+            expected_runs = [turned(run, first, n) for run in expected_runs]
             by_kind = sorted(expected_runs, key=lambda run: kind(run, half, rows))
             assert runs == by_kind, "stable"
             kinds = [kind(run, half, rows) for run in runs]
@@ -116,6 +127,36 @@ def test_runs_of_both_halves_come_first_then_those_of_the_low_half():
     assert layout["run_kv_start"][0, :6].tolist() == [2, 5, 0, 3, 1, 4]
     assert layout["tile_info"][0, :6].tolist() == [5, 6, 2, 2, 0, 3]
     assert linked_layout(one_tile, 65, 8, 8).tile_info[0, :4].tolist() == [5, 6, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("runs", "half", "first"),
+    [
+        ([(0, 8), (0, 1), (1, 2), (2, 3), (3, 4), (4, 5)], 4, 2),  # three and two
+        ([(0, 8), *((i, i + 1) for i in range(8))], 4, 0),  # as much already
+        ([(0, 8), (0, 3), (0, 1), (1, 2), (2, 3)], 4, 5),  # both halves read what the three share
+        ([(0, 2), (0, 1), (1, 2), (2, 4), (2, 3), (3, 4)], 4, 2),  # a pair for each half
+        ([(0, 3), (3, 5), (5, 8)], 4, 0),  # any turn cuts one of them
+        ([(0, 1)], 1, 0),
+        ([], 2, 0),
+    ],
+)
+def test_the_request_that_comes_first(runs, half, first):
+    starts, ends = np.array(runs, np.int32).reshape(-1, 2).T.copy()
+    pieces = np.full(len(runs), 4)
+    assert first_request(2 * half, half, starts, ends, pieces) == first
+
+
+def test_private_parts_of_one_half_of_the_requests_are_read_by_both_halves():
+    """Two workers share 32 requests: one reads the document and some of the private parts."""
+    work = tree("1,32_2048,256")
+    planner = make_planner(
+        16, divider="depth_first", gqa=4, num_workers=2, max_tile_requests=32, max_tile_runs=64
+    )
+    plan = planner.update(work.block_table, work.seq_lens)
+    info = linked_layout(plan, 4, 32, 64).tile_info
+    for _, num_runs, wide, low, _, _, _, _ in info:
+        assert wide <= 1 and abs(num_runs - wide - 2 * low) <= 1
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,9 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                     # a row outside the interval has an infinite maximum in this KV tile
                     reads = (row_s >= first) & (row_s < last)
                     m_new = gl.maximum(m, gl.where(reads, gl.max(s, 1) * qk_scale, LOWEST))
+                    # A wait ends a basic block. Here, so that the assembler can order the weights
+                    # and V's products as one; earlier, V would not be widened yet.
+                    mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
                     p = gl.exp2(s * qk_scale - gl.where(reads, m_new, -MASKED)[:, None])
                 else:
                     m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
@@ -240,22 +243,17 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 sums = sums * gl.convert_layout(alpha, L_ROW)[:, None]
                 sums += gl.convert_layout(columns, LANES, assert_trivial=True)
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                if FP8:
-                    mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
-                    acc = warpgroup_mma(gl.convert_layout(p.to(weights), P),
-                                        wide.index(count % WIDE_TILES), acc, is_async=True)
-                else:
-                    # Two products: the first runs while the weights of the second are computed.
-                    # A single one starts behind all of them, and as Triton 3.8 orders the
-                    # additions, behind their sums.
-                    parts = p.to(weights).reshape([HALF_ROWS, 2, KV_TILE // 2])
-                    p_first, p_second = gl.split(parts.permute((0, 2, 1)))
-                    v_tile = v_smem.index(stage)
-                    acc = warpgroup_mma(gl.convert_layout(p_first, P),
-                                        v_tile.slice(0, KV_TILE // 2, 0), acc, is_async=True)
-                    acc = warpgroup_mma(gl.convert_layout(p_second, P),
-                                        v_tile.slice(KV_TILE // 2, KV_TILE // 2, 0), acc,
-                                        is_async=True)
+                # Two products: the first runs while the weights of the second are computed. A
+                # single one starts behind all of them, and as Triton 3.8 orders the additions,
+                # behind their sums.
+                parts = p.to(weights).reshape([HALF_ROWS, 2, KV_TILE // 2])
+                p_first, p_second = gl.split(parts.permute((0, 2, 1)))
+                v_tile = wide.index(count % WIDE_TILES) if FP8 else v_smem.index(stage)
+                acc = warpgroup_mma(gl.convert_layout(p_first, P),
+                                    v_tile.slice(0, KV_TILE // 2, 0), acc, is_async=True)
+                acc = warpgroup_mma(gl.convert_layout(p_second, P),
+                                    v_tile.slice(KV_TILE // 2, KV_TILE // 2, 0), acc,
+                                    is_async=True)
                 acc = warpgroup_mma_wait(0, [acc])
             elif FP8:
                 # else this half could arrive for a later KV tile before the other does for this

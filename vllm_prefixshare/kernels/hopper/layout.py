@@ -67,9 +67,11 @@ def linked_layout(
     ``w``, without runs if the worker is idle, and each tile names the next one of its worker.
 
     The rows of a tile are a low and a high half of 64. Each takes half of the tile's requests
-    (or half of the rows, if one request has more than 64), so that both have work. Where all
-    requests fit into the low half, it takes them all if both halves would read most KV tiles, and
-    hinder each other, or if that makes fewer KV tiles, because runs of a kind are padded together.
+    (or half of the rows, if one request has more than 64), so that both have work. A tile may hold
+    the private parts of its first requests only; so its requests are turned round, as a ring, to
+    where the halves read as much as each other. Where all requests fit into the low half, it takes
+    them all if both halves would read most KV tiles, and hinder each other, or if that makes fewer
+    KV tiles, because runs of a kind are padded together.
 
     Args:
         rows_per_request: query rows of one request on one KV head.
@@ -118,6 +120,44 @@ def _kind(start: int, end: int, half: int) -> int:
 
 
 @compiled
+def first_request(
+    num_reqs: int, half: int, starts: IntArray, ends: IntArray, pieces: IntArray
+) -> int:
+    """The request of a tile that comes first when its requests are turned round so that the busier
+    half reads least. Requests stay in their order, as a ring, so the readers of a run stay
+    neighbours if none of them lie across the turn.
+
+    Args:
+        half: requests in the low half.
+        starts, ends: readers of each run. pieces: of each run.
+    """
+    across = np.zeros(num_reqs + 1, np.int64)  # pieces of runs that are read on both sides
+    before = np.zeros(num_reqs + 1, np.int64)  # pieces of runs that begin before a request
+    for run in range(len(starts)):
+        if ends[run] - starts[run] < num_reqs:
+            read = max(1, pieces[run])
+            across[starts[run] + 1] += read
+            across[ends[run]] -= read
+            before[starts[run] + 1] += read
+    across, before = np.cumsum(across), np.cumsum(before)
+    best, least = 0, before[num_reqs] + 1
+    for first in range(num_reqs):
+        if across[first]:
+            continue
+        end = first + half
+        if end < num_reqs:
+            both = across[end]
+            low = before[end] - before[first] - both
+        else:
+            both = across[end - num_reqs]
+            low = before[num_reqs] - before[first] + before[end - num_reqs] - both
+        busier = both + max(low, before[num_reqs] - low - both)
+        if busier < least:
+            best, least = first, busier
+    return best
+
+
+@compiled
 def link_tiles(
     work_indptr: IntArray,
     req_indptr: IntArray,
@@ -163,35 +203,41 @@ def link_tiles(
                 info[place, NEXT_TILE] = free + 1
                 place, free = free, free + 1
             first_req, num_reqs = req_indptr[tile], req_indptr[tile + 1] - req_indptr[tile]
-            for k in range(2):
-                slots[k, place, :num_reqs] = reqs[k][first_req : first_req + num_reqs]
-            for req in range(first_req, first_req + num_reqs):
-                info[place, RESULTS] |= PARTIAL if reqs[1][req] >= 0 else OUTPUT
-            half = (num_reqs + 1) // 2
             first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
+            half = (num_reqs + 1) // 2
+            starts = run_reader_start[first_run:last_run].copy()
+            ends = run_reader_end[first_run:last_run].copy()
+            first = first_request(num_reqs, half, starts, ends, run_pieces[first_run:last_run])
+            for run in range(len(starts)):
+                readers = ends[run] - starts[run]
+                if readers < num_reqs:
+                    starts[run] = (starts[run] - first) % num_reqs
+                    ends[run] = starts[run] + readers
+            for slot in range(num_reqs):
+                req = first_req + (first + slot) % num_reqs
+                slots[0, place, slot], slots[1, place, slot] = reqs[0][req], reqs[1][req]
+                info[place, RESULTS] |= PARTIAL if reqs[1][req] >= 0 else OUTPUT
             if num_reqs <= half_requests:
                 pieces = np.zeros(3, np.int64)
-                for run in range(first_run, last_run):
-                    start, end = run_reader_start[run], run_reader_end[run]
-                    pieces[_kind(start, end, half)] += run_pieces[run]
+                for run in range(len(starts)):
+                    pieces[_kind(starts[run], ends[run], half)] += run_pieces[first_run + run]
                 kv_tiles = (pieces + tile_pieces - 1) // tile_pieces
                 in_one = (pieces.sum() + tile_pieces - 1) // tile_pieces
                 if 2 * kv_tiles[0] > kv_tiles.sum() or in_one < kv_tiles.sum():
                     half = num_reqs
             wide = low = 0
-            for run in range(first_run, last_run):
-                kind = 0 if all_wide else _kind(run_reader_start[run], run_reader_end[run], half)
+            for run in range(len(starts)):
+                kind = 0 if all_wide else _kind(starts[run], ends[run], half)
                 wide += kind == 0
                 low += kind == 1
             next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
-            for run in range(first_run, last_run):
-                start, end = run_reader_start[run], run_reader_end[run]
-                kind = 0 if all_wide else _kind(start, end, half)
+            for run in range(len(starts)):
+                kind = 0 if all_wide else _kind(starts[run], ends[run], half)
                 at = next_of_kind[kind]
                 next_of_kind[kind] += 1
                 for k in range(3):
-                    out[k, place, at] = runs[k][run]
-                out[3, place, at] = start | end << 16
+                    out[k, place, at] = runs[k][first_run + run]
+                out[3, place, at] = starts[run] | ends[run] << 16
             info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, last_run - first_run
             info[place, WIDE_RUNS], info[place, LOW_RUNS], info[place, LOW_REQS] = wide, low, half
     return info, slots, out
