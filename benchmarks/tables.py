@@ -720,7 +720,7 @@ def order_table() -> str:
     lines += [
         f"| {row['cache']} | {row['run']} | {row['seconds']:.1f} | {row['tokens_per_second']:.0f} "
         f"| {row['cached_share']:.0%} |"
-        for row in result["rows"]
+        for row in sorted(result["rows"], key=lambda row: row["cache"])
     ]
     return "\n".join(lines)
 
