@@ -703,9 +703,9 @@ def scale_measured_table() -> str:
     return "\n".join(lines)
 
 
-def order_table() -> str:
+def order_table(name: str) -> str:
     """The time of shuffled questions with and without order."""
-    result = published("order")
+    result = published(name)
     layers = result.get("layers", 32)
     shape = "shape" if layers == 32 else f"shape with {layers} layers"
     lines = [
@@ -722,6 +722,55 @@ def order_table() -> str:
         f"| {row['cached_share']:.0%} |"
         for row in sorted(result["rows"], key=lambda row: row["cache"])
     ]
+    if ratios := result.get("ratios"):
+        names = [key for key in ratios[0] if key not in ("cache", "repeats")]
+        lines += [
+            "",
+            "Seconds over seconds, the fastest of the repeats; noise: the slowest repeat of any "
+            "run over its fastest.",
+            "",
+            f"| KV cache | repeats | {' | '.join(names)} |",
+            "|" + "---|" * (2 + len(names)),
+            *(
+                f"| {of['cache']} | {of['repeats']} "
+                f"| {' | '.join(f'{of[key]:.3f}' for key in names)} |"
+                for of in sorted(ratios, key=lambda of: of["cache"])
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def arrivals_table() -> str:
+    """Time to first token and throughput under Poisson arrivals, with and without order."""
+    result = published("arrivals")
+    used = result["settings"]
+    lines = [
+        f"{result['device']}, Llama-3.1-8B's shape with {used['layers']} layers, random weights; "
+        f"{versions(result)}. `{result['command']}`: a KV cache for {used['cache']} of the smaller "
+        "workload's distinct tokens. Seconds to the first token in vLLM's order / with "
+        "`VLLM_PREFIXSHARE_ORDER=prefix`, of the requests of all turns; noise: the largest figure "
+        "of a turn over the smallest of the same order.",
+        "",
+        "| workload | load | requests, turns | median | 99th percentile | ratio (noise) "
+        "| tokens/s | ratio (noise) | prompt tokens from the cache | |",
+        "|" + "---|" * 10,
+    ]
+    for row in result["rows"]:
+        both = [row[order] for order in ("off", "prefix")]
+
+        def pair(figure: str, form: str, both: list = both) -> str:
+            return " / ".join(format(of[figure], form) for of in both)
+
+        load = "all at once" if row["rate"] is None else f"{row['load']} ({row['rate']:.1f}/s)"
+        lines.append(
+            f"| {row['workload']} | {load} "
+            f"| {row['requests']}, {len(both[0]['first_token_p99_of_turns'])} "
+            f"| {pair('first_token_p50', '.2f')} | {pair('first_token_p99', '.2f')} "
+            f"| {row['p99_ratio']:.2f} ({row['p99_noise']:.2f}) "
+            f"| {pair('tokens_per_second', '.0f')} "
+            f"| {row['throughput_ratio']:.3f} ({row['throughput_noise']:.3f}) "
+            f"| {pair('cached_share', '.0%')} | {row['verdict']} |"
+        )
     return "\n".join(lines)
 
 
@@ -752,7 +801,9 @@ def context_parallel_table() -> str:
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
     "scale measured": ("docs/scale.md", "scale", scale_measured_table),
-    "order": ("docs/scale.md", "order", order_table),
+    "order": ("docs/scale.md", "order", lambda: order_table("order")),
+    "order sizes": ("docs/scale.md", "order_sizes", lambda: order_table("order_sizes")),
+    "arrivals": ("docs/scale.md", "arrivals", arrivals_table),
     "context parallel": ("docs/scale.md", "context_parallel", context_parallel_table),
     "startup": ("docs/performance.md", "startup", startup_table),
     "headline": ("README.md", "engine", headline),
