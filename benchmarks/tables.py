@@ -659,6 +659,8 @@ def scale_measured_table() -> str:
     result = published("scale")
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
     small = min(row["us"]["small all-reduce"] for row in result["rows"])
+    others = [way for way in ["FlashAttention-3"] if way in result["rows"][0]["us"]]
+    about_fa3 = f"{others[0]}: one sequence with all queries on the own shard. " if others else ""
     lines = [
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
         f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
@@ -667,15 +669,15 @@ def scale_measured_table() -> str:
         f"({result['rates'][0] / 1e6:.2f} TB/s) and a large matrix product "
         f"({result['rates'][1] / 1e6:.0f} TFLOP/s), and of one small all-reduce, the fastest of "
         f"all rows ({small:.0f}). Own shard / its bound: the kernel without any reduction, over "
-        "the bound without the all-reduce. Launched: the "
-        "best tree and the ring called from Python, to the end of their work. Model: what "
-        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of a launched call "
-        "beside shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
+        f"the bound without the all-reduce. {about_fa3}Launched: the best tree and the ring called "
+        "from Python, to the end of their work. Model: what [the model](#what-to-expect-at-scale) "
+        "says of gather. Memory: peak of a launched call beside shard and queries, MiB, gather / "
+        "ring, and by the paper's equations 9 and 8.",
         "",
-        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | bound "
+        f"| tokens | requests | {' | '.join([*trees, 'ring', 'own shard', *others])} | bound "
         "| ring / best tree | best tree / bound | own shard / its bound | best tree / own shard "
         "| launched: tree / ring | model | memory | equations |",
-        "|" + "---|" * (13 + len(trees)),
+        "|" + "---|" * (13 + len(trees) + len(others)),
     ]
     for row in result["rows"]:
         us = row["us"]
@@ -690,6 +692,7 @@ def scale_measured_table() -> str:
             *(us[way] for way in trees),
             us["ring"],
             us["own shard"],
+            *(us[way] for way in others),
             bound,
         )
         lines.append(
