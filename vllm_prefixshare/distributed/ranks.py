@@ -366,7 +366,7 @@ def _errors_left_to_us() -> Iterator[None]:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5",
         "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
     }
     before = {name: os.environ.get(name) for name in chosen}
