@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -703,7 +704,44 @@ def scale_measured_table() -> str:
             f"| {launched:.0f} / {row['launched_us']['ring']:.0f} "
             f"| {tree_us(layer, H200S, result['ranks']):.0f} | {' | '.join(peaks)} |"
         )
+    if long := [row for row in result["rows"] if row["tokens"] >= LONG]:
+        lines += ["", long_contexts(long, trees, others, small)]
     return "\n".join(lines)
+
+
+#: tokens from which on the goals hold
+LONG = 512 << 10
+
+
+def long_contexts(rows: list[dict], trees: list[str], others: list[str], small: float) -> str:
+    """The spread of what the rows of long contexts reach, by the number of requests."""
+
+    def spread(ratios: Iterable[float]) -> str:
+        found = sorted(ratios)
+        return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+    def best(row: dict) -> float:
+        return min(row["us"][way] for way in trees)
+
+    by_requests = [
+        (f"{n} request{'s' * (n > 1)}", [row for row in rows if row["requests"] == n])
+        for n in sorted({row["requests"] for row in rows})
+    ]
+    over_bound = (
+        f"{title} {spread(best(row) / (row['roof_us'] + small) for row in of)}"
+        for title, of in by_requests
+    )
+    title, most = by_requests[-1]
+    alone = (
+        f"{way} {spread(row['us'][way] / row['roof_us'] for row in most)}"
+        for way in ("own shard", *others)
+    )
+    return (
+        f"From {LONG >> 10}k tokens on: ring / best tree "
+        f"{spread(row['us']['ring'] / best(row) for row in rows)}; best tree / bound: "
+        f"{', '.join(over_bound)}; without any reduction, {title}: {', '.join(alone)} times the "
+        "bound without the all-reduce."
+    )
 
 
 def order_table(name: str) -> str:
