@@ -14,8 +14,10 @@ behind an all-reduce, with which the GPUs begin together; the L2 cache is overwr
 same calls launched from Python are timed by the host, from a barrier to the end of their work. The
 bound is the time in which a rank could read its shard and multiply, at the rates that a large copy
 and a large matrix product reach here, plus the measured time of one small all-reduce in a graph;
-what attention over a long context reaches with many queries is measured beside them. A CPU has no
-graphs; there the bound is the time of the rank's own shard and of the small all-reduce.
+what attention over a long context reaches with many queries is measured beside them, and so is
+vLLM's FlashAttention-3, where it is installed, on the rank's own shard, as one sequence with the
+queries of all requests. A CPU has no graphs; there the bound is the time of the rank's own shard
+and of the small all-reduce.
 """
 
 import argparse
@@ -26,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +38,8 @@ import repository  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from peers import UnavailableError
+from peers.vllm_fa3 import require_fa3
 from results import versions, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -49,6 +54,7 @@ BLOCK_SIZE = 16
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 TIMEOUT = 120.0
 SMALL = 1024  # bytes of the small all-reduce
+FA3, FA3_SPLITS = "FlashAttention-3", 0  # 0: its own choice
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -229,6 +235,8 @@ def measure(
     runs["ring"] = lambda: decoders["ring"].run(q, *caches)
     alone = decoders["gather"]
     runs["own shard"] = lambda: alone.partial(q, own)
+    if (fa3 := flash_attention_3(q, caches, int(own_lens[0]))) is not None:
+        runs[FA3] = fa3
     small = torch.zeros(SMALL // 4, device=device)
     runs["small all-reduce"] = lambda: alone.ranks.all_reduce(small)
 
@@ -254,6 +262,11 @@ def measure(
             torch.cuda.synchronize()
             peaks[way] = torch.cuda.max_memory_allocated() - start
         check(way, out)
+    if fa3 is not None:
+        wanted = alone.partial(q, own).out.float()
+        error = (fa3().float() - wanted).norm() / wanted.norm()
+        if not float(error) <= TOLERANCE["bfloat16"]:
+            raise PrefixShareError(f"{FA3} has another result on the rank's shard: {error:.1e}.")
     # large, because writing it must take longer than launching a replay on the slower host
     flush = torch.empty(4 << 30, dtype=torch.uint8, device=device) if on_gpu else None
 
@@ -333,6 +346,37 @@ def whole_context(
     return merged
 
 
+def flash_attention_3(
+    q: torch.Tensor, caches: list[torch.Tensor], tokens: int
+) -> Callable[[], torch.Tensor] | None:
+    """Attention of all queries over the shard, as one sequence without a mask; None without vLLM's
+    FlashAttention 3.
+    """
+    try:
+        require_fa3(q.device)
+    except (ImportError, UnavailableError):
+        return None
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    starts_q, starts_k = (
+        torch.tensor([0, count], dtype=torch.int32, device=q.device) for count in (len(q), tokens)
+    )
+    k, v = (c.flatten(0, 1)[:tokens] for c in caches)
+    return lambda: flash_attn_varlen_func(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        max_seqlen_q=len(q),
+        max_seqlen_k=tokens,
+        softmax_scale=128**-0.5,
+        causal=False,
+        fa_version=3,
+        num_splits=FA3_SPLITS,
+    )
+
+
 class Captured:
     """A call in a CUDA graph, and the tensors that it returned."""
 
@@ -388,7 +432,7 @@ def gpu_seconds(run: Callable[[], Any], before: Callable[[], Any] | None = None)
     return 1e-3 * begin.elapsed_time(end)
 
 
-WAYS = (*REDUCTIONS, "ring", "own shard", "small all-reduce")
+WAYS = (*REDUCTIONS, "ring", "own shard", FA3, "small all-reduce")
 
 
 def print_heading(args: argparse.Namespace) -> None:
@@ -403,7 +447,7 @@ def print_row(row: dict[str, Any]) -> None:
     best, launched = (min(x[way] for way in REDUCTIONS) for x in (us, row["launched_us"]))
     print(
         f"{row['tokens']:>9} {row['requests']:>5} "
-        + " ".join(f"{x:10.1f}" for x in (*(us[way] for way in WAYS), row["bound_us"]))
+        + " ".join(f"{x:10.1f}" for x in (*(us.get(way, nan) for way in WAYS), row["bound_us"]))
         + f" {us['ring'] / best:10.2f} {best / row['bound_us']:10.2f} {launched:10.1f}"
         + f" {max(row['errors'].values()):10.1e}"
         + ("" if row["right"] else "  WRONG"),

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -659,6 +660,8 @@ def scale_measured_table() -> str:
     result = published("scale")
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
     small = min(row["us"]["small all-reduce"] for row in result["rows"])
+    others = [way for way in ["FlashAttention-3"] if way in result["rows"][0]["us"]]
+    about_fa3 = f"{others[0]}: one sequence with all queries on the own shard. " if others else ""
     lines = [
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
         f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
@@ -667,15 +670,15 @@ def scale_measured_table() -> str:
         f"({result['rates'][0] / 1e6:.2f} TB/s) and a large matrix product "
         f"({result['rates'][1] / 1e6:.0f} TFLOP/s), and of one small all-reduce, the fastest of "
         f"all rows ({small:.0f}). Own shard / its bound: the kernel without any reduction, over "
-        "the bound without the all-reduce. Launched: the "
-        "best tree and the ring called from Python, to the end of their work. Model: what "
-        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of a launched call "
-        "beside shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
+        f"the bound without the all-reduce. {about_fa3}Launched: the best tree and the ring called "
+        "from Python, to the end of their work. Model: what [the model](#what-to-expect-at-scale) "
+        "says of gather. Memory: peak of a launched call beside shard and queries, MiB, gather / "
+        "ring, and by the paper's equations 9 and 8.",
         "",
-        f"| tokens | requests | {' | '.join(trees)} | ring | own shard | bound "
+        f"| tokens | requests | {' | '.join([*trees, 'ring', 'own shard', *others])} | bound "
         "| ring / best tree | best tree / bound | own shard / its bound | best tree / own shard "
         "| launched: tree / ring | model | memory | equations |",
-        "|" + "---|" * (13 + len(trees)),
+        "|" + "---|" * (13 + len(trees) + len(others)),
     ]
     for row in result["rows"]:
         us = row["us"]
@@ -690,6 +693,7 @@ def scale_measured_table() -> str:
             *(us[way] for way in trees),
             us["ring"],
             us["own shard"],
+            *(us[way] for way in others),
             bound,
         )
         lines.append(
@@ -700,12 +704,49 @@ def scale_measured_table() -> str:
             f"| {launched:.0f} / {row['launched_us']['ring']:.0f} "
             f"| {tree_us(layer, H200S, result['ranks']):.0f} | {' | '.join(peaks)} |"
         )
+    if long := [row for row in result["rows"] if row["tokens"] >= LONG]:
+        lines += ["", long_contexts(long, trees, others, small)]
     return "\n".join(lines)
 
 
-def order_table() -> str:
+#: tokens from which on the goals hold
+LONG = 512 << 10
+
+
+def long_contexts(rows: list[dict], trees: list[str], others: list[str], small: float) -> str:
+    """The spread of what the rows of long contexts reach, by the number of requests."""
+
+    def spread(ratios: Iterable[float]) -> str:
+        found = sorted(ratios)
+        return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+    def best(row: dict) -> float:
+        return min(row["us"][way] for way in trees)
+
+    by_requests = [
+        (f"{n} request{'s' * (n > 1)}", [row for row in rows if row["requests"] == n])
+        for n in sorted({row["requests"] for row in rows})
+    ]
+    over_bound = (
+        f"{title} {spread(best(row) / (row['roof_us'] + small) for row in of)}"
+        for title, of in by_requests
+    )
+    title, most = by_requests[-1]
+    alone = (
+        f"{way} {spread(row['us'][way] / row['roof_us'] for row in most)}"
+        for way in ("own shard", *others)
+    )
+    return (
+        f"From {LONG >> 10}k tokens on: ring / best tree "
+        f"{spread(row['us']['ring'] / best(row) for row in rows)}; best tree / bound: "
+        f"{', '.join(over_bound)}; without any reduction, {title}: {', '.join(alone)} times the "
+        "bound without the all-reduce."
+    )
+
+
+def order_table(name: str) -> str:
     """The time of shuffled questions with and without order."""
-    result = published("order")
+    result = published(name)
     layers = result.get("layers", 32)
     shape = "shape" if layers == 32 else f"shape with {layers} layers"
     lines = [
@@ -720,8 +761,57 @@ def order_table() -> str:
     lines += [
         f"| {row['cache']} | {row['run']} | {row['seconds']:.1f} | {row['tokens_per_second']:.0f} "
         f"| {row['cached_share']:.0%} |"
-        for row in result["rows"]
+        for row in sorted(result["rows"], key=lambda row: row["cache"])
     ]
+    if ratios := result.get("ratios"):
+        names = [key for key in ratios[0] if key not in ("cache", "repeats")]
+        lines += [
+            "",
+            "Seconds over seconds, the fastest of the repeats; noise: the slowest repeat of any "
+            "run over its fastest.",
+            "",
+            f"| KV cache | repeats | {' | '.join(names)} |",
+            "|" + "---|" * (2 + len(names)),
+            *(
+                f"| {of['cache']} | {of['repeats']} "
+                f"| {' | '.join(f'{of[key]:.3f}' for key in names)} |"
+                for of in sorted(ratios, key=lambda of: of["cache"])
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def arrivals_table() -> str:
+    """Time to first token and throughput under Poisson arrivals, with and without order."""
+    result = published("arrivals")
+    used = result["settings"]
+    lines = [
+        f"{result['device']}, Llama-3.1-8B's shape with {used['layers']} layers, random weights; "
+        f"{versions(result)}. `{result['command']}`: a KV cache for {used['cache']} of the smaller "
+        "workload's distinct tokens. Seconds to the first token in vLLM's order / with "
+        "`VLLM_PREFIXSHARE_ORDER=prefix`, of the requests of all turns; noise: the largest figure "
+        "of a turn over the smallest of the same order.",
+        "",
+        "| workload | load | requests, turns | median | 99th percentile | ratio (noise) "
+        "| tokens/s | ratio (noise) | prompt tokens from the cache | |",
+        "|" + "---|" * 10,
+    ]
+    for row in result["rows"]:
+        both = [row[order] for order in ("off", "prefix")]
+
+        def pair(figure: str, form: str, both: list = both) -> str:
+            return " / ".join(format(of[figure], form) for of in both)
+
+        load = "all at once" if row["rate"] is None else f"{row['load']} ({row['rate']:.1f}/s)"
+        lines.append(
+            f"| {row['workload']} | {load} "
+            f"| {row['requests']}, {len(both[0]['first_token_p99_of_turns'])} "
+            f"| {pair('first_token_p50', '.2f')} | {pair('first_token_p99', '.2f')} "
+            f"| {row['p99_ratio']:.2f} ({row['p99_noise']:.2f}) "
+            f"| {pair('tokens_per_second', '.0f')} "
+            f"| {row['throughput_ratio']:.3f} ({row['throughput_noise']:.3f}) "
+            f"| {pair('cached_share', '.0%')} | {row['verdict']} |"
+        )
     return "\n".join(lines)
 
 
@@ -752,7 +842,9 @@ def context_parallel_table() -> str:
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
     "scale measured": ("docs/scale.md", "scale", scale_measured_table),
-    "order": ("docs/scale.md", "order", order_table),
+    "order": ("docs/scale.md", "order", lambda: order_table("order")),
+    "order sizes": ("docs/scale.md", "order_sizes", lambda: order_table("order_sizes")),
+    "arrivals": ("docs/scale.md", "arrivals", arrivals_table),
     "context parallel": ("docs/scale.md", "context_parallel", context_parallel_table),
     "startup": ("docs/performance.md", "startup", startup_table),
     "headline": ("README.md", "engine", headline),

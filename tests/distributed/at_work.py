@@ -88,7 +88,9 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
 
     # from here on one rank is late or dead
     held = shard_of(table, lens, caches)
-    late, dead, passing = (make(batch, way, SOON) for way in ("gather", "all_reduce", "ring"))
+    late, dead, passing, meeting = (
+        make(batch, way, SOON) for way in ("gather", "all_reduce", "ring", "gather")
+    )
     for decider in (late, dead, passing):
         decider.plan(table, lens)
     passing.run(batch.q, *caches)
@@ -96,8 +98,9 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
         found["late"] = timed_sentence(lambda: late.run(batch.q, held))
         found["absent"] = timed_sentence(lambda: make(batch, "gather", SOON))
         found["stuck"] = timed_sentence(lambda: wait_for_a_stuck_gpu(late.ranks))
+        found["unmet"] = timed_sentence(lambda: meeting.ranks._meet("passing KV on"))
     else:
-        time.sleep(3 * SOON + 1)
+        time.sleep(4 * SOON + 1)
     if last:
         results.send(found)
         os._exit(7)

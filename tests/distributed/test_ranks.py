@@ -100,6 +100,7 @@ def test_every_rank_says_what_disagrees(world, case, text):
         ("late", "an all-gather failed: another rank has ended, or was elsewhere for 3 s"),
         ("absent", "rank {last} of {size} did not come within 3 s"),
         ("stuck", "an all-gather failed: rank {last} has ended, or was elsewhere for 3 s"),
+        ("unmet", "passing KV on failed: rank {last} has ended, or was elsewhere for 3 s"),
         ("dead", "an all-reduce failed: another rank has ended"),
         ("dead ring", "passing KV on failed: another rank has ended"),
     ],

@@ -92,8 +92,7 @@ class Ranks:
         if backend == "nccl":
             with _errors_left_to_us():
                 self.group = self._new_group(backend, timedelta(days=1))
-            self.exchange(None)
-            # nccl makes its communicator at the first use, and cannot be stopped while it does
+            # nccl makes its communicator at the first use
             self.all_reduce(torch.zeros(1, device=device))
             self.bytes_sent = 0
 
@@ -184,6 +183,7 @@ class Ranks:
         abort = None
         if self.group is not self._host and (doing, num_bytes) not in self._launched:
             # nccl connects when a message of its size is first sent, and waits there for the others
+            self._meet(doing)
             abort = threading.Timer(self.timeout.total_seconds(), self._abort)
             abort.daemon = True
             abort.start()
@@ -194,6 +194,22 @@ class Ranks:
             if abort is not None:
                 abort.cancel()
         self._launched.add((doing, num_bytes))
+
+    def _meet(self, doing: str) -> None:
+        """Wait on the host until all ranks are about to do the same: stopping nccl while it
+        connects is the last resort, because it may not give back its connections then.
+
+        Raises:
+            PrefixShareError: names the ranks that did not come.
+        """
+        self._waits += 1
+        self._say_waiting()
+        until = time.monotonic() + self.timeout.total_seconds()
+        try:
+            dist.barrier(group=self._host)
+        except (RuntimeError, ValueError):
+            # one rank's end ends the barrier; others may only be late
+            self._fail(doing, until)
 
     def synchronize(self) -> None:
         """Wait until the GPU has done what its current stream holds, such as the replay of a CUDA
@@ -224,8 +240,7 @@ class Ranks:
             if waited > 0.1 * patience and not said:
                 # the ranks that wait say so; the others are those that did not come
                 said = True
-                with suppress(RuntimeError):
-                    self._store.set(f"waits {self.rank}", str(self._waits))
+                self._say_waiting()
 
     def _give_up(self, doing: str) -> None:
         """End the connections, and with them the kernel that waits.
@@ -236,13 +251,25 @@ class Ranks:
         # in another thread, because nccl also waits until no graph uses the connections any more
         ending = threading.Thread(target=self._abort, daemon=True)
         ending.start()
+        ending.join(2.0)
+        self._fail(doing)
+
+    def _fail(self, doing: str, until: float = 0.0) -> None:
+        """Raise the error of this and every later call.
+
+        Args:
+            until: time at which a rank that does not wait counts as missing.
+
+        Raises:
+            PrefixShareError: names the ranks that did not come.
+        """
         who = "another rank"
         try:
-            silent = [rank for rank in range(self.size) if not self._is_waiting(rank)]
+            while (silent := self._silent()) and time.monotonic() < until:
+                time.sleep(0.05)
             who = f"rank {_listed(silent)}" if silent else who
         except RuntimeError:
             who = "the rank that holds the store of torch.distributed"
-        ending.join(2.0)
         self._failed = doing, who
         self._check()
 
@@ -257,9 +284,18 @@ class Ranks:
     def _abort(self) -> None:
         dist.distributed_c10d._abort_process_group(self.group)
 
-    def _is_waiting(self, rank: int) -> bool:
-        key = f"waits {rank}"
-        return self._store.check([key]) and int(self._store.get(key)) >= self._waits
+    def _say_waiting(self) -> None:
+        with suppress(RuntimeError):
+            self._store.set(f"waits {self.rank}", str(self._waits))
+
+    def _silent(self) -> list[int]:
+        """The ranks that do not wait as this one does."""
+        keys = {rank: f"waits {rank}" for rank in range(self.size)}
+        return [
+            rank
+            for rank, key in keys.items()
+            if not self._store.check([key]) or int(self._store.get(key)) < self._waits
+        ]
 
     def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """``x``, reduced in place over all ranks.
@@ -322,12 +358,16 @@ class Ranks:
 @contextmanager
 def _errors_left_to_us() -> Iterator[None]:
     """A group of nccl that is made here has no thread that ends the process after an error, or
-    writes down the state of nccl first and then waits for a minute.
+    keeps it from ending: the watchdog would write down the state of nccl and wait for a minute, and
+    the monitor of its heartbeat, whose end the group waits for, for eight.
     """
     chosen = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5",
+        "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
     }
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
