@@ -14,6 +14,7 @@ from vllm_prefixshare.kernels.hopper.arrays import (
     NUM_RUNS,
     OUTPUT,
     PARTIAL,
+    PLAIN_START,
     RESULTS,
     WIDE_RUNS,
     WORDS,
@@ -26,6 +27,9 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 #: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
 LEAST_PIECE = 16
 MAX_HEAD_DIM = 256
+#: Most runs of a tile whose first KV tile is copied before its slots are found. Where there are
+#: more, the KV tiles after it would come later, for a search that waits for its block ids.
+PLAIN_RUNS = 2
 
 
 def kv_tile(head_dim: int) -> int:
@@ -184,6 +188,7 @@ def link_tiles(
                 wide += kind == 0
                 low += kind == 1
             next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
+            wide_pieces = first_pieces = 0
             for run in range(first_run, last_run):
                 start, end = run_reader_start[run], run_reader_end[run]
                 kind = 0 if all_wide else _kind(start, end, half)
@@ -192,6 +197,15 @@ def link_tiles(
                 for k in range(3):
                     out[k, place, at] = runs[k][run]
                 out[3, place, at] = start | end << 16
-            info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, last_run - first_run
+                if kind == 0:
+                    wide_pieces += run_pieces[run]
+                if at == 0:
+                    first_pieces = run_pieces[run]
+            num_runs = last_run - first_run
+            # a pair of narrow KV tiles comes before a single wide one
+            in_order = wide == 0 or wide == num_runs or wide_pieces > tile_pieces
+            if num_runs <= PLAIN_RUNS and in_order and first_pieces >= tile_pieces:
+                info[place, RESULTS] |= PLAIN_START
+            info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, num_runs
             info[place, WIDE_RUNS], info[place, LOW_RUNS], info[place, LOW_REQS] = wide, low, half
     return info, slots, out
