@@ -126,6 +126,9 @@ class PlannerConfig:
     grouping: merge short nodes into their children (FastTree, section 4.2).
     cut_size: tokens at whose multiples ``depth_first`` may cut a KV segment, a divisor of the block
         size; None for whole blocks.
+    query_cut_size: tokens of which pieces are whole multiples, rounded up, where a tile holds
+        several queries of one request: the rest of a kernel's step would be masked for each query.
+        None: as ``cut_size``.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a private part grown past this factor of its planned length asks for
@@ -145,6 +148,7 @@ class PlannerConfig:
     max_partials: int = 1 << 30
     grouping: bool = True
     cut_size: int | None = None
+    query_cut_size: int | None = None
     num_splits: int = 4
     kv_chunk_size: int = 512
     rebalance_factor: float = 1.5

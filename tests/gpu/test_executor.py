@@ -102,6 +102,16 @@ def test_a_plan_serves_sequences_that_grow(kernel):
     assert wrapper.plan(work.block_table, work.seq_lens + 20) is plan
 
 
+def test_a_plan_serves_sequences_that_are_shorter_than_planned(kernel):
+    layer = Layer(tree("6_700"))
+    # one tile for each request: pieces that end before a sequence's end are read whole
+    wrapper = layer.planned(kernel, divider="deft_node")
+    assert wrapper.last_plan.num_partials == 0
+    for lengths in ([1, 100, 127, 128, 129, 699], [40] * 6):
+        layer.seq_lens.copy_(torch.tensor(lengths))
+        layer.check(layer.run(wrapper))
+
+
 def test_the_same_plan_gives_the_same_bits(kernel):
     layer = Layer(tree("1,64_16384,40"))
     wrapper = layer.planned(kernel)

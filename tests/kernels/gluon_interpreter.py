@@ -166,18 +166,21 @@ def _module(name: str, **values) -> types.ModuleType:
 def _stand_ins() -> dict[str, types.ModuleType]:
     """Modules of Gluon's under the names by which kernels import them."""
     gl = _module("gl")
-    for each in ("constexpr", "float32", "int32", "int64", "uint32"):
+    for each in ("constexpr", "float16", "float32", "int32", "int64", "uint32"):
         setattr(gl, each, getattr(tl, each))
-    for each in ("load", "store", "where", "maximum", "minimum", "max", "sum", "exp2", "log2",
-                 "ceil", "program_id", "multiple_of", "gather"):  # fmt: skip
+    for each in ("load", "store", "where", "maximum", "minimum", "max", "min", "sum", "exp2",
+                 "log2", "ceil", "program_id", "multiple_of", "gather", "split"):  # fmt: skip
         setattr(gl, each, late(each))
     for each in ("NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout",
-                 "SwizzledSharedLayout", "DotOperandLayout"):  # fmt: skip
+                 "DistributedLinearLayout", "SwizzledSharedLayout",
+                 "DotOperandLayout"):  # fmt: skip
         setattr(gl, each, nothing)
     gl.arange = lambda start, end, layout=None: tl.arange(start, end)
     gl.zeros = lambda shape, dtype, layout=None: full(shape, 0.0, dtype)
+    gl.zeros_like = lambda x: x * 0
     gl.full = full
-    gl.convert_layout = lambda x, layout: x
+    gl.convert_layout = lambda x, layout, **options: x
+    gl.associative_scan = lambda x, axis, add: tl.cumsum(x, axis)
     gl.static_range = range
     gl.inline_asm_elementwise = nothing
     gl.allocate_shared_memory = allocate_shared_memory

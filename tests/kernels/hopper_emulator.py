@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
+from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, PLAIN_START, RESULTS
 
 TILE_ROWS = 128
 HALF_ROWS = 64
@@ -112,6 +112,12 @@ def kv_tiles(
                 )
             )
         result.append(slots)
+    if plan["tile_info"][tile, RESULTS] & PLAIN_START:
+        # what the producers copy before they know the lengths, if it is their worker's first tile
+        at = start[0] + np.arange(nb) * piece
+        copied = [(int(block_table[row[0], x // block_size]), int(x % block_size)) for x in at]
+        if [(slot.block, slot.offset) for slot in result[0]] != copied:
+            result.insert(0, [Slot(*place, 0, 0, 0, -piece, 0) for place in copied])
     return result
 
 

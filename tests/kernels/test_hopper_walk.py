@@ -13,7 +13,8 @@ from tests.planning.strategies import document_qa, make_planner
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
-from vllm_prefixshare.kernels.hopper.layout import linked_layout
+from vllm_prefixshare.kernels.hopper.arrays import NUM_RUNS, PLAIN_START, RESULTS
+from vllm_prefixshare.kernels.hopper.layout import PLAIN_RUNS, linked_layout
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.tree.token_tree import ancestor_masks
@@ -158,8 +159,32 @@ def test_a_tile_whose_tokens_are_gone_still_ends():
         kv_tiles(layout, tile, 0, batch.block_table, lens, starts, 4, 16, 128, 64)
         for tile in range(2)
     ]
-    assert [len(t) for t in tiles] == [20, 1]
-    assert not any(slot.tokens for slot in tiles[1][0])
+    # the second worker copies a KV tile before it knows the length
+    assert [len(t) for t in tiles] == [20, 2]
+    assert not any(slot.tokens for kv in tiles[1] for slot in kv)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 16])
+@pytest.mark.parametrize("spec", ["1,4,16_1024,64,30", "1,9_300,40", "1,2,8_64,200,128", "6_700"])
+def test_what_is_copied_early_is_the_first_kv_tile(spec, heads):
+    batch, slots = tree(spec, 16), 2 * (64 // heads)
+    planner = make_planner(16, divider="depth_first", num_workers=7, max_tile_requests=slots)
+    plan = planner.update(batch.block_table, batch.seq_lens)
+    layout = linked_layout(plan, heads, slots, 256)._asdict()
+    starts = np.arange(batch.num_reqs + 1, dtype=np.int32)
+    for tile in range(7):
+        if not layout["tile_info"][tile, NUM_RUNS]:
+            continue
+        first = kv_tiles(
+            layout, tile, 0, batch.block_table, batch.seq_lens, starts, heads, 16, 128, 256
+        )[0]
+        assert any(slot.tokens for slot in first), "copied early, and not read"
+        begin = layout["run_kv_start"][tile, 0]
+        in_order = [slot.start for slot in first] == list(range(begin, begin + 128, 16))
+        one_row = {(slot.first, slot.last) for slot in first}
+        early = bool(layout["tile_info"][tile, RESULTS] & PLAIN_START)
+        few = layout["tile_info"][tile, NUM_RUNS] <= PLAIN_RUNS
+        assert early == (few and in_order and len(one_row) == 1)
 
 
 @pytest.mark.parametrize("block_size", [32, 48, 64, 128, 144, 256])

@@ -95,7 +95,7 @@ def test_every_worker_finds_its_tiles_from_its_own_place(divider, workers, rows)
             kinds = [kind(run, half, rows) for run in runs]
             assert info[place, 2:4].tolist() == [kinds.count(0), kinds.count(1)]
             results = {PARTIAL if partial >= 0 else OUTPUT for _, partial in slots}
-            assert info[place, RESULTS] == sum(results)
+            assert info[place, RESULTS] & (PARTIAL | OUTPUT) == sum(results)
             place = int(info[place, 4]) - 1
         if plan.work_indptr[worker] == plan.work_indptr[worker + 1]:
             assert info[place].tolist() == [0, 0, 0, 0, 0, 0, 0, 0], "an idle worker reads nothing"

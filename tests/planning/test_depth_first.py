@@ -197,7 +197,8 @@ def test_one_request_is_cut_for_all_workers_that_it_is_worth(length):
     assert lengths.max() <= lengths.mean() + KV_TILE
 
 
-def test_a_token_tree_is_divided_although_it_has_many_rows():
+@pytest.mark.parametrize(("query_cut_size", "num_tiles"), [(None, 8), (KV_TILE, 6)])
+def test_a_token_tree_is_divided_although_it_has_many_rows(query_cut_size, num_tiles):
     """Its tokens are merged side by side: 64 of them take hardly longer than one."""
     work = tree("1_1300")
     planner = make_planner(
@@ -206,8 +207,13 @@ def test_a_token_tree_is_divided_although_it_has_many_rows():
         num_workers=8,
         max_tile_requests=1,
         divider="depth_first",
+        query_cut_size=query_cut_size,
     )
-    assert planner.update(work.block_table, work.seq_lens, 64).num_tiles == 8
+    plan = planner.update(work.block_table, work.seq_lens, 64)
+    assert plan.num_tiles == num_tiles
+    if query_cut_size:
+        *others, last = plan.run_lengths(work.seq_lens).tolist()
+        assert others == [256] * 5 and last == 20
 
 
 def test_a_piece_shorter_than_a_tiles_overhead_is_not_cut_off():

@@ -106,6 +106,7 @@ class GpuExecutor:
             max_tile_runs=self.max_tile_runs,
             sliding_window=self.attention.sliding_window,
             cut_size=self._cut_size,
+            query_cut_size=KV_TILE if self.name == "hopper" else None,
             **options,
         )
         room = self._capacity

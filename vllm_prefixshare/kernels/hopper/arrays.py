@@ -2,13 +2,14 @@
 ``tile_info``, as the host writes and the kernel reads them.
 
 NEXT_TILE: 1 + the worker's next tile, 0 if there is none. LOW_REQS: requests of the low half.
-RESULTS: PARTIAL if any request of the tile has a partial result, plus OUTPUT if any has none.
+RESULTS: PARTIAL if any request of the tile has a partial result, plus OUTPUT if any has none, plus
+PLAIN_START if there are few runs and the first KV tile is the start of the first one.
 """
 
 from typing import Any, NamedTuple
 
 NUM_REQS, NUM_RUNS, WIDE_RUNS, LOW_RUNS, NEXT_TILE, LOW_REQS, RESULTS = range(7)
-PARTIAL, OUTPUT = 1, 2
+PARTIAL, OUTPUT, PLAIN_START = 1, 2, 4
 WORDS = 8  # per tile: 32 bytes, a sector of memory
 
 

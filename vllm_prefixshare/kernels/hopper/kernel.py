@@ -96,6 +96,16 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
 
 
 @gluon.jit
+def _launch_merging(last):
+    """Let merge states be launched if ``last``. It waits until all results are written; launched
+    earlier, its programs would crowd on multiprocessors without a worker.
+    """
+    if last:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
+                                  dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, meta,
               Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
               QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -266,11 +276,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
 
-        if next_tile < 0:
-            # merge states may be launched, and waits until all results are written; launched
-            # earlier, its programs would crowd on multiprocessors without a worker
-            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
-                                      dtype=gl.int32, is_pure=False, pack=1)
+        if R <= HALF_ROWS:
+            _launch_merging(next_tile < 0)
         if used_rows > 0:
             # a row that saw no token at all has weight zero in the merge
             seen = m > LOWEST
@@ -301,6 +308,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 inside_o = (row_at >= 0)[:, None] & (dim_o < HEAD_DIM)[None, :]
                 row_at = row_at.to(gl.int64)[:, None] * HEAD_DIM
                 gl.store(partial_out + row_at + dim_o[None, :], acc, mask=inside_o)
+            if R > HALF_ROWS:  # many rows take long to store and to merge
+                _launch_merging(next_tile < 0)
         tile = next_tile
 
 

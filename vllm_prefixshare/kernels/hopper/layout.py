@@ -14,6 +14,7 @@ from vllm_prefixshare.kernels.hopper.arrays import (
     NUM_RUNS,
     OUTPUT,
     PARTIAL,
+    PLAIN_START,
     RESULTS,
     WIDE_RUNS,
     WORDS,
@@ -26,6 +27,9 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 #: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
 LEAST_PIECE = 16
 MAX_HEAD_DIM = 256
+#: Most runs of a tile whose first KV tile is copied before its slots are found. Where there are
+#: more, the KV tiles after it would come later, for a search that waits for its block ids.
+PLAIN_RUNS = 2
 
 
 def kv_tile(head_dim: int) -> int:
@@ -231,6 +235,7 @@ def link_tiles(
                 wide += kind == 0
                 low += kind == 1
             next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
+            wide_pieces = first_pieces = 0
             for run in range(len(starts)):
                 kind = 0 if all_wide else _kind(starts[run], ends[run], half)
                 at = next_of_kind[kind]
@@ -238,6 +243,15 @@ def link_tiles(
                 for k in range(3):
                     out[k, place, at] = runs[k][first_run + run]
                 out[3, place, at] = starts[run] | ends[run] << 16
-            info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, last_run - first_run
+                if kind == 0:
+                    wide_pieces += run_pieces[first_run + run]
+                if at == 0:
+                    first_pieces = run_pieces[first_run + run]
+            num_runs = len(starts)
+            # a pair of narrow KV tiles comes before a single wide one
+            in_order = wide == 0 or wide == num_runs or wide_pieces > tile_pieces
+            if num_runs <= PLAIN_RUNS and in_order and first_pieces >= tile_pieces:
+                info[place, RESULTS] |= PLAIN_START
+            info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, num_runs
             info[place, WIDE_RUNS], info[place, LOW_RUNS], info[place, LOW_REQS] = wide, low, half
     return info, slots, out

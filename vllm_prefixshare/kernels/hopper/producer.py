@@ -30,6 +30,7 @@ OPEN_END = gl.constexpr(-1)
 # bits of RESULTS
 PARTIAL = gl.constexpr(tile_info_words.PARTIAL)
 OUTPUT = gl.constexpr(tile_info_words.OUTPUT)
+PLAIN_START = gl.constexpr(tile_info_words.PLAIN_START)
 # words of a stage's metadata, after the slots and the slots' positions
 POSITIONS = gl.constexpr(8)
 KIND = gl.constexpr(16)
@@ -118,6 +119,21 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
 
 
 @gluon.jit
+def _copy(cache, cache_row, k, lane, head, where, bar, tile_smem, PIECE: gl.constexpr,
+          NB: gl.constexpr):
+    """Copy KV tile ``k`` of a batch into its stage; the lanes hold the first rows of its pieces."""
+    _, head_rows, head_cols = where
+    for j in gl.static_range(NB):
+        first = gl.sum(gl.where(lane == k * NB + j, cache_row, 0), 0)
+        async_load(
+            cache,
+            [first + head * head_rows, head * head_cols],
+            bar,
+            tile_smem.slice(j * PIECE, PIECE, 0),
+        )
+
+
+@gluon.jit
 def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, query_start, plan,
             stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
             CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
@@ -129,10 +145,11 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
     ITEM: bytes of an element of the cache.
     """
     tile_info, slot_row, _, run_row, run_kv_start, run_kv_end, run_readers = plan
-    block_rows, head_rows, head_cols = where
+    block_rows, _, _ = where
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     NB: gl.constexpr = KV_TILE // PIECE
     BATCH: gl.constexpr = 32 // NB
+    LOOK_AHEAD: gl.constexpr = (STAGES if STAGES < BATCH else BATCH) - 1
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, RUNS, WARP)
     head = gl.program_id(0) % KV_HEADS
@@ -148,6 +165,7 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
         low_runs = gl.load(tile_info + tile * WORDS + LOW_RUNS)
         next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
         half = gl.load(tile_info + tile * WORDS + LOW_REQS)
+        results = gl.load(tile_info + tile * WORDS + RESULTS)
         # not masked by num_runs: one round trip to memory for all of the tile
         row = gl.load(run_row + tile * RUNS + r)
         kv_start = gl.load(run_kv_start + tile * RUNS + r)
@@ -165,6 +183,17 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
         else:
             length = gl.load(seq_lens + row, mask=open_run, other=0)
             first_query = gl.zeros_like(length)
+        # the worker's first KV tile is copied before the lengths are there and its slots are found
+        copied = gl.where(count == 0, results & PLAIN_START, 0)
+        guess = lane
+        if copied != 0:
+            start = gl.gather(kv_start, lane * 0, 0) + lane % NB * PIECE
+            at = table + gl.gather(row, lane * 0, 0).to(gl.int64) * stride_table
+            guess = gl.load(at + start // BLOCK_SIZE, mask=lane < NB, other=0) * block_rows
+            if PIECE < BLOCK_SIZE:
+                guess += start % BLOCK_SIZE
+            _copy(cache, guess, 0, lane, head, where, bars.index(0), tiles_smem.index(0),
+                  PIECE, NB)
         kv_end = gl.where(open_run, length, kv_end)
         num_pieces = gl.where(there, (kv_end - kv_start + PIECE - 1) // PIECE, 0)
         num_pieces = gl.maximum(num_pieces, 0)
@@ -199,6 +228,14 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
         cache_row, rows, position = _slots(0, tiles, wide, low, high, starts, run, lane, table,
                                            stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB,
                                            RUNS)
+        wrong = (copied != 0) & (lane < NB) & (guess != cache_row)
+        if gl.max(wrong.to(gl.int32), 0) != 0:
+            # the run is shorter than planned: nobody reads what was copied
+            if IS_K:
+                meta.index(0).store(gl.where(lane == FIRST_ROW, TILE_ROWS, 0))
+            mbarrier.expect(bars.index(0), KV_TILE * D * ITEM)
+            count += 1
+            copied = 0
         for batch in range((tiles + BATCH - 1) // BATCH):
             next_cache_row = cache_row
             next_rows = rows
@@ -206,8 +243,12 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
             for k in range(gl.minimum(BATCH, tiles - batch * BATCH)):
                 stage = count % STAGES
                 mbarrier.wait(bars.index(STAGES + stage), ((count // STAGES) & 1) ^ 1)
-                mine = lane // NB == k
+                if copied == 0:
+                    _copy(cache, cache_row, k, lane, head, where, bars.index(stage),
+                          tiles_smem.index(stage), PIECE, NB)
+                copied = 0
                 if IS_K:
+                    mine = lane // NB == k
                     used = mine & (rows >= 65536)
                     first = gl.min(gl.where(used, rows & 255, 255), 0)
                     last = gl.max(gl.where(used, (rows >> 8) & 255, 0), 0)
@@ -227,17 +268,12 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
                         is_position = (lane >= POSITIONS) & (lane < POSITIONS + NB)
                         word = gl.where(is_position, gl.gather(position, own, 0), word)
                     meta.index(stage).store(word)
+                # only now, because consumers read the metadata after this barrier
                 mbarrier.expect(bars.index(stage), KV_TILE * D * ITEM)
-                for j in gl.static_range(NB):
-                    first = gl.sum(gl.where(lane == k * NB + j, cache_row, 0), 0)
-                    async_load(
-                        cache,
-                        [first + head * head_rows, head * head_cols],
-                        bars.index(stage),
-                        tiles_smem.index(stage).slice(j * PIECE, PIECE, 0),
-                    )
                 count += 1
-                if k == 0:  # early enough that no TMA waits for the block table
+                # once all stages are being filled, and early enough that no TMA waits for the
+                # block table
+                if (k == LOOK_AHEAD) & ((batch + 1) * BATCH < tiles):
                     next_cache_row, next_rows, next_position = _slots(
                         batch + 1, tiles, wide, low, high, starts, run, lane, table,
                         stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)

@@ -47,6 +47,7 @@ class Limits(NamedTuple):
     rows_per_request, rows_per_query: query rows of one request and of one of its query tokens, on
         one KV head.
     cut_size, kv_tile: tokens; long runs are cut at multiples of kv_tile, short ones of cut_size.
+    query_cut_size: as in ``PlannerConfig`` if tiles hold several queries of one request, else 0.
     """
 
     num_workers: int
@@ -56,19 +57,23 @@ class Limits(NamedTuple):
     rows_per_query: int
     cut_size: int
     kv_tile: int
+    query_cut_size: int
 
     @classmethod
     def of(cls, problem: DivisionProblem, kv_tile: int = KV_TILE) -> "Limits":
         """The limits of ``problem``; kv_tile is rounded up to a multiple of cut_size."""
         size = problem.config.cut_size or problem.block_size
+        requests = min(problem.config.max_tile_requests, problem.forest.num_reqs)
+        alone = requests == 1 and problem.query_len > 1
         return cls(
             problem.config.num_workers,
-            min(problem.config.max_tile_requests, problem.forest.num_reqs),
+            requests,
             problem.config.max_tile_runs,
             problem.rows_per_request,
             problem.rows_per_request // problem.query_len,
             size,
             (kv_tile + size - 1) // size * size,
+            -(-(problem.config.query_cut_size or 0) // size) * size if alone else 0,
         )
 
 
@@ -139,6 +144,9 @@ def tile_end(
     read = tokens - done if end == run else tokens
     step = kv_tile if read >= 4 * kv_tile else size
     at = int(tokens) // step * step
+    if end == run and limits.query_cut_size:
+        size = limits.query_cut_size
+        at = min(done + (int(read + 0.5) + size - 1) // size * size, runs.tokens[run])
     if end == run and at <= done:  # no tile is empty
         at = min(done + size, runs.tokens[run])
     cost = runs.before[end] + at * runs.rate[end] - begin
@@ -184,7 +192,12 @@ def _cut_evenly(
     for w in range(num_windows):
         begun, begin, piece = count, runs.before[run], 1
         while run < ends[w]:
-            goal = begin + load[w] * piece / pieces[w] if piece < pieces[w] else np.inf
+            goal = np.inf
+            if piece < pieces[w]:
+                goal = begin + load[w] * piece / pieces[w]
+                if limits.query_cut_size:  # as long as the others, if those before were longer
+                    at = runs.before[run] + done * runs.rate[run]
+                    goal = max(goal, at + load[w] / pieces[w])
             tile = tiles[count]
             tile[1], tile[2] = run, done
             run, done, reading = tile_end(runs, limits, run, done, goal)

@@ -1,0 +1,86 @@
+"""The Hopper kernel's own source under Triton's interpreter, against attention in float64.
+
+``gluon_interpreter`` says what that tests and what not. On a GPU see tests/gpu.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.contract import Gpu, Tensors
+from vllm_prefixshare.kernels.hopper import launch as hopper
+from vllm_prefixshare.kernels.merge_states import merge_states
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.workloads.trees import tree
+
+from .gluon_interpreter import load_kernel
+from .portable import relative_error
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernel"),
+    # rows without any token divide by zero and are then discarded, as on a GPU
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+HEADS, DIM, BLOCK = (4, 1), 64, 16
+
+
+@pytest.fixture
+def interpreted(monkeypatch, tmp_path):
+    modules = "producer", "metadata", "kernel"
+    kernel = load_kernel("vllm_prefixshare.kernels.hopper", tmp_path, modules)
+    monkeypatch.setattr(hopper, "partial_attention", kernel)
+
+
+@pytest.mark.parametrize(
+    ("spec", "query_len", "workers", "lengths"),
+    [
+        ("1,3_300,40", 1, 4, None),  # both halves
+        ("1_700", 40, 2, None),  # several tiles of rows
+        ("1_600", 1, 3, None),  # partial results
+        # shorter than planned: what is copied before the lengths are known is not read
+        ("6_300", 1, 8, [1, 100, 127, 128, 129, 299]),
+        ("6_300", 1, 8, [40] * 6),
+        ("1_600", 1, 3, [150]),
+    ],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_the_hopper_kernel(spec, query_len, workers, lengths):
+    work = tree(spec, BLOCK)
+    attention = AttentionConfig(*HEADS, DIM, BLOCK, "float16")
+    rows = -(-query_len * HEADS[0] // 128)
+    kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), workers * rows, 227 << 10))
+    config = PlannerConfig(
+        divider=kernel.divider,
+        share="always",
+        num_workers=workers,
+        max_tile_requests=kernel.max_tile_requests,
+        max_tile_runs=kernel.max_tile_runs,
+        cut_size=BLOCK,
+    )
+    cost = analytic_cost(attention, "triton")
+    plan = DecodePlanner(config, cost, BLOCK, HEADS[0]).update(
+        work.block_table, work.seq_lens, query_len
+    )
+    arrays = {name: torch.from_numpy(x.reshape(-1)) for name, x in kernel.layout(plan).items()}
+    torch.manual_seed(0)
+    cache = work.num_blocks, BLOCK, HEADS[1], DIM
+    k_cache, v_cache = (torch.randn(cache, dtype=torch.float16) for _ in range(2))
+    q = torch.randn(work.num_reqs * query_len, HEADS[0], DIM, dtype=torch.float16)
+    lens = work.seq_lens if lengths is None else np.array(lengths, np.int32)
+    starts = torch.arange(work.num_reqs + 1, dtype=torch.int32) * query_len
+    shape = max(1, plan.num_partials) * query_len, HEADS[0]
+    partial_out, partial_lse = torch.full((*shape, DIM), torch.nan), torch.full(shape, torch.nan)
+    out = torch.full_like(q, torch.nan)
+    t = Tensors(
+        q, k_cache, v_cache, torch.from_numpy(work.block_table), torch.from_numpy(lens), starts,
+        None, partial_out, partial_lse, out,
+    )  # fmt: skip
+    kernel.launch(arrays, t, DIM**-0.5)
+    merge_states(arrays["merge_indptr"], partial_out, partial_lse, out, starts, query_len)
+    wanted, _ = reference_attention_and_lse(
+        q.double(), k_cache.double(), v_cache.double(), t.block_table, t.seq_lens, starts
+    )
+    assert relative_error(out, wanted) < 1e-3
