@@ -236,13 +236,14 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     readers = tl.load(part_readers + at)
     pos = start + in_part
     column, place = _in_blocks(start, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
-    rows = readers * R  # first and last one, 16 bits each, as in readers
+    rows = readers * R  # the first and the end, 16 bits each, as in readers
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
     length = tl.load(seq_lens + kv_row)
     mask_words = ()
     if TREE:  # here, because gathering them in the loop spills registers, or needs more stages
         for i in tl.static_range((QUERY_LEN + 31) // 32):
-            mask_words += (tl.load(tree_mask + token * stride_mask + i),)  # type: ignore[assignment]
+            word = _settled(tl.load(tree_mask + token * stride_mask + i))
+            mask_words += (word,)  # type: ignore[assignment]
     n = 1  # the next KV tile
     rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
                                                PARTS)
