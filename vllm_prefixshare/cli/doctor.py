@@ -1,6 +1,7 @@
 """Check what an engine would check, and say which layers of a model would be served."""
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -70,6 +71,16 @@ class Result:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print the report; 0 if PREFIX_SHARE can be chosen here, else 1."""
+    collected = gc.isenabled()
+    gc.disable()  # importing vLLM leaves no garbage, and looking for it takes a fifth of the time
+    try:
+        return _run(args)
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _run(args: argparse.Namespace) -> int:
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -79,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         if any(kind.attention and not kind.use_mla for kind in kinds):
             machine = _machine_for(args.model, config)
         machine.layers = [_on_one_gpu(kind, args.tensor_parallel_size) for kind in kinds]
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as beside:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
             machine.gpu_kernel = beside.submit(gpu_kernel, machine.attention)
         results = [_try(name, check, machine) for name, check in CHECKS.items()]
@@ -171,7 +183,7 @@ def release(machine: Machine) -> str:
     """The vLLM release and the names that are hooked."""
     from vllm_prefixshare.integration import compat
 
-    compat.check_release()
+    compat.check_release(on_cpu=False)  # as the next check asks, which is answered already
     return f"vLLM {compat.vllm_version()}, with every name that is hooked"
 
 

@@ -119,15 +119,16 @@ def moved(root: Path | None = None) -> str | None:
         PrefixShareError: vLLM is not installed.
     """
     root = root or package_folder()
+    parsed: dict[Path, ast.Module] = {}
     for name, expected in PARAMETERS.items():
-        node = _find(root, name)
+        node = _find(root, name, parsed)
         if not isinstance(node, ast.FunctionDef):
             return f"{name} (not found)"
         found = tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args))
         if found != expected:
             return f"{name} (its parameters are {', '.join(found)})"
     for name, members in MEMBERS.items():
-        node = _find(root, name)
+        node = _find(root, name, parsed)
         if not isinstance(node, ast.ClassDef):
             return f"{name} (not found)"
         missing = set(members) - _members(node)
@@ -138,7 +139,7 @@ def moved(root: Path | None = None) -> str | None:
 
 def is_function(name: str) -> bool:
     """Whether this vLLM has a function of this dotted name."""
-    return isinstance(_find(package_folder(), name), ast.FunctionDef)
+    return isinstance(_find(package_folder(), name, {}), ast.FunctionDef)
 
 
 def package_folder() -> Path:
@@ -153,18 +154,25 @@ def package_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _find(root: Path, name: str) -> ast.AST | None:
-    """The definition of a dotted name: folders, a file, then classes and functions."""
+def _find(root: Path, name: str, parsed: dict[Path, ast.Module]) -> ast.AST | None:
+    """The definition of a dotted name: folders, a file, then classes and functions.
+
+    Args:
+        parsed: files that need not be read again; a file that is read is added.
+    """
     path = root
     parts = name.split(".")[1:]
     while parts and (path / parts[0]).is_dir():
         path /= parts.pop(0)
     if not parts:
         return None
+    path /= f"{parts.pop(0)}.py"
     try:
-        node: ast.AST = ast.parse((path / f"{parts.pop(0)}.py").read_text(encoding="utf-8"))
+        if path not in parsed:
+            parsed[path] = ast.parse(path.read_text(encoding="utf-8"))
     except OSError:
         return None
+    node: ast.AST = parsed[path]
     for part in parts:
         found = [n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == part]
         if not found:

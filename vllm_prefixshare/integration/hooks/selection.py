@@ -193,12 +193,13 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
     Raises:
         PrefixShareError: naming the variable.
     """
-    from vllm_prefixshare.costs.table import CostTable
-    from vllm_prefixshare.planning.dividers.registry import get_divider
-
     if (divider := settings().divider) is not None:
+        from vllm_prefixshare.planning.dividers.registry import get_divider
+
         get_divider(divider)
     if (table := settings().cost_table) is not None:
+        from vllm_prefixshare.costs.table import CostTable
+
         expected = None
         if cpu_attention is not None:
             from vllm_prefixshare.costs.lookup import fingerprint

@@ -68,10 +68,11 @@ def _queries_of(request, there, query, query_start_loc, QUERY_LEN: tl.constexpr,
 
 @triton.jit
 def _settled(x):
-    """``x``, computed in its own layout. Otherwise Triton would repeat the loads behind it in the
-    layout of the scores, where a thread holds a copy of every fourth token.
+    """``x``, one element to a thread, passed through shared memory to whoever needs it. Otherwise
+    Triton would repeat the loads behind it in each layout that needs them: a thread would look up
+    four tokens to copy K and V, and every fourth one for the scores.
     """
-    return tl.max(tl.broadcast_to(x[:, None], [x.shape[0], 2]), 1)
+    return tl.gather(x, tl.arange(0, x.shape[0]), 0)
 
 
 @triton.jit
@@ -217,9 +218,9 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                   seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row, query,
                   first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
                   HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
-                  TREE: tl.constexpr, WINDOW: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
-                  STAGES: tl.constexpr):
+                  BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
+                  QUERY_LEN: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+                  KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones listed from
     ``first`` on, then the ``new`` ones from ``opened`` on, repeatedly, each time one unit
     further.
@@ -235,28 +236,30 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     readers = tl.load(part_readers + at)
     pos = start + in_part
     column, place = _in_blocks(start, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
-    low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
+    rows = readers * R  # the first and the end, 16 bits each, as in readers
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
     length = tl.load(seq_lens + kv_row)
     mask_words = ()
     if TREE:  # here, because gathering them in the loop spills registers, or needs more stages
         for i in tl.static_range((QUERY_LEN + 31) // 32):
-            mask_words += (tl.load(tree_mask + token * stride_mask + i),)  # type: ignore[assignment]
+            word = _settled(tl.load(tree_mask + token * stride_mask + i))
+            mask_words += (word,)  # type: ignore[assignment]
     n = 1  # the next KV tile
     rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
                                                PARTS)
     for _ in tl.range(0, steps, num_stages=STAGES):
-        span = tl.where(pos < length, low | high << 16, 0)
-        there = (span != 0)[:, None]
-        inside = (place * stride_token)[:, None]
-        at_kv = (block.to(tl.int64) * stride_block)[:, None]
-        k = _load(k_head + inside, at_kv, there, q[0].dtype, HEAD_DIM, COLUMNS)
+        span = tl.where(pos < length, rows, 0)
+        at_kv = block.to(tl.int64) * stride_block + place * stride_token
+        # divided, so that Triton still knows by what it is divisible
+        at_kv = _settled(tl.where(span != 0, at_kv // ALIGN, -1))[:, None] * ALIGN
+        there = at_kv >= 0
+        k = _load(k_head, at_kv, there, q[0].dtype, HEAD_DIM, COLUMNS)
         here = pos
         # Blocks of the next KV tile, and location of the one after it. Carried values have to
         # change: Triton does not pipeline a loop that passes a value on twice unchanged.
         pos = start + (in_part + rounds * UNIT)
         column, place = _in_blocks(start + rounds * UNIT, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
-        low, high = (readers & 0xFFFF) * R, (readers >> 16) * R
+        rows = readers * R
         block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
         length = tl.load(seq_lens + kv_row)
         n += 1
@@ -282,7 +285,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         alpha = tl.exp2(m - base)
         m = m_new
         total = total * alpha + tl.sum(p, 1)
-        v = _load(v_head + inside, at_kv, there, tl.float16, HEAD_DIM, COLUMNS)
+        v = _load(v_head, at_kv, there, tl.float16, HEAD_DIM, COLUMNS)
         acc = _plus_weighted(acc, alpha, p, v)
     return m, total, acc
 
@@ -385,17 +388,9 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                 (m, total, acc), q_tile, first, packed, opened, new, steps, parts, block_table,
                 stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
                 query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
-                HEAD_DIM, COLUMNS, R, BLOCK_SIZE, UNIT, QUERY_LEN, TREE, WINDOW, KV_TILE_SIZE,
-                STAGES)
+                HEAD_DIM, COLUMNS, R, BLOCK_SIZE, UNIT, ALIGN, QUERY_LEN, TREE, WINDOW,
+                KV_TILE_SIZE, STAGES)
 
-        if TREE:
-            # Located again: kept over both loops, they would be spilled. With its default spelt
-            # out the load is another than the first one, whose result Triton would keep.
-            there = row < num_rows
-            request = tl.load(slot_row + slots + row // R, mask=there, other=0,
-                              cache_modifier=".ca")
-            token, queries, there = _queries_of(request, there, query, query_start_loc, QUERY_LEN,
-                                                RAGGED)
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0
         factor = tl.where(seen, 1.0 / total, 0.0)
@@ -404,14 +399,15 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         to_out = there & (partial < 0)
         to_partial = there & (partial >= 0)
         if tl.max(to_out.to(tl.int32), 0) != 0:
-            at = (token.to(tl.int64) * stride_out + q_head * HEAD_DIM)[:, None]
-            _store(out, at, to_out[:, None], acc, factor, HEAD_DIM, COLUMNS)
+            out_token = _settled(tl.where(to_out, token, -1))
+            at = (out_token.to(tl.int64) * stride_out + q_head * HEAD_DIM)[:, None]
+            _store(out, at, (out_token >= 0)[:, None], acc, factor, HEAD_DIM, COLUMNS)
             if out_lse is not None:
                 lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
                 tl.store(out_lse + token.to(tl.int64) * Q_HEADS + q_head, lse, mask=to_out)
         if tl.max(to_partial.to(tl.int32), 0) != 0:
             at_lse = (partial * QUERY_LEN + query).to(tl.int64) * Q_HEADS + q_head
-            at = (at_lse * HEAD_DIM)[:, None]
-            _store(partial_out, at, to_partial[:, None], acc, factor, HEAD_DIM, COLUMNS)
+            at = _settled(tl.where(to_partial, at_lse, -1))[:, None] * HEAD_DIM
+            _store(partial_out, at, at >= 0, acc, factor, HEAD_DIM, COLUMNS)
             lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
             tl.store(partial_lse + at_lse, lse, mask=to_partial)
