@@ -5,7 +5,9 @@ unused cache slots hold NaN before each run.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.mla_hopper import launch as hopper
+from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
+from vllm_prefixshare.kernels.portable.arrays import NUM_REQS, WORDS
 from vllm_prefixshare.kernels.portable.layout import Grid
 from vllm_prefixshare.planning.planner import DecodePlanner
 
@@ -44,12 +48,13 @@ class Latents:
         config = PlannerConfig(
             divider=self.divider,
             num_workers=self.workers,
-            max_tile_requests=max(1, hopper.TILE.rows // heads),
+            max_tile_requests=hopper.requests_of_a_tile(heads),
             share="always",
         )
         planner = DecodePlanner(config, analytic_cost(attention, "mla_hopper"), size, heads)
         self.plan = planner.update(b.block_table, b.seq_lens, 1)
-        arrays = hopper.latent_layout(self.plan, Grid.of(hopper.TILE.kv_tile, size, 1))._asdict()
+        grid = Grid.of(hopper.TILE.kv_tile, size, 1)
+        arrays = latent_layout(self.plan, grid, config.max_tile_requests)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in arrays.items()}
 
     def check(self) -> None:
@@ -106,3 +111,23 @@ def test_sequences_grow_under_a_plan_of_the_hopper_kernel():
     for added in (5, 18):
         batch.seq_lens[:2] += added
         latents.check()
+
+
+@pytest.mark.parametrize("workers", [3, 40])
+def test_the_first_tile_of_a_worker_has_its_number(workers):
+    latents = Latents(latent_batch(16, documents=2, requests=9), "flashforge", workers)
+    plan, arrays = latents.plan, {k: v.cpu().numpy() for k, v in latents.arrays.items()}
+    room = hopper.requests_of_a_tile(16)
+    info = arrays["tile_info"].reshape(-1, WORDS)
+    assert plan.num_tiles != workers
+    for worker, (begin, end) in enumerate(pairwise(plan.work_indptr)):
+        after = arrays["work_indptr"][worker : worker + 2]
+        places = [worker, *range(*after)]
+        assert len(places) == max(1, end - begin)
+        for place, tile in zip(places, range(begin, end), strict=False):
+            slots = slice(*plan.tile_req_indptr[tile : tile + 2])
+            mine = slice(place * room, place * room + info[place, NUM_REQS])
+            assert np.array_equal(arrays["slot_row"][mine], plan.tile_req_indices[slots])
+            assert np.array_equal(arrays["slot_partial"][mine], plan.partial_indices[slots])
+        if begin == end:
+            assert info[worker, NUM_REQS] == 0

@@ -39,7 +39,7 @@ from vllm_prefixshare.kernels.mla_hopper.producer import (
     ZEROS,
     produce,
 )
-from vllm_prefixshare.kernels.portable.kernel import FIRST_SLOT, LN2, NUM_REQS, WORDS
+from vllm_prefixshare.kernels.portable.kernel import LN2, NUM_REQS, WORDS
 
 MASKED = gl.constexpr(-1e30)
 # where a row's running maximum starts: far above masked scores, so that a row that saw no token
@@ -151,7 +151,7 @@ def _added_others(HALF: gl.constexpr, bars, acc):
 @gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
               CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, ROWS: gl.constexpr,
-              KV_TILE: gl.constexpr):
+              KV_TILE: gl.constexpr, ROOM: gl.constexpr):
     """Scores of every second KV tile, and one half of the output's columns."""
     q, partial_out, partial_lse, out, out_lse, stride_q, stride_out = io
     work_indptr, tile_info, slot_row, slot_partial = plan
@@ -179,9 +179,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     other_uses = 0
     begin = gl.load(work_indptr + worker)
     end = gl.load(work_indptr + worker + 1)
-    for tile in range(begin, end):
-        turn = tile - begin
-        slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
+    for number in range(begin - 1, end):
+        tile = gl.where(number < begin, worker, number)
+        turn = number + 1 - begin
+        slots = tile * ROOM
         num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
         there = row_q < num_rows
         request = gl.load(slot_row + slots + row_q // HEADS, mask=there, other=0)
@@ -243,7 +244,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                     acc = _added_others(HALF, bars, acc)
                 other_uses += 1
 
-        if tile + 1 == end:
+        if number + 1 == end:
             # merge states may be launched, and waits until all results are written
             gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
                                       dtype=gl.int32, is_pure=False, pack=1)
@@ -282,7 +283,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
                       qk_scale, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
                       BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, CHUNKS: gl.constexpr,
                       ROWS: gl.constexpr, KV_TILE: gl.constexpr,
-                      CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
+                      ROOM: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS`` thread blocks; more heads than a tile has rows are walked in
     chunks.
 
@@ -317,12 +318,14 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
     smem = ((q_smem, kv_smem, rope_smem), (spans, words, maxima), sums, bars)
     gl.warp_specialize(
         [
-            (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE)),
-            (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE)),
+            (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
+                         ROOM)),
+            (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
+                         ROOM)),
             (produce, (halves, rope, block_table, seq_lens, work_indptr, tile_info, slot_row,
                        slot_end, part_row, part_pos, part_readers, stride_table, block_rows,
                        kv_smem, rope_smem, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
-                       BLOCK_SIZE, UNIT, KV_TILE)),
+                       BLOCK_SIZE, UNIT, KV_TILE, ROOM)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

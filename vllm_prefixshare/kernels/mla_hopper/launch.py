@@ -11,22 +11,21 @@ from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
-from vllm_prefixshare.kernels.portable.arrays import PlanArrays
+from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
+from vllm_prefixshare.kernels.portable.arrays import WORDS, PlanArrays
 from vllm_prefixshare.kernels.portable.launch import QTile, walk_capacity
-from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
+from vllm_prefixshare.kernels.portable.layout import Grid
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, IntArray, PieceLimits, PrefixShareError
+from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
 TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
 
 
-def latent_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
-    """``walk_layout`` with parts only: no run is long enough for a loop of its own."""
-    ends = plan.run_kv_end
-    lengths = [*(ends - plan.run_kv_start)[ends != OPEN_END], *plan.planned_seq_lens, 0]
-    return walk_layout(plan, grid._replace(long=int(max(lengths)) // grid.kv_tile + 1))
+def requests_of_a_tile(num_heads: int) -> int:
+    """Most requests whose rows, one for each head, a tile holds; at least 1."""
+    return max(1, TILE.rows // num_heads)
 
 
 def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
@@ -93,6 +92,7 @@ def latent_partial_attention(
         CHUNKS=chunks,
         ROWS=TILE.rows,
         KV_TILE=TILE.kv_tile,
+        ROOM=requests_of_a_tile(num_heads),
         CONSUMER_REGS=224,
         PRODUCER_REGS=56,
         num_warps=TILE.warps,
@@ -109,19 +109,24 @@ class LatentHopperKernel:
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         rows = attention.num_qo_heads
         self.num_workers = TILE.num_workers(gpu.multi_processor_count, 1, rows)
-        self.max_tile_requests = max(1, TILE.rows // rows)
+        self.max_tile_requests = requests_of_a_tile(rows)
         self.max_tile_runs = 1 << 30
         self.row_tiles = TILE.chunks(rows)
         self.grid = Grid.of(TILE.kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``contract.Kernel.layout``."""
-        return latent_layout(plan, self.grid)._asdict()
+        return latent_layout(plan, self.grid, self.max_tile_requests)._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``, for runs of up to 64k tokens."""
         long = self.grid._replace(long=1024)
-        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long, pieces)
+        room = walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long, pieces)
+        tiles = room.max_tiles + self.num_workers  # a worker without a tile has an empty one
+        slots = dict.fromkeys(
+            ("slot_row", "slot_partial", "slot_end"), tiles * self.max_tile_requests
+        )
+        return room._replace(sizes={**room.sizes, "tile_info": tiles * WORDS, **slots})
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""

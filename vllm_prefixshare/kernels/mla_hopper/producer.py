@@ -19,7 +19,6 @@ from vllm_prefixshare.kernels.hopper.gluon_names import async_load
 from vllm_prefixshare.kernels.portable.kernel import (
     FAR,
     FIRST_PART,
-    FIRST_SLOT,
     NEW_KV_TILES,
     NUM_REQS,
     PLANNED_KV_TILES,
@@ -41,21 +40,38 @@ ZEROS = gl.constexpr(2)  # some token is past the end of its request
 
 
 @gluon.jit
-def _look_up(batch, first, packed, opened, new, steps, lane, part_row, part_pos, part_readers,
-             table, stride_table, seq_lens, block_rows, HEADS: gl.constexpr,
-             BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, PARTS: gl.constexpr):
-    """Row in the cache, number of tokens, interval of reading rows of 32 parts."""
-    n = batch * (32 // PARTS) + lane // PARTS
+def _work_tile(tile, r, tile_info, slot_row, slot_end, ROOM: gl.constexpr):
+    """Number of requests, first part, KV tiles of planned and of new parts; of each request its
+    batch row and the token at which its part for new tokens begins.
+    """
+    num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
+    first = gl.load(tile_info + tile * WORDS + FIRST_PART)
+    packed = gl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
+    new = gl.load(tile_info + tile * WORDS + NEW_KV_TILES)
+    request = gl.load(slot_row + tile * ROOM + r, mask=r < ROOM, other=0)
+    planned_end = gl.load(slot_end + tile * ROOM + r, mask=r < ROOM, other=FAR)
+    return num_reqs, first, packed, new, request, planned_end
+
+
+@gluon.jit
+def _parts(n, first, packed, new, lane, part_row, part_pos, part_readers, UNIT: gl.constexpr,
+           PARTS: gl.constexpr):
+    """Batch row, first token and readers of 32 parts, those of KV tile ``n`` in each lane."""
     late = gl.maximum(n - packed, 0)
     rounds = late // gl.maximum(new, 1)
-    entry = late - rounds * new
-    at = gl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + lane % PARTS
-    row = gl.load(part_row + at, mask=n < steps, other=0)
-    start = gl.load(part_pos + at, mask=n < steps, other=0)
-    readers = gl.load(part_readers + at, mask=n < steps, other=0)
-    pos = start + rounds * UNIT
+    at = first + gl.where(n < packed, n, packed + late - rounds * new) * PARTS + lane % PARTS
+    there = (n < packed) | (new > 0)
+    row = gl.load(part_row + at, mask=there, other=0)
+    pos = gl.load(part_pos + at, mask=there, other=0) + rounds * UNIT
+    return row, pos, gl.load(part_readers + at, mask=there, other=0)
+
+
+@gluon.jit
+def _places(inside, row, pos, readers, table, stride_table, seq_lens, block_rows,
+            HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr):
+    """Row in the cache, number of tokens, interval of reading rows of parts."""
     length = gl.load(seq_lens + row, mask=readers != 0, other=0)
-    tokens = gl.minimum(gl.maximum(length - pos, 0), UNIT)
+    tokens = gl.where(inside, gl.minimum(gl.maximum(length - pos, 0), UNIT), 0)
     at_block = table + row.to(gl.int64) * stride_table + pos // BLOCK_SIZE
     block = gl.load(at_block, mask=tokens > 0, other=0)
     cache_row = block * block_rows + gl.where(tokens > 0, pos % BLOCK_SIZE, 0)
@@ -67,7 +83,8 @@ def _look_up(batch, first, packed, opened, new, steps, lane, part_row, part_pos,
 def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slot_end, part_row,
             part_pos, part_readers, stride_table, block_rows, kv_smem, rope_smem, spans, meta, bars,
             HEADS: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
-            BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, KV_TILE: gl.constexpr):
+            BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, KV_TILE: gl.constexpr,
+            ROOM: gl.constexpr):
     """Copy the KV tiles of the worker's work tiles."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOTS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -77,27 +94,26 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, 64, SLOTS)
     worker = gl.program_id(0) // CHUNKS
+    # The first tile has the worker's number. It is looked up with as few loads after each other
+    # as can be: a thread block does nothing else meanwhile.
+    num_reqs, first, packed, new, request, planned_end = _work_tile(
+        worker, r, tile_info, slot_row, slot_end, ROOM)
+    begin = gl.load(work_indptr + worker)
+    end = gl.load(work_indptr + worker + 1)
     uses_0 = 0  # of either stage by the work tiles before
     uses_1 = 0
-    for tile in range(gl.load(work_indptr + worker), gl.load(work_indptr + worker + 1)):
-        slots = gl.load(tile_info + tile * WORDS + FIRST_SLOT)
-        num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
-        first = gl.load(tile_info + tile * WORDS + FIRST_PART)
-        packed = gl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
-        new = gl.load(tile_info + tile * WORDS + NEW_KV_TILES)
-        there = r < num_reqs
-        request = gl.load(slot_row + slots + r, mask=there, other=0)
-        planned_end = gl.load(slot_end + slots + r, mask=there, other=FAR)
-        length = gl.load(seq_lens + request, mask=there, other=0)
+    for number in range(begin - 1, end):
+        batch_row, pos, readers = _parts(
+            lane // PARTS, first, packed, new, lane, part_row, part_pos, part_readers, UNIT, PARTS)
+        length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
         growth = gl.maximum(gl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
         steps = packed + new * growth
-        opened = first + packed * PARTS
         everyone = num_reqs * HEADS << 16
         tiles = gl.maximum(steps, 1)  # consumers wait for one even if nothing is read
 
-        cache_row, tokens, span = _look_up(
-            0, first, packed, opened, new, steps, lane, part_row, part_pos, part_readers, table,
-            stride_table, seq_lens, block_rows, HEADS, BLOCK_SIZE, UNIT, PARTS)
+        cache_row, tokens, span = _places(
+            lane // PARTS < steps, batch_row, pos, readers, table, stride_table, seq_lens,
+            block_rows, HEADS, BLOCK_SIZE, UNIT)
         for batch in range((tiles + BATCH - 1) // BATCH):
             next_cache_row = cache_row
             next_tokens = tokens
@@ -135,12 +151,18 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                     async_load(halves, [row, (1 - stage) * HALF], bars.index(other),
                                kv_smem.index(other).slice(j * UNIT, UNIT, 0))
                 if k == 0:  # early enough that no copy waits for the block table
-                    next_cache_row, next_tokens, next_span = _look_up(
-                        batch + 1, first, packed, opened, new, steps, lane, part_row, part_pos,
-                        part_readers, table, stride_table, seq_lens, block_rows, HEADS,
-                        BLOCK_SIZE, UNIT, PARTS)
+                    ahead = (batch + 1) * BATCH + lane // PARTS
+                    batch_row, pos, readers = _parts(
+                        ahead, first, packed, new, lane, part_row, part_pos, part_readers, UNIT,
+                        PARTS)
+                    next_cache_row, next_tokens, next_span = _places(
+                        ahead < steps, batch_row, pos, readers, table, stride_table, seq_lens,
+                        block_rows, HEADS, BLOCK_SIZE, UNIT)
             cache_row = next_cache_row
             tokens = next_tokens
             span = next_span
         uses_0 += (tiles + 1) // 2
         uses_1 += tiles // 2
+        # of the next tile; after the last one of any that is there
+        num_reqs, first, packed, new, request, planned_end = _work_tile(
+            gl.where(number + 1 < end, number + 1, worker), r, tile_info, slot_row, slot_end, ROOM)
