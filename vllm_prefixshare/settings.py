@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
+#: features of layers that no GPU has run yet: served only where the user asks for them
+EXPERIMENTAL = ("alibi", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Settings:
     check_plans: bool
     trace: Path | None
     metrics: Path | None
+    experimental: frozenset[str]
 
 
 class Variable(NamedTuple):
@@ -76,6 +79,13 @@ def _optional_seconds(value: str) -> float | None:
 
 def _optional_path(value: str) -> Path | None:
     return Path(value).expanduser() if value else None
+
+
+def _experimental(value: str) -> frozenset[str]:
+    names = frozenset(name.strip().lower() for name in value.split(",") if name.strip())
+    if not names <= set(EXPERIMENTAL):
+        raise ValueError(f"some of {','.join(EXPERIMENTAL)}, or unset it")
+    return names
 
 
 def _folder(value: str) -> Path:
@@ -130,6 +140,12 @@ VARIABLES: dict[str, Variable] = {
         "",
         "folder through which the server's /metrics reads the workers' counters; empty: a "
         "temporary one",
+    ),
+    "VLLM_PREFIXSHARE_EXPERIMENTAL": Variable(
+        _experimental,
+        "",
+        "kinds of layers to serve on a GPU though no engine on a GPU has shown them right: "
+        + ", ".join(EXPERIMENTAL),
     ),
 }
 

@@ -250,6 +250,8 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
     available = "is_flash_attn_varlen_func_available"
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi")
+    settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(cuda, "_least_window", lambda attention: 64)

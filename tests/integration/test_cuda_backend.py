@@ -572,6 +572,11 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
     share_whatever_it_costs(monkeypatch)
     changes, extras = EXTRAS[name]
+    if name == "alibi":  # no engine on a GPU has run it
+        assert not Group(monkeypatch, **changes).impl.shares
+        assert list(STATS.fallbacks) == ["ALiBi slopes"]
+        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
+        settings.cache_clear()
     batch = shared_batch([70, 90, 61, 55])
     spec = FullAttentionSpec(**SPEC)
     if name == "fp8":
@@ -615,6 +620,7 @@ def test_a_quantised_cache_is_cleaned_after_sleep(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"alibi_slopes": [1.0] * HEADS}, "ALiBi slopes"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only"),
     ],
 )

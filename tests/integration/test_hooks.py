@@ -136,18 +136,22 @@ def test_layers_that_cannot_be_served_are_named(changes, reason):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "changes"),
     [
-        {"has_sink": True},
-        {"kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"head_size": 512},
+        (None, {"has_sink": True}),
+        (None, {"kv_cache_dtype": "fp8"}),
+        (None, {"kv_cache_dtype": "fp8_e4m3"}),
+        ("head_dim", {"head_size": 512}),
     ],
 )
-def test_some_layers_are_served_on_gpus_only(monkeypatch, changes):
+def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
     parent = flash_attn.FlashAttentionBackend
     for ability in ("supports_sink", "supports_kv_cache_dtype"):
         monkeypatch.setattr(parent, ability, lambda *args: True)
+    if name is not None:  # no engine on a GPU has run it
+        assert support.declines(layer(**changes), support.CUDA_DTYPES) is not None
+        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
+        settings.cache_clear()
     assert support.declines(layer(**changes), support.CUDA_DTYPES) is None
     assert support.declines(layer(**changes), DTYPES) is not None, "a CPU"
     other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "attn_type": "encoder_only"}
@@ -155,7 +159,7 @@ def test_some_layers_are_served_on_gpus_only(monkeypatch, changes):
         assert support.declines(layer(**{field: value}), support.CUDA_DTYPES) is not None
     for ability in ("supports_sink", "supports_kv_cache_dtype"):
         monkeypatch.setattr(parent, ability, lambda *args: False)
-    if "head_size" not in changes:  # vLLM would refuse the whole engine
+    if name is None:  # vLLM would refuse the whole engine
         assert support.declines(layer(**changes), support.CUDA_DTYPES) is not None
 
 

@@ -55,6 +55,8 @@ def test_defaults():
     [
         ("VLLM_PREFIXSHARE_SHARE", "never", "never"),
         ("VLLM_PREFIXSHARE_SHARE", "ALWAYS", "always"),
+        ("VLLM_PREFIXSHARE_EXPERIMENTAL", "", frozenset()),
+        ("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi, Head_dim", frozenset({"alibi", "head_dim"})),
         ("VLLM_PREFIXSHARE_STRICT", "1", True),
         ("VLLM_PREFIXSHARE_STRICT", "0", False),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "1", True),
@@ -77,6 +79,7 @@ def test_values_are_parsed(name, text, value):
     [
         ("VLLM_PREFIXSHARE_SHARE", "sometimes", "auto, always, never"),
         ("VLLM_PREFIXSHARE_SHARE", "", "auto, always, never"),
+        ("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi,head", "some of alibi,head_dim, or unset it"),
         ("VLLM_PREFIXSHARE_STRICT", "yes", "0 or 1"),
         ("VLLM_PREFIXSHARE_STRICT", "", "0 or 1"),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "true", "0 or 1"),

@@ -18,7 +18,7 @@ from vllm_prefixshare.settings import settings
 
 #: dtypes that the GPU kernels take.
 CUDA_DTYPES = ("bfloat16", "float16")
-#: largest head_dim served on a CPU
+#: largest head_dim run on a GPU so far
 USUAL_HEAD_DIM = 256
 #: most query heads of a layer with latents (MLA) on a GPU: with more, arithmetic takes as long as
 #: reading the cache for each request
@@ -26,9 +26,7 @@ MOST_LATENT_HEADS = 16
 #: vLLM's names of an e4m3 KV cache with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
-GPU_EXTRAS = frozenset(
-    {"alibi", "dcp", "fp8", "head_dim", "invariance", "mla", "sinks", "softcap", "windows"}
-)
+GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "mla", "sinks", "softcap", "windows"})
 NOTHING: frozenset[str] = frozenset()
 
 
@@ -40,8 +38,9 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
     Args:
         anywhere: return what layers may have on a GPU that supports everything.
     """
+    extras = GPU_EXTRAS | settings().experimental
     if anywhere:
-        return GPU_EXTRAS
+        return extras
     from vllm.v1.attention.backends.fa_utils import flash_attn_supports_mla
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
@@ -51,7 +50,7 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
         "fp8": FlashAttentionBackend.supports_kv_cache_dtype("fp8"),
         "invariance": not invariance.wanted() or invariance.is_possible(),
     }
-    return GPU_EXTRAS - {name for name, there in takes.items() if not there}
+    return extras - {name for name, there in takes.items() if not there}
 
 
 def selector_refusal(
@@ -61,7 +60,7 @@ def selector_refusal(
 
     Args:
         dtypes: those that the platform's executors take.
-        extras: the served ones of ``GPU_EXTRAS``.
+        extras: the served ones of ``GPU_EXTRAS`` and ``settings.EXPERIMENTAL``.
     """
     dtype = str(layer.dtype).removeprefix("torch.")
     named = {
