@@ -1,5 +1,5 @@
 """Layers with extra features inside a real vLLM engine on a GPU: an fp8 KV cache, attention sinks,
-a soft cap.
+a soft cap, ALiBi slopes, wide heads.
 
 bfloat16 and fp8 round more than the float16 of ``test_engine.py``. So the error in decode, against
 stock's prefill of the same tokens, is compared with the error of stock's own decode.
@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.dummy_model import write_small_gemma2, write_small_gpt_oss, write_small_llama
+from tests.support.dummy_model import (
+    write_small_bloom,
+    write_small_gemma2,
+    write_small_gpt_oss,
+    write_small_llama,
+)
 from tests.support.engine_steps import drive
 
 from . import engine_cases as cases
@@ -25,11 +30,19 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+#: as on GPUs before Hopper: FlashAttention-3 has no ALiBi, and FLASH_ATTN of vLLM 0.33 hands
+#: FlashAttention-2 what is meant for it
+FA2: dict[str, Any] = {"attention_config": {"flash_attn_version": 2}}
 PRIVATE = [50, 9, 31, 64, 17] * 3
 
 
 def llama(folder: Path) -> Path:
     return write_small_llama(folder, head_dim=128)
+
+
+def wide_llama(folder: Path) -> Path:
+    """As wide as a head of a Gemma 4 layer with full attention."""
+    return write_small_llama(folder, head_dim=512)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +52,10 @@ def llama(folder: Path) -> Path:
         (write_small_gpt_oss, {}),
         (write_small_gemma2, {}),
         (write_small_gpt_oss, FP8),
+        (write_small_bloom, FA2),
+        (wide_llama, {}),
     ],
-    ids=["fp8", "gpt-oss", "Gemma 2", "gpt-oss, fp8"],
+    ids=["fp8", "gpt-oss", "Gemma 2", "gpt-oss, fp8", "Bloom", "head_dim 512"],
 )
 def test_as_exact_as_stock(write, options, tmp_path):
     model = write(tmp_path / "model")
@@ -48,9 +63,13 @@ def test_as_exact_as_stock(write, options, tmp_path):
     prompts = text.asking(1200, PRIVATE)
     sampling = {**GREEDY, "max_tokens": 64}
     # layers with a sliding window keep the parent's kernel
-    env = {"VLLM_PREFIXSHARE_STRICT": "0"}
+    env = {"VLLM_PREFIXSHARE_STRICT": "0", "VLLM_PREFIXSHARE_EXPERIMENTAL": "alibi,head_dim"}
     options = {**cases.QUICK, "dtype": "bfloat16", **options}
-    with engines(cases.stock(model, **options), cases.ours(model, env=env, **options)) as both:
+    specs = cases.stock(model, **options), cases.ours(model, env=env, **options)
+    for spec in specs:
+        if "attention_config" in spec:
+            spec["attention_config"] = {**spec["attention_config"], "backend": spec["backend"]}
+    with engines(*specs) as both:
         runs = []
         for engine in both:
             engine.call(drive, prompts[:1], {**sampling, "max_tokens": 1})
@@ -59,5 +78,8 @@ def test_as_exact_as_stock(write, options, tmp_path):
     print(f"mean {ours.mean():.4f} (stock {stocks.mean():.4f}), max {ours.max():.3f}")
     assert_shared(runs[1], factor=2.0)
     assert runs[1].stats["decode_steps"] >= 63
-    assert 0 < ours.mean() < 1.3 * stocks.mean() + 1e-3
-    assert ours.max() < 2 * stocks.max() + 1e-2
+    if stocks.max() == 0:  # FlashAttention-2 decodes in the order of its prefill
+        assert 0 < ours.mean() < cases.MEAN_ERROR and ours.max() < cases.MAX_ERROR
+    else:
+        assert 0 < ours.mean() < 1.3 * stocks.mean() + 1e-3
+        assert ours.max() < 2 * stocks.max() + 1e-2

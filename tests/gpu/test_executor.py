@@ -102,7 +102,9 @@ def test_a_plan_serves_sequences_that_grow(kernel):
     assert wrapper.plan(work.block_table, work.seq_lens + 20) is plan
 
 
-def test_a_plan_serves_sequences_that_are_shorter_than_planned(kernel):
+def test_a_worker_ends_whose_first_kv_tile_is_gone(kernel):
+    if kernel == "portable":
+        pytest.skip("copies nothing before it knows the lengths, and reads long runs as planned")
     layer = Layer(tree("6_700"))
     # one tile for each request: pieces that end before a sequence's end are read whole
     wrapper = layer.planned(kernel, divider="deft_node")

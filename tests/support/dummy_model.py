@@ -123,6 +123,34 @@ def write_small_gpt_oss(folder: Path) -> Path:
     return _save(model, folder, torch.bfloat16)
 
 
+def write_small_bloom(folder: Path) -> Path:
+    """Write a small Bloom checkpoint, bfloat16: ALiBi slopes in each layer, head_dim 64.
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(
+        vocab_size=SMALL_VOCAB,
+        hidden_size=512,
+        n_layer=4,
+        n_head=8,
+        seq_length=SMALL["max_position_embeddings"],
+        initializer_range=SMALL["initializer_range"],
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = BloomForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.transformer.h:  # so that attention picks few tokens, and outweighs
+            layer.self_attention.query_key_value.weight *= 1.5  # the token before
+            layer.self_attention.dense.weight *= 8
+    return _save(model, folder, torch.bfloat16)
+
+
 def write_small_gemma2(folder: Path) -> Path:
     """Write a small Gemma 2 checkpoint, bfloat16: a soft cap in each layer, low enough to matter,
     and a sliding window in every second one.
