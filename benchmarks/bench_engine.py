@@ -62,7 +62,7 @@ SHAPES: dict[str, Row] = {
         "num_attention_heads": 64,
     },
 }
-WORKLOADS = (*work.FIXED, *work.QUESTIONS, *work.SWEEPS, "grpo", *RECORDED)
+WORKLOADS = (*work.FIXED, *work.QUESTIONS, "grpo", *RECORDED)
 #: the KV cache's part of an engine's memory where both start together: they would count each
 #: other's memory if they measured what is free
 KV_PART = 0.65
@@ -91,8 +91,8 @@ class Bench:
         """
         if name in work.QUESTIONS:
             return self.questions(work.QUESTIONS[name].scaled(self.args.scale))
-        if w := work.FIXED.get(name) or work.SWEEPS.get(name):
-            return self.fixed(w.scaled(self.args.scale))
+        if name in work.FIXED:
+            return self.fixed(work.FIXED[name].scaled(self.args.scale))
         measures = {"grpo": self.grpo, "mooncake": self.mooncake, "deft": self.deft}
         return measures[name]()
 
@@ -356,7 +356,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    usual = "all but the questions and sweeps, with their files given"
+    usual = "all but the questions, with their files given"
     add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")
@@ -393,7 +393,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.workloads:
         args.workloads = args.workloads.split(",")
     else:
-        others = [n for n in WORKLOADS if n not in (*work.QUESTIONS, *work.SWEEPS)]
+        others = [n for n in WORKLOADS if n not in work.QUESTIONS]
         args.workloads = [n for n in others if n not in RECORDED or given[n]]
     for name in args.workloads:
         if name not in WORKLOADS:

@@ -80,18 +80,6 @@ QUESTIONS = {
     "questions32k": SharedDocuments("128 questions of 8 tokens on 32k", 1, 128, 32768, 8),
     "questions4k": SharedDocuments("128 questions of 8 tokens on 4k", 1, 128, 4096, 8),
 }
-#: sweeps of requests on one document (FlashForge, section 6.1), for engines of 128k tokens: number
-#: of requests, the document's tokens, the requests' own tokens
-SWEEPS = {
-    f"{n}x{own}on{document}": SharedDocuments(
-        f"{n} requests of {own} on one document of {document}", 1, n, document, own
-    )
-    for n, document, own in (
-        *((n, 120000, 256) for n in (4, 8, 16, 32, 64)),
-        *((8, document, 256) for document in (15000, 30000, 60000)),
-        *((2, 120000, own) for own in (512, 2048, 8192)),
-    )
-}
 #: prompts and their tokens; each is sampled ``GRPO_SAMPLES`` times
 GRPO = SharedDocuments("GRPO, 32 prompts x 16 samples, 1k", 32, 16, 1024, 0)
 GRPO_SAMPLES = 16

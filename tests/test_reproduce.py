@@ -1,7 +1,6 @@
 """benchmarks/reproduce.py: its registry, its bytes, and that it goes on where it stopped."""
 
 import json
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -21,12 +20,9 @@ from vllm_prefixshare.workloads.trees import tree
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import bench_engine  # noqa: E402
-import engine_workloads as work  # noqa: E402
 import reproduce  # noqa: E402
 import tables  # noqa: E402
 from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, flashforge, methods, reduction  # noqa: E402
-from papers import engine as paper_engine  # noqa: E402
 from papers.experiment import Bars, Experiment, Point, Setting  # noqa: E402
 from papers.picture import draw  # noqa: E402
 
@@ -288,41 +284,6 @@ def test_the_layers_of_all_points_are_counted_in_one_run(monkeypatch):
     assert [f["portable"]["read"] for f in results.values()] == list(range(1, 16, 2))
     assert [f["ours"]["row_tiles"] for f in results.values()] == [1, 1, 2, 2, 4, 4, 8, 8]
     assert "up to 16 tiles" in deft.walks_sentence(results)
-
-
-def test_engines_are_started_once_and_what_they_finished_counts(monkeypatch):
-    started = []
-
-    def bench(command, timeout, **rest) -> None:
-        args = bench_engine.parse(command[2:])  # it takes these options
-        started.append(args)
-        rows = [
-            {
-                "workload": work.SWEEPS[name].title,
-                "agreement": {"largest_gap": gap},
-                "floor_ms": 1.0,
-                "stock": {"ms": 4.0},
-                "PREFIX_SHARE": {"ms": 2.0},
-            }
-            for name, gap in zip(args.workloads[:2], (0.1, 0.4), strict=True)
-        ]
-        args.out.write_text(json.dumps({"max_gap": 0.3, "rows": rows}))
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", bench)
-    paper_engine.run_engines.cache_clear()
-    points = list(paper_engine.time_sweeps(replace(TINY, device="cuda", tiny=False)))
-    assert [p.name for p in points] == [w.title for w in work.SWEEPS.values()]
-    found = [p.run() for p in points]
-    paper_engine.run_engines.cache_clear()
-    (args,) = started
-    longest = max(w.document_tokens + w.own_tokens for w in work.SWEEPS.values())
-    assert longest + args.tokens <= args.max_model_len
-    assert max(w.num_reqs for w in work.SWEEPS.values()) <= args.max_num_seqs
-    assert [f.get("right") for f in found[:3]] == [True, False, None]
-    assert all(f"{paper_engine.SECONDS} s" in f["failed"] for f in found[2:])
-    good = {p.name: f for p, f in zip(points[:2], found, strict=False)}
-    assert "2.0 to 2.0 times" in paper_engine.engines_sentence(good)
 
 
 def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():

@@ -14,64 +14,28 @@ from papers.experiment import Figures, Point, Results, Setting, rows, span
 WORKLOADS = ("doc32k", "docs8k", "samples", "doc4k", "doc16k")
 
 
-#: options of the engines that are swept over long contexts: more layers take minutes to prefill
-SWEEP_OPTIONS = (
-    *("--layers", "8", "--max-model-len", "131072", "--max-num-seqs", "64"),
-    *("--tokens", "32", "--start-together"),
-)
-#: seconds after which engines are stopped; workloads that they have finished count
-SECONDS = 180
-
-
 @cache
-def run_engines(names: tuple[str, ...], repeats: int, *options: str) -> dict[str, Figures]:
-    """Rows of ``bench_engine.py`` by workload, and under "" ``failed`` with a reason for the
-    workloads that have none.
-    """
+def run_engines(repeats: int) -> list[Figures]:
+    """Rows of ``bench_engine.py``, in the order of ``WORKLOADS``; or ``failed`` with a reason."""
     program = Path(__file__).parents[1] / "bench_engine.py"
     with TemporaryDirectory() as folder:
         out = Path(folder) / "engine.json"
         command = [
-            *(sys.executable, str(program), "--workloads", ",".join(names)),
-            *("--repeats", str(min(repeats, 3)), "--out", str(out), *options),
+            *(sys.executable, str(program), "--workloads", ",".join(WORKLOADS)),
+            *("--repeats", str(min(repeats, 3)), "--out", str(out)),
         ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-            said = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        except subprocess.TimeoutExpired:
-            said = f"not done in {SECONDS} s"
-        engine = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    rows = {
-        row["workload"]: {**row, "right": row["agreement"]["largest_gap"] <= engine["max_gap"]}
-        for row in engine["rows"]
-    }
-    return {**rows, "": {"failed": said}}
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not out.exists():
+            said = done.stderr.strip().splitlines() or ["no output"]
+            return [{"failed": said[-1]}] * len(WORKLOADS)
+        return json.loads(out.read_text())["rows"]
 
 
 def time_engines(setting: Setting) -> Iterator[Point]:
-    yield from points_of(WORKLOADS, setting, "--start-together")
-
-
-def time_sweeps(setting: Setting) -> Iterator[Point]:
-    from engine_workloads import SWEEPS
-
-    yield from points_of(tuple(SWEEPS), setting, *SWEEP_OPTIONS)
-
-
-def points_of(names: tuple[str, ...], setting: Setting, *options: str) -> Iterator[Point]:
-    """A point for each workload; the first to run starts the engines for all."""
-    from engine_workloads import FIXED, SWEEPS
-
     if setting.device != "cuda" or setting.tiny:
         return
-    for name in names:
-        title = (FIXED | SWEEPS)[name].title
-
-        def run(title=title) -> Figures:
-            rows = run_engines(names, setting.repeats, *options)
-            return rows.get(title, rows[""])
-
-        yield Point(title, run)
+    for i, name in enumerate(WORKLOADS):
+        yield Point(name, lambda i=i: run_engines(setting.repeats)[i])
 
 
 def from_engine(engine: dict) -> dict:

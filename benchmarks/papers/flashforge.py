@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from papers.engine import SECONDS, engines_sentence, engines_table, time_engines, time_sweeps
+from papers.engine import engines_sentence, engines_table, time_engines
 from papers.experiment import (
     CPU,
     GPU,
@@ -445,24 +445,7 @@ EXPERIMENTS = (
         engines_sentence,
         "another model, GPU and vLLM; all but attention is the same in both engines",
         engines_table,
-        seconds=SECONDS,
-    ),
-    Experiment(
-        "flashforge-figure-7-sweep",
-        PAPER,
-        "6.1",
-        "figure 7: time per output token over batch, document and own tokens",
-        "3.75 times as fast as vLLM 0.6.6 on average; the longer the sequences, the more so",
-        "The sweeps of section 6.1 as an engine can have them: requests of 256 tokens on one "
-        "document of 120k tokens, 4 to 64 of them; 8 on shorter documents; two with 512 to 8k "
-        "tokens of their own. 8 of the 32 layers of Llama-3.1-8B's shape, so that prefilling ends: "
-        "the output layer and the host's work weigh more, and attention less, than in the whole.",
-        GPU,
-        time_sweeps,
-        engines_sentence,
-        "another model, GPU and vLLM; all but attention is the same in both engines",
-        engines_table,
-        seconds=SECONDS,
+        seconds=240,
     ),
     Experiment(
         "flashforge-figure-8",
