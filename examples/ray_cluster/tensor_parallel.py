@@ -9,6 +9,7 @@ table has what the first one read.
 """
 
 import argparse
+import os
 
 import shared  # beside this file
 from shared import Reads, common
@@ -32,6 +33,18 @@ def check_gpus(args: argparse.Namespace) -> None:
         )
 
 
+def open_to_processes() -> None:
+    """Let the processes that vLLM starts reach the Ray of this one.
+
+    vLLM forks its engine core by default. A forked process would have this one's connection to Ray
+    without the threads that serve it, and wait for ever.
+    """
+    import ray
+
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
 def main() -> int:
     """Run the example; the exit status."""
     parser = shared.options(__doc__)
@@ -45,6 +58,7 @@ def main() -> int:
     shared.check_options(args, "ray")
     shared.start_ray(args, {})
     check_gpus(args)
+    open_to_processes()
 
     from vllm import LLM, SamplingParams
 

@@ -118,6 +118,48 @@ def test_a_documents_questions_meet_on_one_replica(printed, name, affine, other)
     assert 1.2 * runs[affine][-1][0] < runs[other][-1][0]
 
 
+#: As the engine core of vLLM does it, in a process that vLLM starts.
+OTHER_PROCESS = """
+import multiprocessing, os, sys
+from tensor_parallel import open_to_processes
+
+def core(answers):
+    import ray
+    if not ray.is_initialized():
+        ray.init(logging_level="ERROR")
+    answers.put(ray.cluster_resources()["CPU"])
+
+if __name__ == "__main__":
+    import ray
+    ray.init(num_cpus=7, include_dashboard=False, logging_level="ERROR")
+    open_to_processes()
+    context = multiprocessing.get_context(os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
+    answers = context.Queue()
+    process = context.Process(target=core, args=(answers,), daemon=True)
+    process.start()
+    print("CPUs:", answers.get(timeout=60))
+    process.join(10)
+"""
+
+
+@needs_ray
+def test_a_process_that_vllm_starts_reaches_the_scripts_ray(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_PROCESS)
+    done = subprocess.run(
+        [PYTHON, script],
+        env={
+            **os.environ,
+            **DEFAULT_ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join([str(RAY_CLUSTER), str(EXAMPLES.parent)]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "CPUs: 7.0" in done.stdout, done.stderr[-4000:]
+
+
 @pytest.fixture
 def shared(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)

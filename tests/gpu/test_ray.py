@@ -29,22 +29,27 @@ pytestmark = [
 
 def test_both_ranks_share(tmp_path):
     options = {**small_options(tmp_path), "--dtype": "bfloat16"}
-    done = subprocess.run(
-        [
-            *(sys.executable, RAY_CLUSTER / "tensor_parallel.py"),
-            *(str(word) for option in options.items() for word in option),
-        ],
-        env={
-            **os.environ,
-            **DEFAULT_ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join(map(str, [EXAMPLES.parent, *sys.path])),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed = tmp_path / "printed"
+    with printed.open("w") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, RAY_CLUSTER / "tensor_parallel.py"),
+                *(str(word) for option in options.items() for word in option),
+            ],
+            env={
+                **os.environ,
+                **DEFAULT_ENVIRONMENT,
+                "PYTHONPATH": os.pathsep.join(map(str, [EXAMPLES.parent, *sys.path])),
+            },
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        status = process.wait(timeout=300)
+    finally:
+        process.kill()
+        print(printed.read_text()[-8000:])
+    assert status == 0
     # the script refuses ranks whose counts differ
-    (each, _) = table(done.stdout)["2 ranks"]
+    (each, _) = table(printed.read_text())["2 ranks"]
     assert each[2] > 2, "four questions about each document"
