@@ -116,7 +116,7 @@ class AttentionConfig:
 class PlannerConfig:
     """How plans are made.
 
-    divider: name of the divider strategy (``planning.dividers.DIVIDERS``).
+    divider: name of the divider strategy (``planning.dividers.registry.DIVIDERS``).
     share: ``auto`` shares only trees where sharing pays by the cost model.
     num_workers: thread blocks that walk the plan side by side (1 on a CPU).
     max_tile_requests: most requests in one work tile (a Q tile's rows / gqa_group_size).

@@ -57,8 +57,8 @@ class PrefixShareDecodeWrapper:
         num_qo_heads, num_kv_heads, head_dim, block_size: shape of the layer.
         dtype: float32, bfloat16 or float16, for queries, cache and output.
         device: "cpu", or a CUDA device of compute capability 8.0 or more.
-        divider: strategy, a name in ``planning.dividers.DIVIDERS``; the fastest one measured
-            on this kind of device if None.
+        divider: strategy, a name in ``planning.dividers.registry.DIVIDERS``; the fastest one
+            measured on this kind of device if None.
         num_workers: work lists that a CPU plan is divided into. A GPU has its own number.
         share: "always" shares every common prefix; "auto" only where the cost model says
             that it pays; "never".

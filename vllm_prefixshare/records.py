@@ -89,7 +89,7 @@ class WorkTiles:
         of batch row ``row``.
     cost: ``[num_tiles]`` float64, estimated microseconds.
     worker: ``[num_tiles]`` int32, ascending: worker of each tile, which runs its tiles in this
-        order; None leaves the assignment to the scheduler.
+        order; None leaves the assignment to ``planning.plan.longest_first``.
     """
 
     row_indptr: IntArray

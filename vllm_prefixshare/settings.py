@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
-#: features of layers that no GPU has run yet: served only where the user asks for them
+#: features of layers that ran in few engines or none: served only where the user asks for them
 EXPERIMENTAL = ("alibi", "head_dim")
 
 
@@ -144,7 +144,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_PREFIXSHARE_EXPERIMENTAL": Variable(
         _experimental,
         "",
-        "kinds of layers to serve on a GPU though no engine on a GPU has shown them right: "
+        "kinds of layers to serve on a GPU though few engines or none have run them: "
         + ", ".join(EXPERIMENTAL),
     ),
 }

@@ -3,9 +3,11 @@
 ``register`` holds the entry points. ``hooks`` lists every change made to vLLM at run time,
 ``signatures`` what they rely on in its source, ``compat`` which releases are known and what differs
 between them, ``support`` which layers are served, ``invariance`` what batch invariance changes.
-``cuda`` is the attention backend on NVIDIA GPUs, ``cuda.mla`` that of latent attention,
-``host_tables`` their block tables on the host; ``cpu`` is the backend of the CPU platform;
-``backend`` is one name for all.
+``cuda`` is the attention backend on NVIDIA GPUs, ``cuda.mla`` that of latent attention, and
+``host_tables`` has their block tables on the host; ``cpu`` is the backend of the CPU platform;
+``backend`` is one class name for all platforms. ``planner`` makes each backend's planner,
+``precompiling`` compiles while an engine starts, ``order`` orders waiting requests, ``stats``
+counts, ``metrics`` and ``ray_metrics`` publish the counters, ``tracing`` records batches.
 """
 
 BACKEND_NAME = "PREFIX_SHARE"

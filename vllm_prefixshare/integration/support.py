@@ -18,7 +18,7 @@ from vllm_prefixshare.settings import settings
 
 #: dtypes that the GPU kernels take.
 CUDA_DTYPES = ("bfloat16", "float16")
-#: largest head_dim run on a GPU so far
+#: largest head_dim served unless the experimental ``head_dim`` is asked for
 USUAL_HEAD_DIM = 256
 #: most query heads of a layer with latents (MLA) on a GPU: with more, arithmetic takes as long as
 #: reading the cache for each request

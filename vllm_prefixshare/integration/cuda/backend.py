@@ -182,7 +182,7 @@ def config_refusal(config: Any) -> str | None:
         (is_draft_model(), "a draft model"),
         # lengths that count rejected drafts would move the last cut
         (invariant and decode_query_len(config) > 1, "drafts under batch invariance"),
-        # should hold, but no test or GPU has run it
+        # nothing known is against it; no test and no GPU has run it
         (
             invariant and parallel.decode_context_parallel_size > 1,
             "decode context parallelism under batch invariance",
@@ -203,7 +203,7 @@ def _shard_refusal(impl: Any, config: Any) -> str | None:
         # positions in a shard are not those in the request
         (impl.alibi_slopes is not None, "ALiBi slopes under decode context parallelism"),
         (window_of(impl) is not None, "a sliding window under decode context parallelism"),
-        # should work, but no test or GPU has run it
+        # nothing known is against it; no test and no GPU has run it
         ("fp8" in impl.kv_cache_dtype, "an fp8 KV cache under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)

@@ -1,8 +1,8 @@
 """DivisionProblem, the input of dividers, and how query groups become work tiles.
 
 Minimising the slowest thread block over all splits and assignments is NP-hard (FlashForge,
-section 5.1). Every strategy splits along KV only and leaves the assignment to ``scheduler``,
-except ``depth_first``, which schedules its own tiles.
+section 5.1). Every strategy splits along KV only and leaves the assignment to
+``plan.longest_first``, except ``depth_first``, which schedules its own tiles.
 """
 
 from collections.abc import Callable
