@@ -192,8 +192,8 @@ def build_plan(
 
 
 def through_the_shortest(plan: DecodePlan) -> DecodePlan:
-    """The plan with each run read through the block table row of its shortest reader: its window
-    begins first, and blocks before a window may be gone from the row.
+    """The plan with each run read through the block table row of its shortest reader. Sliding
+    windows of longer readers begin later, and their rows may have lost the blocks before them.
     """
     tiles = plan.tile_req_indptr, plan.tile_req_indices, plan.tile_run_indptr
     readers = plan.run_reader_start, plan.run_reader_end

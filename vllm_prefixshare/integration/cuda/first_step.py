@@ -1,10 +1,11 @@
 """The first step after a prefix hit: requests with a few new tokens on a context that they share.
 
 vLLM calls such a step prefill, and FLASH_ATTN reads the context once for each request. Here each
-new token becomes a row of the plan, as if it were a request that ends with this token. The tokens'
-keys and values are in the cache when attention runs, so this is their causal order, and the plan
-shares the context among the tokens of all requests as it does among decodes. Such a step is in no
-CUDA graph, so its block table and lengths may be tensors of its own.
+new token becomes a row of the plan, as if it were a request that ends with this token: it sees the
+tokens up to itself, as causal order asks, because the keys and values of all new tokens are in the
+cache when attention runs. The plan shares the context among the tokens of all requests as it does
+among decodes. Such a step is in no CUDA graph, so its block table and lengths may be tensors of its
+own.
 
 The limits come from the measurement in ``docs/kernel-results.md``.
 """
