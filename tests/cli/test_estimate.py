@@ -100,6 +100,10 @@ def test_batches_are_planned_one_after_the_other(tmp_path, capsys):
     path = write(tmp_path / "p", [[*DOCUMENT[:512], i] for i in range(10)])
     found = report(capsys, path, "--batch", 4)
     assert (found["requests"], found["batches"]) == (10, 3)
+    assert main(["estimate", str(path), "--gpu", "H200", "--batch", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("10 prompts, up to 4 at a time; text counts as tokens of 4 bytes each\n")
+    assert f"us shared, {found['attention_gain']:.2f} times as fast\n" in said
 
 
 def test_a_tokenizer_and_a_model_are_taken(tmp_path):

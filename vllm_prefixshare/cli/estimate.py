@@ -163,7 +163,7 @@ def _plan_all(batches: Iterable["Batch"], gpu: "GpuPlanning", attention: Attenti
 
 
 def _tokens_are(args: argparse.Namespace) -> str:
-    return "4 bytes of text each" if args.tokenizer is None else f"of {args.tokenizer}"
+    return "of 4 bytes each" if args.tokenizer is None else f"of {args.tokenizer}"
 
 
 def _report(
@@ -199,6 +199,6 @@ def _print(args: argparse.Namespace, totals: Totals, gpu: "GpuPlanning", layers:
     )
     print(
         f"attention of {of} on {args.gpu}: {found['attention_us_unshared']:.1f} us unshared, "
-        f"{found['attention_us_shared']:.1f} us shared, {found['attention_gain']:.2f} times faster"
+        f"{found['attention_us_shared']:.1f} us shared, {found['attention_gain']:.2f} times as fast"
     )
     print(f"from the {gpu.says}; the rest of a decode step takes as long as without sharing")
