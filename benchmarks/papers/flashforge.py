@@ -439,9 +439,9 @@ EXPERIMENTS = (
         "of 100k tokens",
         "By `bench_engine.py`: vLLM's own attention and this project's in the same engine, batches "
         "on shared documents of 2k to 32k tokens, Llama-3.1-8B's shape; the paper gives no sizes. "
-        "No sweep over batch and length up to its 120k tokens: prefilling those for each point "
-        "takes an engine longer than the rest together. Where that has not run, its published run "
-        "counts: see [performance](performance.md).",
+        "Its sweep up to 120k tokens is left out: prefilling those for each point takes an engine "
+        "longer than the rest together. Until this experiment has a run of its own, the table "
+        "shows the benchmark's published run: see [performance](performance.md).",
         GPU,
         time_engines,
         engines_sentence,

@@ -249,9 +249,9 @@ EXPERIMENTS = (
         "6.1",
         "figure 3: latency, on two ranks",
         "8 to 128 GPUs: ring attention's time grows with the context, tree attention's hardly",
-        "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by `bench_scale.py`. Where "
-        "that has not run, its published run on two H200s counts, with 32:8 heads: see "
-        "[scale](scale.md#tree-reduction).",
+        "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by `bench_scale.py`. Until "
+        "this experiment has a run of its own, the table shows the benchmark's published run on "
+        "two H200s, with 32:8 heads: see [scale](scale.md#tree-reduction).",
         GPUS,
         time_ranks,
         ranks_sentence,
