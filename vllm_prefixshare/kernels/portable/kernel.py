@@ -161,7 +161,7 @@ def _in_blocks(begin, offset, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_block,
                 stride_token, qk_scale, slope, position, cap_rate, HEAD_DIM: tl.constexpr,
                 COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-                KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
     rows of ``reads`` see. The mask is per row, so it costs nothing per score: a row that does not
     read temporarily has an infinite maximum. Only a window hides single tokens.
@@ -171,7 +171,7 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
     ALIGNED: tl.constexpr = KV_TILE_SIZE % BLOCK_SIZE == 0  # then runs begin with a block
     column, place = _in_blocks(start, cols, BLOCK_SIZE, ALIGNED)
     block = tl.load(table_row + column)
-    for n in tl.range(start, end, KV_TILE_SIZE, num_stages=STAGES):
+    for n in tl.range(start, end, KV_TILE_SIZE, num_stages=STAGES, disable_licm=HOIST < 1):
         pos = n + cols
         # what does not change in the loop comes first, and is added before it
         inside = (place * stride_token)[:, None]
@@ -220,7 +220,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                   HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
                   BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
                   QUERY_LEN: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
-                  KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                  KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr):
     """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones listed from
     ``first`` on, then the ``new`` ones from ``opened`` on, repeatedly, each time one unit
     further.
@@ -247,7 +247,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     n = 1  # the next KV tile
     rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
                                                PARTS)
-    for _ in tl.range(0, steps, num_stages=STAGES):
+    for _ in tl.range(0, steps, num_stages=STAGES, disable_licm=HOIST < 1):
         span = tl.where(pos < length, rows, 0)
         at_kv = block.to(tl.int64) * stride_block + place * stride_token
         # divided, so that Triton still knows by what it is divisible
@@ -304,13 +304,15 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                       HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
                       TREE: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
-                      Q_TILE_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr):
+                      Q_TILE_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+                      HOIST: tl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
 
     out_lse: as ``out`` without its last dimension. sinks, alibi_slopes: one for each query head.
     q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``. cap_rate:
     see ``_scores``; qk_scale is then the cap times log2(e). For each that is None Triton makes a
-    binary without it. WINDOW: tokens that a query sees, its own included; 0 for all.
+    binary without it. WINDOW: tokens that a query sees, its own included; 0 for all. HOIST: see
+    ``launch.QTile``.
     """
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
@@ -335,7 +337,8 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     query = row % R // G
     q_head = kv_head * G + row % G
     parts = (part_row, part_pos, part_readers)
-    for tile in range(tl.load(work_indptr + worker), tl.load(work_indptr + worker + 1)):
+    for tile in tl.range(tl.load(work_indptr + worker), tl.load(work_indptr + worker + 1),
+                         disable_licm=HOIST < 2):
         slots = tl.load(tile_info + tile * WORDS + FIRST_SLOT)
         num_rows = tl.load(tile_info + tile * WORDS + NUM_REQS) * R
         first_run = tl.load(tile_info + tile * WORDS + FIRST_RUN)
@@ -373,14 +376,14 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             slope = tl.load(alibi_slopes + q_head) * (LOG2E / qk_scale)
         if alibi_slopes is not None or WINDOW > 0:
             position = first_query + query if QUERY_LEN > 1 else length - 1
-        for run in range(first_run, last_run):
+        for run in tl.range(first_run, last_run, disable_licm=HOIST < 2):
             readers = tl.load(run_readers + run)
             reads = (row >= (readers & 0xFFFF) * R) & (row < (readers >> 16) * R)
             table_row = block_table + tl.load(run_row + run).to(tl.int64) * stride_table
             m, total, acc = _attend_run(
                 (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
                 table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope, position,
-                cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, KV_TILE_SIZE, STAGES)
+                cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, KV_TILE_SIZE, STAGES, HOIST)
         steps = packed + new * growth
         opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:
@@ -389,7 +392,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
                 stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
                 query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
                 HEAD_DIM, COLUMNS, R, BLOCK_SIZE, UNIT, ALIGN, QUERY_LEN, TREE, WINDOW,
-                KV_TILE_SIZE, STAGES)
+                KV_TILE_SIZE, STAGES, HOIST)
 
         partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0

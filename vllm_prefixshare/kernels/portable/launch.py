@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,6 +28,8 @@ class QTile:
     warps, stages: warps of a thread block; KV tiles in flight.
     blocks_per_sm: thread blocks that share a multiprocessor.
     columns: most columns of queries, K and V that one product takes; a power of two.
+    hoist: loops out of which LLVM may move what does not change in them. 2: all; 1: those over KV
+        tiles; 0: none. What is moved takes a register over the whole loop.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class QTile:
     stages: int
     blocks_per_sm: int
     columns: int = 64
+    hoist: int = 2
 
     def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
         """Workers whose thread blocks fill the GPU."""
@@ -71,6 +74,15 @@ def q_tile(head_dim: int, shared_memory: int, quantised: bool = False) -> QTile:
     if shared_memory >= 160 << 10:  # data-centre GPUs
         return QTile(64, 64, 4, 3 if shared_memory >= 227 << 10 else 2, 2)
     return QTile(64, 64, 4, 2, 1)  # the others have 99 KiB
+
+
+def hoisting(capability: tuple[int, int]) -> int:
+    """``QTile.hoist`` for a GPU, by what its code spills (docs/kernel-notes.md). Where less is
+    moved, most binaries for Blackwell spill nothing, under any Triton, for up to a twentieth more
+    instructions in 12.0's loops over KV tiles. Code for other GPUs would spill more under some
+    Tritons.
+    """
+    return {10: 1, 12: 0}.get(capability[0], 2)
 
 
 def portable_partial_attention(
@@ -153,6 +165,7 @@ def portable_partial_attention(
         Q_TILE_SIZE=tile.rows,
         KV_TILE_SIZE=tile.kv_tile,
         STAGES=tile.stages,
+        HOIST=tile.hoist,
         num_warps=tile.warps,
     )
 
@@ -192,7 +205,8 @@ class PortableKernel:
         quantised = attention.kv_dtype is not None
         # below 8.9 Triton has no e4m3: the kernel takes the bits
         self.takes_bits = quantised and gpu.capability < (8, 9)
-        self.tile = q_tile(attention.head_dim, gpu.shared_memory, quantised)
+        tile = q_tile(attention.head_dim, gpu.shared_memory, quantised)
+        self.tile = replace(tile, hoist=hoisting(gpu.capability))
         self.num_workers = self.tile.num_workers(
             gpu.multi_processor_count, attention.num_kv_heads, self.rows
         )
