@@ -1,5 +1,6 @@
 """The prefix tree, compared with an oracle that checks every prefix of every request."""
 
+from math import log
 from random import Random
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.records import Forest
+from vllm_prefixshare.tree import prefix_tree
 from vllm_prefixshare.tree.prefix_tree import first_difference
 
 from .oracle import assert_forest
@@ -28,6 +30,49 @@ def nodes(forest: Forest) -> list[tuple[int, int, int]]:
         forest.node_end // BLOCK_SIZE,
     )
     return list(zip(*(c.tolist() for c in columns), strict=True))
+
+
+def depth_first(requests: list[list[int]], rows: list[int], depth: int = 0) -> list[int]:
+    """The rows in depth-first order, by definition; they have ``depth`` blocks in common."""
+    if len(rows) == 1:
+        return rows
+    order = [row for row in rows if len(requests[row]) == depth]
+    children: dict[int, list[int]] = {}
+    for row in rows:
+        if len(requests[row]) > depth:
+            children.setdefault(requests[row][depth], []).append(row)
+    return sum((depth_first(requests, child, depth + 1) for child in children.values()), order)
+
+
+def comb(teeth: int, first: int = 0) -> list[list[int]]:
+    """Request ``r`` leaves the common prefix after ``r + 1`` blocks; all have the same length.
+    Block ids begin at ``first``.
+    """
+    spine = list(range(first, first + teeth + 1))
+    own = range(first + teeth + 1, first + 2 * teeth + 1)
+    return [spine[: r + 1] + [own[r]] * (teeth - r) for r in range(teeth)]
+
+
+def comb_of_combs(teeth: int) -> list[list[int]]:
+    """Each request of a comb is followed by a comb."""
+    stems = comb(teeth)
+    combs = [comb(teeth, 10_000 * (r + 1)) for r in range(teeth)]
+    return [stems[r] + tooth for r in range(teeth) for tooth in combs[r]]
+
+
+def in_order(requests: list[list[int]], order: str) -> list[list[int]]:
+    if order == "shuffled":
+        return Random(0).sample(requests, len(requests))
+    return {
+        "up": requests,
+        "down": requests[::-1],
+        "least in the middle": requests[::2][::-1] + requests[1::2],
+        "least at the ends": requests[::2] + requests[1::2][::-1],
+    }[order]
+
+
+COMBS = {"comb": comb(144), "comb of combs": comb_of_combs(12)}
+ORDERS = ["up", "down", "shuffled", "least in the middle", "least at the ends"]
 
 
 @quick(300)
@@ -55,13 +100,17 @@ def test_a_null_block_ends_what_a_row_shares(requests, null):
     cut = [ids[: ids.index(null)] if null in ids else ids for ids in requests]
     found = forest_of_ids(requests, BLOCK_SIZE, null)
     assert_forest(found, dict(enumerate(cut)), list(range(len(cut))), BLOCK_SIZE)
+    for array, expected in zip(found, forest_of(*cut), strict=True):
+        assert array.tolist() == expected.tolist()
 
 
 @quick(100)
 @given(st.lists(block_ids(3, 4), max_size=12))
 def test_rows_and_nodes_are_depth_first_and_siblings_in_the_order_of_rows(requests):
     forest = forest_of(*requests)
-    assert np.all(np.diff(forest.node_reader_start) >= 0)
+    assert forest.request_rows.tolist() == depth_first(requests, list(range(len(requests))))
+    starts = list(zip(forest.node_reader_start, forest.node_start, strict=True))
+    assert starts == sorted(starts)
     lowest = [
         int(forest.request_rows[a:b].min())
         for a, b in zip(forest.node_reader_start, forest.node_reader_end, strict=True)
@@ -74,6 +123,52 @@ def test_rows_and_nodes_are_depth_first_and_siblings_in_the_order_of_rows(reques
             assert readers != (forest.node_reader_start[w], forest.node_reader_end[w]), (
                 "one node, not two"
             )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", COMBS)
+def test_as_many_nodes_as_requests_one_below_the_other(kind, order):
+    requests = in_order(COMBS[kind], order)
+    found = forest_of(*requests)
+    assert found.num_nodes > len(requests) - 15
+    assert_forest(found, dict(enumerate(requests)), list(range(len(requests))), BLOCK_SIZE)
+    assert found.request_rows.tolist() == depth_first(requests, list(range(len(requests))))
+
+
+class CountedTable:
+    """A block table that counts how often a row, or a block of it, is looked up."""
+
+    def __init__(self, table: np.ndarray):
+        self.table, self.count = table, 0
+
+    def __getitem__(self, where: int | tuple[int, int]) -> np.ndarray:
+        self.count += 1
+        return self.table[where]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", COMBS)
+def test_the_work_does_not_grow_with_the_depth_of_the_tree(kind, order, monkeypatch):
+    """Each shared block of a request is compared once at most, and a request is looked up twice in
+    each of 1 + ln(num_reqs) groups on average.
+    """
+    blocks = 0
+
+    def counted_difference(a, b, start, stop):
+        nonlocal blocks
+        end = first_difference(a, b, start, stop)
+        blocks += end - start
+        return end
+
+    monkeypatch.setattr(prefix_tree, "first_difference", counted_difference)
+    monkeypatch.setattr(prefix_tree, "_split", prefix_tree._split.py_func)
+    table = CountedTable(np.array(in_order(COMBS[kind], order), np.int32))
+    n, length = table.table.shape
+    lens = np.full(n, length, np.int32)
+    _, private, nodes = prefix_tree._forest.py_func(table, np.arange(n), lens, -1)
+    assert nodes.shape[1] > n - 15
+    assert 0 < blocks <= private.sum()
+    assert table.count <= n + 2 * n * (1 + log(n))
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 200])

@@ -25,10 +25,17 @@ def forest_from_blocks(
     null_block_id: int | None = None,
     table_rows: IntArray | None = None,
 ) -> Forest:
-    """The forest of shared leading blocks, in time proportional to the shared part.
+    """The forest of shared leading blocks.
 
     Siblings come in the order of their lowest batch row, requests that end at a node before
     those that go on below it.
+
+    Each shared block of a request is compared about once. However deep the tree, a request takes
+    part in at most ``1 + ln(num_reqs)`` comparisons on average: those that share a block are
+    compared with a random one of them, which divides them as a random pivot does in quicksort. It
+    is picked by a hash of the row number, so an order of rows made against that hash takes longer,
+    ``num_reqs`` comparisons each at worst. Besides, an entry for each block of the longest request
+    is cleared.
 
     Args:
         block_table: int32 ``[num_reqs or more, max_blocks]`` physical block ids.
@@ -42,15 +49,7 @@ def forest_from_blocks(
         table_rows = np.arange(len(num_shareable))
     table_rows = table_rows.astype(np.int64, copy=False)  # one type, or Numba compiles again
     rows, private, nodes = _forest(block_table, table_rows, num_shareable, null)
-    return Forest(
-        request_rows=rows,
-        private_start=private * np.int32(block_size),
-        node_parent=nodes[0],
-        node_start=nodes[1] * np.int32(block_size),
-        node_end=nodes[2] * np.int32(block_size),
-        node_reader_start=nodes[3],
-        node_reader_end=nodes[4],
-    )
+    return _in_tokens(rows, private, nodes, block_size)
 
 
 def windowed_forest(
@@ -86,15 +85,14 @@ def windowed_forest(
     order = np.arange(len(aligned))
     rows, private, nodes = _forest(aligned, order, np.maximum(num_shareable - base, 0), null)
     private, nodes = _in_window(rows, private + base, nodes, base, first_seen)
-    return Forest(
-        request_rows=rows,
-        private_start=private * np.int32(block_size),
-        node_parent=nodes[0],
-        node_start=nodes[1] * np.int32(block_size),
-        node_end=nodes[2] * np.int32(block_size),
-        node_reader_start=nodes[3],
-        node_reader_end=nodes[4],
-    )
+    return _in_tokens(rows, private, nodes, block_size)
+
+
+def _in_tokens(rows: IntArray, private: IntArray, nodes: IntArray, block_size: int) -> Forest:
+    """The forest that ``_forest`` has found, in tokens."""
+    private *= block_size
+    nodes[1:3] *= block_size
+    return Forest(rows, private, *nodes)
 
 
 @compiled
@@ -191,57 +189,89 @@ def first_difference(a: IntArray, b: IntArray, start: int, stop: int) -> int:
 
 
 @compiled
+def _first_null(ids: IntArray, null: int, start: int, stop: int) -> int:
+    """First index in ``[start, stop)`` at which ``ids`` is ``null``, else ``stop``."""
+    nulls = 0
+    for i in range(start, stop):  # no branch: a few vector instructions
+        nulls += ids[i] == null
+    if nulls:
+        stop = start
+        while ids[stop] != null:
+            stop += 1
+    return stop
+
+
+@compiled
 def _forest(
     table: IntArray, table_rows: IntArray, num_shareable: IntArray, null: int
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Depth-first rows, private start by position (in blocks), and ``[5, num_nodes]`` parent,
     start, end (in blocks), reader start, reader end (positions).
+
+    Requests that share a block are a group. All are compared once with one of them, the leader: a
+    node on its path ends at each depth at which requests leave the path. Those that leave it there
+    with the same next block are a group of their own.
     """
     n = len(num_shareable)
-    rows = np.arange(n).astype(np.int32)
-    private = np.zeros(n, np.int32)
-    nodes = np.empty((5, n), np.int32)
-    num_nodes = 0
-    # groups of requests that share a block, still to be split: depth of that block, node above,
-    # positions of its readers
-    stack = np.empty((n, 4), np.int32)
-    work = np.empty((3, n + 1), np.int32)
+    # parent, start, end and number of readers of the nodes as they are found; node 0 has no blocks
+    # and is above the roots
+    found = np.zeros((4, n + 1), np.int32)
+    found[3, 0] = n
+    num_found = 1
+    # place of each request: twice its last node, and one more if it has blocks after that node
+    place_of = np.empty(n, np.int32)
+    # a list of requests is known by its first row (-1: no request); here is the row after each
+    row_after = np.arange(-1, n - 1, 1, np.int32)
+    # stack of groups: depth of the block that they share, node above, list with the leader first
+    groups = np.empty((n, 3), np.int32)
+    # list of those that leave the path of the leader at each depth
+    leaving = np.full(num_shareable.max() + 1 if n else 1, -1, np.int32)
     size = 2
     while size < 2 * n:
         size *= 2
-    slots = np.zeros((size, 3), np.int32)  # hash table: key, its number, and its split
+    slots = np.zeros((size, 3), np.int32)  # hash table: block, its group, and the split it is of
 
     splits = 1
-    height = _split(
-        table, table_rows, num_shareable, rows, private, 0, -1, 0, n, stack, 0, work, slots, 1
-    )
+    height, _ = _split(
+        table, table_rows, num_shareable, null, n - 1, row_after, 0, 0, place_of, groups, 0,
+        slots, splits,
+    )  # fmt: skip
     while height:
         height -= 1
-        start, parent, low, high = stack[height]
-        leader = table[table_rows[rows[low]]]
-        end = num_shareable[rows[low]]
-        for position in range(low + 1, high):
-            row = rows[position]
-            stop = min(end, num_shareable[row])
-            end = first_difference(leader, table[table_rows[row]], start, stop)
-        filled = start
-        while filled < end and leader[filled] != null:
-            filled += 1
-        node = parent
-        if filled > start:
-            node = num_nodes
-            new = nodes[:, node]
-            new[0], new[1], new[2], new[3], new[4] = parent, start, filled, low, high
-            num_nodes += 1
-        if filled < end:  # a null block, and all are private from there on
-            private[low:high] = filled
+        start, node, leader = groups[height, 0], groups[height, 1], groups[height, 2]
+        row = row_after[leader]
+        if row < 0:  # a request alone
             continue
-        splits += 1
-        height = _split(
-            table, table_rows, num_shareable, rows, private, end, node, low, high, stack,
-            height, work, slots, splits,
-        )  # fmt: skip
-    return rows, private, nodes[:, :num_nodes].copy()
+        path, end = table[table_rows[leader]], num_shareable[leader]
+        shortest, longest = end, start
+        readers = 1
+        while row >= 0:
+            after = row_after[row]
+            stop = min(end, num_shareable[row])
+            depth = first_difference(path, table[table_rows[row]], start, stop)
+            row_after[row], leaving[depth] = leaving[depth], row
+            shortest, longest = min(shortest, depth), max(longest, depth)
+            readers += 1
+            row = after
+        row_after[leader], leaving[longest] = leaving[longest], leader
+        filled = _first_null(path, null, start, longest)
+        for depth in range(shortest, longest + 1):
+            if leaving[depth] < 0:
+                continue
+            end = min(depth, filled)  # requests that share a null block end before it
+            if end > start:
+                new = found[:, num_found]
+                new[0], new[1], new[2], new[3] = node, start, end, readers
+                node, start = num_found, end
+                num_found += 1
+            splits += 1
+            height, left = _split(
+                table, table_rows, num_shareable, null, leaving[depth], row_after, end, node,
+                place_of, groups, height, slots, splits,
+            )  # fmt: skip
+            leaving[depth] = -1
+            readers -= left
+    return _depth_first(found[:, :num_found], place_of)
 
 
 @compiled
@@ -249,61 +279,108 @@ def _split(
     table: IntArray,
     table_rows: IntArray,
     num_shareable: IntArray,
-    rows: IntArray,
-    private: IntArray,
+    null: int,
+    row: int,
+    row_after: IntArray,
     depth: int,
     node: int,
-    low: int,
-    high: int,
-    stack: IntArray,
+    place_of: IntArray,
+    groups: IntArray,
     height: int,
-    work: IntArray,
     slots: IntArray,
     split: int,
-) -> int:
-    """Sort the requests ``[low, high)`` by their block at ``depth``, where their common
-    prefix ends. A request alone with its block is private from there; groups are pushed on the
-    stack in reverse, so that they are popped in order. Returns the stack's new height.
+) -> tuple[int, int]:
+    """Divide the list that begins with ``row`` by the block at ``depth``, where ``node`` ends, into
+    groups, and push these on the stack. The leader of a group is its request with the least rank.
+    Returns the stack's new height, and the number of requests in the list.
     """
-    key_of, end_of, sorted_rows = work[0], work[1], work[2]
-    end_of[0] = 0
-    num_keys = 1  # key 0: no block at this depth
     mask = len(slots) - 1
-    for position in range(low, high):
-        row = rows[position]
-        key = 0
-        if num_shareable[row] > depth:
-            block = table[table_rows[row], depth]
+    count = 0
+    while row >= 0:
+        after = row_after[row]
+        count += 1
+        block = table[table_rows[row], depth] if depth < num_shareable[row] else null
+        place_of[row] = 2 * node + (block != null)
+        if block != null:
             slot = (int(block) * HASH >> 12) & mask
             while slots[slot, 2] == split and slots[slot, 0] != block:
                 slot = (slot + 1) & mask
             if slots[slot, 2] != split:
-                slots[slot, 0] = block
-                slots[slot, 1] = num_keys
-                slots[slot, 2] = split
-                end_of[num_keys] = 0
-                num_keys += 1
-            key = slots[slot, 1]
-        key_of[position] = key
-        end_of[key] += 1
-    num_ended = end_of[0]
-    total = low
-    for key in range(num_keys):
-        count = end_of[key]
-        end_of[key] = total  # its start for now; its end once its rows are placed
-        total += count
-    for position in range(low, high):
-        key = key_of[position]
-        sorted_rows[end_of[key]] = rows[position]
-        end_of[key] += 1
-    rows[low:high] = sorted_rows[low:high]
-    private[low : low + num_ended] = depth
-    for key in range(num_keys - 1, 0, -1):
-        start = end_of[key - 1]
-        if end_of[key] - start == 1:
-            private[start] = depth
-        else:
-            top = stack[height]
-            top[0], top[1], top[2], top[3] = depth, node, start, end_of[key]
-            height += 1
-    return height
+                slots[slot, 0], slots[slot, 1], slots[slot, 2] = block, height, split
+                groups[height, 0], groups[height, 1], groups[height, 2] = depth, node, row
+                row_after[row] = -1
+                height += 1
+            else:
+                group = slots[slot, 1]
+                leader = groups[group, 2]
+                if _rank(row) < _rank(leader):
+                    row_after[row], groups[group, 2] = leader, row
+                else:
+                    row_after[row], row_after[leader] = row_after[leader], row
+        row = after
+    return height, count
+
+
+@compiled
+def _rank(row: int) -> int:
+    """A hash of ``row``. A single product would rise in even steps, as batches may."""
+    product = int(row) * HASH & 0xFFFFFFFF
+    return (product ^ product >> 15) * HASH & 0xFFFFFFFF
+
+
+@compiled
+def _depth_first(found: IntArray, place_of: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The result of ``_forest``. Below each node come the requests that end there, then the nodes
+    and the other requests in the order of their lowest rows.
+    """
+    n, num_found = len(place_of), found.shape[1]
+    parent, start, end, readers = found[0], found[1], found[2], found[3]
+    # lists of the requests and, as n + node, of the nodes at each place, from the highest to the
+    # least of their lowest rows
+    item_at = np.full(2 * num_found, -1, np.int32)
+    item_after = np.empty(n + num_found, np.int32)
+    listed = np.zeros(num_found, np.bool_)
+    listed[0] = True
+    for row in range(n):
+        place = place_of[row]
+        item_after[row], item_at[place] = item_at[place], row
+        node = place >> 1
+        while not listed[node]:
+            listed[node] = True
+            place = 2 * parent[node] + 1
+            item_after[n + node], item_at[place] = item_at[place], n + node
+            node = parent[node]
+
+    rows = np.empty(n, np.int32)
+    private = np.empty(n, np.int32)
+    nodes = np.empty((5, num_found - 1), np.int32)
+    num_nodes = 0
+    number = np.full(num_found, -1, np.int32)
+    low = np.zeros(num_found, np.int32)  # first position of each node's readers
+    stack = np.zeros(num_found, np.int32)  # nodes still to be numbered; at first node 0
+    height = 1
+    while height:
+        height -= 1
+        node = stack[height]
+        position = low[node] + readers[node]
+        if node:
+            new = nodes[:, num_nodes]
+            new[0], new[1], new[2] = number[parent[node]], start[node], end[node]
+            new[3], new[4] = low[node], position
+            number[node] = num_nodes
+            num_nodes += 1
+        for place in (2 * node + 1, 2 * node):
+            item = item_at[place]
+            while item >= 0:
+                if item < n:
+                    position -= 1
+                    rows[position] = item
+                    private[position] = end[node]
+                else:
+                    child = item - n
+                    position -= readers[child]
+                    low[child] = position
+                    stack[height] = child
+                    height += 1
+                item = item_after[item]
+    return rows, private, nodes
