@@ -20,10 +20,9 @@ MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
 
-# In several processes of one thread each; a file's tests stay together, for the engines they share,
-# and come in the order of tests/conftest.py.
+# In several processes of one thread each; a file's tests stay together, for the engines they share.
 test: lint model $(RAY)/.locked
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
 
 # The documentation as a site, in site/.
 docs: venv

@@ -29,12 +29,6 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start engines come first: at the end they would keep one process waiting."""
-    engines = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: item.path not in engines)
-
-
 @pytest.fixture(autouse=True)
 def settings_of_the_test() -> Iterator[None]:
     """Clear the cached settings, because each test may have its own environment."""
