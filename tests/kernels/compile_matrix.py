@@ -74,12 +74,12 @@ def variants(which: str) -> Iterator[Variant]:
     if which.endswith("extras"):
         yield from extras(which)
         return
-    yield Variant((32, 8), 128)
-    yield Variant((32, 8), 128, 4, True)
+    few = [Variant((32, 8), 128), Variant((32, 8), 128, 4, True), Variant((32, 32), 128)]
+    yield from few
     if which == "few":
         return
     if which == "main":
-        yield from (Variant(heads, 128) for heads in HEADS if heads != (32, 8))
+        yield from (Variant(heads, 128) for heads in ((16, 1), (64, 8)))
         yield from (Variant((32, 8), dim) for dim in HEAD_DIMS if dim != 128)
         yield Variant((32, 8), 128, 4)
         yield Variant((16, 1), 128, 4)
@@ -89,7 +89,7 @@ def variants(which: str) -> Iterator[Variant]:
     for heads in HEADS:
         for dim in HEAD_DIMS:
             for queries, tree in ((1, False), (4, False), (4, True)):
-                if heads != (32, 8) or dim != 128 or (queries == 4 and not tree):
+                if Variant(heads, dim, queries, tree) not in few:
                     yield Variant(heads, dim, queries, tree)
     yield from (Variant((32, 8), dim, dtype="float16") for dim in HEAD_DIMS)
 
@@ -122,6 +122,10 @@ def compile_variant(
         # merge states depends on fewer properties: most of its binaries are compiled already
         fresh = [b for b in binaries if b.hash not in SEEN]
         SEEN.update(b.hash for b in fresh)
+        if name == "portable":
+            (ir,) = (b.asm["ttgir"] for b in binaries if "merge" not in b.name)
+            waits = ir.count("ttg.async_wait")
+            assert waits == WAITS, f"{variant}: a loop over KV tiles is not pipelined"
         assert len(fresh) == len(spills) == len(registers), log.getvalue()
         for binary, spilled, used in zip(fresh, spills, registers, strict=True):
             yield {
@@ -137,6 +141,8 @@ def compile_variant(
 
 
 PLAIN = Variant((32, 8), 128)
+#: for K and for V, in each of the two loops over KV tiles of the portable kernel
+WAITS = 4
 #: binaries that this process has compiled
 SEEN: set[str] = set()
 

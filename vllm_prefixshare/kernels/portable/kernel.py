@@ -236,7 +236,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     readers = tl.load(part_readers + at)
     pos = start + in_part
     column, place = _in_blocks(start, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
-    rows = readers * R  # the first and the end, 16 bits each, as in readers
+    # the first and the end, 16 bits each, as in readers; inverted where they are equal: see below
+    rows = readers * R if R > 1 else ~readers
     block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
     length = tl.load(seq_lens + kv_row)
     mask_words = ()
@@ -248,7 +249,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
                                                PARTS)
     for _ in tl.range(0, steps, num_stages=STAGES, disable_licm=HOIST < 1):
-        span = tl.where(pos < length, rows, 0)
+        span = tl.where(pos < length, rows if R > 1 else ~rows, 0)
         at_kv = block.to(tl.int64) * stride_block + place * stride_token
         # divided, so that Triton still knows by what it is divisible
         at_kv = _settled(tl.where(span != 0, at_kv // ALIGN, -1))[:, None] * ALIGN
@@ -259,7 +260,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         # change: Triton does not pipeline a loop that passes a value on twice unchanged.
         pos = start + (in_part + rounds * UNIT)
         column, place = _in_blocks(start + rounds * UNIT, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
-        rows = readers * R
+        rows = readers * R if R > 1 else ~readers
         block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
         length = tl.load(seq_lens + kv_row)
         n += 1
