@@ -225,6 +225,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             if (last > low) & (first < high):
                 s = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero,
                                   use_acc=False, is_async=True)
+                if FP8:
+                    # A wait ends a basic block. Here, while the scores are multiplied, so that the
+                    # assembler can order the softmax and V's products as one.
+                    mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
                 s = warpgroup_mma_wait(0, [s])
                 if cap_rate is not None:
                     # see the portable kernel: the hyperbolic tangent, which the cap scales
@@ -240,9 +244,6 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                     # a row outside the interval has an infinite maximum in this KV tile
                     reads = (row_s >= first) & (row_s < last)
                     m_new = gl.maximum(m, gl.where(reads, gl.max(s, 1) * qk_scale, LOWEST))
-                    # A wait ends a basic block. Here, so that the assembler can order the weights
-                    # and V's products as one; earlier, V would not be widened yet.
-                    mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
                     p = gl.exp2(s * qk_scale - gl.where(reads, m_new, -MASKED)[:, None])
                 else:
                     m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
