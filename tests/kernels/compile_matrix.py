@@ -122,10 +122,10 @@ def compile_variant(
         # merge states depends on fewer properties: most of its binaries are compiled already
         fresh = [b for b in binaries if b.hash not in SEEN]
         SEEN.update(b.hash for b in fresh)
-        if name == "portable":
+        if name == "portable" and major != 10:  # 10.0 waits for its products as well
             (ir,) = (b.asm["ttgir"] for b in binaries if "merge" not in b.name)
             waits = ir.count("ttg.async_wait")
-            assert waits == WAITS, f"{variant}: a loop over KV tiles is not pipelined"
+            assert waits == WAITS, f"{variant}: a loop over KV tiles is not pipelined: {waits} waits"
         assert len(fresh) == len(spills) == len(registers), log.getvalue()
         for binary, spilled, used in zip(fresh, spills, registers, strict=True):
             yield {
