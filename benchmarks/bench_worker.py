@@ -18,7 +18,7 @@ class BenchWorker(PrefixShareWorkerExtension):
     """
 
     def randomize_weights(self, seed: int = 0) -> int:
-        """Draw all weights of a Llama model again, in place, so that captured CUDA graphs stay
+        """Draw all weights of a Llama or Gemma model again, in place, so that captured CUDA graphs stay
         valid. The same seed, shapes and device give the same weights; each rank of tensor
         parallelism has weights of its own. With equal ones every token of its part of the
         vocabulary would be as likely as one of another's.
@@ -32,7 +32,7 @@ class BenchWorker(PrefixShareWorkerExtension):
             The number of weights drawn.
 
         Raises:
-            ValueError: a parameter that a Llama model does not have, or that is packed, as vLLM
+            ValueError: a parameter that such a model does not have, or that is packed, as vLLM
             does on CPUs.
         """
         worker: Any = self
@@ -120,7 +120,7 @@ def _draw(name: str, weight: Any, qk_share: float, seed: int) -> None:
         return
     if weight.ndim != 2:
         shape = tuple(weight.shape)
-        raise ValueError(f"parameter {name} of shape {shape}: not a Llama model, or packed")
+        raise ValueError(f"parameter {name} of shape {shape}: not such a model, or packed")
     generator = torch.Generator(weight.device).manual_seed(seed + zlib.crc32(name.encode()))
     # embeddings are looked up; every other weight keeps the variance of its input
     deviation = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
