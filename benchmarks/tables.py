@@ -178,17 +178,24 @@ def gain(cell: dict) -> str:
     return f"{best[1] / ours['ms']:.2f}" if best and ours["status"] == "ok" else "-"
 
 
+#: behind a workload's name: what its time is of
+MARKS = {"decode": "", "whole call": "*", "first step": "†"}
+
+
 def engine_table(name: str) -> str:
     """One line per workload: both engines, the floor, the cost of planning, the same tokens."""
     result = published(name)
     memory = result["memory"]
     tokens, used = memory["kv_cache_tokens"], memory["used_gib"]
+    first_steps = any(row["kind"] == "first step" for row in result["rows"])
     lines = [
         f"{result['gpu']}; {result['model']}; {versions(result)}. "
         f"`{result['command']}`: milliseconds per "
         f"output token, for shared documents while all requests decode (median and range of "
         f"{result['repeats']} runs), for the others (*) the mean over the whole call, prefill "
-        "included. Floor: as many requests with 16-token contexts, plus reading every KV token "
+        "included"
+        + (" († the whole first step)" if first_steps else "")
+        + ". Floor: as many requests with 16-token contexts, plus reading every KV token "
         f"once at {result['bandwidth_tbs']} TB/s"
         + (
             ""
@@ -215,7 +222,7 @@ def engine_table(name: str) -> str:
             else "- | -"
         )
         lines.append(
-            f"| {row['workload']}{'' if row['kind'] == 'decode' else '*'} "
+            f"| {row['workload']}{MARKS[row['kind']]} "
             f"| {engine_time(row['stock'])} | {engine_time(row['PREFIX_SHARE'])} "
             f"| {row['ratio']:.2f} | {'-' if floor is None else f'{floor:.2f}'} "
             f"| {row['stock']['tokens_per_second']:.0f} "
@@ -858,11 +865,6 @@ TABLES = {
         "kernel_sinks",
         lambda: kernel_table("kernel_sinks"),
     ),
-    "engine newest": (
-        "docs/performance.md",
-        "engine_newest",
-        lambda: engine_table("engine_newest"),
-    ),
     "engine tp2": ("docs/performance.md", "engine_tp2", lambda: engine_table("engine_tp2")),
     "engine tp2 70b": (
         "docs/performance.md",
@@ -921,7 +923,7 @@ def fresh_files() -> dict[Path, str]:
         result = ran(e.name)
         if result and e.bars and (picture := draw(e.item, e.bars(result["points"]))):
             files[ROOT / "docs" / "images" / f"papers-{e.name}.svg"] = picture
-    rows = published("engine")["rows"]
+    rows = [row for row in published("engine")["rows"] if row["kind"] != "first step"]
     for theme in THEMES:
         files[ROOT / "docs" / "images" / f"engine-{theme}.svg"] = engine_chart(rows, theme)
     return files
