@@ -18,9 +18,9 @@ class BenchWorker(PrefixShareWorkerExtension):
     """
 
     def randomize_weights(self, seed: int = 0) -> int:
-        """Draw all weights of a Llama or Gemma model again, in place, so that captured CUDA graphs stay
-        valid. The same seed, shapes and device give the same weights; each rank of tensor
-        parallelism has weights of its own. With equal ones every token of its part of the
+        """Draw all weights of a Llama or Gemma model again, in place, so that captured CUDA
+        graphs stay valid. The same seed, shapes and device give the same weights; each rank of
+        tensor parallelism has weights of its own. With equal ones every token of its part of the
         vocabulary would be as likely as one of another's.
 
         vLLM's ``load_format="dummy"`` draws all weights, norms included, from ±0.001. Attention

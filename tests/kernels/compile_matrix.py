@@ -125,7 +125,7 @@ def compile_variant(
         if name == "portable" and major != 10:  # 10.0 waits for its products as well
             (ir,) = (b.asm["ttgir"] for b in binaries if "merge" not in b.name)
             waits = ir.count("ttg.async_wait")
-            assert waits == WAITS, f"{variant}: a loop over KV tiles is not pipelined: {waits} waits"
+            assert waits == WAITS, f"{variant}: a loop is not pipelined, {waits} waits"
         assert len(fresh) == len(spills) == len(registers), log.getvalue()
         for binary, spilled, used in zip(fresh, spills, registers, strict=True):
             yield {
