@@ -82,8 +82,7 @@ def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanne
         max_tile_runs=kernel.max_tile_runs,
         null_block_id=0,
     )
-    executor = "triton" if kernel.name == "hopper" else kernel.name
-    cost = analytic_cost(ATTENTION, executor)
+    cost = analytic_cost(ATTENTION, kernel.name)
     return DecodePlanner(config, cost, 16, ATTENTION.gqa_group_size)
 
 

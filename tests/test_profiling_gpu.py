@@ -27,7 +27,7 @@ from vllm_prefixshare.costs.profile_gpu import (
     tile_counts,
 )
 from vllm_prefixshare.costs.profile_plans import repeated_tiles
-from vllm_prefixshare.costs.roofline import AnalyticCost
+from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
@@ -203,6 +203,21 @@ def test_a_table_of_another_gpu_kernel_or_head_dim_is_refused(
     with pytest.raises(PrefixShareError, match="was measured for") as e:
         cost_model(layer, kernel, device_name=device)
     assert difference in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "arithmetic"),
+    [("NVIDIA H100 80GB HBM3 x132", 3350 / 4800, 1), (GPU, 1, 1),
+     ("NVIDIA H20 x78", 4000 / 4800 * 132 / 78, 148 / 989 * 132 / 78),
+     ("NVIDIA H100 80GB HBM3 MIG 3g.40gb x60", 1, 1)],
+)  # fmt: skip
+def test_an_estimate_is_scaled_to_a_gpu_that_is_known(device, memory, arithmetic):
+    measured = analytic_cost(LAYER, "hopper").roofline
+    found = cost_model(LAYER, "hopper", device_name=device).roofline
+    assert found.bytes_per_us == pytest.approx(memory * measured.bytes_per_us)
+    assert found.cached_bytes_per_us == pytest.approx(memory * measured.cached_bytes_per_us)
+    assert found.flops_per_us == pytest.approx(arithmetic * measured.flops_per_us)
+    assert found.launch_us == measured.launch_us
 
 
 def test_a_table_measured_here_goes_before_a_shipped_one(tmp_path, monkeypatch):

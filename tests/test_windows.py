@@ -69,7 +69,7 @@ def test_what_is_not_served_is_refused(options, message):
         AttentionConfig(**shape)
 
 
-@pytest.mark.parametrize("kernel", ["triton", "portable"])
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
 def test_the_threshold_falls_with_what_a_token_costs(kernel):
     """A window is worth sharing from fewer tokens on where each token is wider."""
     found = []

@@ -156,7 +156,7 @@ def test_merging_is_launched_where_it_is_needed_and_before_and_in_a_capture(monk
     monkeypatch.setattr(gpu, "choose_kernel", lambda *_: Choice(kernel, None))
     executor = gpu.GpuExecutor(attention, CPU)
     work = tree(spec)
-    planner = DecodePlanner(executor.planner_config(), analytic_cost(attention, "triton"), 16, 4)
+    planner = DecodePlanner(executor.planner_config(), analytic_cost(attention, "hopper"), 16, 4)
     plan = planner.update(work.block_table, work.seq_lens)
     assert (plan.num_partials > 0) == (spec != "32_256")
     q = torch.zeros(work.num_reqs, 32, 128, dtype=torch.bfloat16)

@@ -14,10 +14,11 @@ import pytest
 from tests.cli.commands import run
 from vllm_prefixshare.cli import batches
 from vllm_prefixshare.cli.batches import tree_batch
-from vllm_prefixshare.cli.gpus import GPUS, planning_for
+from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.roofline import AnalyticCost
+from vllm_prefixshare.costs.gpus import GPUS
+from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.records import PrefixShareError
 
@@ -260,7 +261,7 @@ def test_a_gpu_that_was_measured_has_its_table():
     found = planning_for("h200", shape)
     assert isinstance(found.cost, CostTable)
     assert (found.config.num_workers, found.config.divider) == (16, "depth_first")
-    with pytest.raises(PrefixShareError, match="'H300' is not known: use one of A100, H100"):
+    with pytest.raises(PrefixShareError, match="'H300' is not known: use one of A10, A100"):
         planning_for("H300", shape)
 
 
@@ -272,3 +273,9 @@ def test_another_gpu_has_a_roofline_scaled_by_its_memory(name):
     whole = found.cost.roofline.bytes_per_us * GPUS[name].multiprocessors
     here = 3.15e4 if GPUS[name].capability == (9, 0) else 1.9e4  # of the Hopper kernel; portable
     assert whole / GPUS[name].gb_per_s == pytest.approx(here * 132 / 4800)
+
+
+def test_an_estimate_on_the_gpu_that_was_measured_is_not_scaled():
+    found = planning_for("H200", AttentionConfig(32, 8, 64, 16))
+    assert found.cost == analytic_cost(AttentionConfig(32, 8, 64, 16), "hopper")
+    assert found.says == "roofline of NVIDIA H200"

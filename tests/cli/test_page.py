@@ -10,10 +10,10 @@ import pytest
 from tests.docs.pages import files_of
 from tests.docs.test_snippets import RUN
 from vllm_prefixshare.cli.batches import MOST_BYTES, MOST_ENTRIES, MOST_REQUESTS, MOST_TOKENS
-from vllm_prefixshare.cli.gpus import GPUS
 from vllm_prefixshare.cli.main import COMMANDS, main
 from vllm_prefixshare.cli.picture import MOST_WORKERS
 from vllm_prefixshare.cli.prompts import MOST_LINE
+from vllm_prefixshare.costs.gpus import GPUS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "cli.md").read_text()

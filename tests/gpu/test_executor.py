@@ -151,7 +151,7 @@ def test_interleaved_shards_merge_to_the_whole(kernel, interleave):
         caches = (cache[:, own].contiguous() for cache in (whole.k_cache, whole.v_cache))
         executor = GpuExecutor(config, DEVICE, kernel=kernel)
         planner = DecodePlanner(
-            executor.planner_config(), analytic_cost(config, "triton"), block_size, 32
+            executor.planner_config(), analytic_cost(config, "hopper"), block_size, 32
         )
         executor.prepare(planner.update(work.block_table, held))
         poison(executor)
@@ -232,7 +232,7 @@ def test_one_captured_graph_serves_every_plan_and_smaller_batches(kernel):
     config = AttentionConfig(32, 8, 128, 16)
     executor = GpuExecutor(config, DEVICE, kernel=kernel)
     plans = [
-        (work, DecodePlanner(executor.planner_config(name), analytic_cost(config, "triton"), 16, 4))
+        (work, DecodePlanner(executor.planner_config(name), analytic_cost(config, "hopper"), 16, 4))
         for work in works
         for name in DIVIDERS
     ]

@@ -48,7 +48,7 @@ def on_gpu(test):
 
 @pytest.mark.parametrize("spec", ["1,4_512,64", "2,6_1024,300", "5_640", "1,2,8_256,384,16"])
 def test_every_plan_of_the_search_is_right(spec):
-    work, cost = tree(spec), analytic_cost(LAYER, "triton")
+    work, cost = tree(spec), analytic_cost(LAYER, "hopper")
     config = PlannerConfig(num_workers=3, max_tile_requests=4)
     found = dict(node_plans(work, cost, ROWS, config))
     if "depth_first" in DIVIDERS:
@@ -62,7 +62,7 @@ def test_every_plan_of_the_search_is_right(spec):
 
 
 def test_work_lists_are_dealt_in_order():
-    work, cost = tree("1,4_512,64"), analytic_cost(LAYER, "triton")
+    work, cost = tree("1,4_512,64"), analytic_cost(LAYER, "hopper")
     plan = plan_with(work, cost, ROWS, PlannerConfig(divider="fixed", num_workers=5))
     for workers in (1, 2, 3, 5, 8):
         other = dealt(plan, workers)

@@ -70,7 +70,7 @@ def _interpreter(monkeypatch):
 def analytic(attention):
     from vllm_prefixshare.costs.roofline import analytic_cost
 
-    return analytic_cost(attention, "triton")
+    return analytic_cost(attention, "hopper")
 
 
 def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:

@@ -60,7 +60,7 @@ def test_the_hopper_kernel(spec, query_len, workers, lengths):
         max_tile_runs=kernel.max_tile_runs,
         cut_size=BLOCK,
     )
-    cost = analytic_cost(attention, "triton")
+    cost = analytic_cost(attention, "hopper")
     plan = DecodePlanner(config, cost, BLOCK, HEADS[0]).update(
         work.block_table, work.seq_lens, query_len
     )

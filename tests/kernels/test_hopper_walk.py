@@ -60,7 +60,7 @@ def walk(
         sliding_window=window,
         check_plans=True,
     )
-    cost = analytic_cost(AttentionConfig(q_heads, kv_heads, head_dim, block_size), "triton")
+    cost = analytic_cost(AttentionConfig(q_heads, kv_heads, head_dim, block_size), "hopper")
     planner = DecodePlanner(config, cost, block_size, q_heads // kv_heads)
     plan = planner.update(batch.block_table, batch.seq_lens, query_len)
 

@@ -86,7 +86,7 @@ def flashforge_table() -> CostTable:
 
 
 COSTS = {
-    "h200": analytic_cost(LLAMA, "triton"),
+    "h200": analytic_cost(LLAMA, "hopper"),
     "cpu": analytic_cost(LLAMA, "torch"),
     "paper": flashforge_table(),
     "bytes": LinearCost(launch=0.001),

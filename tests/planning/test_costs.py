@@ -214,7 +214,7 @@ def test_without_a_grid_for_the_cache_other_readers_change_nothing():
 
 def test_the_estimate_for_a_gpu_is_near_what_an_h200_measures():
     """Microseconds for 64 tokens of one KV head, head_dim 128, all multiprocessors busy."""
-    rates = TileRates.of(analytic_cost(LLAMA, "triton"))
+    rates = TileRates.of(analytic_cost(LLAMA, "hopper"))
     np.testing.assert_allclose(64 * rates.memory, [1.04, 1.04], rtol=0.05)
     np.testing.assert_allclose(64 * rates.cached, [0.68, 0.90], rtol=0.05)
     assert rates.overhead == pytest.approx(2.5, rel=0.1)
@@ -368,7 +368,7 @@ def test_file_names_are_plain_and_differ_where_fingerprints_do():
         assert all(c.isalnum() or c in "-._" for c in name)
 
 
-@pytest.mark.parametrize("executor", ["torch", "native", "triton"])
+@pytest.mark.parametrize("executor", ["torch", "native", "hopper"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @quick(40)
 @given(st.integers(1, 300), st.integers(1, 100_000), st.integers(0, 200), st.integers(0, 10_000))
@@ -384,7 +384,7 @@ def test_estimates_are_positive_and_rise_with_rows_and_tokens(
     assert cost.merge(rows + more_rows) >= cost.merge(rows)
 
 
-@pytest.mark.parametrize("executor", ["torch", "native", "triton"])
+@pytest.mark.parametrize("executor", ["torch", "native", "hopper"])
 def test_an_estimate_charges_the_launch_however_short_the_tile(executor):
     cost = analytic_cost(LLAMA, executor)
     assert isinstance(cost, AnalyticCost)
@@ -392,7 +392,7 @@ def test_an_estimate_charges_the_launch_however_short_the_tile(executor):
     assert cost.tile(4, 20_000) > 2 * cost.tile(4, 16)
 
 
-@pytest.mark.parametrize("executor", ["torch", "native", "triton"])
+@pytest.mark.parametrize("executor", ["torch", "native", "hopper"])
 def test_an_estimate_prefers_reading_a_long_prefix_once(executor):
     cost = analytic_cost(LLAMA, executor)
     readers, rows = 16, LLAMA.gqa_group_size
@@ -402,7 +402,7 @@ def test_an_estimate_prefers_reading_a_long_prefix_once(executor):
 
 def test_a_wider_dtype_costs_no_less():
     half, single = (
-        analytic_cost(AttentionConfig(32, 8, 128, 16, dtype), "triton")
+        analytic_cost(AttentionConfig(32, 8, 128, 16, dtype), "hopper")
         for dtype in ("bfloat16", "float32")
     )
     assert single.tile(4, 4096) >= half.tile(4, 4096)

@@ -158,7 +158,7 @@ class ForestCase:
     def plan(self, executor: GpuExecutor) -> DecodePlan:
         """The plan of ``executor`` for this batch, the same when it is made again, and right."""
         cost = {
-            "estimate": analytic_cost(self.attention, "triton"),
+            "estimate": analytic_cost(self.attention, "hopper"),
             "bytes": LinearCost(launch=0.001),
             "launch": LinearCost(launch=100.0, per_row_token=0.01, unshared_launch=100.0),
         }[self.cost]

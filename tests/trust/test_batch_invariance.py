@@ -88,7 +88,7 @@ class Decoder:
         config = executor.planner_config(
             divider, null_block_id=0, kv_chunk_size=piece, check_plans=True
         )
-        cost = analytic_cost(attention, "triton")
+        cost = analytic_cost(attention, "hopper")
         self.planner = DecodePlanner(config, cost, BLOCK, attention.gqa_group_size)
 
     def run(self, chosen: list[int], planned_shorter: int = 0) -> torch.Tensor:

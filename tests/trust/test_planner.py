@@ -122,7 +122,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.engine = Engine(rows, block_size, blocks, MAX_LEN, query_len, slack, turns, window)
         costs = {
             "default": paths.default_cost(mode.path, attention),
-            "estimate": analytic_cost(attention, "triton"),
+            "estimate": analytic_cost(attention, "hopper"),
             "bytes": LinearCost(launch=0.001),
             "launch": LinearCost(launch=100.0, per_row_token=0.01, unshared_launch=100.0),
         }

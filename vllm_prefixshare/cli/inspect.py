@@ -109,7 +109,7 @@ def _planning(
         max_tile_requests=max(1, args.tile_rows // attention.gqa_group_size),
         null_block_id=0,
     )
-    return config, analytic_cost(attention, "triton"), "analytic cost of an H200's multiprocessor"
+    return config, analytic_cost(attention, "hopper"), "analytic cost of an H200's multiprocessor"
 
 
 def _plan(

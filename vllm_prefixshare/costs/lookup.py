@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.gpus import data_sheet, scaled
 from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.costs.roofline import ROOFLINES, AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import distrusted
@@ -85,7 +86,8 @@ def cost_model(
 ) -> CostModel:
     """The measured table for this machine and shape, or the analytic estimate.
 
-    A table measured here is preferred to a shipped one.
+    A table measured here is preferred to a shipped one. The estimate for a GPU in ``gpus.GPUS`` is
+    scaled to it; for any other it is that of an H200.
 
     Args:
         executor: "torch" or "native", or the kernel of a GPU: "hopper" or "portable".
@@ -114,7 +116,10 @@ def cost_model(
             f"No cost table for {expected.device} and this model shape: using the analytic "
             "estimate. Measure one with 'vllm-prefixshare profile'."
         )
-    return analytic_cost(attention, "triton" if executor == "hopper" else executor)
+    sheet = data_sheet(expected.device.rpartition(" x")[0]) if executor in GPU_KERNELS else None
+    if sheet is None:
+        return analytic_cost(attention, executor)
+    return AnalyticCost(attention, scaled(ROOFLINES[executor], sheet))
 
 
 def cache_folder() -> Path:

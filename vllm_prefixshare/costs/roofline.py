@@ -35,8 +35,8 @@ class Roofline:
 ROOFLINES = {
     "torch": Roofline(300.0, 1e4, 1e4, 1.2e5, 9e4, 4.0),  # two server cores
     "native": Roofline(20.0, 2e4, 2e4, 2.5e5, 9e4, 4.0),  # the same
-    # the Hopper kernel ("hopper" elsewhere) on one multiprocessor of an H200, all of them busy
-    "triton": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
+    # on one multiprocessor of an H200, all of them busy; ``gpus.scaled`` for other GPUs
+    "hopper": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
     # one of two thread blocks of the portable kernel on a multiprocessor
     "portable": Roofline(3.0, 1.9e4, 2.1e4, 1.5e6, 1.5e6, 5.0, one_head=True, rows_of_all=64),
     # one latent serves all heads, so arithmetic decides; plans by measured prices were no faster

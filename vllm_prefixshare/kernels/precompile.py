@@ -80,7 +80,7 @@ def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
         max_tile_runs=kernel.max_tile_runs,
         sliding_window=attention.sliding_window,
     )
-    cost = analytic_cost(attention, "triton")
+    cost = analytic_cost(attention, "hopper")
     planner = DecodePlanner(config, cost, attention.block_size, attention.gqa_group_size)
     planner.warm_up(then=kernel.layout)
 
