@@ -34,6 +34,7 @@ GPUS = {
     "L4": NamedGpu("NVIDIA L4", (8, 9), 58, 300, 121),
     "L40S": NamedGpu("NVIDIA L40S", (8, 9), 142, 864, 362),
     "RTX4090": NamedGpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 1008, 165),
+    "RTX5090": NamedGpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 1792, 209),
 }
 #: The GPU on which tables and rooflines were measured.
 MEASURED = GPUS["H200"]
