@@ -194,7 +194,7 @@ def engine_table(name: str) -> str:
         f"output token, for shared documents while all requests decode (median and range of "
         f"{result['repeats']} runs), for the others (*) the mean over the whole call, prefill "
         "included"
-        + (" († the whole first step)" if first_steps else "")
+        + (", or (†) that of the first step" if first_steps else "")
         + ". Floor: as many requests with 16-token contexts, plus reading every KV token "
         f"once at {result['bandwidth_tbs']} TB/s"
         + (
