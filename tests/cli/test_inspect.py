@@ -20,6 +20,8 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.kernels.portable.launch import q_tile
+from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
 from vllm_prefixshare.records import PrefixShareError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -270,9 +272,13 @@ def test_another_gpu_has_a_roofline_scaled_by_its_memory(name):
     found = planning_for(name, AttentionConfig(32, 8, 128, 16))
     assert isinstance(found.cost, AnalyticCost)
     assert "not measured" in found.says
-    whole = found.cost.roofline.bytes_per_us * GPUS[name].multiprocessors
-    here = 3.15e4 if GPUS[name].capability == (9, 0) else 1.9e4  # of the Hopper kernel; portable
-    assert whole / GPUS[name].gb_per_s == pytest.approx(here * 132 / 4800)
+    gpu = GPUS[name]
+    blocks, measured = 1, 3.15e4  # of the Hopper kernel
+    if gpu.capability != (9, 0):
+        tile = q_tile(128, SHARED_MEMORY[gpu.capability] << 10)
+        blocks, measured = tile.blocks_per_sm, 2 * 1.9e4  # two on an H200's multiprocessor
+    whole = found.cost.roofline.bytes_per_us * blocks * gpu.multiprocessors
+    assert whole / gpu.gb_per_s == pytest.approx(measured * 132 / 4800)
 
 
 def test_an_estimate_on_the_gpu_that_was_measured_is_not_scaled():

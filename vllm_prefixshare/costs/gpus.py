@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from vllm_prefixshare.costs.roofline import Roofline
+from vllm_prefixshare.costs.roofline import ROOFLINES, Roofline
 
 
 class NamedGpu(NamedTuple):
@@ -17,6 +17,13 @@ class NamedGpu(NamedTuple):
     multiprocessors: int
     gb_per_s: float
     tflops: float
+
+    @property
+    def portable_blocks(self) -> int:
+        """Thread blocks of the portable kernel on a multiprocessor, for head_dim up to 128: one
+        where a thread block may have 99 KiB of shared memory.
+        """
+        return 1 if self.capability in ((8, 6), (8, 9), (12, 0)) else 2
 
 
 #: From NVIDIA's data sheets.
@@ -45,11 +52,14 @@ def data_sheet(device: str) -> NamedGpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.device == device), None)
 
 
-def scaled(roofline: Roofline, gpu: NamedGpu) -> Roofline:
-    """A roofline of one multiprocessor of ``MEASURED`` as it would be on ``gpu``, by the memory
-    bandwidth and the arithmetic that a multiprocessor has there. Fixed prices stay.
+def scaled(executor: str, gpu: NamedGpu) -> Roofline:
+    """The roofline of a GPU kernel, a name in ``ROOFLINES``, as it would be on ``gpu``: by the
+    memory bandwidth and the arithmetic that a thread block has there. Fixed prices stay.
     """
+    roofline = ROOFLINES[executor]
     share = MEASURED.multiprocessors / gpu.multiprocessors
+    if executor == "portable":
+        share *= MEASURED.portable_blocks / gpu.portable_blocks
     memory = gpu.gb_per_s / MEASURED.gb_per_s * share
     arithmetic = gpu.tflops / MEASURED.tflops * share
     return replace(

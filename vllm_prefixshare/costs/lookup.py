@@ -12,7 +12,7 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpus import data_sheet, scaled
 from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.roofline import ROOFLINES, AnalyticCost, analytic_cost
+from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import distrusted
@@ -119,7 +119,7 @@ def cost_model(
     sheet = data_sheet(expected.device.rpartition(" x")[0]) if executor in GPU_KERNELS else None
     if sheet is None:
         return analytic_cost(attention, executor)
-    return AnalyticCost(attention, scaled(ROOFLINES[executor], sheet))
+    return AnalyticCost(attention, scaled(executor, sheet))
 
 
 def cache_folder() -> Path:
