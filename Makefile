@@ -4,7 +4,9 @@
 
 VENV := .venv
 RAY := .venv-ray
-# Python compiles what is imported, a third of the files
+# Python compiles what is imported, a third of the files, and must keep it: many images say not to,
+# and then each process compiles PyTorch and vLLM again
+unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --no-deps --no-compile
 PY := $(VENV)/bin/python
 PYTHON ?= python3.11 python3.12 python3  # the first that fits the lock is taken
