@@ -45,7 +45,9 @@ from results import versions, write
 from tests.gpu import test_extras as extra_cases
 from tests.gpu.layer import FP16, KERNELS, Layer, poison, random_trees
 from tests.gpu.test_mla import LatentLayer
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import gpu
+from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import PLAIN
 from vllm_prefixshare.workloads.trees import tree
 
@@ -65,6 +67,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 CONTROL = "Triton's warps alone"
 HANDOVER = "a handover alone"
+CACHE_WRITE = "the KV cache write"
 PROGRAMS = 512  # of either: racecheck reports some thread blocks, not each
 PORTABLE_ONLY = extra_cases.PORTABLE_ONLY | {"head_dim 512"}
 Started = tuple[subprocess.Popen[bytes], Path]
@@ -126,7 +129,7 @@ def variants() -> list[tuple[str, str]]:
     if "hopper" in KERNELS:
         found += [("mla_hopper", "latent KV cache"), ("hopper", CONTROL)]
         found += [("mla_hopper", HANDOVER)]
-    return found
+    return [*found, ("cache_write", CACHE_WRITE)]
 
 
 def launched(kernel: str, name: str, checks: bool) -> torch.Tensor:
@@ -145,6 +148,8 @@ def launched(kernel: str, name: str, checks: bool) -> torch.Tensor:
         sums = (2 * torch.arange(64, device="cuda") + 64) * 2.0**7
         assert not checks or torch.equal(swapped, sums.expand(2, 64))
         return swapped
+    if name == CACHE_WRITE:
+        return cache_written(checks)
     if kernel == "mla_hopper":
         latent = LatentLayer(tree(BATCH, 64))
         out, lse = latent.run(latent.planned())
@@ -162,6 +167,25 @@ def launched(kernel: str, name: str, checks: bool) -> torch.Tensor:
     elif checks:
         extra_cases.check(layer, out, lse, extras)
     return out
+
+
+def cache_written(checks: bool) -> torch.Tensor:
+    """A KV cache after 40 tokens, each tenth without a slot, were written to it."""
+    heads, dim, block_size, blocks = 8, 128, 16, 4
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 40, heads, dim, device="cuda", dtype=torch.bfloat16)
+    value[:, :, ::3] = torch.tensor([torch.nan, torch.inf], device="cuda").repeat(20)[:, None, None]
+    slots = torch.randperm(blocks * block_size, device="cuda")[: len(key)]
+    slots[::10] = -1
+    cache = torch.zeros(blocks, block_size, heads, 2 * dim, device="cuda", dtype=key.dtype)
+    write = CacheWrite.of(AttentionConfig(heads, heads, dim, block_size))
+    assert write.write(key, value, *cache.split(dim, -1), slots)
+    if checks:
+        kept = slots >= 0
+        rows = torch.cat([key, torch.nan_to_num(value)], -1)[kept]
+        assert torch.equal(cache.flatten(0, 1)[slots[kept]], rows)
+        assert int(cache.any(-1).any(-1).sum()) == int(kept.sum())
+    return cache
 
 
 def launch(path: Path, part: int, parts: int) -> int:

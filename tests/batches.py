@@ -1,6 +1,6 @@
 """Small paged batches with shared prefixes, for tests of the executors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,3 +65,45 @@ def paged_batch(
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     q = torch.randn(int(starts[-1]), heads[0], head_dim).to(dtype)
     return PagedBatch(table, lens, starts, q, k_cache, v_cache)
+
+
+def batch_at_boundaries(
+    queries: int = 1,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> PagedBatch:
+    """Requests on one document of two blocks, which end at, one token before and one token after
+    the ends of blocks: within the document, at its end, in the block that a pair shares and in
+    their own. One has its queries only.
+    """
+    torch.manual_seed(0)
+    ends = block_size * np.array([1, 2, 3, 4])
+    lens = np.unique(np.append(ends[:, None] + [-1, 0, 1], queries)).astype(np.int32)
+    lens = lens[lens >= queries]
+    n = len(lens)
+    blocks = iter((torch.randperm(2 + -(-n // 2) + 2 * n) + 1).tolist())
+    document = [next(blocks) for _ in range(2)]
+    pairs = [next(blocks) for _ in range(-(-n // 2))]
+    rows = [[*document, pairs[i // 2], next(blocks), next(blocks)] for i in range(n)]
+    table = np.array(rows, np.int32)
+    shape = (1 + int(table.max()), block_size, heads[1], head_dim)
+    caches = [torch.randn(shape).to(dtype) for _ in range(2)]
+    written = np.zeros(shape[:2], bool)
+    for row, length in zip(table, lens, strict=True):
+        for column, block in enumerate(row):
+            written[block, : max(0, length - column * block_size)] = True
+    for cache in caches:
+        cache[~torch.from_numpy(written)] = torch.nan
+    starts = (queries * np.arange(n + 1)).astype(np.int32)
+    q = torch.randn(n * queries, heads[0], head_dim).to(dtype)
+    return PagedBatch(table, lens, starts, q, *caches)
+
+
+def as_hnd(batch: PagedBatch) -> PagedBatch:
+    """The batch with its heads before its tokens in memory; same shapes."""
+    caches = batch.k_cache, batch.v_cache
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches)
+    return replace(batch, k_cache=k, v_cache=v)

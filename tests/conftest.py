@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.experimental.gluon  # noqa: F401
 
+    import vllm_prefixshare.kernels.cache_write
     import vllm_prefixshare.kernels.merge_states
     import vllm_prefixshare.kernels.portable.kernel  # noqa: F401
 

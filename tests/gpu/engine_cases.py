@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.support.engine import PREFIX_SHARE, RUNNERS, STOCK_GPU, EngineProcess
 from tests.support.engine_steps import (
@@ -165,7 +166,7 @@ class EveryQuestion(PrefixShareWorkerExtension):
 
 
 class KernelNames(PrefixShareWorkerExtension):
-    """The plugin's worker extension, which also says what graphs hold."""
+    """The plugin's worker extension, which also says what graphs hold and launch."""
 
     def kernels_in_graphs(self) -> list[str]:
         """Names of the kernels that CUDA graphs launch."""
@@ -174,6 +175,18 @@ class KernelNames(PrefixShareWorkerExtension):
         found = [builder._executor for builder in planning._BUILDERS]
         return [x.name for x in found if x is not None and x.workspace.plan.captured]
 
+    def trace_kernels(self) -> None:
+        """Count every kernel from now on."""
+        cuda = torch.profiler.ProfilerActivity.CUDA
+        self._kernel_trace = torch.profiler.profile(activities=[cuda])
+        self._kernel_trace.start()
+
+    def kernels_traced(self) -> dict[str, int]:
+        """Launches of each kernel since ``trace_kernels``, those of graphs included."""
+        torch.cuda.synchronize()
+        self._kernel_trace.stop()
+        return {event.key: event.count for event in self._kernel_trace.key_averages()}
+
 
 # ---- functions that run in an engine's process; sent there by name ----
 
@@ -181,6 +194,16 @@ class KernelNames(PrefixShareWorkerExtension):
 def kernels_in_graphs(llm: Any) -> list[str]:
     """Of the first worker; its extension is ``KernelNames``."""
     return list(llm.collective_rpc("kernels_in_graphs")[0])
+
+
+def trace_kernels(llm: Any) -> None:
+    """As ``kernels_in_graphs``."""
+    llm.collective_rpc("trace_kernels")
+
+
+def kernels_traced(llm: Any) -> dict[str, int]:
+    """As ``kernels_in_graphs``."""
+    return dict(llm.collective_rpc("kernels_traced")[0])
 
 
 def plan_every_question(llm: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.batches import batch_at_boundaries
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.records import IntArray
@@ -144,6 +145,13 @@ class Layer:
             if parent >= 0:
                 ok[i] |= ok[parent]
         return ok
+
+
+def at_boundaries(block_size: int, queries: int = 1) -> Workload:
+    """The requests of ``batch_at_boundaries``."""
+    batch = batch_at_boundaries(queries, block_size=block_size)
+    num_blocks = len(batch.k_cache)
+    return Workload("boundaries", batch.block_table, batch.seq_lens, block_size, num_blocks, ())
 
 
 def poison(executor: GpuExecutor) -> None:

@@ -28,11 +28,13 @@ from vllm_prefixshare.integration.cuda import first_step, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.portable import launch as portable_launch
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
+from vllm_prefixshare.planning.planner import PLANNING_FAILED
 from vllm_prefixshare.settings import settings
 
 pytestmark = pytest.mark.skipif(
@@ -352,6 +354,98 @@ def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
     assert relative_error(out[others], reference(batch)[others]) < 2e-3
 
 
+@pytest.fixture
+def no_writes_kept():
+    """Compile the cache write anew, whatever earlier tests have compiled."""
+    planning.cache_write.cache_clear()
+    yield
+    planning.cache_write.cache_clear()
+
+
+def new_tokens() -> tuple[torch.Tensor, ...]:
+    """Key, value, KV cache and slots of five tokens; values have overflowed, two have no slot."""
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 5, KV_HEADS, HEAD_DIM).half().unbind(0)
+    value[1, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
+    return key, value, cache, torch.tensor([BLOCK + 3, -1, 2, 8 * BLOCK - 1, -1])
+
+
+def parents_writes(monkeypatch) -> list[tuple]:
+    """The arguments of each write that reaches FLASH_ATTN from now on, without the layer."""
+    written: list[tuple] = []
+    monkeypatch.setattr(
+        cuda.FlashAttentionImpl,
+        "do_kv_cache_update",
+        lambda impl, layer, *args: written.append(args),
+    )
+    return written
+
+
+def test_a_graph_writes_new_tokens_in_one_launch(monkeypatch):
+    written = parents_writes(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+    group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    assert written == []
+    expected = torch.zeros_like(cache)
+    for token, (block, place) in {0: (1, 3), 2: (0, 2), 3: (7, BLOCK - 1)}.items():
+        expected[block, :, place] = torch.cat([key[token], torch.nan_to_num(value[token])], dim=-1)
+    assert torch.equal(cache, expected)
+
+
+def test_outside_of_a_graph_vllm_writes_new_tokens(monkeypatch):
+    written = parents_writes(monkeypatch)
+    group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+    assert group.impl.cache_write is not None
+    group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    ((k, v, *others),) = written
+    assert k is key and others == [cache, slots] and not cache.any()
+    assert torch.equal(v, torch.nan_to_num(value))
+
+
+@pytest.mark.parametrize("why", ["an fp8 cache", "another block size", "no builder"])
+def test_what_the_launch_does_not_suit_vllm_writes_in_a_graph(monkeypatch, why):
+    written = parents_writes(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+    if why == "an fp8 cache":
+        attention = AttentionConfig(HEADS, KV_HEADS, HEAD_DIM, BLOCK, "float16", "float8_e4m3fn")
+        group.impl.cache_write = planning.cache_write(attention, CPU)
+        assert group.impl.cache_write is None
+        cache = cache.view(torch.uint8)[..., : 2 * HEAD_DIM]
+    elif why == "another block size":
+        cache = cache.view(4, KV_HEADS, 2 * BLOCK, 2 * HEAD_DIM)
+    else:  # a layer that no builder of ours has
+        del group.impl.cache_write
+    group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    assert torch.equal(written[0][1], torch.nan_to_num(value)) and not cache.any()
+
+
+@pytest.mark.usefixtures("no_writes_kept")
+def test_a_triton_that_cannot_compile_the_write_leaves_it_to_vllm(monkeypatch):
+    said, tried = [], []
+    logger = SimpleNamespace(
+        info_once=lambda *_: None, warning_once=lambda text, *args: said.append(text % args)
+    )
+    monkeypatch.setattr(planning, "logger", lambda: logger)
+
+    def fail(write, device):
+        tried.append(write)
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(CacheWrite, "write_nothing", fail)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    written = parents_writes(monkeypatch)
+    for _ in range(2):
+        group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+        group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    assert len(written) == 2 and torch.equal(written[1][1], torch.nan_to_num(value))
+    (sentence,) = said
+    assert len(tried) == 1
+    assert "(RuntimeError: PassManager::run failed): values are made finite in" in sentence
+
+
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
     # Synchronous steps: a row with drafts, then the same row without. Lengths shrink by the
@@ -373,6 +467,36 @@ def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
         lens += 1 + np.minimum(counts - 1, accepted)
     assert STATS.decode_steps == 20
     assert STATS.plans <= 4  # plans change because private parts grow
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypatch, at):
+    share_whatever_it_costs(monkeypatch)
+    said: list[str] = []
+    logger = SimpleNamespace(warning=said.append, info_once=lambda *_: None)
+    monkeypatch.setattr(planner, "logger", lambda: logger)
+    group = Group(monkeypatch)
+    # not of every planner: another one may still be compiling in the background
+    real, steps = group.builder._planner._make_plan, []
+
+    def fails_twice(*args):
+        steps.append(args)
+        if len(steps) in (at, at + 2):
+            raise IndexError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(group.builder._planner, "_make_plan", fails_twice)
+    failures = 0
+    for step in range(1, 8):
+        group.start(batch := shared_batch([60 + step, 70, 80, 61][: 2 + step % 3]))
+        before = STATS.shared_steps
+        group.assert_right(batch)
+        failed = step in (at, at + 2)
+        failures += failed
+        assert STATS.fallbacks.get(PLANNING_FAILED, 0) == failures
+        assert STATS.shared_steps == before + (not failed)
+    (line,) = said
+    assert "IndexError: planted" in line
 
 
 def test_a_plan_is_made_anew_after_sleep(monkeypatch):
@@ -558,6 +682,14 @@ EXTRAS = {
     "softcap": ({"logits_soft_cap": 2.5}, LayerExtras(soft_cap=2.5)),
     "alibi": ({"alibi_slopes": SLOPES}, LayerExtras(alibi_slopes=torch.tensor(SLOPES))),
     "fp8": ({"kv_cache_dtype": "fp8"}, LayerExtras(q_scale=0.8, k_scale=1.3, v_scale=0.7)),
+    "fp8, scales of heads": (
+        {"kv_cache_dtype": "fp8_e4m3"},
+        LayerExtras(
+            q_scale=torch.tensor([0.8, 1.1]),
+            k_scale=torch.tensor([1.3, 0.4]),
+            v_scale=torch.tensor([0.7, 1.9]),
+        ),
+    ),
 }
 
 
@@ -579,7 +711,8 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
         settings.cache_clear()
     batch = shared_batch([70, 90, 61, 55])
     spec = FullAttentionSpec(**SPEC)
-    if name == "fp8":
+    is_fp8 = name.startswith("fp8")
+    if is_fp8:
         fp8 = torch.float8_e4m3fn
         batch = replace(
             batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
@@ -589,7 +722,7 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     assert group.impl.shares
     for letter in "qkv":
         value = getattr(extras, f"{letter}_scale")
-        scale = torch.tensor(1.0 if value is None else value)
+        scale = torch.as_tensor(1.0 if value is None else value).clone()
         setattr(group.layer, f"_{letter}_scale", scale)
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))
@@ -598,13 +731,35 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     wanted = reference_attention(batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras)
     assert relative_error(out, wanted) < 2e-3
     assert STATS.shared_steps == 1
-    if name == "fp8":  # a changed scale holds from the next call on
-        group.layer._v_scale.fill_(1.4)
+    if is_fp8:  # a changed scale holds from the next call on
+        group.layer._v_scale.mul_(2)
         again = group.forward(batch, metadata, len(batch.q))
         assert relative_error(again, 2 * wanted) < 2e-3
-        group.layer._k_scale = torch.tensor(torch.nan)
+        group.layer._k_scale = torch.tensor(torch.nan)  # weights that are loaded anew
         with pytest.raises(PrefixShareError, match="k_scale must be positive and finite"):
             group.forward(batch, metadata, len(batch.q))
+
+
+@pytest.mark.parametrize("letter", "qkv")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, [1.0, torch.nan]])
+def test_scales_that_are_no_numbers_are_refused(monkeypatch, letter, bad):
+    takes = "supports_kv_cache_dtype"
+    monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
+    supports = "flash_attn_supports_kv_cache_dtype"
+    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
+    fp8, batch = torch.float8_e4m3fn, shared_batch([70, 90])
+    batch = replace(
+        batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
+    )
+    spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
+    group = Group(monkeypatch, spec=spec, kv_cache_dtype="fp8")
+    assert group.impl.shares
+    for name in "qkv":
+        setattr(group.layer, f"_{name}_scale", torch.tensor(bad if name == letter else 1.0))
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    with pytest.raises(PrefixShareError, match=f"{letter}_scale must be positive and finite"):
+        group.forward(batch, metadata, len(batch.q))
 
 
 def test_a_quantised_cache_is_cleaned_after_sleep(monkeypatch):

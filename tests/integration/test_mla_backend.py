@@ -296,9 +296,34 @@ def test_latents_are_written_finite(monkeypatch):
         lambda self, *args: written.append(args),
     )
     latents = torch.tensor([[1.0, torch.nan, torch.inf]]).half()
-    LatentGroup(monkeypatch).impl.do_kv_cache_update(latents, "rope", "cache")
+    others = "rope", "cache", "slots", "auto", "scale"
+    LatentGroup(monkeypatch).impl.do_kv_cache_update(latents, *others)
     assert written[0][0].isfinite().all() and written[0][0][0, 0] == 1
-    assert written[0][1:] == ("rope", "cache")
+    assert written[0][1:] == others
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_graph_writes_latents_in_one_launch(monkeypatch, dims):
+    written = []
+    parent = flashattn_mla.FlashAttnMLAImpl
+    monkeypatch.setattr(parent, "do_kv_cache_update", lambda self, *args: written.append(args))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    impl = LatentGroup(monkeypatch).impl
+    torch.manual_seed(0)
+    latents, rotated = torch.randn(2, 3, WIDTH).half().unbind(0)
+    latents, rotated = latents[:, :RANK].contiguous(), rotated[:, RANK:]
+    latents[2, 1] = torch.nan
+    rotated[2, 1] = torch.inf
+    k_pe = rotated if dims == 2 else rotated[:, None]
+    cache, slots = torch.zeros(8, BLOCK, WIDTH).half(), torch.tensor([5, -1, 3 * BLOCK])
+    impl.do_kv_cache_update(latents, k_pe, cache, slots, "auto", None)
+    expected = torch.zeros_like(cache)
+    for token, at in ((0, (0, 5)), (2, (3, 0))):
+        expected[at] = torch.cat([torch.nan_to_num(latents[token]), rotated[token]])
+    assert torch.equal(cache, expected) and expected[3, 0, RANK + 1].isinf()
+    nothing = torch.zeros(0).half()  # while vLLM measures memory
+    impl.do_kv_cache_update(latents, k_pe, nothing, slots, "auto", None)
+    assert written[0][2] is nothing
 
 
 def test_a_plan_is_made_anew_after_sleep(monkeypatch):

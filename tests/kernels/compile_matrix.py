@@ -15,10 +15,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 
+import torch
 import triton
 
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.kernels.compile import compile_launches
+from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.kernels.compile import compile_launches, load_cache_write
+from vllm_prefixshare.kernels.launching import only_compile
 from vllm_prefixshare.kernels.precompile import stand_in
 from vllm_prefixshare.kernels.registry import candidates, make_kernel
 
@@ -44,12 +47,14 @@ class Extra(Variant):
     query_dtype: str | None = None
     features: tuple[str, ...] = ()
     block_size: int = 16
+    kv_lora_rank: int | None = None
 
 
 def extras(which: str) -> Iterator[Variant]:
     """Variants with extras. ``few-extras``: most extras at once; ``extras``: all."""
     yield Extra((32, 8), 128, kv_dtype=FP8, query_dtype=FP8, features=("sinks", "soft_cap"))
     yield Extra((16, 2), 256, 2, block_size=528)  # Qwen3-Next
+    yield Extra((16, 1), 576, block_size=64, kv_lora_rank=512)  # MLA
     if which == "few-extras":
         return
     yield Extra((32, 8), 128, features=("sinks", "soft_cap"))
@@ -94,6 +99,59 @@ def variants(which: str) -> Iterator[Variant]:
     yield from (Variant((32, 8), dim, dtype="float16") for dim in HEAD_DIMS)
 
 
+def compile_cache_write(attention: AttentionConfig, capability: str) -> dict:
+    """What the cache write of a layer uses, and how many of its accesses move 16 bytes at once.
+
+    Raises:
+        CompileError: it does not compile.
+    """
+    major, minor = map(int, capability.split("."))
+    stand_in((major, minor))
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log), only_compile() as binaries:
+        load_cache_write(attention, torch.device("meta"))
+        for layout in ("NHD", "HND"):
+            write_some(CacheWrite.of(attention), layout)
+    binary = binaries[0]
+    assert all(b is binary for b in binaries), "one binary serves every batch and layout"
+    accesses = re.findall(r"(?:ld|st)\.global\S*", binary.asm["ptx"])
+    return {
+        "triton": triton.__version__,
+        "capability": capability,
+        "kernel": "cache_write",
+        "head_dim": attention.head_dim,
+        "warps": binary.metadata.num_warps,
+        **used(log.getvalue())[0],
+        "accesses": len(accesses),
+        "wide": sum(access.endswith((".v4.b32", ".v2.b64")) for access in accesses),
+    }
+
+
+def write_some(write: CacheWrite, layout: str) -> None:
+    """A step's write of three tokens as vLLM asks for it, on tensors without memory."""
+    heads, widths = write.num_heads, (write.k_width, write.v_width)
+    new = {"dtype": write.dtype, "device": "meta"}
+    qkv = torch.empty(3, 5 * heads * max(widths), **new)
+    key, value = (qkv[:, : heads * width].unflatten(1, (heads, width)) for width in widths)
+    shape = (heads, write.block_size) if layout == "HND" else (write.block_size, heads)
+    cache = torch.empty(7, 3, *shape, sum(widths), **new)[:, 0]  # of three layers
+    if layout == "HND":
+        cache = cache.transpose(1, 2)
+    slots = torch.empty(3, dtype=torch.int64, device="meta")
+    assert write.write(key, value, *cache.split(widths, dim=-1), slots)
+
+
+def used(log: str) -> list[dict]:
+    """Registers and bytes spilled by a thread of each binary, from the assembler's log."""
+    spills = re.findall(r"(\d+) bytes spill stores", log)
+    registers = re.findall(r"Used (\d+) registers", log)
+    assert len(spills) == len(registers), log
+    return [
+        {"registers": int(registers), "spilled": int(spilled)}
+        for spilled, registers in zip(spills, registers, strict=True)
+    ]
+
+
 def compile_variant(
     variant: Variant, capability: str, kernel: str | None, lse: bool = False
 ) -> Iterator[dict]:
@@ -107,6 +165,8 @@ def compile_variant(
     more = {name: getattr(variant, name) for name in set(asdict(variant)) - set(asdict(PLAIN))}
     more = {"block_size": 16, "dtype": variant.dtype, **more}
     attention = AttentionConfig(*variant.heads, variant.head_dim, **more)
+    if attention.kv_lora_rank is not None and capability != "9.0":
+        return  # vLLM's own backend serves it
     for name in candidates(attention, gpu):
         if kernel not in (None, name):
             continue
@@ -117,8 +177,6 @@ def compile_variant(
             binaries = compile_launches(made, attention, variant.queries, gpu, **options)
             other = compile_launches(made, attention, variant.queries, gpu, layout="HND", **options)
         assert [a.hash for a in binaries] == [b.hash for b in other], "NHD and HND are one binary"
-        spills = re.findall(r"(\d+) bytes spill stores", log.getvalue())
-        registers = re.findall(r"Used (\d+) registers", log.getvalue())
         # merge states depends on fewer properties: most of its binaries are compiled already
         fresh = [b for b in binaries if b.hash not in SEEN]
         SEEN.update(b.hash for b in fresh)
@@ -126,21 +184,25 @@ def compile_variant(
             (ir,) = (b.asm["ttgir"] for b in binaries if "merge" not in b.name)
             waits = ir.count("ttg.async_wait")
             assert waits == WAITS, f"{variant}: a loop is not pipelined, {waits} waits"
-        assert len(fresh) == len(spills) == len(registers), log.getvalue()
-        for binary, spilled, used in zip(fresh, spills, registers, strict=True):
+        for binary, uses in zip(fresh, used(log.getvalue()), strict=True):
             yield {
                 "triton": triton.__version__,
                 "capability": capability,
                 "kernel": "merge_states" if "merge" in binary.name else name,
                 **asdict(variant),
                 "warps": binary.metadata.num_warps,
-                "registers": int(used),
-                "spilled": int(spilled),
+                **uses,
                 "shared": binary.metadata.shared,
             }
 
 
 PLAIN = Variant((32, 8), 128)
+#: layers for the cache write: Llama's; blocks and heads that are no powers of two; with latents
+CACHE_WRITES = (
+    AttentionConfig(32, 8, 128, 16),
+    AttentionConfig(24, 12, 80, 528, "float16"),
+    AttentionConfig(16, 1, 576, 64, kv_lora_rank=512),
+)
 #: for K and for V, in each of the two loops over KV tiles of the portable kernel
 WAITS = 4
 #: binaries that this process has compiled
@@ -151,7 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", nargs="+", default=CAPABILITIES)
     parser.add_argument(
-        "--variants", default="all", choices=("few", "main", "all", "few-extras", "extras")
+        "--variants",
+        default="all",
+        choices=("few", "main", "all", "few-extras", "extras", "cache-write"),
     )
     parser.add_argument("--kernel", choices=("hopper", "portable"))
     parser.add_argument("--lse", action="store_true", help="with the log-sum-exp as a result")
@@ -161,6 +225,10 @@ def main() -> None:
     assert triton.__version__ == expected, f"found Triton {triton.__version__}"
     triton.knobs.compilation.always_compile = True  # for the assembler's log of resources
     triton.knobs.nvidia.dump_ptxas_log = True
+    if args.variants == "cache-write":
+        for attention, capability in product(CACHE_WRITES, args.capability):
+            print(json.dumps(compile_cache_write(attention, capability)), flush=True)
+        return
     part, parts = map(int, args.part.split("/"))
     everything = list(product(variants(args.variants), args.capability))
     for variant, capability in everything[part::parts]:

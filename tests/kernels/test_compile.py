@@ -9,6 +9,7 @@ each binary to ``benchmarks/published/kernel_resources.json``, from which
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ INSTALLED = triton.__version__
 #: Triton -> pairs of variants and compute capabilities to compile
 SHARE = {version: [("few", ("9.0",))] for version in tritons.RELEASES}
 SHARE[INSTALLED] = [("few", ("8.0", "9.0", "12.0"))]
+#: Tritons and compute capabilities for layers with extras
+EXTRAS = [*product(tritons.RELEASES, CAPABILITIES)] if ALL else [
+    (INSTALLED, "8.0"), (INSTALLED, "9.0"), ("3.8.0", "9.0"),
+]  # fmt: skip
 
 
 def compiled(version: str, variants: str, *options: str) -> list[dict]:
@@ -67,12 +72,20 @@ def test_the_kernels_that_return_the_log_sum_exp_compile_and_fit():
     assert {row["kernel"] for row in rows} == {"hopper", "portable", "merge_states"}
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES if ALL else ["8.0", "9.0"])
-def test_the_kernels_of_layers_with_extras_compile_and_fit(capability):
-    which = "extras" if ALL else "few-extras"
-    rows = compiled(INSTALLED, which, "--capability", capability)
-    assert "portable" in {row["kernel"] for row in rows}
-    assert ("hopper" in {row["kernel"] for row in rows}) == (capability == "9.0")
+@pytest.mark.parametrize("version", tritons.RELEASES if ALL else [INSTALLED])
+def test_the_cache_write_compiles_and_moves_16_bytes_at_once(version):
+    rows = compiled(version, "cache-write")
+    assert {row["capability"] for row in rows} == set(CAPABILITIES)
+    for row in rows:  # K and V are read and written; the slot is one number
+        assert (row["wide"], row["accesses"], row["spilled"]) == (4, 5, 0), row
+
+
+@pytest.mark.parametrize(("version", "capability"), EXTRAS)
+def test_the_kernels_of_layers_with_extras_compile_and_fit(version, capability):
+    rows = compiled(version, "extras" if ALL else "few-extras", "--capability", capability)
+    kernels = {row["kernel"] for row in rows}
+    on_hopper = {"hopper", "mla_hopper"} if capability == "9.0" else set()
+    assert kernels == {"portable", "merge_states", *on_hopper}
 
 
 @pytest.mark.skipif(not ALL, reason="hours of compiling: make kernels")
@@ -87,7 +100,8 @@ def test_every_variant_compiles_and_fits(version):
 
 @pytest.mark.parametrize("version", [v for v in tritons.RELEASES if v != INSTALLED])
 def test_the_interpreter_of_another_triton(version):
-    tests = ["tests/kernels/test_merge_states.py", "tests/kernels/test_partial_attention.py"]
+    names = ("cache_write", "merge_states", "partial_attention")
+    tests = [f"tests/kernels/test_{name}.py" for name in names]
     some = [] if ALL else ["-k", "test_matches_float64 and not 420 or every_head_shape and 96"]
     done = tritons.run(version, "-m", "pytest", "-q", *some, *tests, timeout=3600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batches import PagedBatch, paged_batch
+from tests.batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
@@ -70,13 +70,28 @@ def check(kernel: Portable) -> None:
 def test_features(name, divider, queries, block_size, hnd):
     """Requests that one tile finishes, and requests that are merged."""
     batch = layer(query_lens=queries, block_size=block_size)
-    if hnd:
-        batch.k_cache, batch.v_cache = (
-            x.transpose(1, 2).contiguous().transpose(1, 2) for x in (batch.k_cache, batch.v_cache)
-        )
+    batch = as_hnd(batch) if hnd else batch
     plan = make_plan(batch, divider)
     assert (plan.num_partials > 0) == (divider != "per_request")
     check(Portable(plan, batch, extras=EXTRAS[name]))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "layout", "queries"),
+    [(16, "HND", 3), (32, "NHD", 1)],  # test_features has the other two
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["sinks", "soft_cap", "alibi", "fp8"])
+def test_every_length_at_a_boundary(name, block_size, layout, queries):
+    batch = batch_at_boundaries(queries, block_size=block_size, heads=HEADS, dtype=FP16)
+    extras = EXTRAS.get(name)
+    if extras is None:
+        extras, caches = LayerExtras(**SCALES), (batch.k_cache.to(FP8), batch.v_cache.to(FP8))
+        batch = replace(batch, q=batch.q.to(FP8), k_cache=caches[0], v_cache=caches[1])
+    batch = as_hnd(batch) if layout == "HND" else batch
+    plan = make_plan(batch, "deft_node")
+    assert plan.num_partials > 0
+    check(Portable(plan, batch, extras=extras))
 
 
 def test_long_runs_with_all_features():

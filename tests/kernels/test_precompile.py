@@ -4,6 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels import precompile as program
+from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.registry import Choice
 
 LAYER = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
 
@@ -41,6 +48,25 @@ def test_the_kernel_for_latents_is_compiled(tmp_path: Path):
     done = precompile("kernels", "--capability", "9.0", *latent, "--done", str(file))
     assert done.returncode == 0, done.stderr
     assert file.is_file() and "compiled kernel 'mla_hopper'" in done.stdout
+
+
+def test_the_cache_write_is_compiled_with_a_kernel(monkeypatch):
+    compiled = []
+    chosen = Choice(SimpleNamespace(name="hopper"), None)
+    monkeypatch.setattr(program, "stand_in", lambda capability: Gpu(capability, 132, 227 << 10))
+    monkeypatch.setattr(program, "first_that_compiles", lambda *layer: chosen)
+    monkeypatch.setattr(program, "compile_cache_write", compiled.append)
+    assert program.main(["kernels", "--capability", "9.0", *LAYER]) == 0
+    assert compiled == [AttentionConfig(32, 8, 128, 16)]
+
+
+def test_an_engine_does_without_a_cache_write_that_cannot_be_compiled(monkeypatch, capsys):
+    def fail(write, device):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(CacheWrite, "write_nothing", fail)
+    program.compile_cache_write(AttentionConfig(32, 8, 128, 16))
+    assert "the cache write cannot be compiled by Triton" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path):

@@ -1,12 +1,15 @@
 """Compile an executor's launches ahead of time, and find out whether the kernel works here."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import triton
 from triton.compiler import CompiledKernel
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.contract import Gpu, Kernel, Tensors
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.launching import only_compile
@@ -14,6 +17,8 @@ from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import distrusted
+
+Result = TypeVar("Result")
 
 #: query tokens below and above the size at which merge states changes its programs
 FEW_TOKENS, MANY_TOKENS = 1, 4096
@@ -50,10 +55,7 @@ def compile_launches(
     """
     try:
         arguments = _arguments(attention, query_len, tree, layout, lse)
-        try:
-            binaries = _compiled_in(_folder(), kernel, arguments, query_len)
-        except OSError:  # the folder is full, or may not be written to
-            binaries = _compiled_in(None, kernel, arguments, query_len)
+        binaries = _kept(lambda: _compiled(kernel, arguments, query_len))
     except Exception as e:  # Triton's exceptions differ between releases
         raise CompileError(
             f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
@@ -70,6 +72,43 @@ def compile_launches(
     return binaries
 
 
+def load_cache_write(attention: AttentionConfig, device: torch.device) -> CacheWrite:
+    """The cache write of a layer, compiled and loaded, so that a CUDA graph may capture it.
+
+    Args:
+        device: "meta" within ``only_compile``.
+
+    Raises:
+        CompileError: with Triton's reason in one line.
+    """
+    try:
+        write = CacheWrite.of(attention)
+        _kept(lambda: write.write_nothing(device))
+    except Exception as e:  # Triton's exceptions differ between releases
+        raise CompileError(
+            f"the cache write cannot be compiled by Triton {triton.__version__} "
+            f"({_one_line(e)}): values are made finite in a launch of their own."
+        ) from e
+    return write
+
+
+def _kept(compiling: Callable[[], Result]) -> Result:
+    """Call ``compiling``; binaries are looked for and kept in a folder of this package if it can be
+    used, else where Triton keeps them.
+    """
+    folder = _folder()
+    if folder is None:
+        return compiling()
+    try:
+        with triton.knobs.cache.scope():
+            # While it starts, vLLM gives Triton a cache folder for each model. Binaries compiled
+            # before that, or in another process, would not be found there.
+            triton.knobs.cache.dir = str(folder)
+            return compiling()
+    except OSError:  # the folder is full, or may not be written to
+        return compiling()
+
+
 def _folder() -> Path | None:
     """Where binaries are kept; None if it cannot be made, or others may write there."""
     folder = settings().cache / "compiled"
@@ -80,19 +119,9 @@ def _folder() -> Path | None:
         return None
 
 
-def _compiled_in(
-    folder: Path | None, kernel: Kernel, t: Tensors, query_len: int
-) -> list[CompiledKernel]:
-    """Compile a kernel and merge states.
-
-    Args:
-        folder: where binaries are looked for and kept; where Triton does if None.
-    """
-    with triton.knobs.cache.scope(), only_compile() as binaries:
-        if folder is not None:
-            # While it starts, vLLM gives Triton a cache folder for each model. Binaries compiled
-            # before that, or in another process, would not be found there.
-            triton.knobs.cache.dir = str(folder)
+def _compiled(kernel: Kernel, t: Tensors, query_len: int) -> list[CompiledKernel]:
+    """Compile a kernel and merge states."""
+    with only_compile() as binaries:
         words = torch.empty(16, dtype=torch.int32, device="meta")
         kernel.launch(dict.fromkeys(kernel.capacity(1).sizes, words), t, 1.0)
         for tokens in (FEW_TOKENS, MANY_TOKENS):

@@ -14,12 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
+from vllm_prefixshare.kernels.launching import only_compile
 from vllm_prefixshare.kernels.registry import (
     KERNELS,
     candidates,
@@ -85,6 +88,15 @@ def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
     planner.warm_up(then=kernel.layout)
 
 
+def compile_cache_write(attention: AttentionConfig) -> None:
+    """Compile the cache write. Where that fails an engine does without, so a sentence will do."""
+    try:
+        with only_compile():
+            load_cache_write(attention, torch.device("meta"))
+    except CompileError as e:
+        print(e, file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; 0 once all is compiled, 2 with one sentence on standard error."""
     parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
@@ -116,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
             choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
             if choice.passed_over:
                 print(choice.passed_over, file=sys.stderr)
+            compile_cache_write(attention)
             print(
                 f"compiled kernel '{choice.kernel.name}' for compute capability {args.capability}"
             )

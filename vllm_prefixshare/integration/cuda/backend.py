@@ -44,6 +44,7 @@ from vllm_prefixshare.integration.support import (
     impl_refusal,
     window_of,
 )
+from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.kernels.workspace import PartialResults
@@ -56,6 +57,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
 
     shares: bool
     partials: PartialResults
+    cache_write: CacheWrite | None = None  # set by the builder of this layer's metadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -158,8 +160,15 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         """As ``FlashAttentionImpl.do_kv_cache_update``, with every value made finite: requests
         share a work tile, where a NaN in one reaches the others, since zero times NaN is NaN. A
         request whose activations overflowed still has NaN in its scores.
+
+        In a CUDA graph that is one launch, as in vLLM. Outside of one the host's time counts, of
+        which a kernel in Triton takes more than an operator of PyTorch.
         """
         if self.shares:
+            if self.cache_write is not None and torch.cuda.is_current_stream_capturing():
+                k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+                if self.cache_write.write(key, value, k_cache, v_cache, slot_mapping):
+                    return
             value = torch.nan_to_num(value)
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 

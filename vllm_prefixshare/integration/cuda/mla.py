@@ -32,6 +32,7 @@ from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda.backend import config_refusal, set_up, this_device
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.support import CUDA_DTYPES, attention_of, latent_refusal
+from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.records import PrefixShareError
@@ -99,6 +100,7 @@ class PrefixShareMLAImpl(FlashAttnMLAImpl):
     """One layer: decodes in the kernel of this package, all else in FLASH_ATTN_MLA."""
 
     shares: bool
+    cache_write: CacheWrite | None = None  # set by the builder of this layer's metadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -151,13 +153,38 @@ class PrefixShareMLAImpl(FlashAttnMLAImpl):
             )
         return out, None
 
-    def do_kv_cache_update(self, kv_c_normed: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """As in vLLM, with every latent made finite: it is the value, too, and requests share a
-        work tile, where a NaN in one reaches the others, since zero times NaN is NaN.
+        work tile, where a NaN in one reaches the others, since zero times NaN is NaN. In a CUDA
+        graph that is one launch.
+
+        Args:
+            kv_c_normed: ``[num_tokens, 512]``.
+            k_pe: ``[num_tokens, 64]`` or ``[num_tokens, 1, 64]``.
+            kv_cache: ``[num_blocks, block_size, 576]``.
+            slot_mapping: int64 ``[num_tokens]``.
         """
         if self.shares:
+            if self.cache_write is not None and torch.cuda.is_current_stream_capturing():
+                rank, latents = self.kv_lora_rank, kv_cache.unsqueeze(-2)  # of one KV head
+                if self.cache_write.write(
+                    k_pe.view(len(k_pe), 1, k_pe.shape[-1]),
+                    kv_c_normed.unsqueeze(1),
+                    latents[..., rank:],
+                    latents[..., :rank],
+                    slot_mapping.flatten(),
+                ):
+                    return
             kv_c_normed = torch.nan_to_num(kv_c_normed)
-        super().do_kv_cache_update(kv_c_normed, *args, **kwargs)
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
 
 
 class PrefixShareMLABackend(BackendMethods, FlashAttnMLABackend):

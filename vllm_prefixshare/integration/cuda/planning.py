@@ -3,12 +3,14 @@
 import time
 import weakref
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import BACKEND_NAME, host_tables, invariance
 from vllm_prefixshare.integration.compat import steps_in_flight
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
@@ -23,6 +25,8 @@ from vllm_prefixshare.integration.support import (
     spec_refusal,
     window_of,
 )
+from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.window import tokens_seen
@@ -77,6 +81,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             query_len=self._query_len,
             partials=impls[0].partials,
         )
+        write = cache_write(attention, self.device)
+        for impl in impls:
+            impl.cache_write = write
         scheduler = self.vllm_config.scheduler_config
         pieces = invariance.piece_limits(self.vllm_config, self.kv_cache_spec.block_size)
         executor.reserve_for(max(scheduler.max_num_seqs, most_rows), pieces)
@@ -254,6 +261,20 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
 
 #: Builders that have a plan on the device.
 _BUILDERS: "weakref.WeakSet[PlanningBuilder]" = weakref.WeakSet()
+
+
+@cache
+def cache_write(attention: AttentionConfig, device: torch.device) -> CacheWrite | None:
+    """The cache write that graphs of these layers may capture. None where vLLM quantises what it
+    writes, and where Triton cannot compile it, which the log says.
+    """
+    if attention.kv_dtype is not None:
+        return None
+    try:
+        return load_cache_write(attention, device)
+    except CompileError as e:
+        logger().warning_once("%s", e)
+        return None
 
 
 def is_invariant() -> bool:
