@@ -86,6 +86,25 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     more = [torch.cat([c, c]) if last else c for c in caches]
     found["other cache"] = sentence(lambda: ring.run(batch.q, *more))
 
+    none = slice(0, 0)
+    found["no requests"] = {}
+    for way in WAYS:
+        decider = deciders[way, batch.q.dtype, batch.q.shape[1:]]
+        decider.plan(table[none], lens[none])
+        held = caches if way == "ring" else [shard_of(table[none], lens[none], caches)]
+        found["no requests"][way] = [list(x.shape) for x in decider.run(batch.q[none], *held)]
+
+    # one rank has fewer requests than before, the others go on
+    changed = make(batch, "gather", SOON)
+    changed.plan(table, lens)
+    changed.run(batch.q, shard_of(table, lens, caches))
+
+    def change() -> None:
+        changed.plan(table[few], lens[few])
+        changed.run(batch.q[few], shard_of(table[few], lens[few], caches))
+
+    found["changed"] = timed_sentence(change)
+
     # from here on one rank is late or dead
     held = shard_of(table, lens, caches)
     late, dead, passing, meeting = (
@@ -132,6 +151,7 @@ def wait_for_a_stuck_gpu(ranks: Ranks) -> None:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(dist.distributed_c10d, "_abort_process_group") as abort,
         mock.patch.object(ranks, "group", "nccl"),
+        mock.patch.object(ranks, "_over_nccl", True),
     ):
         try:
             ranks._wait_for_gpu("an all-gather")

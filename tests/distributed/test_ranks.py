@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 
@@ -94,6 +95,19 @@ def test_every_rank_says_what_disagrees(world, case, text):
         assert found[case].count("\n") == 0
 
 
+def test_a_batch_without_requests_has_an_empty_result(world):
+    for found in world:
+        assert found["no requests"] == {way: [[0, 4, 64], [0, 4]] for way in WAYS}
+
+
+def test_no_rank_takes_the_number_of_requests_for_attention(world):
+    *others, last = (found["changed"] for found in world)
+    assert "comparing the number of requests (2 here) failed: another rank has" in last[0]
+    for said, _ in others:
+        assert "an all-gather failed: another rank has ended, or was elsewhere" in said
+    assert all(seconds < 10 * SOON for _, seconds in (*others, last))
+
+
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -130,6 +144,54 @@ def test_shards_hold_every_token_once(size):
         assert row == {(int(table[request, t // 8]), t % 8) for t in range(lens[request])}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([[1, 2, 3]], [50], 16, 1, 2), "1 lengths from 0 to 48, for as many rows of 3 blocks of"),
+        (([[1, 2, 3]], [-1], 16, 0, 2), "1 lengths from 0 to 48"),
+        (([[1, 2, 3]], [5, 6], 16, 0, 2), "1 lengths from 0 to 48"),
+        (([[1, 2, 3]], [5], 0, 0, 2), "world_size and block_size must be at least 1, got 2 and 0"),
+        (([[1, 2, 3]], [5], 16, 0, 0), "world_size and block_size must be at least 1, got 0 and"),
+        (([[1, 2, 3]], [5], 16, 2, 2), "rank must be from 0 to 1, got 2"),
+        (([1, 2, 3], [5], 16, 0, 2), "block_table must be 2-dimensional integers"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(arguments, text):
+    with pytest.raises(PrefixShareError, match=text):
+        shard(*arguments)
+
+
+@pytest.fixture
+def alone() -> Iterator[PrefixShareDecodeWrapper]:
+    """An operator in a world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield PrefixShareDecodeWrapper(
+        num_qo_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32
+    )
+    dist.destroy_process_group()
+
+
+def test_mistakes_of_one_rank_are_sentences(alone):
+    q = torch.zeros(1, 4, 64)
+    for timeout in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(PrefixShareError, match="timeout must be positive and finite"):
+            TreeDecode(alone, timeout=timeout)
+    with pytest.raises(PrefixShareError, match="rank 0 is not in the group"):
+        TreeDecode(alone, group=dist.GroupMember.NON_GROUP_MEMBER)
+    windowed = PrefixShareDecodeWrapper(
+        num_qo_heads=4, num_kv_heads=2, head_dim=64, block_size=16, sliding_window=16
+    )
+    for make in (lambda: TreeDecode(windowed), lambda: RingDecode(lambda: windowed)):
+        with pytest.raises(PrefixShareError, match="KV in shards has no sliding_window"):
+            make()
+    tree, ring = TreeDecode(alone), RingDecode(lambda: alone)
+    for call in (lambda: tree.partial(q, None), lambda: ring.run(q, q, q)):
+        with pytest.raises(PrefixShareError, match="there is no plan yet: call plan"):
+            call()
+    with pytest.raises(PrefixShareError, match="block_table must be 2-dimensional"):
+        ring.plan([1, 2], [5])
+
+
 def test_without_ranks_it_says_how_to_start():
     wrapper = PrefixShareDecodeWrapper(
         num_qo_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32
@@ -138,5 +200,3 @@ def test_without_ranks_it_says_how_to_start():
         TreeDecode(wrapper)
     with pytest.raises(PrefixShareError, match="reduction must be one of gather, all_reduce"):
         TreeDecode(wrapper, reduction="bush")  # type: ignore[arg-type]
-    with pytest.raises(PrefixShareError, match="rank must be from 0 to 1, got 2"):
-        shard(np.zeros((1, 2), np.int32), np.ones(1, np.int32), 16, 2, 2)

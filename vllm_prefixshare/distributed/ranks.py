@@ -1,6 +1,7 @@
 """Ranks: a process group whose ranks agree on what they compute and whose collectives time out."""
 
 import json
+import math
 import os
 import threading
 import time
@@ -66,12 +67,13 @@ class Ranks:
             raise PrefixShareError(
                 "torch.distributed is not initialised: call init_process_group first."
             )
-        if not timeout > 0:
-            raise PrefixShareError(f"timeout must be positive, got {timeout} seconds.")
+        if not 0 < timeout < math.inf:
+            raise PrefixShareError(f"timeout must be positive and finite, got {timeout} seconds.")
         self.timeout = timedelta(seconds=timeout)
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if dist.get_rank() not in members:
-            raise PrefixShareError(f"rank {dist.get_rank()} is not in the group {members}.")
+        try:
+            members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        except KeyError:  # new_group returns no group on the other ranks
+            raise PrefixShareError(f"rank {dist.get_rank()} is not in the group.") from None
         self.rank, self.size = members.index(dist.get_rank()), len(members)
         self._members = members
         self.bytes_sent = 0
@@ -86,15 +88,19 @@ class Ranks:
         self._failed: tuple[str, str] | None = None  # what was done, and who did not come
         self._launched: set[tuple[str, int]] = set()  # collectives so far, and their bytes
         self._agree_by_store({"backend": backend, **describe, "": problem})
-        # the host group carries messages between ranks, whichever backend carries the tensors
+        # the host group carries messages between ranks; the tensors have a group of their own, over
+        # gloo too: gloo cannot tell a message from another rank's tensor, and ends the process or
+        # takes one for the other
         self._host = self._new_group("gloo", self.timeout)
-        self.group = self._host
-        if backend == "nccl":
+        self._over_nccl = backend == "nccl"
+        if self._over_nccl:
             with _errors_left_to_us():
                 self.group = self._new_group(backend, timedelta(days=1))
             # nccl makes its communicator at the first use
             self.all_reduce(torch.zeros(1, device=device))
             self.bytes_sent = 0
+        else:
+            self.group = self._new_group(backend, self.timeout)
 
     def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
         with self.within_time(f"connecting through {backend}"):
@@ -137,17 +143,21 @@ class Ranks:
         Raises:
             PrefixShareError: descriptions differ, or a rank is missing.
         """
-        said: list[dict[str, Any]] = self.exchange(describe)
+        mine = " and ".join(f"{name} ({value} here)" for name, value in describe.items())
+        said: list[dict[str, Any]] = self.exchange(describe, f"comparing {mine}")
         self._compare(said)
 
-    def exchange(self, mine: Any) -> list[Any]:
+    def exchange(self, mine: Any, doing: str) -> list[Any]:
         """The values of all ranks, by rank; every rank must call it.
+
+        Args:
+            doing: what for, in an error.
 
         Raises:
             PrefixShareError: a rank is missing.
         """
         said: list[Any] = [None] * self.size
-        with self.within_time("talking to the other ranks"):
+        with self.within_time(doing):
             dist.all_gather_object(said, mine, group=self._host)
         return said
 
@@ -181,7 +191,7 @@ class Ranks:
         """Give a collective to the backend, within the time-out."""
         self._check()
         abort = None
-        if self.group is not self._host and (doing, num_bytes) not in self._launched:
+        if self._over_nccl and (doing, num_bytes) not in self._launched:
             # nccl connects when a message of its size is first sent, and waits there for the others
             self._meet(doing)
             abort = threading.Timer(self.timeout.total_seconds(), self._abort)
@@ -225,7 +235,7 @@ class Ranks:
         """Wait until the GPU has done what its stream holds: a kernel of nccl waits for the other
         ranks for ever. The calls of gloo do not, and in a capture there is nothing to wait for.
         """
-        if self.group is self._host or torch.cuda.is_current_stream_capturing():
+        if not self._over_nccl or torch.cuda.is_current_stream_capturing():
             return
         self._waits += 1
         done = torch.cuda.Event()

@@ -4,7 +4,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
@@ -13,7 +12,7 @@ from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.tree_reduction import shape_of
 from vllm_prefixshare.merging import merge_states
 from vllm_prefixshare.operator import PrefixShareDecodeWrapper
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.records import PrefixShareError, host_integers
 
 
 class RingDecode:
@@ -25,7 +24,7 @@ class RingDecode:
         group, timeout, backend: see ``Ranks``.
 
     Raises:
-        PrefixShareError: see ``Ranks``.
+        PrefixShareError: see ``Ranks``; operators with a sliding window or for latents.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class RingDecode:
         )
         self._wrappers = [first, *(make_wrapper() for _ in range(self.ranks.size - 1))]
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._num_reqs = -1
         self._agreed: object = None
 
     def plan(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:
@@ -55,14 +53,14 @@ class RingDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
         """
-        mine = np.asarray(block_table, np.int32), np.asarray(seq_lens, np.int32)
-        said = self.ranks.exchange(mine)
+        mine = host_integers(block_table, "block_table", 2), host_integers(seq_lens, "seq_lens", 1)
+        said = self.ranks.exchange(mine, "sending block tables")
         counts = [len(lens) for _, lens in said]
         if len(set(counts)) > 1:
             raise PrefixShareError(
                 f"ranks disagree: the number of requests is {counts}: make it the same on all."
             )
-        self._num_reqs, self._tables = counts[0], []
+        self._tables = []
         device = self._wrappers[0].device
         for wrapper, (table, lens) in zip(self._wrappers, said, strict=True):
             wrapper.plan(table, lens)
@@ -85,8 +83,8 @@ class RingDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; ranks disagree, or are missing.
         """
-        if len(q) != self._num_reqs:
-            raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
+        if len(q) != (planned := self._wrappers[0].last_plan.num_reqs):
+            raise PrefixShareError(f"q must have {planned} rows, got {len(q)}.")
         kind = list(k_cache.shape), list(v_cache.shape), str(k_cache.dtype), str(v_cache.dtype)
         if kind != self._agreed:
             self.ranks.agree({"the KV cache": kind})

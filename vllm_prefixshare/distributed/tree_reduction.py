@@ -127,7 +127,8 @@ class TreeDecode:
         group, timeout, backend: see ``Ranks``.
 
     Raises:
-        PrefixShareError: see ``Ranks``; an unknown reduction.
+        PrefixShareError: see ``Ranks``; an unknown reduction; an operator with a sliding window
+            or for latents.
     """
 
     def __init__(
@@ -180,12 +181,15 @@ class TreeDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; a rank is missing.
         """
-        return self._reduce(self.ranks, self.partial(q, shard))
+        mine = self.partial(q, shard)
+        if not len(q):  # on all ranks, which agree on the number of requests
+            return mine.out, mine.lse
+        return self._reduce(self.ranks, mine)
 
     def partial(self, q: torch.Tensor, shard: Shard) -> Partial:
         """The result over the rank's own tokens; arguments as in ``run``."""
-        if len(q) != self._num_reqs:
-            raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
+        if len(q) != (planned := self._wrapper.last_plan.num_reqs):
+            raise PrefixShareError(f"q must have {planned} rows, got {len(q)}.")
         shape, dtype = q.shape, self._wrapper.dtype
         num_bytes = shape.numel() * dtype.itemsize + shape[:-1].numel() * 4
         packed = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
@@ -195,8 +199,16 @@ class TreeDecode:
 
 
 def shape_of(wrapper: PrefixShareDecodeWrapper) -> dict[str, object]:
-    """The properties of the operator that must be equal on all ranks."""
+    """The properties of the operator that must be equal on all ranks.
+
+    Raises:
+        PrefixShareError: a sliding window, which a rank would end at its own tokens, or latents.
+    """
     a = wrapper.attention
+    if a.sliding_window is not None or a.kv_lora_rank is not None:
+        raise PrefixShareError(
+            "KV in shards has no sliding_window and no kv_lora_rank: make the wrapper without."
+        )
     return {
         "num_qo_heads": a.num_qo_heads,
         "num_kv_heads": a.num_kv_heads,
