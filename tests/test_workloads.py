@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import bench_kernel  # noqa: E402
 import kernel_report  # noqa: E402
-from peers import Case, Options, make  # noqa: E402
+from peers import Case, Options, UnavailableError, make  # noqa: E402
 from peers.flashinfer_peers import levels_of, page_arrays, token_tree_mask  # noqa: E402
 
 
@@ -235,6 +236,39 @@ def test_our_peers_take_several_queries_of_a_request(peer):
     expected = bench_kernel.reference(case)
     assert bench_kernel.relative_error(launch.call(), expected) < 1e-2
     assert launch.plan_ms > 0
+
+
+def test_flashmla_gets_the_latent_cache_as_vllm_hands_it_over(monkeypatch):
+    def kernel(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, **others):
+        """Takes the arguments of the kernel in vLLM 0.33."""
+        assert others == {
+            "tile_scheduler_metadata": "schedule", "causal": True, "is_fp8_kvcache": False
+        }  # fmt: skip
+        caches, tables = (k_cache, k_cache[..., :head_dim_v]), (block_table, cache_seqlens)
+        out = reference_attention(q[:, 0], *caches, *tables, sm_scale=softmax_scale)
+        return out[:, None].to(q.dtype), None
+
+    there = SimpleNamespace(
+        is_flashmla_dense_supported=lambda: (True, None),
+        get_mla_metadata=lambda *args, **kwargs: ("schedule", None),
+        flash_mla_with_kvcache=kernel,
+    )
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.flashmla", there)
+    options = Options(torch.device("cuda"), torch.bfloat16, {})
+    latent = {"heads": (16, 1), "dtype": "bfloat16", "head_dim": 576, "mla": True}
+    case = cpu_case(tree("1,3_128,40", 64), **latent)
+    peer = make("flashmla", options)
+    case.require_served_by(peer)
+    (launch,) = peer.prepare(case)
+    error = bench_kernel.relative_error(launch.call(), bench_kernel.reference(case))
+    assert error < 1e-2
+    with pytest.raises(UnavailableError, match="blocks of 64 tokens only"):
+        peer.prepare(cpu_case(tree("1,3_128,40", 16), **latent))
+    with pytest.raises(UnavailableError, match="latent KV caches only"):
+        peer.prepare(cpu_case(tree("1,3_128,40", 64)))
+    there.is_flashmla_dense_supported = lambda: (False, "not built")
+    with pytest.raises(UnavailableError, match="not built"):
+        make("flashmla", options)
 
 
 def test_a_branch_of_a_token_tree_sees_what_a_chain_of_its_own_would():

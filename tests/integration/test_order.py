@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import random
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.dummy_model import write_llama_8b
@@ -34,10 +35,12 @@ from vllm_prefixshare.integration.order import (
     DEPTHS,
     OfflinePrefixOrderAsyncScheduler,
     OfflinePrefixOrderScheduler,
+    PrefixOrderAsyncScheduler,
     PrefixOrderScheduler,
     PrefixQueue,
     order_requests,
 )
+from vllm_prefixshare.settings import settings
 
 BLOCK = 16
 
@@ -58,7 +61,9 @@ class Cache(set[bytes]):
         self.now = 0.0
         self.queue = PrefixQueue(self.__contains__, bound, clock=lambda: self.now, **options)
 
-    def take(self) -> Any:
+    def take(self, same_step: bool = False) -> Any:
+        if not same_step:
+            self.queue.begin_step()
         request = self.queue.pop_request()
         self.update(request.block_hashes)
         return request
@@ -154,7 +159,10 @@ ADD = st.tuples(
     st.lists(st.integers(0, 1), min_size=1, max_size=3),
     st.sampled_from([0, 0, 0, 1]),
 )
-TAKE = st.tuples(st.just("take"), st.sampled_from([0.0, 0.125, 0.5, 3.0]))
+#: A step: how many requests it takes, and how long it is.
+TAKE = st.tuples(
+    st.just("take"), st.sampled_from([1, 1, 2, 4]), st.sampled_from([0.0, 0.125, 0.5, 3.0])
+)
 OTHER = st.tuples(st.sampled_from(["put back", "remove", "evict"]), st.integers(0, 9))
 STEPS = st.lists(st.one_of(ADD, ADD, TAKE, TAKE, OTHER), min_size=10, max_size=80)
 
@@ -168,7 +176,8 @@ class Oracle:
         self.age: dict[Waiting, int] = {}
         self.lost: Counter[Waiting] = Counter()
         self.put_back: list[Waiting] = []
-        self.behind: dict[int, list[Waiting]] = {}  # priority -> overtaken by the last one taken
+        #: priority -> overtaken in the last step that took one of it
+        self.behind: dict[int, set[Waiting]] = {}
 
     def older(self, taken: Waiting) -> list[Waiting]:
         return [
@@ -186,22 +195,25 @@ def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, 
     names = itertools.count()
     served: list[Waiting] = []
 
-    def take(seconds: float) -> None:
-        urgent = min(r.priority for r in oracle.age)
-        request = cache.take()
-        assert request.priority == urgent
-        if request in oracle.put_back:
-            oracle.put_back.remove(request)
-            oracle.behind[urgent] = []
-        else:
-            assert not [r for r in oracle.put_back if r.priority == urgent]
-            oracle.behind[urgent] = oracle.older(request)
-            assert all(oracle.lost[r] < bound for r in oracle.behind[urgent])
-        del oracle.age[request]
-        served.append(request)
+    def take(count: int, seconds: float) -> None:
+        overtaken: dict[int, set[Waiting]] = {}
+        for i in range(min(count, len(oracle.age))):
+            urgent = min(r.priority for r in oracle.age)
+            request = cache.take(same_step=i > 0)
+            assert request.priority == urgent
+            behind = overtaken.setdefault(urgent, set())
+            if request in oracle.put_back:
+                oracle.put_back.remove(request)
+            else:
+                assert not [r for r in oracle.put_back if r.priority == urgent]
+                assert all(oracle.lost[r] < bound for r in oracle.older(request))
+                behind.update(oracle.older(request))
+            del oracle.age[request]
+            served.append(request)
+        oracle.behind.update(overtaken)
         cache.now += seconds
-        for overtaken in oracle.behind.values():
-            for r in overtaken:
+        for requests in oracle.behind.values():
+            for r in requests:
                 oracle.lost[r] += seconds
 
     asked = 0
@@ -212,7 +224,7 @@ def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, 
             oracle.age[request] = asked = asked + 1
             fill(cache, request)
         elif kind == "take" and waiting:
-            take(values[0])
+            take(*values)
         elif kind == "put back" and served:
             request = served.pop(values[0] % len(served))
             oracle.age[request] = asked = asked + 1
@@ -228,21 +240,28 @@ def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, 
         assert len(cache.queue) == len(oracle.age)
         assert set(cache.queue) == set(oracle.age)
     while oracle.age:
-        take(0.1)
+        take(1, 0.1)
     assert not cache.queue
 
 
-def test_a_stream_of_cached_requests_starves_nobody():
-    cache = Cache(bound=2.0)
-    cold = Waiting("cold")
+@pytest.mark.parametrize(("places", "arriving"), [(1, 1), (2, 1), (8, 1), (8, 7), (8, 20)])
+def test_a_stream_of_cached_requests_starves_nobody(places, arriving):
+    # each step has room for some requests, and before it some come that may overtake
+    cache, step = Cache(bound=2.0), 0.125
+    old = [Waiting(i) for i in range(80)]
     cache.update(Waiting("hot").block_hashes)
-    fill(cache, cold)
-    for i in itertools.count():
-        fill(cache, Waiting("hot", i))
-        if cache.take() is cold:
+    fill(cache, *old)
+    started: dict[Waiting, float] = {}
+    for now in itertools.count():
+        cache.now = now * step
+        fill(cache, *(Waiting("hot", now, i) for i in range(arriving)))
+        free = min(places, len(cache.queue))
+        taken = [cache.take(same_step=i > 0) for i in range(free)]
+        started.update((request, cache.now) for request in taken if request in old)
+        if len(started) == len(old):
             break
-        cache.now += 0.125
-    assert cache.now == 2.0
+    late = [started[request] - i // places * step for i, request in enumerate(old)]
+    assert 0 < max(late) <= 2.0, "later than first come, first served"
 
 
 def test_a_bound_of_zero_is_first_come_first_served():
@@ -369,6 +388,30 @@ def test_shuffled_requests_compute_as_little_as_grouped_ones(model_config):
     assert ours.answers == worst.answers
 
 
+def test_a_step_of_the_scheduler_counts_as_one(monkeypatch, model_config):
+    # of the two that start in a step the last one is the oldest that waits
+    names = itertools.count()
+    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER_BOUND", "0.5")
+    scheduler = make_scheduler(PrefixOrderAsyncScheduler, make_config(model_config, 60))
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+
+    def step(*arriving: int) -> list[str]:
+        """Let requests come, named by their first token; end those that start; return them."""
+        for token in arriving:
+            name, prompt = f"{token}-{next(names)}", [token] * (2 * BLOCK + 1)
+            params = SamplingParams(max_tokens=9)
+            scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+        started = [r.req_id for r in scheduler.schedule().scheduled_new_reqs]
+        scheduler.finish_requests(started, RequestStatus.FINISHED_ABORTED)
+        return [name.partition("-")[0] for name in started]
+
+    assert step(1) == ["1"]
+    assert step(2, 3, 4, 5, 1) == ["1", "2"]
+    time.sleep(0.6)
+    assert step(1) == ["3", "4"]
+
+
 @hypothesis.settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 24)),
@@ -430,6 +473,21 @@ def test_who_gets_which_order(monkeypatch, order, offline, bound):
         assert replace(config.scheduler_config, **needed).get_scheduler_cls() is chosen
 
 
+@pytest.mark.parametrize(("order", "offline"), [("auto", False), ("off", True), ("auto", True)])
+def test_a_bound_without_an_order_is_not_ignored_silently(monkeypatch, order, offline):
+    said: list[str] = []
+    log = SimpleNamespace(warning_once=said.append)
+    monkeypatch.setattr("vllm_prefixshare.integration.order.logger", lambda: log)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER", order)
+    order_requests(config_with(), offline)
+    assert not said
+    settings.cache_clear()
+    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER_BOUND", "5")
+    order_requests(config_with(), offline)
+    ordered = order == "auto" and offline
+    assert ["ORDER_BOUND has no effect" in text for text in said] == [True] * (not ordered)
+
+
 def test_the_bound_of_the_settings_wins(monkeypatch, model_config):
     monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER_BOUND", "0.5")
     scheduler = make_scheduler(OfflinePrefixOrderScheduler, make_config(model_config, 60))
@@ -452,8 +510,6 @@ def test_an_order_that_cannot_be_kept_is_refused_where_it_was_asked_for(
     order_requests(config, offline=True)  # auto
     assert config.scheduler_config.scheduler_cls is before
     monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER", "prefix")
-    from vllm_prefixshare.settings import settings
-
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match=sentence):
         order_requests(config, offline=True)

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
@@ -67,8 +68,11 @@ class _Level:
         #: recently used last
         self._warm: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in DEPTHS]
         self._given = 0.0
+        #: of the last step in which requests were taken: when the first one was, whether one of
+        #: them overtook another request, and whether it is over
         self._taken_at = 0.0
-        self._overtakes = False  # whether the request last taken came after one that still waits
+        self._overtakes = False
+        self._over = True
 
     def __len__(self) -> int:
         return len(self._front) + len(self._waiting)
@@ -95,11 +99,15 @@ class _Level:
         self._front.appendleft(request)
 
     def given(self) -> float:
-        """Total seconds given to requests that overtook others: each from when it was taken until
-        the next was. The oldest request lost the increase since it came; others lost at most as
-        much.
+        """Total seconds given to requests that overtook others: each from when the first request of
+        its step was taken until one of a later step was. The oldest request lost at most the
+        increase since it came, and others no more.
         """
         return self._given + (self._clock() - self._taken_at if self._overtakes else 0.0)
+
+    def begin_step(self) -> None:
+        """Requests taken from now on start in another step."""
+        self._over = True
 
     def choose(self) -> Request:
         """The request to take next; there must be one."""
@@ -118,14 +126,15 @@ class _Level:
 
     def take(self, request: Request) -> None:
         """Remove ``request``, which is about to run: requests with its prefix should follow."""
-        self._given = self.given()
-        self._taken_at = self._clock()
+        if self._over:
+            self._given = self.given()
+            self._taken_at = self._clock()
+            self._overtakes = self._over = False
         if self._front and self._front[0] is request:
-            self._overtakes = False
             self._front.popleft()
             hashes = self._hashes(request)
         else:
-            self._overtakes = request is not next(iter(self._waiting))
+            self._overtakes |= request is not next(iter(self._waiting))
             hashes = self._forget(request)
         for warm, key in zip(self._warm, hashes, strict=False):
             if key in self._sharing:
@@ -209,6 +218,11 @@ class PrefixQueue(RequestQueue):
             del self._levels[heapq.heappop(self._priorities)]
         raise IndexError("no request is waiting")
 
+    def begin_step(self) -> None:
+        """Requests taken from now on start in another step: only time between steps is lost."""
+        for level in self._levels.values():
+            level.begin_step()
+
     def add_request(self, request: Request) -> None:
         """Let ``request`` wait."""
         self._level_of(request).add(request)
@@ -271,6 +285,11 @@ def order_requests(config: Any, offline: bool) -> None:
     """
     wish = settings().order
     if wish == "off" or (wish == "auto" and not offline):
+        if settings().order_bound is not None:
+            logger().warning_once(
+                "VLLM_PREFIXSHARE_ORDER_BOUND has no effect: waiting requests are not ordered "
+                "here, unless VLLM_PREFIXSHARE_ORDER=prefix."
+            )
         return
     base = config.scheduler_config.get_scheduler_cls()
     if not config.cache_config.enable_prefix_caching:
@@ -315,6 +334,14 @@ class _PrefixOrder:
             by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
             stride=max(1, groups[group_id].block_size // pool.hash_block_size),
         )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's: start requests and choose the tokens of a step."""
+        scheduler: Any = self
+        if isinstance(scheduler.waiting, PrefixQueue):
+            scheduler.waiting.begin_step()
+        parent: Any = super()
+        return parent.schedule(*args, **kwargs)
 
 
 # Module-level classes instead of closures: a configuration is pickled for the engine core's
