@@ -111,6 +111,7 @@ def main() -> int:
             "VLLM_PREFIXSHARE_ORDER_BOUND": "inf",  # nobody waits for a single answer
         }
         shared.start_ray(args, settings)
+        shared.check_gpus(args, "replicas")
         context = ray.data.DataContext.get_current()
         context.wait_for_min_actors_s = 3600  # the first replica would take everything
         context.execution_options.preserve_order = True

@@ -137,6 +137,7 @@ def main() -> int:
     from routers import ANYWHERE  # beside this file; it needs Ray
 
     shared.start_ray(args, {})
+    shared.check_gpus(args, "replicas")
     serve.start(http_options={"port": args.port})
     url = f"http://127.0.0.1:{args.port}"
     began = time.perf_counter()

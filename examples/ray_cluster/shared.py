@@ -136,6 +136,9 @@ def start_ray(args: argparse.Namespace, settings: Mapping[str, str]) -> None:
     """Connect to Ray, or start it here. ``settings``: variables of all replicas.
 
     Ray passes a replica the variables that ``runtime_env`` names, and no others.
+
+    Raises:
+        PrefixShareError: there is no cluster at ``args.address``.
     """
     import ray
 
@@ -153,11 +156,33 @@ def start_ray(args: argparse.Namespace, settings: Mapping[str, str]) -> None:
         if common.on_cpu():  # replicas share the cores of this machine, and Ray must not mind
             here["num_cpus"] = 2 * args.replicas + 2
     runtime_env = {"env_vars": variables}
-    info = ray.init(runtime_env=runtime_env, log_to_driver=False, logging_level="WARNING", **here)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
+    try:
+        info = ray.init(runtime_env=runtime_env, **quiet, **here)
+    except ConnectionError:
+        raise PrefixShareError(
+            f"no Ray cluster answers at --address {args.address}: start one with "
+            "`ray start --head`, or leave the option out."
+        ) from None
     for name in ("ray", "ray.data", "ray.serve"):
         logging.getLogger(name).setLevel("WARNING")
     logs = f"{info.address_info['session_dir']}/logs" if args.address is None else "its own logs"
     print(f"Ray runs; what replicas print goes to {logs}", flush=True)
+
+
+def check_gpus(args: argparse.Namespace, option: str) -> None:
+    """Refuse an option that needs as many GPUs as it says, where Ray, which is started, has fewer:
+    it would wait for them for ever.
+
+    Raises:
+        PrefixShareError: naming the option.
+    """
+    import ray
+
+    wanted, gpus = getattr(args, option), int(ray.cluster_resources().get("GPU", 0))
+    if gpus < wanted and not common.on_cpu():
+        name = option.replace("_", "-")
+        raise PrefixShareError(f"--{name} {wanted} needs as many GPUs, and Ray has {gpus}.")
 
 
 # ---- the table

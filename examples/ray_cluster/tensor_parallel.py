@@ -8,29 +8,12 @@ It needs GPUs, because vLLM's Ray executor does; in this form it has not run on 
 share alike, so the table has what the first one read.
 """
 
-import argparse
 import os
 
 import shared  # beside this file
 from shared import Reads, common
 
 from vllm_prefixshare import PrefixShareError
-
-
-def check_gpus(args: argparse.Namespace) -> None:
-    """Refuse a vLLM or a cluster without the GPUs that are asked for.
-
-    Raises:
-        PrefixShareError: naming what is missing.
-    """
-    import ray
-
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    if gpus < args.tensor_parallel_size:
-        raise PrefixShareError(
-            f"--tensor-parallel-size {args.tensor_parallel_size} needs as many GPUs, and Ray has "
-            f"{gpus}."
-        )
 
 
 def open_to_processes() -> None:
@@ -57,7 +40,7 @@ def main() -> int:
     questions = shared.read_questions(args.questions)
     shared.check_options(args, "ray")
     shared.start_ray(args, {})
-    check_gpus(args)
+    shared.check_gpus(args, "tensor_parallel_size")
     open_to_processes()
 
     from vllm import LLM, SamplingParams

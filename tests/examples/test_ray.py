@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.examples.test_examples import EXAMPLES
 from tests.serving import free_port
 from tests.support.dummy_model import SMALL_VOCAB, write_small_llama
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from vllm_prefixshare import PrefixShareError
 
 SCRIPTS = ("batch_qa", "serve_qa", "tensor_parallel")
 RAY_CLUSTER = EXAMPLES / "ray_cluster"
@@ -186,6 +188,27 @@ def test_affinity_that_saves_nothing_is_exit_status_1(shared, capsys):
     assert re.search(r"^ +all +1,600 +500 +1.31$", printed, re.M)
     assert "affine: 8.00 times fewer KV tokens read" in printed
     assert shared["show_table"]({"affine": alike, "other": alike}) == 1
+
+
+def test_a_cluster_that_does_not_answer_is_one_sentence(shared, monkeypatch):
+    def refuse(**_):
+        raise ConnectionError("Could not find any running Ray instance. Please specify")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=refuse))
+    with pytest.raises(PrefixShareError, match="no Ray cluster answers at --address auto: start"):
+        shared["start_ray"](SimpleNamespace(address="auto", replicas=2), {})
+
+
+@pytest.mark.parametrize("option", ["replicas", "tensor_parallel_size"])
+def test_ray_is_not_asked_for_gpus_that_it_lacks(shared, monkeypatch, option):
+    check, args = shared["check_gpus"], SimpleNamespace(**{option: 2})
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 1.0})
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(shared["common"], "on_cpu", lambda: False)
+    with pytest.raises(PrefixShareError, match="2 needs as many GPUs, and Ray has 1"):
+        check(args, option)
+    ray.cluster_resources = lambda: {"GPU": 2.0}
+    check(args, option)
 
 
 def mistake(name: str, arguments: str, monkeypatch, capsys) -> str:
