@@ -13,9 +13,10 @@ import pytest
 
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
-from vllm_prefixshare.cli.model import attention_of, layer_kinds, read_config
+from vllm_prefixshare.cli.model import attention_of, attention_shape, layer_kinds, read_config
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.integration import compat, signatures
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
@@ -83,6 +84,37 @@ def test_doctor_names_a_wrong_variable(monkeypatch):
         doctor.environment(MACHINE)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("VLLM_ATTENTION_BACKEND", "PREFIXSHARE", "'PREFIXSHARE' is not an attention backend"),
+        ("VLLM_PREFIXSHARE_DIVIDER", "flashforge", "needs the divider batch_invariant"),
+    ],
+)
+def test_doctor_refuses_what_an_engine_refuses(monkeypatch, variable, value, sentence):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv(variable, value)
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match=sentence):
+        doctor.environment(MACHINE)
+
+
+def test_doctor_names_a_release_whose_hooks_moved(monkeypatch, capsys):
+    compat.check_release.cache_clear()
+    moved = "vllm.v1.worker.gpu_worker.Worker.wake_up (not found)"
+    monkeypatch.setattr(signatures, "moved", lambda: moved)
+    try:
+        assert main(["doctor"]) == 1
+    finally:
+        compat.check_release.cache_clear()
+    said = capsys.readouterr().out
+    assert (
+        f"failed  vLLM        PREFIX_SHARE cannot hook vLLM {compat.vllm_version()} at {moved}"
+        in said
+    )
+    assert said.endswith("PREFIX_SHARE cannot run here\n")
+
+
 def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkeypatch, capsys):
     assert main(["profile", "--out", str(tmp_path / "t.json"), "--num-qo-heads", "4",
                  "--num-kv-heads", "2", "--head-dim", "64", "--block-size", "32"]) == 0  # fmt: skip
@@ -119,6 +151,7 @@ def test_doctor_needs_a_model_that_can_be_read(capsys):
             [("sliding attention", 3, "a sliding window"), ("full attention", 1, None)],
         ),
         ({"full_attention_interval": 4}, [("full attention", 1, None)]),
+        ({"layer_types": ["mamba", "mamba", "attention", "mamba"]}, [("full attention", 1, None)]),
         ({"model_type": "gpt_oss"}, [("full attention", 4, "attention sinks")]),
         ({"kv_lora_rank": 512}, [("full attention", 4, "multi-head latent attention")]),
         ({"attn_logit_softcapping": 50.0}, [("full attention", 4, "a logits soft cap")]),
@@ -140,6 +173,52 @@ def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
 
 
 @pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma2", {}),
+        ("gemma2", {"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8}),
+        ("gemma3_text", {}),
+        ("gemma3_text", {"num_hidden_layers": 34, "sliding_window": 1024, "head_dim": 128}),
+        ("llama4_text", {"num_hidden_layers": 6, "attention_chunk_size": 64, "num_attention_heads":
+                         40, "num_key_value_heads": 8, "head_dim": 128}),
+        ("qwen3_next", {"num_hidden_layers": 8, "full_attention_interval": 4, "head_dim": 256,
+                        "num_attention_heads": 16, "num_key_value_heads": 2}),
+        ("bloom", {"n_layer": 24, "n_head": 16, "n_embed": 1024}),
+        ("bloom", {"n_layer": 30, "n_head": 32, "hidden_size": 4096}),
+        ("mpt", {"n_layers": 32, "n_heads": 32, "d_model": 4096}),
+    ],
+)  # fmt: skip
+def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path, model_type, fields):
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **fields}))
+    config, theirs = read_config(tmp_path), AutoConfig.for_model(model_type, **fields)
+    shape = attention_shape(tmp_path, config, 16, "bfloat16")
+    heads = theirs.num_attention_heads
+    assert shape.num_qo_heads == heads
+    assert shape.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
+    assert shape.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // heads)
+    kinds = layer_kinds(tmp_path, config)
+    found = [kind.name.replace(" ", "_") for kind in kinds for _ in range(kind.count)]
+    full = ["full_attention"] * theirs.num_hidden_layers
+    assert sorted(found) == sorted(getattr(theirs, "layer_types", full))
+    for kind in kinds:
+        if kind.name == "sliding attention":
+            assert kind.sliding_window == theirs.sliding_window
+        assert kind.logits_soft_cap == bool(getattr(theirs, "attn_logit_softcapping", None))
+        assert kind.alibi == (model_type in ("bloom", "mpt"))
+
+
+def test_doctor_knows_which_layers_of_kimi_linear_have_a_kv_cache(tmp_path):
+    fields = {"kv_lora_rank": 512, "linear_attn_config": {"kda_layers": [1, 2, 3]}}
+    kinds = layer_kinds(tmp_path, read_config(write_model(tmp_path, **fields)))
+    assert [(k.name, k.count, k.attention) for k in kinds] == [
+        ("linear attention", 3, False),
+        ("full attention", 1, True),
+    ]
+
+
+@pytest.mark.parametrize(
     ("heads", "gpus", "kernel", "expected"),
     [
         (16, 1, "auto", None),
@@ -157,6 +236,63 @@ def test_doctor_knows_which_mla_layers_are_served(
     (kind,) = layer_kinds(model, read_config(model))
     assert doctor._falls_back(doctor._on_one_gpu(kind, gpus), None) == expected
     assert kind.head_size == 576
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "expected"),
+    [
+        ({}, "auto"),
+        ({"quant_method": "fp8"}, "auto"),
+        ({"quant_method": "compressed-tensors"}, "auto"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}, "fp8"),
+        (MODELOPT, "auto"),
+        ({**MODELOPT, "kv_cache_scheme": SCHEME}, "fp8_e4m3"),
+        ({**MODELOPT, "kv_cache_scheme": {**SCHEME, "dynamic": True}}, "auto"),
+        ({**MODELOPT, "kv_cache_scheme": {**SCHEME, "num_bits": 4}}, "nvfp4"),
+        ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        ({**MODELOPT, "kv_cache_quant_algo": "INT8"}, "auto"),
+        ({**MODELOPT, "quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8_e4m3"),
+    ],
+)
+def test_a_checkpoint_says_its_kv_cache_as_to_vllm(tmp_path, quantised, expected):
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    model = write_model(tmp_path, quantization_config=quantised)
+    (kind,) = layer_kinds(model, read_config(model))
+    assert kind.kv_cache_dtype == expected
+    if quantised.get("quant_method") != "compressed-tensors":  # vLLM's layer reads those
+        assert expected == (get_kv_cache_quant_algo_string(quantised) or "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cache", "on_cpu", "expected"),
+    [
+        ({}, "fp8", None, None),
+        ({}, "fp8", True, "a fp8 KV cache"),
+        ({}, "bfloat16", True, None),
+        ({}, "fp8_e5m2", None, "a fp8_e5m2 KV cache"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "fp8", None, "a fp8 KV cache"),
+    ],
+)
+def test_doctor_knows_the_kv_cache_that_is_asked_for(
+    tmp_path, monkeypatch, capsys, changes, cache, on_cpu, expected
+):
+    write_model(tmp_path, quantization_config={**MODELOPT, "kv_cache_scheme": SCHEME}, **changes)
+
+    def platform(machine: doctor.Machine) -> str:
+        machine.on_cpu = on_cpu
+        return "not looked for"
+
+    monkeypatch.setattr(doctor, "CHECKS", {"platform": platform})
+    main(["doctor", "--json", "--model", str(tmp_path), "--kv-cache-dtype", cache])
+    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    assert (layer["kv_cache_dtype"], layer["falls_back"]) == (cache, expected)
+    main(["doctor", "--model", str(tmp_path)])
+    assert ", KV cache fp8_e4m3: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpus", ["0", "3"])
@@ -249,6 +385,14 @@ def test_a_hostile_model_gets_one_sentence(tmp_path, command, config, sentence, 
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["profile", "inspect", "bench", "estimate"])
+def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
+    prompts = [str(tmp_path / "p"), "--gpu", "H200"] if command == "estimate" else []
+    model = str(write_model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64))
+    assert main([command, *prompts, "--model", model]) == 2
+    assert "config.json has multi-head latent attention" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "layers",
     [
@@ -259,6 +403,11 @@ def test_a_hostile_model_gets_one_sentence(tmp_path, command, config, sentence, 
         {"sliding_window": 8, "sliding_window_pattern": [4]},
         {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "all"},
         {"kv_lora_rank": "wide"},
+        {"quantization_config": 8},
+        {"quantization_config": {"quant_method": "modelopt", "quantization": 8}},
+        {"linear_attn_config": [4]},
+        {"linear_attn_config": {"kda": 4}},
+        {"attention_chunk_size": 64, "no_rope_layer_interval": 10**15},
     ],
 )
 def test_hostile_layers_get_one_sentence(tmp_path, layers, capsys):

@@ -2,17 +2,24 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 
 from tests.docs.pages import ROOT
 from tests.docs.source import reasons
+from vllm_prefixshare.cli import doctor
+from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.config import MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
+from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
+from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
+from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.integration import compat
+from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.support import CUDA_DTYPES
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.registry import candidates
+from vllm_prefixshare.planning.sharing import least_window
 from vllm_prefixshare.records import PrefixShareError
 
 PAGE = (ROOT / "docs" / "served.md").read_text()
@@ -37,16 +44,50 @@ def rows_of(model: str) -> list[tuple[str, ...]]:
     return found
 
 
+def least_window_on(gpu: str, attention: AttentionConfig) -> int | None:
+    """The least window that is served on a GPU without a measured cost table."""
+    planning = planning_for(gpu, attention)
+    readers = planning.config.max_tile_requests
+    return least_window(planning.cost, attention.gqa_group_size, readers)
+
+
+def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:
+    """What becomes of a kind of layer on Hopper GPUs, where FLASH_ATTN takes all that it can."""
+    alone = ""
+    for gpus in (1, 2, 4, 8):
+        layer = doctor._on_one_gpu(kind, gpus)
+        reason = doctor._falls_back(layer, None, is_hybrid)
+        if reason is None and layer.sliding_window is not None:
+            reason = cuda.window_refusal(doctor._attention_of(layer), is_hybrid)
+        if reason is None:
+            return "served" if gpus == 1 else f"served from {gpus} GPUs on"
+        alone = alone or reason
+    return alone
+
+
 @pytest.mark.parametrize("model", CONFIGS)
-def test_a_model_is_served_as_doctor_says(model, tmp_path, capsys):
+def test_a_model_is_served_as_doctor_says(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cuda, "_least_window", partial(least_window_on, "H200"))
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **CONFIGS[model]}))
     main(["doctor", "--json", "--model", str(tmp_path)])
     layers = json.loads(capsys.readouterr().out)["layers"]
+    kinds = {k.name: k for k in layer_kinds(tmp_path, read_config(tmp_path))}
+    is_hybrid = not all(kind.attention for kind in kinds.values())
     said = {
-        (f"{x['count']} {x['kind']}", str(x["head_dim"]), x["falls_back"] or "served")
+        (
+            f"{x['count']} {x['kind']}",
+            str(x["head_dim"]),
+            x["falls_back"] or "served",
+            on_gpus(kinds[x["kind"]], is_hybrid),
+        )
         for x in layers
     }
-    assert {row for row in rows_of(model) if row[2] != "no KV cache"} == said
+    said |= {
+        (f"{kind.count} {kind.name}", "", "no KV cache", "no KV cache")
+        for kind in kinds.values()
+        if not kind.attention
+    }
+    assert set(rows_of(model)) == said
 
 
 def test_no_model_is_named_without_its_configuration():
@@ -78,6 +119,78 @@ def test_kernels_are_those_that_are_chosen():
                     except PrefixShareError:
                         chosen = "refused"
                     assert chosen == kernel, (capability, head_dim, size)
+
+
+LATENT = {"num_kv_heads": 1, "head_dim": 576, "kv_lora_rank": 512}
+#: row of the table -> shapes of layers, and query tokens of a request
+LAYERS: dict[str, tuple[list[dict[str, object]], int]] = {
+    "attention sinks": ([{"features": ("sinks",)}], 4),
+    "a soft cap": ([{"features": ("soft_cap",)}], 4),
+    "a sliding window": ([{"sliding_window": 1024}], 4),
+    "an fp8 KV cache and fp8 queries": ([{"kv_dtype": FP8, "query_dtype": FP8}], 4),
+    "an fp8 KV cache, head_dim no multiple of 16": (
+        [{"kv_dtype": FP8, "query_dtype": FP8, "head_dim": 72}],
+        4,
+    ),
+    "an fp8 KV cache and queries in 16 bits": ([{"kv_dtype": FP8}], 4),
+    "ALiBi slopes": ([{"features": ("alibi",)}], 4),
+    "head_dim 264 to 512": ([{"head_dim": 264}, {"head_dim": 512}], 4),
+    "a latent KV cache (MLA)": ([LATENT], 1),
+    "a latent KV cache and several query tokens of a request": ([LATENT], 2),
+}
+
+
+def test_kernels_are_those_that_are_chosen_for_other_layers():
+    said = {}
+    for row, (shapes, queries) in LAYERS.items():
+        for shape in shapes:
+            attention = AttentionConfig(
+                **{
+                    "num_qo_heads": 16,
+                    "num_kv_heads": 4,
+                    "head_dim": 128,
+                    "block_size": 16,
+                    **shape,
+                }
+            )
+            for column, capabilities in (
+                ("Hopper", [(9, 0)]),
+                ("other", [(8, 0), (8, 9), (10, 0), (12, 0)]),
+            ):
+                for capability in capabilities:
+                    try:
+                        gpu = Gpu(capability, 132, 1 << 18)
+                        chosen = candidates(attention, gpu, query_len=queries)[0]
+                    except PrefixShareError:
+                        chosen = "refused"
+                    assert said.setdefault((row, column), chosen) == chosen
+    expected = {}
+    for row, hopper, other in table("layer with"):
+        expected |= {(row, "Hopper"): hopper, (row, "other"): other}
+    assert said == expected
+
+
+def test_windows_are_served_from_where_the_estimate_says():
+    found: dict[tuple[bool, bool], set[int | None]] = {}
+    for name in GPUS:
+        for heads, kv_heads, head_dim in ((64, 8, 64), (32, 8, 128), (16, 8, 256), (8, 4, 256)):
+            for cache in (None, FP8):
+                layer = AttentionConfig(
+                    heads, kv_heads, head_dim, 16, kv_dtype=cache, query_dtype=cache
+                )
+                least = least_window_on(name, layer)
+                found.setdefault((name == "H200", cache is not None), set()).add(least)
+    assert found == {
+        (True, False): {1024},
+        (True, True): {2048},
+        (False, False): {256, 512, 1024, 2048},
+        (False, True): {256, 512, 1024, 2048, 4096},
+    }
+    sentence = (
+        "the estimate says 1024 tokens on an H200, for head_dim 64 to 256, and 2048 with an fp8 KV "
+        "cache; on other GPUs 256 to 2048, with an fp8 KV cache up to 4096, by their data sheets"
+    )
+    assert sentence in PAGE
 
 
 def test_releases_are_those_of_the_code():

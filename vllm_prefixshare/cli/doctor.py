@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
-from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.config import DTYPES, FP8, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -36,6 +36,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="GPUs that divide the model's heads among them",
+    )
+    command.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="as for vLLM, such as fp8; auto: as the model's config.json says",
     )
 
 
@@ -90,6 +95,9 @@ def _run(args: argparse.Namespace) -> int:
         if any(kind.attention and not kind.use_mla for kind in kinds):
             machine = _machine_for(args.model, config)
         machine.layers = [_on_one_gpu(kind, args.tensor_parallel_size) for kind in kinds]
+        if args.kv_cache_dtype != "auto":
+            cache = args.kv_cache_dtype
+            machine.layers = [replace(kind, kv_cache_dtype=cache) for kind in machine.layers]
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
@@ -172,8 +180,9 @@ def plugin(machine: Machine) -> str:
 
 def environment(machine: Machine) -> str:
     """Variables, the divider and the form of a cost table."""
-    from vllm_prefixshare.integration.hooks.selection import check_settings
+    from vllm_prefixshare.integration.hooks.selection import check_settings, named_by_environment
 
+    named_by_environment()
     check_settings()
     changed = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return ", ".join(changed) or "all at their defaults"
@@ -260,6 +269,7 @@ def layers(machine: Machine) -> str:
             "kind": layer.name,
             "count": layer.count,
             "head_dim": layer.head_size,
+            "kv_cache_dtype": layer.kv_cache_dtype,
             "falls_back": _falls_back(layer, machine.on_cpu, is_hybrid),
         }
         for layer in machine.layers
@@ -287,12 +297,15 @@ def _falls_back(layer: LayerKind, on_cpu: bool | None, is_hybrid: bool = False) 
 def _attention_of(layer: LayerKind) -> AttentionConfig:
     """The shape of a layer, as the integration makes it from vLLM's."""
     features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
+    kv_dtype = FP8 if "fp8" in layer.kv_cache_dtype else None
     return AttentionConfig(
         layer.num_heads,
         layer.num_kv_heads,
         layer.head_size,
         16,
         layer.dtype,
+        kv_dtype,
+        kv_dtype,
         features=tuple(name for name, there in features.items() if there),
         sliding_window=layer.sliding_window,
     )
@@ -336,5 +349,7 @@ def _print(results: list[Result], served: list[dict[str, Any]], ok: bool) -> Non
     for layer in served:
         reason = layer["falls_back"]
         fate = "served" if reason is None else f"keep vLLM's own backend ({reason})"
-        print(f"{layer['count']:>7} {layer['kind']}, head_dim {layer['head_dim']}: {fate}")
+        cache = layer["kv_cache_dtype"]
+        shape = f"head_dim {layer['head_dim']}" + (f", KV cache {cache}" if cache != "auto" else "")
+        print(f"{layer['count']:>7} {layer['kind']}, {shape}: {fate}")
     print("PREFIX_SHARE can be chosen" if ok else "PREFIX_SHARE cannot run here")

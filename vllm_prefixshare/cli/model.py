@@ -18,6 +18,35 @@ MOST_HEADS, MOST_LAYERS, MOST_BLOCK_SIZE = 4096, 4096, 1 << 16
 #: Model types whose attention is not plain, where the file has no field that says so.
 SINKS = {"gpt_oss"}
 ALIBI = {"bloom", "mpt", "falcon-rw"}
+#: Fields under the names that the files of Bloom and MPT give them.
+OTHER_NAMES = {
+    "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "n_embed": "hidden_size",
+    "d_model": "hidden_size",
+}
+#: Fields that published files leave out where they are as in transformers' class, by model type.
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attn_logit_softcapping": 50.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    },
+    "gemma3": {
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+}
 
 
 def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> None:
@@ -52,7 +81,8 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields that describe the text model in ``folder/config.json``.
+    """The fields that describe the text model in ``folder/config.json``, with those that it names
+    otherwise or leaves out.
 
     Raises:
         PrefixShareError: it cannot be read, or is not an object.
@@ -62,6 +92,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(read_text(path, MOST_BYTES))
         # a multimodal model keeps them one level down
         config = {**config, **config.get("text_config", {})}
+        for theirs, name in OTHER_NAMES.items():
+            if theirs in config:
+                config.setdefault(name, config[theirs])
+        model_type = str(config.get("model_type")).removesuffix("_text")
+        config = {**LEFT_OUT.get(model_type, {}), **config}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
     return config
@@ -73,8 +108,13 @@ def attention_shape(
     """The shape of the model's attention layers.
 
     Raises:
-        PrefixShareError: a field is missing or out of range.
+        PrefixShareError: a field is missing or out of range, or the layers have latents (MLA).
     """
+    if config.get("kv_lora_rank"):
+        raise PrefixShareError(
+            f"{folder / 'config.json'} has multi-head latent attention, whose shape only the "
+            "command 'doctor' knows: leave out --model."
+        )
     try:
         heads = _number(config, "num_attention_heads", MOST_HEADS)
         if not heads:
@@ -100,7 +140,7 @@ class LayerKind:
     query and KV heads of the model, on all GPUs.
     logits_soft_cap, alibi, sliding_window: what vLLM says to the layer's implementation only.
     sliding_window: tokens that a query sees, its own included; None for all, or if the file does
-    not say.
+    not say. kv_cache_dtype: as vLLM takes it where no other is asked for.
     """
 
     name: str
@@ -131,7 +171,7 @@ def layer_kinds(folder: Path, config: dict[str, Any]) -> list[LayerKind]:
     try:
         counts = Counter(_layer_types(config))
         return [_layer_kind(config, name, n) for name, n in counts.items()]
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, KeyError) as e:
         path = folder / "config.json"
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
 
@@ -154,14 +194,23 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
     count = _number(config, "num_hidden_layers", MOST_LAYERS) or 1
     if listed := config.get("layer_types"):
-        return [str(name) for name in listed][:count]
-    if every := _number(config, "full_attention_interval", MOST_LAYERS):
-        names = ["linear_attention"] * (every - 1) + ["full_attention"]
-        return [names[i % every] for i in range(count)]
+        # hybrid models with one kind of attention call it so
+        names = ["full_attention" if name == "attention" else str(name) for name in listed]
+        return names[:count]
+    if linear := config.get("linear_attn_config"):  # Kimi Linear, which counts layers from 1
+        others = linear["kda_layers"]
+        return ["linear_attention" if i + 1 in others else "full_attention" for i in range(count)]
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if window and (every := _number(config, "sliding_window_pattern", MOST_LAYERS)):
-        names = ["sliding_attention"] * (every - 1) + ["full_attention"]
-        return [names[i % every] for i in range(count)]
+    every = {
+        "linear_attention": _number(config, "full_attention_interval", MOST_LAYERS),
+        "sliding_attention": window and _number(config, "sliding_window_pattern", MOST_LAYERS),
+        # Llama 4: layers with positions see their chunk
+        "chunked_attention": _number(config, "attention_chunk_size")
+        and (_number(config, "no_rope_layer_interval", MOST_LAYERS) or 4),
+    }
+    for name, n in every.items():
+        if n:
+            return [name if (i + 1) % n else "full_attention" for i in range(count)]
     if window and "use_sliding_window" in config:  # Qwen2: the first layers see everything
         full = min(count, _number(config, "max_window_layers"))
         return ["full_attention"] * full + ["sliding_attention"] * (count - full)
@@ -196,4 +245,25 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
         logits_soft_cap=bool(config.get("attn_logit_softcapping")),
         alibi=bool(config.get("alibi")) or model_type in ALIBI,
         sliding_window=window or None,
+        kv_cache_dtype=_kv_cache_dtype(config, is_latent=latent > 0),
     )
+
+
+def _kv_cache_dtype(config: dict[str, Any], is_latent: bool) -> str:
+    """What vLLM makes of ``--kv-cache-dtype auto``: the type that the checkpoint was quantised for,
+    or "auto" for the model's own.
+    """
+    quantised = dict(config.get("quantization_config") or {})
+    method, scheme = str(quantised.get("quant_method")), quantised.get("kv_cache_scheme")
+    if method == "compressed-tensors":  # vLLM's layers with latents do not look at it
+        return "fp8" if scheme and not is_latent else "auto"
+    if not method.startswith("modelopt"):
+        return "auto"
+    inner = dict(quantised.get("quantization") or quantised)
+    found = inner.get("kv_cache_scheme") or scheme
+    found = found or inner.get("kv_cache_quant_algo") or quantised.get("kv_cache_quant_algo")
+    if isinstance(found, dict):
+        static = found.get("dynamic") is False
+        bits = found.get("num_bits") if found.get("type") == "float" else None
+        found = "fp8" if bits == 8 and static else "nvfp4" if bits == 4 else None
+    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(found).lower(), "auto")
