@@ -15,16 +15,21 @@ import torch
 from packaging.version import Version
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends import registry as vllm_backends
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from tests.support.dummy_model import write_llama_8b
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import DTYPES
 from vllm_prefixshare.integration import (
     CPU_BACKEND,
     MLA_BACKEND,
     compat,
+    invariance,
     register,
     signatures,
     stats,
@@ -54,8 +59,24 @@ def test_every_hook_names_a_real_target_and_why(hook):
     assert hook.until
 
 
+#: hooks whose target is not among the signatures, and why
+NOT_SIGNATURES = {
+    "vllm.envs.environment_variables": "without it vLLM warns of a variable",
+    "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls": "one release has a CPU backend",
+    **dict.fromkeys(invariance.GRAPH_CHOICES, "without it batch invariance is left to vLLM"),
+}
+
+
+@pytest.mark.parametrize("hook", registry.HOOKS, ids=lambda h: h.target)
+def test_a_hook_target_that_moved_would_be_found(hook):
+    known = {*signatures.PARAMETERS, *signatures.MEMBERS}
+    known |= {
+        f"{cls}.{member}" for cls, members in signatures.MEMBERS.items() for member in members
+    }
+    assert (hook.target in known) != (hook.target in NOT_SIGNATURES)
+
+
 def test_hooks_are_installed_once():
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms.cpu import CpuPlatform
 
     before = EngineArgs.create_engine_config, CpuPlatform.get_attn_backend_cls
@@ -109,6 +130,46 @@ def test_a_misspelt_name_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIXSHARE")
     with pytest.raises(PrefixShareError, match="'PREFIXSHARE' is not an attention backend"):
         selection.choose_from_environment(engine_args())
+
+
+def test_an_argument_with_a_misspelt_name_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
+    args = EngineArgs(model=str(write_llama_8b(tmp_path)), attention_backend="Prefix-Share")
+    with pytest.raises(SystemExit) as ended:
+        args.create_engine_config()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "vllm: error: 'PREFIX-SHARE' is not an attention backend: name PREFIX_SHARE, or one of "
+        "vLLM's.\n"
+    )
+
+
+def test_only_a_misspelt_name_of_ours_is_refused_in_our_words():
+    enum = vllm_backends.AttentionBackendEnum
+    with pytest.raises(PrefixShareError):
+        enum["PREFIXSHARE"]
+    with pytest.raises(ValueError, match="Valid options are: ") as theirs:
+        enum["FLASH_ATN"]
+    assert not isinstance(theirs.value, PrefixShareError)
+    assert enum["FLASH_ATTN"].name == "FLASH_ATTN"
+
+
+def test_a_named_kernel_is_refused_before_weights_are_loaded(monkeypatch):
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cpu", lambda *_: False)
+    monkeypatch.setattr(platform, "is_device_capability", lambda *_: False)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "hopper")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match=r"KERNEL=hopper needs .* 9\.0: set it to auto"):
+        selection._check_engine_config(SimpleNamespace())
+
+
+def test_arguments_without_the_fields_of_a_choice_choose_nothing(monkeypatch):
+    assert not selection._chosen_by(SimpleNamespace())
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
+    args = SimpleNamespace()
+    selection.choose_from_environment(args)
+    assert selection._chosen_by(args), "then the release is checked, and the field named"
 
 
 def layer(**changes: object) -> AttentionSelectorConfig:

@@ -18,7 +18,7 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.integration import invariance, support
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import planning
-from vllm_prefixshare.integration.hooks import graphs
+from vllm_prefixshare.integration.hooks import graphs, selection
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
@@ -190,11 +190,11 @@ def test_another_divider_is_refused(monkeypatch, divider):
     monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", divider)
     settings.cache_clear()
     if divider != "flashforge":
-        return invariance.check_divider()
+        return selection.check_settings()
     with pytest.raises(PrefixShareError, match="needs the divider batch_invariant: unset"):
-        invariance.check_divider()
+        selection.check_settings()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    return invariance.check_divider()
+    return selection.check_settings()
 
 
 @pytest.mark.parametrize(

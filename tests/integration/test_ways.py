@@ -47,6 +47,15 @@ def test_it_is_chosen(outcomes, way):
         assert outcomes["here"][way] == {"backend": "PREFIX_SHARE"}
 
 
+def test_a_misspelt_name_is_refused_in_our_words(outcomes):
+    assert len(outcomes["misspelt"]) == 2
+    words = ["'PREFIXSHARE' is not an attention backend: name PREFIX_SHARE, or one"]
+    if "PREFIXSHARE_PATCHED" in os.environ:  # its own list has the right name
+        words = ["Unknown attention backend: 'PREFIXSHARE'", "PREFIX_SHARE"]
+    for sentence in outcomes["misspelt"]:
+        assert all(word in sentence for word in words)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_release_that_is_too_old_is_refused(outcomes, way):
     assert outcomes["too_old"][way]["error"] == "PrefixShareError"

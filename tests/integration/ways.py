@@ -1,6 +1,6 @@
 """Chooses the backend in every way that vLLM offers, in a process where no plugin was loaded yet,
-and again with the version of an old release. Prints the outcome of each as JSON: ``python -m
-tests.integration.ways MODEL``.
+again with the version of an old release, and with its name misspelt in a dictionary. Prints the
+outcome of each as JSON: ``python -m tests.integration.ways MODEL``.
 """
 
 import json
@@ -76,6 +76,19 @@ def outcome(way: Callable[[str], Any], model: str) -> dict[str, str]:
     return {"backend": getattr(backend, "name", "none")}
 
 
+def misspelt() -> list[str]:
+    """What vLLM says to a misspelt name in each field of a dictionary."""
+    from vllm.config.attention import AttentionConfig
+
+    said = []
+    for given in ({"backend": "PREFIXSHARE"}, {"backend_per_kind": {"mamba": "prefixshare"}}):
+        try:
+            said.append(str(AttentionConfig(**given)))
+        except ValueError as e:
+            said.append(str(e))
+    return said
+
+
 if __name__ == "__main__":
     here = {name: outcome(way, sys.argv[1]) for name, way in WAYS.items()}
 
@@ -87,4 +100,4 @@ if __name__ == "__main__":
     compat.vllm_version = lambda: Version("0.25.1")
     compat.check_release.cache_clear()
     too_old = {name: outcome(way, sys.argv[1]) for name, way in WAYS.items()}
-    print("\n" + json.dumps({"here": here, "too_old": too_old}))
+    print("\n" + json.dumps({"here": here, "too_old": too_old, "misspelt": misspelt()}))

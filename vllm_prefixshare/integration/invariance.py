@@ -46,16 +46,16 @@ def is_possible() -> bool:
     return hooked and supports and all(map(signatures.is_function, GRAPH_CHOICES))
 
 
-def check_divider() -> None:
+def check_divider(divider: str) -> None:
     """Refuse another divider than the one that batch invariance needs.
 
     Raises:
         PrefixShareError: naming both variables.
     """
-    if wanted() and settings().divider not in (None, DIVIDER):
+    if divider != DIVIDER and wanted():
         raise PrefixShareError(
             f"VLLM_BATCH_INVARIANT=1 needs the divider {DIVIDER}: unset "
-            f"VLLM_PREFIXSHARE_DIVIDER={settings().divider}, or VLLM_BATCH_INVARIANT."
+            f"VLLM_PREFIXSHARE_DIVIDER={divider}, or VLLM_BATCH_INVARIANT."
         )
 
 

@@ -63,6 +63,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": ("get_path", "get_class"),
     "vllm.config.attention.AttentionConfig": ("backend", "backend_per_kind"),
+    "vllm.engine.arg_utils.EngineArgs": ("attention_backend", "attention_config"),
+    "vllm.platforms.cuda.CudaPlatformBase": ("get_attn_backend_cls",),
     "vllm.config.parallel.ParallelConfig": ("rank", "data_parallel_index"),
     "vllm.config.model.ModelConfig": ("served_model_name",),
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
@@ -101,7 +103,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.input_batch.InputBatch": ("idx_mapping_np",),
     "vllm.config.scheduler.SchedulerConfig": ("scheduler_cls",),
     f"{_SCHED}.scheduler.Scheduler": (
-        "waiting", "policy", "kv_cache_manager", "kv_cache_config",
+        "waiting", "policy", "kv_cache_manager", "kv_cache_config", "schedule",
     ),
     "vllm.v1.core.kv_cache_manager.KVCacheManager": ("block_pool",),
     "vllm.v1.core.block_pool.BlockPool": ("hash_block_size",),

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from enum import EnumMeta
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -41,10 +42,14 @@ def hook_backend_enum(module: ModuleType) -> None:
     Made as vLLM 0.32 makes dynamic members (``AttentionBackendEnum.register``, which older
     releases lack), but it pickles as a call of ``backend_member``: spawned workers unpickle
     their configuration in a process that has not made it yet.
+
+    A misspelt PREFIX_SHARE is refused where vLLM would list the names of all backends.
     """
     enum = module.AttentionBackendEnum
     if BACKEND_NAME in enum._member_map_:
         return
+    if type(enum) is not EnumMeta:  # that one belongs to every other enum, too
+        wrap(type(enum), "__getitem__", _name_the_backend)
     member = object.__new__(enum)
     member._name_, member._value_ = BACKEND_NAME, CUDA_BACKEND
     member.__reduce_ex__ = lambda protocol: (backend_member, ())
@@ -52,6 +57,20 @@ def hook_backend_enum(module: ModuleType) -> None:
     enum._member_map_[BACKEND_NAME] = member
     enum._value2member_map_[CUDA_BACKEND] = member
     enum._member_names_.append(BACKEND_NAME)
+
+
+def _name_the_backend(original: Function) -> Function:
+    def find(cls: Any, name: str) -> Any:
+        try:
+            return original(cls, name)
+        except (KeyError, ValueError):
+            if is_misspelt(name):
+                raise PrefixShareError(
+                    f"{name!r} is not an attention backend: name {BACKEND_NAME}, or one of vLLM's."
+                ) from None
+            raise
+
+    return find
 
 
 def backend_member() -> Any:
@@ -66,6 +85,12 @@ def is_ours(backend: Any) -> bool:
     """Whether a chosen backend, as enum member or name, is PREFIX_SHARE. None: vLLM's choice."""
     name = backend if isinstance(backend, str) else getattr(backend, "name", "")
     return bool(name.upper() == BACKEND_NAME)
+
+
+def is_misspelt(name: str) -> bool:
+    """Whether the name of no backend is close to PREFIX_SHARE."""
+    close = difflib.get_close_matches(name.upper(), [BACKEND_NAME])
+    return bool(close) and not is_ours(name)
 
 
 def hook_environment(module: ModuleType) -> None:
@@ -92,21 +117,30 @@ def hook_engine_config(module: ModuleType) -> None:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 choose_from_environment(self)
-                if is_ours(self.attention_backend) or _chosen_in(self.attention_config):
-                    check_platform()
-                    precompiling.start_planning()
-                    config = original(self, *args, **kwargs)
-                    context = args[0] if args else kwargs.get("usage_context")
-                    offline = getattr(context, "name", "") == "LLM_CLASS"
-                    _check_engine_config(config, offline)
-                    return config
+                if not _chosen_by(self):
+                    return original(self, *args, **kwargs)
+                check_platform()
+                precompiling.start_planning()
+                config = original(self, *args, **kwargs)
+                context = args[0] if args else kwargs.get("usage_context")
+                offline = getattr(context, "name", "") == "LLM_CLASS"
+                _check_engine_config(config, offline)
+                return config
             except PrefixShareError as e:
                 refuse(e)
-            return original(self, *args, **kwargs)
 
         return create_engine_config
 
     wrap(module.EngineArgs, "create_engine_config", wrapper)
+
+
+def _chosen_by(engine_args: Any) -> bool:
+    """Whether ``EngineArgs`` name PREFIX_SHARE. Where a release has no such fields, they do not:
+    ``compat.check_release`` tells those who chose it by the environment.
+    """
+    return is_ours(getattr(engine_args, "attention_backend", None)) or _chosen_in(
+        getattr(engine_args, "attention_config", None)
+    )
 
 
 def check_where_chosen(config: Any) -> None:
@@ -142,19 +176,28 @@ def choose_from_environment(engine_args: Any) -> None:
     """Choose PREFIX_SHARE where the environment names it and no argument names a backend.
 
     Raises:
+        PrefixShareError: see ``named_by_environment``.
+    """
+    if not named_by_environment():
+        return
+    config = getattr(engine_args, "attention_config", None)
+    if getattr(engine_args, "attention_backend", None) or getattr(config, "backend", None):
+        return
+    engine_args.attention_backend = backend_member()
+
+
+def named_by_environment() -> bool:
+    """Whether VLLM_ATTENTION_BACKEND names PREFIX_SHARE.
+
+    Raises:
         PrefixShareError: the variable holds a misspelt PREFIX_SHARE.
     """
     name = os.environ.get(ENV_VAR, "")
-    if not is_ours(name):  # names of earlier releases; vLLM warns that it ignores them
-        if difflib.get_close_matches(name.upper(), [BACKEND_NAME]):
-            raise PrefixShareError(
-                f"{ENV_VAR}={name!r} is not an attention backend: "
-                f"set it to {BACKEND_NAME} or unset it."
-            )
-        return
-    if engine_args.attention_backend or getattr(engine_args.attention_config, "backend", None):
-        return
-    engine_args.attention_backend = backend_member()
+    if is_misspelt(name):
+        raise PrefixShareError(
+            f"{ENV_VAR}={name!r} is not an attention backend: set it to {BACKEND_NAME} or unset it."
+        )
+    return is_ours(name)  # names of earlier releases are not: vLLM warns that it ignores them
 
 
 def _check_engine_config(config: Any, offline: bool = False) -> None:
@@ -171,8 +214,13 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
     # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
     on_cpu = current_platform.is_cpu()
     check_settings(functools.partial(_attention_of, config) if on_cpu else None)
-    invariance.check_divider()
     if not on_cpu:
+        # a worker would refuse it once it has loaded the weights
+        if settings().kernel == "hopper" and not current_platform.is_device_capability(90):
+            raise PrefixShareError(
+                "VLLM_PREFIXSHARE_KERNEL=hopper needs a GPU of compute capability 9.0: set it to "
+                "auto."
+            )
         with contextlib.suppress(PrefixShareError):  # a shape that no layer has: nothing to compile
             attention = _attention_of(config)
             if attention.kv_lora_rank is None or not latent_refusal(attention.num_qo_heads):
@@ -197,6 +245,7 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
         from vllm_prefixshare.planning.dividers.registry import get_divider
 
         get_divider(divider)
+        invariance.check_divider(divider)
     if (table := settings().cost_table) is not None:
         from vllm_prefixshare.costs.table import CostTable
 
