@@ -203,6 +203,15 @@ def test_a_damaged_table_in_the_cache_is_refused_with_its_name(cache):
         lookup.cost_model(LLAMA, "torch")
 
 
+#: a folder of root, in which root can make no file either
+UNWRITABLE = Path("/proc")
+
+
+def test_a_table_is_not_written_where_nobody_can_write():
+    with pytest.raises(PrefixShareError, match="cannot be written"):
+        flashforge_table().save(UNWRITABLE / "t.json")
+
+
 def test_a_table_is_not_written_where_that_is_impossible(cache):
     cache.write_text("in the way")
     with pytest.raises(PrefixShareError, match="cannot be written"):
@@ -233,6 +242,17 @@ sys.exit(2)
     assert os.listdir(cache) == ["t.json"]
 
 
+def test_a_link_in_the_place_of_the_draft_of_a_table_is_not_followed(cache):
+    target = cache.parent / "somebody's file"
+    target.write_text("precious")
+    cache.mkdir()
+    draft = cache / f"t.{os.getpid()}.tmp"
+    draft.symlink_to(target)
+    flashforge_table().save(cache / "t.json")
+    assert target.read_text() == "precious"
+    assert os.listdir(cache) == ["t.json"] and not (cache / "t.json").is_symlink()
+
+
 def give_away(path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the file or folder such that other users can change it."""
     if fault == "anybody may write":
@@ -259,9 +279,11 @@ def test_a_table_that_others_can_change_is_not_read(cache, monkeypatch, what, fa
     assert "belongs to another user, or anybody may write" in lines[0]
 
 
-@pytest.mark.parametrize("why", ["a file is in the way", "the disk is full"])
+@pytest.mark.parametrize("why", ["a file is in the way", "the disk is full", "nobody can write"])
 def test_native_code_that_cannot_be_kept_is_done_without(cache, monkeypatch, why):
     (cache if why == "a file is in the way" else cache.parent / "elsewhere").write_text("here")
+    if why == "nobody can write":
+        monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(UNWRITABLE))
     (cache.parent / "cpuinfo").write_text("flags : avx512f avx512bw\n")
     real = native.Path
     monkeypatch.setattr(
@@ -350,6 +372,8 @@ def test_binaries_that_cannot_be_kept_are_done_without(cache, monkeypatch):
     cache.write_text("in the way")
     assert folders_of_binaries(monkeypatch) == [TRITONS]
     assert cache.read_text() == "in the way"
+    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(UNWRITABLE))
+    assert folders_of_binaries(monkeypatch) == [TRITONS]
 
 
 # -- Numba's cache of compiled code

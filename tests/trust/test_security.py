@@ -26,7 +26,8 @@ WRITING = {
     "rmtree", "rename", "symlink", "link", "chmod", "chown", "truncate", "ftruncate", "copy2",
     "copyfile", "copymode", "copytree", "move", "os.open", "os.replace", "TemporaryDirectory",
     "mkstemp", "mkdtemp", "NamedTemporaryFile", "MmapedDict", "torch.save", "np.save",
-    "json.dump", "extractall",
+    "json.dump", "extractall", "symlink_to", "hardlink_to", "mkfifo", "mknod", "savez", "tofile",
+    "memmap", "mmap.mmap", "FileHandler",
 }  # fmt: skip
 #: Every module that writes: the calls, and a comment on where it writes.
 WRITERS = {
@@ -37,11 +38,11 @@ WRITERS = {
     "kernels/compile.py": {"mkdir"},
     "kernels/precompile.py": {"mkdir", "touch"},
     # the cache folder, or the file that --out names
-    "costs/table.py": {"mkdir", "write_text", "unlink"},
+    "costs/table.py": {"mkdir", "open for writing", "replace", "unlink"},
     # the file that VLLM_PREFIXSHARE_TRACE or a command names
     "integration/tracing.py": {"os.open", "ftruncate"},
     "cli/trace.py": {"open for writing"},
-    "cli/canvas.py": {"write_bytes", "unlink"},
+    "cli/canvas.py": {"write_bytes", "replace", "unlink"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "integration/metrics.py": {
         "makedirs", "TemporaryDirectory", "MmapedDict", "open for writing", "rename", "unlink",
@@ -49,7 +50,7 @@ WRITERS = {
     # the copy of vLLM that the command names
     "cli/patch.py": {
         "TemporaryDirectory", "mkdir", "write_bytes", "touch", "unlink", "rmtree", "copyfile",
-        "copy2", "copymode",
+        "copy2", "copymode", "replace",
     },
 }  # fmt: skip
 
@@ -83,6 +84,8 @@ def writes(name: str, call: ast.Call) -> str | None:
         arguments = [*call.args, *(k.value for k in call.keywords)]
         modes = [a.value for a in arguments if isinstance(a, ast.Constant)]
         return "open for writing" if any(set(str(mode)) & set("wax+") for mode in modes) else None
+    if last == "replace" and len(call.args) == 1 and not call.keywords:
+        return last  # of a path: that of a string has two arguments, that of a record has keywords
     return next((known for known in (name, last) if known in WRITING), None)
 
 

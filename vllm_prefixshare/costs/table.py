@@ -174,7 +174,9 @@ class CostTable:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self.to_json(), indent=1))
+            temporary.unlink(missing_ok=True)  # of a process that was killed
+            with temporary.open("x") as file:  # follows no link that others put there
+                file.write(json.dumps(self.to_json(), indent=1))
             temporary.replace(path)
         except OSError as e:
             with contextlib.suppress(OSError):
