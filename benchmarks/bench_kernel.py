@@ -29,7 +29,7 @@ Sliding windows, of Gemma 3 and gpt-oss:
 Latent KV caches (MLA), with DeepSeek's 512 + 64 numbers a token and one KV head:
 
     python benchmarks/bench_kernel.py --mla --heads 16:1,8:1 --block-size 64 \
-        --peers ours,portable,fa3 --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256
+        --peers ours,fa3,flashmla --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256
 """
 
 import argparse
@@ -39,6 +39,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
+from datetime import date
 from itertools import product
 from pathlib import Path
 
@@ -339,7 +340,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
     parser.add_argument("--tree", action="append", default=[], help="such as 1,4_1024,64; repeat")
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
-    usual = ",".join(name for name in PEERS if "invariant" not in name and name != "tokens")
+    special = ("tokens", "flashmla")
+    usual = ",".join(x for x in PEERS if "invariant" not in x and x not in special)
     parser.add_argument("--peers", default=usual, help=f"of {','.join(PEERS)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache (default: --dtype)")
@@ -397,6 +399,7 @@ def main(argv: list[str] | None = None) -> int:
     rates = KNOWN_RATES.get(gpu, measured)
     result = {
         "command": shlex.join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
         "gpu": gpu,
         "versions": versions(),
         "dtype": args.dtype,

@@ -156,6 +156,7 @@ PEERS = {
     "fa3_invariant": ("vllm_fa3", "FA3Invariant", "FA3, invariant"),
     "fa3": ("vllm_fa3", "FA3", "FA3"),
     "fa3_cascade": ("vllm_fa3", "FA3Cascade", "FA3 cascade"),
+    "flashmla": ("vllm_flashmla", "FlashMLA", "FlashMLA"),
     "flashinfer": ("flashinfer_peers", "FlashInfer", "FlashInfer"),
     "flashinfer_cascade": ("flashinfer_peers", "FlashInferCascade", "FI multi-level"),
     "xformers": ("xformers_peer", "XFormers", "xformers"),

@@ -400,6 +400,17 @@ def test_an_estimate_prefers_reading_a_long_prefix_once(executor):
     assert together < readers * cost.unshared(rows, 8192)
 
 
+def test_arithmetic_has_another_price_with_an_8_bit_cache():
+    """A tile of 128 rows, whose KV other tiles read as well, costs its arithmetic."""
+    half, quantised = (
+        analytic_cost(a, "hopper") for a in (LLAMA, replace(LLAMA, kv_dtype="float8_e4m3fn"))
+    )
+    launch, factor = half.roofline.launch_us, half.roofline.quantised_flops
+    us, quantised_us = (cost.tile(128, 8192, 1 << 20) - launch for cost in (half, quantised))
+    assert factor > 1
+    assert us == pytest.approx(factor * quantised_us, rel=1e-3)
+
+
 def test_a_wider_dtype_costs_no_less():
     half, single = (
         analytic_cost(AttentionConfig(32, 8, 128, 16, dtype), "hopper")

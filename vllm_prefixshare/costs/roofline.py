@@ -19,7 +19,9 @@ class Roofline:
     reaches (matrix-vector rather than matrix-matrix work); unshared_launch_us: fixed price of
     a request in that kernel. one_head: a worker has one thread block for each KV head, and the
     figures are those of one thread block. rows_of_all: query rows that every tile multiplies,
-    used or not; None for as many as it has.
+    used or not; None for as many as it has. quantised_flops: what flops_per_us is multiplied by
+    for an 8-bit KV cache: its plans were fastest where arithmetic had this price, next to the
+    memory of a cache of half the bytes (docs/kernel-notes.md).
     """
 
     launch_us: float
@@ -30,13 +32,14 @@ class Roofline:
     unshared_launch_us: float
     one_head: bool = False
     rows_of_all: int | None = None
+    quantised_flops: float = 1.0
 
 
 ROOFLINES = {
     "torch": Roofline(300.0, 1e4, 1e4, 1.2e5, 9e4, 4.0),  # two server cores
     "native": Roofline(20.0, 2e4, 2e4, 2.5e5, 9e4, 4.0),  # the same
     # on one multiprocessor of an H200, all of them busy; ``gpus.scaled`` for other GPUs
-    "hopper": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True),
+    "hopper": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True, quantised_flops=1.2),
     # one of two thread blocks of the portable kernel on a multiprocessor
     "portable": Roofline(3.0, 1.9e4, 2.1e4, 1.5e6, 1.5e6, 5.0, one_head=True, rows_of_all=64),
     # one latent serves all heads, so arithmetic decides; plans by measured prices were no faster
@@ -84,8 +87,9 @@ class AnalyticCost:
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
         """As ``CostModel.tile``."""
         r = self.roofline
-        first = self._roof(rows, kv_len, r.flops_per_us, r.bytes_per_us)
-        cached = self._roof(rows, kv_len, r.flops_per_us, r.cached_bytes_per_us)
+        flops_per_us = r.flops_per_us * (r.quantised_flops if self.attention.kv_dtype else 1)
+        first = self._roof(rows, kv_len, flops_per_us, r.bytes_per_us)
+        cached = self._roof(rows, kv_len, flops_per_us, r.cached_bytes_per_us)
         return r.launch_us + cached + (first - cached) / np.asarray(readers, np.float64)
 
     def unshared(self, rows: ArrayLike, kv_len: ArrayLike) -> FloatArray:

@@ -1,0 +1,54 @@
+"""vLLM's FlashMLA, as its FLASHMLA backend calls it for decode with a 16-bit cache.
+
+Its wheel has the extension; a vLLM that was built or packed without it does not.
+"""
+
+import torch
+
+from peers import Case, Launch, Options, UnavailableError
+
+#: the only block size of the dense kernel
+BLOCK_SIZE = 64
+
+
+class FlashMLA:
+    """Attention over a latent KV cache, which reads the latents of each request separately."""
+
+    serves = ("mla",)
+
+    def __init__(self, options: Options) -> None:
+        if options.device.type != "cuda":
+            raise UnavailableError("needs a GPU")
+        from vllm.v1.attention.ops.flashmla import is_flashmla_dense_supported
+
+        there, reason = is_flashmla_dense_supported()
+        if not there:
+            raise UnavailableError(reason or "no FlashMLA")
+
+    def prepare(self, case: Case) -> list[Launch]:
+        from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
+
+        rank = case.kv_lora_rank
+        if rank is None:
+            raise UnavailableError("latent KV caches only")
+        if case.workload.block_size != BLOCK_SIZE:
+            raise UnavailableError(f"blocks of {BLOCK_SIZE} tokens only")
+        case.require_one_query()
+        schedule, _ = get_mla_metadata(case.seq_lens, case.num_qo_heads, 1, is_fp8_kvcache=False)
+
+        def call() -> torch.Tensor:
+            out, _ = flash_mla_with_kvcache(
+                q=case.q[:, None],
+                k_cache=case.k_cache,
+                block_table=case.block_table,
+                cache_seqlens=case.seq_lens,
+                head_dim_v=rank,
+                tile_scheduler_metadata=schedule,
+                softmax_scale=case.sm_scale,
+                causal=True,
+                is_fp8_kvcache=False,
+            )
+            return out[:, 0]
+
+        call()  # makes the schedule, as vLLM does once per step
+        return [Launch(call)]
