@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.batches import PagedBatch, paged_batch
+from tests.batches import PagedBatch, batch_at_boundaries, paged_batch
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 RANK, WIDTH = 512, 576
@@ -18,6 +18,16 @@ def latent_batch(heads: int = 4, **shape) -> PagedBatch:
     """
     batch = paged_batch(
         **{"heads": (heads, 1), "head_dim": WIDTH, "dtype": torch.bfloat16, **shape}
+    )
+    return replace(batch, v_cache=batch.k_cache[..., :RANK])
+
+
+def latents_at_boundaries(
+    queries: int, heads: int, block_size: int, dtype: torch.dtype
+) -> PagedBatch:
+    """As ``batch_at_boundaries``, over a latent KV cache."""
+    batch = batch_at_boundaries(
+        queries, heads=(heads, 1), head_dim=WIDTH, block_size=block_size, dtype=dtype
     )
     return replace(batch, v_cache=batch.k_cache[..., :RANK])
 

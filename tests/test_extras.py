@@ -7,7 +7,7 @@ import torch
 from vllm_prefixshare import LayerExtras, PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
-from .batches import PagedBatch, paged_batch
+from .batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
 
 FP8 = torch.float8_e4m3fn
 HEADS = (6, 2)
@@ -58,20 +58,8 @@ def expected(batch: PagedBatch, extras: LayerExtras) -> tuple[torch.Tensor, torc
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    ("block_size", "layout", "queries"),
-    [(16, "NHD", 1), (16, "HND", None), (32, "NHD", None), (32, "HND", 1)],
-    ids=str,
-)
-def test_matches_float64(name, block_size, layout, queries):
-    options, extras = CASES[name]
-    batch = paged_batch(block_size=block_size, heads=HEADS, query_lens=queries)
-    quantised(batch, options)
-    if layout == "HND":
-        batch.k_cache, batch.v_cache = (
-            x.transpose(1, 2).contiguous().transpose(1, 2) for x in (batch.k_cache, batch.v_cache)
-        )
+def check(batch: PagedBatch, options: dict, extras: LayerExtras) -> torch.Tensor:
+    """Compare output and log-sum-exp, with a prefix shared; returns the output in float64."""
     wrapper = make(batch, torch.float32, divider="deft_node", **options)
     wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
     arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
@@ -79,37 +67,45 @@ def test_matches_float64(name, block_size, layout, queries):
     wanted, wanted_lse = expected(batch, extras)
     assert wrapper.stats().share_factor > 1
     assert out.dtype == torch.float32
+    errors = (out - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+    assert errors.max() < 2e-5
     assert (out - wanted).norm() / wanted.norm() < 2e-6
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
+    return wanted
+
+
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 272])
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(name, block_size, layout, queries):
+    options, extras = CASES[name]
+    batch = quantised(paged_batch(block_size=block_size, heads=HEADS, query_lens=queries), options)
+    if layout == "HND":
+        batch = as_hnd(batch)
+    wanted = check(batch, options, extras)
     without, _ = expected(batch, extras._replace(sinks=None, soft_cap=0.0, alibi_slopes=None))
     if options.get("features"):
         assert (without - wanted).norm() > 0.01 * wanted.norm(), "the feature must matter"
 
 
-def test_every_length_at_a_boundary():
-    """Lengths around the ends of blocks, with all features at once."""
-    options, extras = CASES["all"]
-    batch = paged_batch(requests=4, heads=HEADS, private_blocks=2)
-    batch.k_cache.nan_to_num_()
-    batch.v_cache.nan_to_num_()
-    wrapper = make(batch, torch.float32, **options)
-    for lengths in ((1, 15, 16, 17), (31, 32, 33, 79), (80, 81, 95, 96)):
-        batch.seq_lens = np.array([*lengths, *lengths], np.int32)
-        wrapper.plan(batch.block_table, batch.seq_lens)
-        tables = batch.block_table, batch.seq_lens
-        out = wrapper.run(batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras)
-        wanted, _ = expected(batch, extras)
-        assert (out - wanted).norm() / wanted.norm() < 2e-6
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [8, 16, 272])
+@pytest.mark.parametrize("name", CASES)
+def test_every_length_at_a_boundary(name, block_size, layout, queries):
+    options, extras = CASES[name]
+    batch = quantised(batch_at_boundaries(queries, block_size=block_size, heads=HEADS), options)
+    check(as_hnd(batch) if layout == "HND" else batch, options, extras)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [8, 16, 272])
 @pytest.mark.parametrize("head_dim", [264, 512])
-def test_wide_heads(head_dim):
-    batch = paged_batch(heads=(4, 2), head_dim=head_dim, dtype=torch.bfloat16)
-    wrapper = make(batch, torch.bfloat16)
-    wrapper.plan(batch.block_table, batch.seq_lens)
-    out = wrapper.run(batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens)
-    wanted, _ = expected(batch, LayerExtras())
-    assert (out - wanted).norm() / wanted.norm() < 3e-3
+def test_wide_heads(head_dim, block_size, layout, queries):
+    batch = batch_at_boundaries(queries, block_size=block_size, head_dim=head_dim)
+    check(as_hnd(batch) if layout == "HND" else batch, {}, LayerExtras())
 
 
 NAN = float("nan")

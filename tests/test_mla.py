@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.batches import PagedBatch
-from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch
+from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch, latents_at_boundaries
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import AnalyticCost, Roofline
@@ -40,6 +40,19 @@ def test_matches_float64(dtype, heads, queries):
     assert out.shape == (*batch.q.shape[:2], RANK) and out.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("block_size", [8, 16, 64, 272])
+def test_every_length_at_a_boundary(block_size, heads, queries):
+    batch = latents_at_boundaries(queries, heads, block_size, torch.float32)
+    made = wrapper(heads, dtype=torch.float32, block_size=block_size, divider="deft_node")
+    out, lse = run(batch, made)
+    wanted, wanted_lse = expected(batch)
+    assert made.stats().share_factor > 1.3
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=0)
 
 

@@ -11,7 +11,7 @@ from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.sharing import least_window
 
-from .batches import PagedBatch, paged_batch
+from .batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
 
 
 def make(batch: PagedBatch, window: int, **options: object) -> PrefixShareDecodeWrapper:
@@ -40,6 +40,26 @@ def test_matches_float64(window, queries, divider):
     wanted, wanted_lse = reference_attention_and_lse(
         *arguments[:3], *tables, extras=extras, sliding_window=window
     )
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [8, 16, 272])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_every_length_at_a_boundary(blocks, more, block_size, layout, queries):
+    """Windows that end at, one token before and one token after the ends of blocks, too."""
+    window = blocks * block_size + more
+    batch = batch_at_boundaries(queries, block_size=block_size)
+    batch = as_hnd(batch) if layout == "HND" else batch
+    wrapper = make(batch, window, divider="deft_node")
+    wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
+    out, lse = wrapper.run(*arguments, return_lse=True)
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    wanted, wanted_lse = reference_attention_and_lse(*arguments[:3], *tables, sliding_window=window)
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
 

@@ -83,3 +83,28 @@ def test_as_exact_as_stock(write, options, tmp_path):
     else:
         assert 0 < ours.mean() < 1.3 * stocks.mean() + 1e-3
         assert ours.max() < 2 * stocks.max() + 1e-2
+
+
+def test_fp8_differs_from_stocks_no_more_than_that_from_16_bits(tmp_path):
+    """The log-probabilities of answers, in decode, against a prefill by stock: ours with an fp8 KV
+    cache against stock with one, and that against stock in 16 bits.
+    """
+    model = llama(tmp_path / "model")
+    prompts = Text(model).asking(1200, PRIVATE)
+    options: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16"}
+    specs = (
+        cases.stock(model, **options, **FP8),
+        cases.ours(model, **options, **FP8),
+        cases.stock(model, **options),
+    )
+    with engines(*specs) as (quantised, mine, plain):
+        runs = []
+        for engine in (quantised, mine):
+            engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
+            runs.append(engine.call(drive, prompts, {**GREEDY, "max_tokens": 64}))
+        from_plain = np.concatenate(cases.errors(runs[0].completions, plain))
+        from_fp8 = np.concatenate(cases.errors(runs[1].completions, quantised))
+    print(f"ours from stock's fp8: mean {from_fp8.mean():.4f}, max {from_fp8.max():.3f}; stock's")
+    print(f"fp8 from its 16 bits: mean {from_plain.mean():.4f}, max {from_plain.max():.3f}")
+    assert_shared(runs[1], factor=2.0)
+    assert 0 < from_fp8.mean() <= from_plain.mean()

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.gpu.layer import BF16, DEVICE, KERNELS, ON_GPU, Layer, poison
+from tests.gpu.layer import BF16, DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from vllm_prefixshare import LayerExtras, PrefixShareError
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
@@ -83,6 +83,20 @@ def test_matches_float64(kernel, name, counts, block_size, layout):
         check(layer, *wrapper.run(**layer.tensors, extras=extras, return_lse=True), extras)
 
 
+@pytest.mark.parametrize(("kernel", "name"), RUNS)
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [16, 528])
+def test_every_length_at_a_boundary(kernel, name, block_size, layout, queries):
+    options, extras = extras_of(name)
+    work = at_boundaries(block_size, queries)
+    layer = Layer(work, HEADS, counts=[queries] * work.num_reqs, layout=layout)
+    wrapper = prepared(layer, options).planned(kernel, divider="deft_node", **options)
+    assert wrapper.stats().share_factor > 1
+    poison(wrapper._executor)
+    check(layer, *wrapper.run(**layer.tensors, extras=extras, return_lse=True), extras)
+
+
 @pytest.mark.parametrize("name", ["fp8", "sinks"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("heads", "head_dim"), [((64, 8), 64), ((32, 8), 128), ((16, 4), 256)])
@@ -96,6 +110,18 @@ def test_other_shapes(kernel, heads, head_dim, name):
     layer = prepared(Layer(tree(SPECS[0]), heads, head_dim), options)
     wrapper = layer.planned(kernel, **options)
     check(layer, *wrapper.run(**layer.tensors, extras=extras, return_lse=True), extras)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [16, 528])
+def test_wide_heads_at_every_boundary(block_size, layout, queries):
+    work = at_boundaries(block_size, queries)
+    counts = [queries] * work.num_reqs
+    layer = Layer(work, (16, 2), head_dim=512, counts=counts, layout=layout)
+    wrapper = layer.planned("portable", divider="deft_node")
+    poison(wrapper._executor)
+    check(layer, *wrapper.run(**layer.tensors, return_lse=True), LayerExtras())
 
 
 @pytest.mark.parametrize("counts", [1, 4])

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.layer import BF16, DEVICE, FP16, HOPPER, ON_GPU, TOLERANCE, poison
+from tests.gpu.layer import (
+    BF16,
+    DEVICE,
+    FP16,
+    HOPPER,
+    ON_GPU,
+    TOLERANCE,
+    at_boundaries,
+    poison,
+)
 from tests.mla import RANK, SCALE, WIDTH
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.costs.gpu_timing import capture
@@ -71,6 +80,15 @@ def test_matches_float64(heads, spec):
 def test_block_sizes_types_and_strides(block_size, dtype, interleaved):
     layer = LatentLayer(tree("1,4,16_1024,256,150", block_size), 8, dtype, interleaved)
     layer.check(*layer.run(layer.planned()))
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_every_length_at_a_boundary(block_size, heads):
+    layer = LatentLayer(at_boundaries(block_size), heads)
+    wrapper = layer.planned(divider="deft_node")
+    assert wrapper.stats().share_factor > 1
+    layer.check(*layer.run(wrapper))
 
 
 @pytest.mark.parametrize("divider", ["flashforge", "deft_flatten", "per_request"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.layer import DEVICE, KERNELS, ON_GPU, Layer, poison
+from tests.gpu.layer import DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from vllm_prefixshare import LayerExtras
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.extras import PLAIN
@@ -56,6 +56,21 @@ def test_matches_float64(kernel, counts, window, block_size, layout):
         layer = Layer(work, (16, 4), counts=each, layout=layout)
         without_passed_blocks(layer, window)
         wrapper = layer.planned(kernel, max_query_len=max(counts), sliding_window=window)
+        poison(wrapper._executor)
+        check(layer, window, *wrapper.run(**layer.tensors, return_lse=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("block_size", [16, 528])
+def test_every_length_at_a_boundary(kernel, block_size, layout, queries):
+    """Windows that end at, one token before and one token after the ends of blocks, too."""
+    for window in (1, block_size, 3 * block_size - 1, 3 * block_size, 3 * block_size + 1):
+        work = at_boundaries(block_size, queries)
+        layer = Layer(work, (16, 4), counts=[queries] * work.num_reqs, layout=layout)
+        without_passed_blocks(layer, window)
+        wrapper = layer.planned(kernel, divider="deft_node", sliding_window=window)
         poison(wrapper._executor)
         check(layer, window, *wrapper.run(**layer.tensors, return_lse=True))
 
