@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import repository  # noqa: F401
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
@@ -31,6 +32,8 @@ from results import versions
 from vllm_prefixshare.records import PrefixShareError
 
 REPEATS = 10
+#: where results go; miniatures have names of real points, and would replace them
+OUT, TINY_OUT = Path("results/papers"), Path("results/papers-tiny")
 
 
 @dataclass
@@ -58,16 +61,25 @@ def write(path: Path, data: object) -> None:
     temporary.replace(path)
 
 
-def is_wrong(figures: dict) -> bool:
-    """Whether an output of a point was wrong."""
-    return figures.get("right") is False or any(
-        found.get("status") == "wrong" for found in figures.get("peers", {}).values()
-    )
-
-
 def has_failed(figures: dict) -> bool:
-    """Whether a point failed, so that the next run tries it again."""
+    """Whether a point has no figures."""
     return "failed" in figures
+
+
+def trouble(figures: dict, setting: Setting) -> str:
+    """Why the next run tries a point again: it failed, an output was wrong, or one of this
+    project's kernels failed. "" if it is good; other projects' kernels may fail.
+    """
+    if has_failed(figures):
+        return figures["failed"]
+    if figures.get("right") is False:
+        return "WRONG"
+    return ", ".join(
+        f"{title} {found['status'].upper()}"
+        for title, found in figures.get("peers", {}).items()
+        if found["status"] == "wrong"
+        or (found["status"] == "failed" and title.partition(",")[0] not in setting.peers)
+    )
 
 
 def begin(experiment: Experiment, setting: Setting, out: Path, fresh: bool) -> Progress:
@@ -78,7 +90,8 @@ def begin(experiment: Experiment, setting: Setting, out: Path, fresh: bool) -> P
         file = run.file(point)
         if file.exists() and not fresh:
             kept = json.loads(file.read_text())
-            if kept["setting"] == described(setting) and not has_failed(kept["figures"]):
+            same = kept["setting"] == described(setting)
+            if same and not trouble(kept["figures"], setting):
                 run.results[point.name] = kept["figures"]
                 run.done += 1
                 continue
@@ -93,6 +106,7 @@ def described(setting: Setting) -> dict:
         "tiny": setting.tiny,
         "repeats": setting.repeats,
         "peers": list(setting.peers),
+        "versions": versions(),
     }
 
 
@@ -125,26 +139,27 @@ def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
             if all(r.seconds == float("inf") for r in runs if r.left):
                 break
             continue
-        point = run.left.pop(0)
+        point = run.left[0]
         number += 1
-        since = time.monotonic()
+        since, able = time.monotonic(), True
         try:
             figures = point.run()
         except PrefixShareError as e:  # this machine cannot
-            figures = {"failed": first_line(e)}
+            figures, able = {"failed": first_line(e)}, False
         except Exception as e:  # compilers and CUDA raise anything; other points may still run
-            figures, right = {"failed": first_line(e)}, False
+            figures = {"failed": first_line(e)}
         taken = time.monotonic() - since
+        run.left.pop(0)
         run.seconds += taken
         run.longest = max(run.longest, taken)
         run.results[point.name] = figures
-        run.done += not has_failed(figures)
-        right &= not is_wrong(figures)
+        said = trouble(figures, setting)
+        run.done += not said
+        right &= not (said and able)
         write(run.file(point), {"setting": described(setting), "figures": figures})
-        say = "WRONG" if is_wrong(figures) else figures.get("failed", f"{taken:.1f} s")
         elapsed = time.monotonic() - began
-        print(f"[{number}/{total} {elapsed:4.0f} s] {run.experiment.name}: {point.name}: {say}",
-              flush=True)  # fmt: skip
+        print(f"[{number}/{total} {elapsed:4.0f} s] {run.experiment.name}: {point.name}: "
+              f"{said or f'{taken:.1f} s'}", flush=True)  # fmt: skip
         collect(run, setting)
     return right
 
@@ -160,7 +175,6 @@ def collect(run: Progress, setting: Setting) -> None:
             "command": setting.command,
             "date": date.today().isoformat(),
             **described(setting),
-            "versions": versions(),
             "complete": run.done == len(order),
             "of_points": len(order),
             "points": points,
@@ -187,14 +201,16 @@ def chosen(names: Iterable[str]) -> list[Experiment]:
     return list(found.values())
 
 
-def show_list() -> None:
+def show_list(experiments: list[Experiment]) -> None:
     for paper in PAPERS:
+        of_paper = [e for e in experiments if e.paper == paper]
+        if not of_paper:
+            continue
         print(f"{paper}")
-        for e in EXPERIMENTS.values():
-            if e.paper == paper:
-                print(f"  {e.name} (needs {e.needs}): {e.item}, section {e.section}")
-                print(f"    the paper: {e.claim}")
-                print(f"    changed: {e.changed}")
+        for e in of_paper:
+            print(f"  {e.name} (needs {e.needs}): {e.item}, section {e.section}")
+            print(f"    the paper: {e.claim}")
+            print(f"    changed: {e.changed}")
         for left in LEFT_OUT:
             if left.paper == paper:
                 print(f"  not reproduced: {left.item}: {left.why}")
@@ -207,7 +223,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--list", action="store_true", help="name every experiment, and what changed"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("results/papers"), help="folder of results"
+        "--out",
+        type=Path,
+        help=f"folder of results (default: {OUT}, with --tiny {TINY_OUT})",
     )
     parser.add_argument("--minutes", type=float, help="begin nothing that would end later")
     parser.add_argument("--tiny", action="store_true", help="everything in miniature, on a CPU")
@@ -226,6 +244,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.minutes is not None and args.minutes <= 0:
         parser.error("--minutes must be more than 0")
     args.peers = tuple(filter(None, args.peers.split(",")))
+    args.out = args.out or (TINY_OUT if args.tiny else OUT)
     return args
 
 
@@ -244,7 +263,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """How to run, and on what.
 
     Raises:
-        PrefixShareError: a GPU is asked for and there is none; an unknown peer; no recordings.
+        PrefixShareError: a GPU is asked for and there is none; an unknown peer; no recordings, or
+            of another format.
     """
     import torch
     from peers import PEERS
@@ -257,25 +277,88 @@ def setting_of(args: argparse.Namespace) -> Setting:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise PrefixShareError("there is no GPU here: leave --device out, or take --tiny.")
-    folder = args.deft_recordings
-    if folder is not None and not list(folder.glob("*.json")):
-        raise PrefixShareError(f"{folder} has no JSON files: name the folder of DeFT's recordings.")
+    if args.deft_recordings is not None:
+        check_recordings(args.deft_recordings)
     repeats = 1 if args.tiny else args.repeats
-    return Setting(device, args.tiny, repeats, folder, args.peers, command_of(args))
+    return Setting(device, args.tiny, repeats, args.deft_recordings, args.peers, command_of(args))
+
+
+def check_recordings(folder: Path) -> None:
+    """Read what experiments take from a folder of DeFT's recordings.
+
+    Raises:
+        PrefixShareError: it has none, or one has another format.
+    """
+    runs, trees = sorted(folder.glob("*ToT.json")), sorted(folder.glob("tree_size*.json"))
+    if not runs + trees:
+        raise PrefixShareError(
+            f"{folder} has no JSON files: name the folder of DeFT's *ToT.json and tree_size*.json."
+        )
+    from peers import first_line
+
+    from vllm_prefixshare.workloads.sets import recorded_step, token_tree_parents
+
+    for file in runs + trees:
+        try:
+            recorded = json.loads(file.read_text())
+            if file in trees:
+                token_tree_parents(recorded["Tree_Structure"])
+            else:
+                for run in recorded:
+                    if nodes := list(run["data"].values()):
+                        recorded_step(file.stem, nodes, max(n["end"] for n in nodes), 16)
+        except Exception as e:  # the user's own file may hold anything
+            raise PrefixShareError(
+                f"{file} does not have the format of DeFT's recordings ({first_line(e)})."
+            ) from e
 
 
 def gpus_needed(experiment: Experiment) -> int:
     return {GPU: 1, GPUS: 2}.get(experiment.needs, 0)
 
 
+def make_folder(out: Path) -> None:
+    """Make the folder of results.
+
+    Raises:
+        PrefixShareError: nothing can be written there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as e:
+        raise PrefixShareError(f"--out {out}: {e.strerror}.") from e
+
+
+def show_findings(runs: list[Progress], out: Path) -> None:
+    """Each experiment's finding beside the paper's, its picture, and what is left to do."""
+    for run in runs:
+        good = {n: f for n, f in run.results.items() if not has_failed(f)}
+        counts = {"points left": len(run.left), "failed": len(run.results) - len(good)}
+        missing = [f"{what}: {count}" for what, count in counts.items() if count]
+        if good or missing:
+            print("\n" + ", ".join([run.experiment.name, *missing]))
+        if good:
+            if run.experiment.bars and (
+                picture := draw(run.experiment.item, run.experiment.bars(good))
+            ):
+                (out / f"{run.experiment.name}.svg").write_text(picture)
+            print(f"  the paper: {run.experiment.claim}")
+            print(f"  here: {run.experiment.ours(good)}")
+    if left := sum(len(run.left) for run in runs):
+        print(f"\npoints left: {left}; the same command goes on with them")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if args.list:
-        show_list()
-        return 0
     try:
-        setting = setting_of(args)
         experiments = chosen(args.names)
+        if args.list:
+            show_list(experiments)
+            return 0
+        setting = setting_of(args)
+        make_folder(args.out)
         gpus = 0
         if setting.device == "cuda":
             import torch
@@ -288,23 +371,19 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             runs.append(begin(experiment, setting, args.out, args.fresh))
             if not runs[-1].left and not runs[-1].done:
-                print(f"{experiment.name}: nothing to run here")
+                why = "it has no miniature" if setting.tiny else "--list says what it needs"
+                print(f"{experiment.name}: nothing to run here, {why}")
     except PrefixShareError as e:
         print(f"reproduce: error: {e}", file=sys.stderr)
         return 2
     deadline = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
-    right = carry_out(runs, setting, deadline)
-    for run in runs:
-        good = {n: f for n, f in run.results.items() if not has_failed(f)}
-        left = f", {len(run.left)} points left" if run.left else ""
-        if good:
-            if run.experiment.bars and (
-                picture := draw(run.experiment.item, run.experiment.bars(good))
-            ):
-                (args.out / f"{run.experiment.name}.svg").write_text(picture)
-            print(f"\n{run.experiment.name}{left}\n  the paper: {run.experiment.claim}")
-            print(f"  here: {run.experiment.ours(good)}")
-    return int(not right)
+    try:
+        status = int(not carry_out(runs, setting, deadline))
+    except KeyboardInterrupt:
+        print("\nstopped")
+        status = 130  # as shells have it
+    show_findings(runs, args.out)
+    return status
 
 
 if __name__ == "__main__":

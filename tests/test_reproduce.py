@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import reproduce  # noqa: E402
 import tables  # noqa: E402
 from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, flashforge, methods, reduction  # noqa: E402
-from papers.experiment import Bars, Experiment, Point, Setting  # noqa: E402
-from papers.picture import draw  # noqa: E402
+from papers.experiment import CPU, Bars, Experiment, Point, Setting  # noqa: E402
+from papers.picture import COLOURS, draw  # noqa: E402
 
 H200 = Gpu((9, 0), 132, 227 << 10)
 TINY = Setting("cpu", tiny=True, repeats=1)
@@ -40,7 +40,7 @@ def test_everything_runs_in_miniature(tmp_path, capsys):
     for name, experiment in EXPERIMENTS.items():
         expected = [p.name for p in experiment.points(TINY)]
         if not expected:
-            assert f"{name}: nothing to run here" in said
+            assert f"{name}: nothing to run here, it has no miniature" in said
             continue
         result = json.loads((tmp_path / f"{name}.json").read_text())
         assert list(result["points"]) == expected, name
@@ -76,27 +76,83 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, capsys):
     assert [f.read_text() for f in files] == before
 
 
+def test_a_run_that_is_interrupted_says_what_is_left_and_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupt() -> dict:
+        raise KeyboardInterrupt
+
+    points = [Point("a", dict), Point("b", interrupt), Point("c", dict)]
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"x": stand_in("x", points)})
+    assert run("--tiny", "--out", tmp_path) == 130
+    said = capsys.readouterr().out
+    assert "stopped\n" in said
+    assert "x, points left: 2\n" in said
+    assert said.endswith("points left: 2; the same command goes on with them\n")
+    points[1] = Point("b", dict)
+    assert run("--tiny", "--out", tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "[1/2 " in said
+    assert "left" not in said
+
+
+def test_what_the_minutes_left_no_time_for_is_named(tmp_path, monkeypatch, capsys):
+    some = {
+        n: replace(stand_in(n, [Point("a", dict)]), seconds=s) for n, s in (("x", 0), ("y", 99))
+    }
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", some)
+    assert run("--tiny", "--out", tmp_path, "--minutes", "1") == 0
+    said = capsys.readouterr().out
+    assert "\ny, points left: 1\n" in said
+    assert "x, points left" not in said
+
+
+def test_miniatures_have_a_folder_of_their_own():
+    folders = [reproduce.parse(arguments).out for arguments in ([], ["--tiny"])]
+    assert len(set(folders)) == 2
+    assert reproduce.parse(["--tiny", "--out", "here"]).out == Path("here")
+
+
 def stand_in(name: str, points: list[Point]) -> Experiment:
     some = EXPERIMENTS["flashforge-figure-6"]
     return replace(some, name=name, points=lambda setting: iter(points), ours=lambda found: "")
 
 
-def test_points_that_fail_are_said_and_wrong_outputs_end_in_1(tmp_path):
+def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
     def refuse() -> dict:
         raise PrefixShareError("this machine cannot.")
 
-    def wrong() -> dict:
-        return {"peers": {"ours": {"status": "wrong"}}}
+    points = {
+        "a": refuse,
+        "b": lambda: {"peers": {"ours": {"status": "wrong"}}},
+        "c": lambda: {"figure": 1},
+        "d": lambda: {"failed": "a program of its own ended with 1"},
+        "e": lambda: {"peers": {"ours": {"status": "failed", "reason": "x"}}},
+        "f": lambda: {"peers": {"fa3, expanded branches": {"status": "failed", "reason": "x"}}},
+    }
+    setting = replace(TINY, peers=("fa3",))
 
-    points = [Point("a", refuse), Point("b", wrong), Point("c", lambda: {"figure": 1})]
-    runs = [reproduce.begin(stand_in("x", points), TINY, tmp_path, fresh=False)]
-    assert not reproduce.carry_out(runs, TINY, float("inf"))
-    result = json.loads((tmp_path / "x.json").read_text())
+    def carry_out(*names: str) -> bool:
+        some = stand_in("".join(names), [Point(n, points[n]) for n in names])
+        runs = [reproduce.begin(some, setting, tmp_path, fresh=False)]
+        return reproduce.carry_out(runs, setting, float("inf"))
+
+    assert [n for n in points if not carry_out(n)] == ["b", "d", "e"]
+    assert "] b: b: ours WRONG\n" in capsys.readouterr().out
+    assert not carry_out(*points)
+    result = json.loads((tmp_path / "abcdef.json").read_text())
     assert result["points"]["a"] == {"failed": "PrefixShareError: this machine cannot."}
     assert result["points"]["c"] == {"figure": 1}
     assert not result["complete"]
-    again = reproduce.begin(stand_in("x", points), TINY, tmp_path, fresh=False)
-    assert [p.name for p in again.left] == ["a"]
+    some = stand_in("abcdef", [Point(n, points[n]) for n in points])
+    again = reproduce.begin(some, setting, tmp_path, fresh=False)
+    assert [p.name for p in again.left] == ["a", "b", "d", "e"]
+
+
+def test_points_of_another_version_run_again(tmp_path, monkeypatch):
+    some = stand_in("x", [Point("a", lambda: {})])
+    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+    assert not reproduce.begin(some, TINY, tmp_path, fresh=False).left
+    monkeypatch.setattr(reproduce, "versions", lambda: {"torch": "99"})
+    assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
 
 
 def test_experiments_take_turns_and_nothing_begins_after_the_deadline(tmp_path):
@@ -130,7 +186,9 @@ def test_a_point_that_another_program_measures_begins_only_if_its_seconds_are_le
     ("arguments", "sentence"),
     [
         (["figure-99", "--tiny"], "no experiment is called 'figure-99'"),
+        (["figure-99", "--list"], "no experiment is called 'figure-99'"),
         (["--tiny", "--peers", "nobody"], "peer 'nobody' is unknown"),
+        (["--tiny", "--out", f"{__file__}/results"], "results: Not a directory."),
         (["--tiny", "--deft-recordings", "nowhere"], "nowhere has no JSON files"),
     ],
 )
@@ -149,6 +207,10 @@ def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
         assert f"  {name} (needs {e.needs}): {e.item}, section {e.section}\n" in said
         assert e.changed in said
         assert f"\n### {name}\n" in page
+    assert run("--list", "fasttree") == 0
+    said = capsys.readouterr().out
+    assert "  fasttree-figure-9 " in said
+    assert "flashforge" not in said
     assert len(PAPERS) == len({e.paper for e in EXPERIMENTS.values()})
     for name in EXPERIMENTS:
         published = tables.ran(name)
@@ -207,6 +269,16 @@ def test_merging_in_two_levels_is_merging():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.needs == CPU])
+def test_published_bytes_are_those_that_this_version_counts(name):
+    """Else: ``python benchmarks/reproduce.py NAME --out benchmarks/published/papers --fresh``."""
+    published = tables.ran(name)["points"]
+    counted = {p.name: p.run() for p in EXPERIMENTS[name].points(replace(TINY, tiny=False))}
+    recorded = set(deft.TASKS.values())  # not part of the repository
+    assert counted.keys() == published.keys() - recorded
+    assert [n for n in counted if counted[n] != published[n]] == []
+
+
 def test_few_shot_bytes_are_the_published_ones():
     found = deft.few_shot(20, deft.PROMPT, deft.DECODED)
     medusa = found["medusa partial"] + found["medusa mask"]
@@ -224,13 +296,9 @@ def test_a_token_tree_is_walked_by_each_tile_of_its_rows():
 
 
 def test_recorded_trees_are_counted_over_all_their_steps(tmp_path):
-    nodes = [
-        {"id": 0, "start": -99, "end": 0, "children": [1, 2]},
-        {"id": 1, "start": 1, "end": 40, "children": []},
-        {"id": 2, "start": 1, "end": 24, "children": []},
-    ]
+    nodes = {str(n["id"]): n for n in deft.TWO_THOUGHTS}
     file = tmp_path / "keywordToT.json"
-    file.write_text(json.dumps([{"data": {}}, {"data": {str(n["id"]): n for n in nodes}}]))
+    file.write_text(json.dumps([{"data": {}}, {"data": nodes}]))
     setting = replace(TINY, tiny=False, recordings=tmp_path)
     (point,) = (p for p in deft.count_tasks(setting) if p.name == "keyword")
     found = point.run()
@@ -241,6 +309,30 @@ def test_recorded_trees_are_counted_over_all_their_steps(tmp_path):
     assert found["runs"] == 1
     assert found["unshared"] == token * (sum(100 + s for s in steps) + sum(100 + s for s in both))
     assert found["distinct"] <= found["ours"]["kv"] <= found["unshared"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("mineToT.json", "[{", "JSONDecodeError"),
+        ("mineToT.json", '[{"data": {"0": {"id": 0, "end": 1}}}]', "KeyError: 'children'"),
+        ("tree_size32.json", "{}", "KeyError: 'Tree_Structure'"),
+    ],
+)
+def test_recordings_of_another_format_are_refused(name, content, reason, tmp_path, capsys):
+    (tmp_path / name).write_text(content)
+    assert run("--tiny", "--deft-recordings", tmp_path, "--out", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"{name} does not have the format of DeFT's recordings ({reason}" in error
+    assert error.count("\n") == 1
+
+
+def test_a_recording_without_a_long_run_is_said(tmp_path):
+    file = tmp_path / "mineToT.json"
+    file.write_text(json.dumps([{"data": {"0": {**deft.TWO_THOUGHTS[0], "children": []}}}]))
+    reproduce.check_recordings(tmp_path)
+    with pytest.raises(PrefixShareError, match=r"mineToT\.json has no run of 12 steps"):
+        deft.recorded(file)
 
 
 def test_counters_are_summed_over_the_kernels_of_a_layer():
@@ -299,3 +391,32 @@ def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():
     texts = [t.text for t in picture.iter(f"{space}text")]
     assert {"a < b", "c", "ours", "other", "ms, logarithmic"} <= set(texts)
     assert draw("nothing", Bars("ms", {"a": {}})) == ""
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_findings_need_no_more_than_one_point(name):
+    """A run may stop after any of them."""
+    e = EXPERIMENTS[name]
+    for point, figures in tables.ran(name)["points"].items():
+        some = {point: figures}
+        assert e.ours(some)
+        assert e.table is None or any("|" in line for line in e.table(some))
+        assert e.bars is None or e.bars(some).unit
+
+
+def test_a_picture_says_what_it_leaves_out():
+    many = {str(i): {"ours": 1.0} for i in range(40)}
+    assert "ms, logarithmic; 4 more points in the table<" in draw("many", Bars("ms", many))
+    for name, e in EXPERIMENTS.items():
+        if e.bars and (result := tables.ran(name)):
+            bars = e.bars(result["points"])
+            assert "more points" not in draw(e.item, bars), name
+            series = {title for group in bars.values.values() for title in group}
+            assert len(series) <= len(COLOURS), name
+
+
+def test_the_picture_of_figure_5_has_the_papers_heads_in_the_order_of_the_sweeps():
+    bars = EXPERIMENTS["flashforge-figure-5"].bars(tables.ran("flashforge-figure-5")["points"])
+    sweeps = [name.partition(":")[0] for name in bars.values]
+    assert sweeps == [sweep for sweep in flashforge.SWEEPS for _ in range(5)]
+    assert all(name.endswith("32:32") for name in bars.values)

@@ -22,7 +22,7 @@ METRICS = {"dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written"}
 FIRST, SECOND = "partial_attention", "merge_states"
 MINUTES = 3
 
-#: title of a method; tree, or token trees as ``deft.token_tree`` names them; query heads; KV heads
+#: title of a method; tree, or token trees as ``token_trees`` names them; query heads; KV heads
 Layer = tuple[str, str, int, int]
 
 
@@ -84,15 +84,16 @@ def main(layers: list[Layer]) -> None:
     from bench_kernel import make_case
     from peers import Options
 
-    from papers import deft, methods
+    from papers import methods
     from papers.timing import layer_options
+    from papers.token_trees import token_tree
     from vllm_prefixshare.workloads.trees import tree
 
     by_title = {m.title: m for m in (*methods.COUNTED, methods.PORTABLE)}
     options = Options(torch.device("cuda"), torch.bfloat16, {})
     for (spec, *heads), of_case in groupby(layers, lambda layer: layer[1:]):
-        token_tree = re.fullmatch(r"(\d+) tokens x (\d+), context (\d+)", spec)
-        w = deft.token_tree(*map(int, token_tree.groups()), None) if token_tree else tree(spec)
+        named = re.fullmatch(r"(\d+) tokens x (\d+), context (\d+)", spec)
+        w = token_tree(*map(int, named.groups()), None) if named else tree(spec)
         case = make_case(w, tuple(heads), layer_options("cuda", 1))
         for title, *_ in of_case:
             (launch,) = methods.Planned(by_title[title], options).prepare(case)

@@ -19,6 +19,7 @@ from papers.experiment import (
     span,
 )
 from papers.flashforge import against, time_bars, time_table
+from papers.token_trees import token_tree
 
 PAPER = "DeFT"
 #: Llama-3-8B: heads, layers, query heads for a KV head
@@ -33,6 +34,12 @@ CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 PROMPTS = (1000, 5000, 10000, 20000)
 #: samples of a recorded run
 SAMPLES = 12
+#: a recorded run in miniature: a prompt, and two thoughts that grow from it
+TWO_THOUGHTS = [
+    {"id": 0, "start": -99, "end": 0, "children": [1, 2]},
+    {"id": 1, "start": 1, "end": 40, "children": []},
+    {"id": 2, "start": 1, "end": 24, "children": []},
+]
 #: the paper's terabytes (table 12 of the first version, 17 of the second): flash-decoding, DeFT,
 #: and Medusa's partial results
 PUBLISHED = {
@@ -55,31 +62,6 @@ TASKS = {
     "keywordToT": "keyword",
     "set128ToT": "set intersection",
 }
-
-
-def tree_parents(size: int, recordings: Path | None) -> object:
-    """Parents of a token tree: Medusa's where it was recorded, else a quaternary one."""
-    import json
-
-    import numpy as np
-
-    from vllm_prefixshare.workloads.sets import token_tree_parents
-
-    file = recordings / f"tree_size{size}.json" if recordings else None
-    if file and file.exists():
-        return token_tree_parents(json.loads(file.read_text())["Tree_Structure"])
-    return np.array([-1, *((i - 1) // 4 for i in range(1, size))], np.int32)
-
-
-def token_tree(size: int, batch: int, context: int, recordings: Path | None) -> object:
-    """Requests that each verify a token tree over a context of their own."""
-    from vllm_prefixshare.workloads.trees import forest
-
-    lengths = [context + size] * batch
-    name = f"{size} tokens x {batch}, context {context}"
-    return forest(
-        name, [-1] * batch, lengths, query_len=size, query_parents=tree_parents(size, recordings)
-    )
 
 
 def per_kind(counted: dict[str, int], scale: int) -> dict[str, int]:
@@ -145,6 +127,7 @@ def recorded(file: Path) -> Figures:
     from collections import Counter
 
     from papers import accounting, methods
+    from vllm_prefixshare.records import PrefixShareError
     from vllm_prefixshare.workloads.sets import recorded_step
 
     total: Counter[str] = Counter()
@@ -152,6 +135,8 @@ def recorded(file: Path) -> Figures:
     of_way: dict[str, Counter[str]] = {m.title: Counter() for m in ways}
     runs = [list(run["data"].values()) for run in json.loads(file.read_text())]
     runs = [nodes for nodes in runs if max((n["end"] for n in nodes), default=0) >= SAMPLES]
+    if not runs:
+        raise PrefixShareError(f"{file.name} has no run of {SAMPLES} steps or more.")
     for nodes in runs:
         final = max(node["end"] for node in nodes)
         for sample in range(SAMPLES):
@@ -216,7 +201,10 @@ def tasks_table(results: Results) -> list[str]:
                     *entries,
                     medusa,
                     *(tera(ours[kind]) for kind in ("kv", "walked", "partial", "masks")),
-                    *(f"{tera(x['kv'])} + {tera(x['partial'])}" for x in (chunk, flat)),
+                    *(
+                        " + ".join(tera(x[kind]) for kind in ("kv", "partial", "masks"))
+                        for x in (chunk, flat)
+                    ),
                 ]
             )
         )
@@ -228,7 +216,7 @@ def tasks_table(results: Results) -> list[str]:
         "",
         *rows(
             "task | flash-decoding | distinct KV | Medusa, partial and mask | ours, KV | walked | "
-            "partial | masks | Node-Chunk of 128, KV + partial | Flatten, KV + partial",
+            "partial | masks | Node-Chunk of 128, KV + partial + masks | Flatten, the same",
             lines,
         ),
     ]
@@ -276,17 +264,20 @@ def time_strategies(setting: Setting) -> Iterator[Point]:
 
 def time_recorded(setting: Setting) -> Iterator[Point]:
     """Steps of recorded trees of thoughts: two large runs of each file at four steps."""
-    if setting.recordings is None or setting.tiny:
-        return
-    from vllm_prefixshare.workloads.sets import deft
+    from vllm_prefixshare.workloads.sets import deft, recorded_step
 
-    for w in deft(16, setting.recordings):
+    if setting.tiny:
+        steps = [recorded_step("two thoughts", TWO_THOUGHTS, 24, 16)]
+    else:
+        steps = list(deft(16, setting.recordings)) if setting.recordings else []
+    for w in steps:
 
         def run(w=w) -> Figures:
             from papers import methods, timing
 
+            heads = (8, 2) if setting.tiny else HEADS
             ways = [*strategies(), methods.FLASH_DECODING]
-            return timing.time_methods(setting, w, HEADS, ways)
+            return timing.time_methods(setting, w, heads, ways)
 
         yield Point(w.name, run)
 
@@ -533,9 +524,10 @@ EXPERIMENTS = (
         "deft-table-6",
         PAPER,
         "4.4",
-        "table 6 and figure 14: splitting strategies, few-shot",
+        "tables 6, 20 and 21 and figure 14: splitting strategies, few-shot",
         "attention of Radix Attention over DeFT-Flatten 1.7 to 1.8 times, of DeFT-Node 1.8 to 3.1, "
-        "of DeFT-Node-Chunk 2.3 to 2.5",
+        "of DeFT-Node-Chunk 2.3 to 2.5; of Radix Attention with 30 samples on CodeLlama-34B 1.75, "
+        "on CodeLlama-7B 1.5",
         "One layer at steps 16, 200 and 400; the heads of Llama-3-8B, of CodeLlama-7B and of "
         "CodeLlama-34B. Every strategy in the same kernel, ours; Flatten's masks are intervals of "
         "requests.",
@@ -551,8 +543,8 @@ EXPERIMENTS = (
         PAPER,
         "4.4",
         "table 6: splitting strategies, recorded tasks",
-        "attention of Radix Attention over DeFT-Flatten 1.4 times (sorting) and 1.2 (keyword), of "
-        "DeFT-Node 1.5 and 2.4, of DeFT-Node-Chunk 1.7 and 1.9",
+        "attention of Radix Attention over DeFT-Flatten 1.2 (document merging, keyword) to 1.4 "
+        "times (sorting), of DeFT-Node 1.5 to 2.5, of DeFT-Node-Chunk 1.7 to 1.9",
         "One layer at four steps of the two largest runs of each file in `--deft-recordings "
         "FOLDER`, instead of every step of every run.",
         GPU,
@@ -571,7 +563,8 @@ EXPERIMENTS = (
         "Trees of 32 to 256 tokens at batches of 1, 8 and 32 with contexts of 2000 tokens, and "
         "contexts of 1000 to 20000 tokens at a batch of 1. Radix Attention is flash-decoding in "
         "our kernel over the expanded branches, a request for each token. `--peers` adds "
-        "FlashInfer's masked kernel, and other peers on expanded branches.",
+        "FlashInfer's masked kernel, and other peers on expanded branches. The trees are Medusa's "
+        "where `--deft-recordings FOLDER` has them, else quaternary ones.",
         GPU,
         time_token_trees,
         token_trees_sentence,
@@ -600,7 +593,7 @@ EXPERIMENTS = (
         "A.7",
         "figure 15: chunk size, in time",
         "the best chunk depends on lengths and queries; DeFT-Flatten is faster than every chunk",
-        "DeFT-Node-Chunk's divider in our kernel.",
+        "DeFT-Node-Chunk's divider in our kernel, so that nothing but the plan differs.",
         GPU,
         time_chunks,
         chunk_times_sentence,
@@ -611,9 +604,11 @@ EXPERIMENTS = (
 )
 
 LEFT_OUT = (
-    LeftOut(PAPER, "tables 5, 7, 8, 18, figures 4, 13, 16, 17", "latencies of a whole engine: "
+    LeftOut(PAPER, "tables 5, 7, 8, 18, figures 4, 16, 17", "latencies of a whole engine: "
             "[performance](performance.md) has recorded trees, with vLLM itself on both sides"),
-    LeftOut(PAPER, "table 14", "utilisation by hardware counters"),
+    LeftOut(PAPER, "figure 13", "every step of a recorded run: table 6 here has four of each"),
+    LeftOut(PAPER, "table 14", "utilisation by hardware counters: [performance]"
+            "(performance.md#the-kernel-on-an-h200) has what each kernel reaches of the roofline"),
     LeftOut(PAPER, "table 15", "accuracy: see [the same tokens](fidelity.md)"),
     LeftOut(PAPER, "table 19", "another GPU"),
 )  # fmt: skip

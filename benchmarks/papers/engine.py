@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from papers.experiment import Figures, Point, Results, Setting, rows, span
+from papers.experiment import Bars, Figures, Point, Results, Setting, rows, span
 
 #: workloads of bench_engine.py with shared documents
 WORKLOADS = ("doc32k", "docs8k", "samples", "doc4k", "doc16k")
@@ -83,3 +83,15 @@ def engines_table(results: Results) -> list[str]:
         "",
         *rows("workload | stock | ours | floor | stock / ours", lines),
     ]
+
+
+def engines_bars(results: Results) -> Bars:
+    values = {
+        row["workload"]: {
+            "ours": row["PREFIX_SHARE"]["ms"],
+            "stock": row["stock"]["ms"],
+            "floor": row["floor_ms"],
+        }
+        for row in results.values()
+    }
+    return Bars("milliseconds per output token", values)

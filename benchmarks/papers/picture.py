@@ -7,15 +7,35 @@ from html import escape
 
 from papers.experiment import Bars
 
-#: pixels: left end of the bars, length of the longest, room for its number; height of a bar, and
+#: pixels: a letter of a name; length of the longest bar, room for its number; height of a bar, and
 #: the space between two groups
-LEFT, WIDTH, RIGHT, BAR, GAP = 400, 430, 70, 12, 9
+LETTER, WIDTH, RIGHT, BAR, GAP = 6.6, 430, 70, 12, 9
 #: more points than these are left to the table
-MOST_POINTS = 26
-STYLE = """<style>text{fill:#1f2328}path{stroke:#d1d9e0}
-.s0{fill:#0969da}.s1{fill:#9aa4af}.s2{fill:#bf8700}.s3{fill:#1a7f37}.s4{fill:#8250df}
-@media(prefers-color-scheme:dark){text{fill:#e6edf3}path{stroke:#3d444d}
-.s0{fill:#58a6ff}.s1{fill:#6e7781}.s2{fill:#d29922}.s3{fill:#3fb950}.s4{fill:#a371f7}}</style>"""
+MOST_POINTS = 36
+#: colours of the series, on light ground and on dark
+COLOURS = (
+    ("#0969da", "#58a6ff"),
+    ("#9aa4af", "#6e7781"),
+    ("#bf8700", "#d29922"),
+    ("#1a7f37", "#3fb950"),
+    ("#8250df", "#a371f7"),
+    ("#cf222e", "#ff7b72"),
+    ("#1b7c83", "#39c5cf"),
+    ("#7d4e24", "#b08968"),
+    ("#d6409f", "#f778ba"),
+)
+LIGHT, DARK = (
+    "".join(f".s{i}{{fill:{pair[ground]}}}" for i, pair in enumerate(COLOURS)) for ground in (0, 1)
+)
+STYLE = f"""<style>text{{fill:#1f2328}}path{{stroke:#d1d9e0}}
+{LIGHT}
+@media(prefers-color-scheme:dark){{text{{fill:#e6edf3}}path{{stroke:#3d444d}}
+{DARK}}}</style>"""
+
+
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def draw(title: str, bars: Bars) -> str:
@@ -32,6 +52,7 @@ def draw(title: str, bars: Bars) -> str:
     low = 10.0 ** math.floor(math.log10(min(numbers)))
     high = max(low * 10, 10.0 ** math.ceil(math.log10(max(numbers))))
     scale = WIDTH / math.log10(high / low)
+    left = 24 + round(LETTER * max(map(len, groups)))
 
     def length(value: float) -> float:
         return max(1.0, math.log10(value / low) * scale)
@@ -41,36 +62,38 @@ def draw(title: str, bars: Bars) -> str:
     for point, group in groups.items():
         middle = top + BAR * len(group) / 2 + 4
         drawn.append(
-            f'<text x="{LEFT - 8}" y="{middle:.0f}" text-anchor="end">{escape(point)}</text>'
+            f'<text x="{left - 8}" y="{middle:.0f}" text-anchor="end">{escape(point)}</text>'
         )
         for name, value in group.items():
             if value > 0:
                 wide = length(value)
                 drawn.append(
-                    f'<rect class="s{names.index(name) % 5}" x="{LEFT}" y="{top}" '
-                    f'width="{wide:.1f}" height="{BAR - 1}"/><text x="{LEFT + wide + 5:.1f}" '
-                    f'y="{top + BAR - 2}" font-size="10">{value:.3g}</text>'
+                    f'<rect class="s{names.index(name) % len(COLOURS)}" x="{left}" y="{top}" '
+                    f'width="{wide:.1f}" height="{BAR - 1}"/><text x="{left + wide + 5:.1f}" '
+                    f'y="{top + BAR - 2}" font-size="10">{number(value)}</text>'
                 )
             top += BAR
         top += GAP
     grid = []
     mark = low
     while mark <= high * 1.01:
-        x = LEFT + math.log10(mark / low) * scale
+        x = left + math.log10(mark / low) * scale
         grid.append(
             f'<path d="M{x:.1f} 38V{top}"/><text x="{x:.1f}" y="{top + 15}" '
-            f'text-anchor="middle">{mark:g}</text>'
+            f'text-anchor="middle">{number(mark)}</text>'
         )
         mark *= 10
     legend, x = [], 8
     for i, name in enumerate(names):
         legend.append(
-            f'<rect class="s{i % 5}" x="{x}" y="12" width="11" height="11"/>'
+            f'<rect class="s{i % len(COLOURS)}" x="{x}" y="12" width="11" height="11"/>'
             f'<text x="{x + 16}" y="22">{escape(name)}</text>'
         )
         x += 34 + 7 * len(name)
-    unit = f'<text x="{LEFT}" y="{top + 34}">{escape(bars.unit)}, logarithmic</text>'
-    width = max(LEFT + WIDTH + RIGHT, x)
+    more = len(bars.values) - len(groups)
+    below = f"{bars.unit}, logarithmic" + (f"; {more} more points in the table" if more else "")
+    unit = f'<text x="{left}" y="{top + 34}">{escape(below)}</text>'
+    width = max(left + WIDTH + RIGHT, x)
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top + 46}" '
         'font-family="system-ui, sans-serif" font-size="12">'

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from papers.experiment import (
     CPU,
     GPUS,
+    Bars,
     Experiment,
     Figures,
     LeftOut,
@@ -32,8 +33,8 @@ def layer(tokens: int, heads: int = HEADS) -> object:
 
 
 def cluster() -> object:
-    """DGX H100: data sheets; the latencies and the fixed time of a launch are those of our H200s
-    (``benchmarks/tables.py``).
+    """DGX H100: data sheets; the fixed time of a launch is that of our H200s
+    (``benchmarks/tables.py``), latencies are assumed.
     """
     from vllm_prefixshare.distributed.scaling import Cluster, Link
 
@@ -61,11 +62,13 @@ def count_volume(setting: Setting) -> Iterator[Point]:
 
 
 def volume_sentence(results: Results) -> str:
-    example = results["8 GPUs"]
+    # the paper's example, or what a run that was stopped has
+    name = "8 GPUs" if "8 GPUs" in results else next(iter(results))
+    example = results[name]
     ratio = example["ring"] / example["all_reduce"]
     return (
-        f"a GPU sends {ratio:,.0f} times as many bytes in ring attention as in algorithm 3; of 8 "
-        f"GPUs, a shard is read in {example['read_us']:.0f} us at the memory's speed and sent in "
+        f"a GPU sends {ratio:,.0f} times as many bytes in ring attention as in algorithm 3; of "
+        f"{name}, a shard is read in {example['read_us']:.0f} us at the memory's speed and sent in "
         f"{example['travel_us']:.0f}"
     )
 
@@ -108,6 +111,11 @@ def peaks_sentence(results: Results) -> str:
     return f"the gap by equations 8 and 9: {', '.join(gaps)}"
 
 
+def peaks_bars(results: Results) -> Bars:
+    values = {n: {way: f[way] / 1e6 for way in ("tree", "ring")} for n, f in results.items()}
+    return Bars("MB at the peak", values)
+
+
 def model_latency(setting: Setting) -> Iterator[Point]:
     for gpus in (8, 64, 128):
 
@@ -126,6 +134,11 @@ def model_latency(setting: Setting) -> Iterator[Point]:
 def model_sentence(results: Results) -> str:
     times = (f"{n} {f['ring_us'] / f['tree_us']:.0f}" for n, f in results.items())
     return f"time of ring attention over tree reduction, by the model: {', '.join(times)}"
+
+
+def model_bars(results: Results) -> Bars:
+    values = {n: {"tree": f["tree_us"], "ring": f["ring_us"]} for n, f in results.items()}
+    return Bars("microseconds by the model", values)
 
 
 def time_ranks(setting: Setting) -> Iterator[Point]:
@@ -199,6 +212,15 @@ def ranks_table(results: Results) -> list[str]:
     ]
 
 
+def ranks_bars(results: Results) -> Bars:
+    titles = ("one all-gather", "algorithm 3", "algorithms 1 and 2", "ring")
+    values = {
+        name: {title: f["us"][way] for title, way in zip(titles, (*WAYS, "ring"), strict=True)}
+        for name, f in results.items()
+    }
+    return Bars("microseconds on two ranks", values)
+
+
 EXPERIMENTS = (
     Experiment(
         "tree-attention-volume",
@@ -229,6 +251,7 @@ EXPERIMENTS = (
         count_peaks,
         peaks_sentence,
         "none beyond rounding",
+        bars=peaks_bars,
     ),
     Experiment(
         "tree-attention-model",
@@ -242,6 +265,7 @@ EXPERIMENTS = (
         model_sentence,
         "a model without a framework's overhead, against times measured in JAX; section 6.3 itself "
         "expects a hundred times as long to send a shard as to attend to it",
+        bars=model_bars,
     ),
     Experiment(
         "tree-attention-figure-3",
@@ -257,6 +281,7 @@ EXPERIMENTS = (
         ranks_sentence,
         "two GPUs instead of 8 to 128: ring attention has one round instead of many",
         ranks_table,
+        ranks_bars,
         seconds=60,
     ),
 )

@@ -1,0 +1,28 @@
+"""Batches whose requests verify a token tree."""
+
+from pathlib import Path
+
+
+def tree_parents(size: int, recordings: Path | None) -> object:
+    """Parents of a token tree: Medusa's where it was recorded, else a quaternary one."""
+    import json
+
+    import numpy as np
+
+    from vllm_prefixshare.workloads.sets import token_tree_parents
+
+    file = recordings / f"tree_size{size}.json" if recordings else None
+    if file and file.exists():
+        return token_tree_parents(json.loads(file.read_text())["Tree_Structure"])
+    return np.array([-1, *((i - 1) // 4 for i in range(1, size))], np.int32)
+
+
+def token_tree(size: int, batch: int, context: int, recordings: Path | None) -> object:
+    """Requests that each verify a token tree over a context of their own."""
+    from vllm_prefixshare.workloads.trees import forest
+
+    lengths = [context + size] * batch
+    name = f"{size} tokens x {batch}, context {context}"
+    return forest(
+        name, [-1] * batch, lengths, query_len=size, query_parents=tree_parents(size, recordings)
+    )
