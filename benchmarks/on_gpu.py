@@ -1,0 +1,199 @@
+"""Run on a machine with a GPU what CI cannot run: tests, trust runs, published figures.
+
+    python benchmarks/on_gpu.py tests        # every test that needs a GPU
+    python benchmarks/on_gpu.py trust        # compute-sanitizer, random forests, engine chaos
+    python benchmarks/on_gpu.py figures kernel_fp8 kernel_mla
+    python benchmarks/on_gpu.py figures kernel --path FASTTREE=~/FastTree-Artifact ...
+
+Tests and trust runs share the GPU and the cores, since nothing of them is timed. Figures run one
+after the other: each by the command in its published file, which writes to ``--out`` instead.
+Whatever a step prints is in ``--out`` too. The exit status is 1 if a step failed or did not end
+before ``--minutes`` were over.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from repository import ROOT
+
+PUBLISHED = Path(__file__).parent / "published"
+#: tests of ``test_engine.py`` that start engines of their own, in parts of about five minutes
+ENGINE_PARTS = (
+    "speculative or draft or head_dim",
+    "sliding or lora or synchronise or strict or wrong_setting",
+    "two_gpus or context_parallelism",
+)
+FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
+CHAOS = "benchmarks/soak.py engine --requests 1440 --minutes 1.6 --longest 48"
+
+
+@dataclass
+class Step:
+    """One command, and how many cores it keeps busy."""
+
+    name: str
+    command: str
+    cores: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Running:
+    step: Step
+    process: subprocess.Popen[bytes]
+    began: float
+
+
+def tests(out: Path) -> Iterator[Step]:
+    """A step for each file, engines first: they take longest."""
+    starts_engines = ("test_engine", "test_serve", "test_ray", "test_bad_input")
+    files = sorted(Path(ROOT, "tests/gpu").glob("test_*.py"))
+    files.sort(key=lambda path: not path.stem.startswith(starts_engines))
+    for path in [*files, Path(ROOT, "tests/trust/test_batch_invariance.py")]:
+        cores = 4 if path.stem.startswith(starts_engines) else 1
+        command = f"-m pytest -q {path.relative_to(ROOT)}"
+        if path.stem != "test_engine":
+            yield Step(path.stem, command, cores)
+            continue
+        parts = [*ENGINE_PARTS, f"not ({' or '.join(ENGINE_PARTS)})"]
+        for i, part in enumerate(parts, 1):
+            yield Step(f"{path.stem}_{i}", f"{command} -k {shlex.quote(part)}", cores)
+
+
+def trust(out: Path) -> Iterator[Step]:
+    """The rows of docs/fidelity.md that need a GPU, servers excepted."""
+    yield Step("sanitize", f"benchmarks/sanitize.py --out {out}/sanitize.json", 4)
+    for name, options in (("", ""), ("_shared", " --divider deft_flatten")):
+        command = f"{CHAOS}{options} --out {out}/soak_engine_gpu{name}.json"
+        yield Step(f"soak_engine_gpu{name}", command, 4)
+    pytest = "-m pytest -q tests/trust/test_kernels_on_gpu.py -k"
+    yield Step("graph", f"{pytest} graph")
+    for seed in range(1, FOREST_RUNS + 1):
+        environment = {"TRUST_SEED": str(seed), "TRUST_FORESTS": str(FORESTS)}
+        yield Step(f"forests_{seed}", f"{pytest} random", 1, environment)
+
+
+def figure(name: str, out: Path, paths: dict[str, str]) -> Step:
+    """The command of a published file.
+
+    Raises:
+        ValueError: there is no such file, it names no command, or a path is missing.
+    """
+    source = PUBLISHED / f"{name}.json"
+    command = json.loads(source.read_text()).get("command") if source.exists() else None
+    if command is None:
+        raise ValueError(f"{name}: no such file with a command in {PUBLISHED}.")
+    words = [paths.get(word, word) for word in shlex.split(command)[1:]]
+    words[words.index("--out") + 1] = f"{out}/{name}.json"
+    if missing := [w for w in words if w.isupper() and not w.startswith("-")]:
+        raise ValueError(f"{name}: where is {missing[0]}? Pass --path {missing[0]}=FOLDER.")
+    return Step(name, shlex.join(words), cores=sys.maxsize)
+
+
+def start(step: Step, out: Path) -> Running:
+    with (out / f"{step.name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(step.command)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that the engines that it starts can be ended with it
+        )
+    return Running(step, process, time.monotonic())
+
+
+def run(steps: list[Step], out: Path, cores: int, seconds: float) -> list[str]:
+    """Run ``steps`` in their order, as many at once as ``cores`` can; the names of those that
+    failed or did not end.
+    """
+    waiting, running, wrong = list(steps), [], []
+    deadline = time.monotonic() + seconds
+    while (waiting or running) and time.monotonic() < deadline:
+        free = cores - sum(r.step.cores for r in running)
+        fitting = [step for step in waiting if step.cores <= free or not running]
+        if fitting:
+            waiting.remove(fitting[0])
+            running.append(start(fitting[0], out))
+            continue
+        time.sleep(0.1)
+        for r in [r for r in running if r.process.poll() is not None]:
+            running.remove(r)
+            if not report(r, out):
+                wrong.append(r.step.name)
+    for r in running:
+        os.killpg(r.process.pid, signal.SIGKILL)
+        r.process.wait()
+        report(r, out)
+    for step in waiting:
+        print(f"{step.name}: not started", flush=True)
+    return wrong + [r.step.name for r in running] + [step.name for step in waiting]
+
+
+def report(ended: Running, out: Path) -> bool:
+    """Print a line about a step; whether it is well."""
+    status = ended.process.returncode
+    lines = (out / f"{ended.step.name}.log").read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    said = "time was up" if status == -signal.SIGKILL else f"status {status}"
+    seconds = time.monotonic() - ended.began
+    print(f"{ended.step.name}: {said}, {seconds:.0f} s: {last[:160]}", flush=True)
+    return status == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("tests", "trust", "figures"))
+    parser.add_argument("names", nargs="*", help="of steps, or of published files; default: all")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for all output")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="that steps may share")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="what stands for NAME in a command, such as FASTTREE: the checkout of a peer",
+    )
+    parser.add_argument("--list", action="store_true", help="show the commands, and run nothing")
+    args = parser.parse_args(argv)
+    out = args.out.resolve()
+    try:
+        if args.what == "figures":
+            paths = dict(path.split("=", 1) for path in args.path)
+            steps = [figure(name, out, paths) for name in args.names]
+        else:
+            steps = list((tests if args.what == "tests" else trust)(out))
+    except ValueError as e:
+        parser.error(str(e))
+    known = [step.name for step in steps]
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"{unknown[0]} is none of {', '.join(known)}")
+    if args.what == "figures" and not steps:
+        parser.error("name the published files whose figures to take anew, such as kernel_fp8")
+    steps = [step for step in steps if not args.names or step.name in args.names]
+    if args.list:
+        for step in steps:
+            variables = "".join(f"{k}={v} " for k, v in step.environment.items())
+            print(f"{step.name}: {variables}python {step.command}")
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    wrong = run(steps, out, args.cores, 60 * args.minutes)
+    print(f"{len(steps) - len(wrong)} of {len(steps)} steps passed", *wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The runner of what needs a GPU (``benchmarks/on_gpu.py``), with steps that need none."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import on_gpu
+
+STEPS = {"right": "print('3 passed')", "wrong": "raise SystemExit('1 failed')"}
+
+
+def steps(**code: str) -> list[on_gpu.Step]:
+    return [on_gpu.Step(name, f'-c "{text}"') for name, text in code.items()]
+
+
+def test_what_fails_is_named_and_the_rest_runs(tmp_path, capsys):
+    assert on_gpu.run(steps(wrong=STEPS["wrong"], right=STEPS["right"]), tmp_path, 2, 60) == [
+        "wrong"
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert any("right: status 0" in line and "3 passed" in line for line in lines)
+    assert any("wrong: status 1" in line and "1 failed" in line for line in lines)
+    assert (tmp_path / "wrong.log").read_text() == "1 failed\n"
+
+
+def test_steps_share_the_cores(tmp_path):
+    """Two of one core meet; one that asks for more than there are runs alone."""
+    meet = (
+        "import pathlib, time; pathlib.Path('{0}').touch()\n"
+        "while not pathlib.Path('{1}').exists(): time.sleep(0.01)"
+    )
+    one, other = tmp_path / "one", tmp_path / "other"
+    pair = steps(one=meet.format(one, other), other=meet.format(other, one))
+    wide = on_gpu.Step("wide", "-c pass", cores=sys.maxsize)
+    assert on_gpu.run([*pair, wide], tmp_path, 2, 60) == []
+
+
+def test_what_does_not_end_in_time_is_ended_with_its_children(tmp_path, capsys):
+    child = tmp_path / "child"
+    code = (
+        "import pathlib, subprocess, sys, time;"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"pathlib.Path('{child}').write_text(str(p.pid)); time.sleep(600)"
+    )
+    found = on_gpu.run(steps(endless=code, never="pass"), tmp_path, 1, 3)
+    assert found == ["endless", "never"]
+    said = capsys.readouterr().out
+    assert "endless: time was up" in said and "never: not started" in said
+    pid = int(child.read_text())
+    for _ in range(100):  # the child is reaped by whoever adopted it
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            break
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the child still runs")
+
+
+def test_every_test_file_that_needs_a_gpu_has_a_step(tmp_path):
+    commands = " ".join(step.command for step in on_gpu.tests(tmp_path))
+    files = sorted(Path(__file__).parent.glob("gpu/test_*.py"))
+    assert len(files) > 10
+    assert all(f"tests/gpu/{path.name}" in commands for path in files)
+
+
+def test_figures_are_taken_anew_by_their_published_commands(tmp_path):
+    paths = {"FASTTREE": "/peers/fasttree", "DEFT": "/d", "PAT": "/p"}
+    step = on_gpu.figure("kernel", tmp_path, paths)
+    published = json.loads((on_gpu.PUBLISHED / "kernel.json").read_text())["command"]
+    assert step.command.startswith("benchmarks/bench_kernel.py --workloads anchors")
+    assert f"--out {tmp_path}/kernel.json" in step.command and "published" in published
+    assert "--fasttree /peers/fasttree" in step.command
+    with pytest.raises(ValueError, match="where is PAT"):
+        on_gpu.figure("kernel", tmp_path, {"FASTTREE": "/f", "DEFT": "/d"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["figures", "nope"], "no such file with a command"),
+        (["figures", "startup"], "no such file with a command"),
+        (["figures"], "name the published files"),
+        (["tests", "nope"], "nope is none of test_"),
+    ],
+)
+def test_an_unknown_name_is_refused(arguments, sentence, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        on_gpu.main([*arguments, "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_list_has_commands_that_a_shell_takes(tmp_path, capsys):
+    assert on_gpu.main(["trust", "--list", "--out", str(tmp_path / "new")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"sanitize: python benchmarks/sanitize.py --out {tmp_path}/new/sanitize.json" in lines
+    assert not (tmp_path / "new").exists()
