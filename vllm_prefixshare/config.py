@@ -131,8 +131,9 @@ class PlannerConfig:
         None: as ``cut_size``.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
-    rebalance_factor: a private part grown past this factor of its planned length asks for
-        a new plan, where there is more than one worker to balance.
+    rebalance_factor: a new plan is made where, by the cost model, the busiest of several workers
+        takes longer than this factor of what it would if all of them read the tokens that came
+        after the plan; but not in the first 16 steps.
     kept_plans: number of plans kept, for batches that alternate.
     null_block_id: block id that pads a table row and is never shared (0 in vLLM).
     sliding_window: as in ``AttentionConfig``.
@@ -151,7 +152,7 @@ class PlannerConfig:
     query_cut_size: int | None = None
     num_splits: int = 4
     kv_chunk_size: int = 512
-    rebalance_factor: float = 1.5
+    rebalance_factor: float = 1.05
     kept_plans: int = 1
     null_block_id: int | None = None
     sliding_window: int | None = None

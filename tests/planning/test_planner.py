@@ -155,6 +155,65 @@ def test_steady_decoding_with_several_workers_plans_again_only_out_of_balance():
         assert update(planner, batch) is first
 
 
+def busiest_us(plan: DecodePlan, seq_lens: np.ndarray, per_token: float) -> float:
+    """Microseconds of the busiest worker where a token that is read takes ``per_token``."""
+    grown = plan.run_lengths(seq_lens) - plan.run_lengths(plan.planned_seq_lens)
+    tiles = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
+    workers = np.repeat(np.arange(plan.num_workers), np.diff(plan.work_indptr))
+    more = np.bincount(workers[tiles], per_token * grown, plan.num_workers)
+    return float((plan.worker_us + more).max())
+
+
+@pytest.mark.parametrize(
+    ("documents", "readers", "document_blocks", "tail"),
+    [(1, 1, 0, 8192), (8, 1, 0, 4096), (1, 64, 2048, 16), (1, 8, 1024, 64), (1, 16, 64, 40)],
+)
+def test_the_tokens_that_come_after_a_plan_do_not_pile_up_on_one_worker(
+    documents, readers, document_blocks, tail
+):
+    per_token = 1 / 64
+    options = {"cost": LinearCost(2.0, per_token), "num_workers": 16, "max_tile_requests": 32}
+    options["divider"] = "depth_first"
+    planner = make_planner(**options)
+    batch = document_qa(documents, readers, document_blocks, tail)
+    n = len(batch.seq_lens)
+    last, since, ratios = None, 0, []
+    for _ in range(512 // 8):
+        plan = planner.update(batch.block_table, batch.seq_lens)
+        since = 0 if plan is not last else since + 8
+        last = plan
+        best = make_planner(**options).update(batch.block_table, batch.seq_lens)
+        if since > 16:
+            ratios.append(
+                busiest_us(plan, batch.seq_lens, per_token)
+                / busiest_us(best, batch.seq_lens, per_token)
+            )
+        batch = batch.grown([8] * n)
+    assert 2 <= planner.counters.plans <= 512 // 16
+    assert max(ratios, default=1.0) < 1.2
+
+
+@quick(60)
+@given(batches(), st.integers(2, 20), st.integers(1, 4))
+def test_a_plan_that_holds_after_many_steps_is_balanced(batch, workers, query_len):
+    per_token = 0.5
+    planner = make_planner(
+        batch.block_size, LinearCost(1.0, per_token), num_workers=workers, divider="depth_first"
+    )
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len)
+    n = len(batch.seq_lens)
+    for steps in (16, 17, 24, 40, 80, 200):
+        tokens = steps * query_len
+        grown = batch.grown([tokens] * n)
+        holds = planner.holds(grown.block_table, grown.seq_lens, query_len)
+        if steps <= 16 or not n:
+            assert holds
+            continue
+        spread = busiest_us(plan, batch.seq_lens, per_token) + tokens * n * per_token / workers
+        busiest = busiest_us(plan, grown.seq_lens, per_token)
+        assert holds == (busiest <= 1.05 * spread * (1 + 1e-9))
+
+
 @pytest.mark.parametrize("query_len", [2, 5, 9])
 def test_steady_speculative_decoding_never_plans_again(query_len):
     planner = make_planner(16)

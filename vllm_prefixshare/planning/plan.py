@@ -84,6 +84,23 @@ class DecodePlan:
         total = float(loads.sum())
         return float(loads.max()) * self.num_workers / total if total else 1.0
 
+    def balanced_growth(self, us_per_token: float, factor: float) -> float:
+        """By how many tokens every request may grow until the busiest worker takes ``factor`` times
+        as long as it would if the new tokens were spread over all workers.
+
+        A request's new tokens are all read in one tile, whatever the others read of the request.
+
+        Args:
+            us_per_token: microseconds of a token that one request reads.
+        """
+        until = np.concatenate([[0], np.cumsum(self.run_kv_end == OPEN_END)])
+        growing = np.diff(until[self.tile_run_indptr[self.work_indptr]])  # requests of each worker
+        loads = self.worker_us
+        room = factor * loads.max() - loads
+        faster = us_per_token * (growing - factor * growing.mean())
+        tokens = room[faster > 0] / faster[faster > 0]
+        return float(tokens.min()) if len(tokens) else np.inf
+
     @property
     def shared_rows(self) -> IntArray:
         """Batch rows that read some KV together with another row, ascending."""

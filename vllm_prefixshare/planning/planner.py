@@ -16,6 +16,7 @@ from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, last_piece
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
+from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
 from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
@@ -23,6 +24,8 @@ from vllm_prefixshare.tree.prefix_tree import first_difference
 
 #: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
+#: A plan is kept for so many steps, however unbalanced: a new one takes the host's time, too.
+LEAST_STEPS = 16
 
 
 @dataclass(slots=True)
@@ -150,7 +153,9 @@ class DecodePlanner:
             table = np.ascontiguousarray(block_table, np.int32)
             self.last_fallback = None
             try:
-                plan, max_balanced_lens = self._make_plan(table, table_rows, least, query_len)
+                plan, max_balanced_lens = self._make_plan(
+                    table, table_rows, least, query_len, slack
+                )
                 known.remember(plan, max_balanced_lens, query_len, table, row_ids)
             except PrefixShareError:
                 raise
@@ -197,7 +202,12 @@ class DecodePlanner:
         return known
 
     def _make_plan(
-        self, table: IntArray, table_rows: IntArray | None, seq_lens: IntArray, query_len: int
+        self,
+        table: IntArray,
+        table_rows: IntArray | None,
+        seq_lens: IntArray,
+        query_len: int,
+        slack: int,
     ) -> tuple[DecodePlan, FloatArray]:
         """A plan, and the tokens of each request up to which it stays balanced."""
         kv_lens = seq_lens.astype(np.int32)
@@ -226,7 +236,8 @@ class DecodePlanner:
             piece = problem.round_up(self.config.kv_chunk_size)
             first = last_piece(kv_lens, piece)
             return replace(plan, planned_seq_lens=first + 1), (first + piece).astype(float)
-        return plan, self._max_balanced_lens(plan, problem.forest)
+        growth = self._balanced_growth(plan, rows, query_len)
+        return plan, kv_lens.astype(np.float64) + slack + growth
 
     def _note_fallback(self, reason: str) -> None:
         self.counters.fallbacks[reason] += 1
@@ -256,17 +267,13 @@ class DecodePlanner:
         tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
         return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
 
-    def _max_balanced_lens(self, plan: DecodePlan, forest: Forest) -> FloatArray:
-        """Tokens of each request up to which the plan stays balanced."""
+    def _balanced_growth(self, plan: DecodePlan, rows: int, query_len: int) -> float:
+        """By how many tokens each request may grow until the plan is no longer balanced."""
         if self.config.num_workers == 1:
-            return np.full(plan.num_reqs, np.inf)
-        return _max_lens_of(
-            forest.request_rows,
-            forest.private_start,
-            plan.planned_seq_lens,
-            self.config.rebalance_factor,
-            self.block_size,
-        )
+            return np.inf
+        us_per_token = self._rates.memory[int(rows > HALF_ROWS)]
+        growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
+        return max(growth, LEAST_STEPS * query_len)
 
 
 class CachedPlan:
@@ -342,24 +349,6 @@ class CachedPlan:
                 self._block_size,
             )
         )
-
-
-@compiled
-def _max_lens_of(
-    request_rows: IntArray,
-    private_start: IntArray,
-    planned: IntArray,
-    factor: float,
-    block_size: int,
-) -> FloatArray:
-    """Tokens of each request at which its private part is ``factor`` times as long as planned,
-    and a block more.
-    """
-    max_lens = np.empty(len(planned))
-    for position, row in enumerate(request_rows):
-        private = private_start[position]
-        max_lens[row] = private + factor * (planned[row] - private) + block_size
-    return max_lens
 
 
 @compiled
