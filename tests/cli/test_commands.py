@@ -186,6 +186,10 @@ def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
         ("bloom", {"n_layer": 24, "n_head": 16, "n_embed": 1024}),
         ("bloom", {"n_layer": 30, "n_head": 32, "hidden_size": 4096}),
         ("mpt", {"n_layers": 32, "n_heads": 32, "d_model": 4096}),
+        ("gpt2", {"n_layer": 12, "n_head": 12, "n_embd": 768}),
+        ("gpt_bigcode", {"n_layer": 40, "n_head": 48, "n_embd": 6144, "multi_query": True}),
+        ("dbrx", {"n_layers": 40, "n_heads": 48, "d_model": 6144, "attn_config":
+                  {"kv_n_heads": 8, "rope_theta": 5e5}}),
     ],
 )  # fmt: skip
 def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path, model_type, fields):
@@ -196,7 +200,9 @@ def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path, model_type, fiel
     shape = attention_shape(tmp_path, config, 16, "bfloat16")
     heads = theirs.num_attention_heads
     assert shape.num_qo_heads == heads
-    assert shape.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
+    kv_heads = getattr(theirs, "num_key_value_heads", heads)
+    kv_heads = getattr(getattr(theirs, "attn_config", None), "kv_n_heads", None) or kv_heads
+    assert shape.num_kv_heads == kv_heads
     assert shape.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // heads)
     kinds = layer_kinds(tmp_path, config)
     found = [kind.name.replace(" ", "_") for kind in kinds for _ in range(kind.count)]
@@ -216,6 +222,36 @@ def test_doctor_knows_which_layers_of_kimi_linear_have_a_kv_cache(tmp_path):
         ("linear attention", 3, False),
         ("full attention", 1, True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kv_heads"),
+    [
+        ({"model_type": "falcon", "multi_query": True}, 1),
+        ({"model_type": "falcon", "multi_query": True, "new_decoder_architecture": True,
+          "num_kv_heads": 8}, 8),
+        ({"model_type": "chatglm", "multi_query_group_num": 2}, 2),
+        ({"attn_config": {"alibi": True}}, 64),
+    ],
+)  # fmt: skip
+def test_kv_heads_are_those_that_vllm_counts(tmp_path, fields, kv_heads):
+    shape = {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, **fields}))
+    config = read_config(tmp_path)
+    assert attention_shape(tmp_path, config, 16, "bfloat16").num_kv_heads == kv_heads
+    assert [kind.num_kv_heads for kind in layer_kinds(tmp_path, config)] == [kv_heads]
+
+
+@pytest.mark.parametrize("head_dim", [32, 100, 576])
+def test_a_head_dim_that_is_not_served_is_named_as_such(tmp_path, monkeypatch, head_dim, capsys):
+    model = str(write_model(tmp_path, head_dim=head_dim))
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    main(["doctor", "--json", "--model", model])
+    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    assert layer["falls_back"] == f"head_dim {head_dim}"
+    assert main(["inspect", "--model", model]) == 2
+    said = capsys.readouterr().err
+    assert "error: head_dim must be a multiple of 8 from 64 to 512" in said
 
 
 @pytest.mark.parametrize(
@@ -371,6 +407,9 @@ GOOD = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
         ({**GOOD, "num_attention_heads": None}, "it has no num_attention_heads"),
         ({**GOOD, "num_key_value_heads": "2"}, "num_key_value_heads must be an integer"),
         ({**GOOD, "hidden_size": -512}, "hidden_size must be an integer"),
+        ({**GOOD, "hidden_size": None}, "it has no head_dim and no hidden_size"),
+        ({**GOOD, "num_key_value_heads": 3}, "8 query heads are no multiple of 3 KV heads"),
+        ({**GOOD, "attn_config": {"kv_n_heads": [2]}}, "kv_n_heads must be an integer"),
         ({**GOOD, "head_dim": {"of": 64}}, "head_dim must be an integer"),
     ],
 )

@@ -18,15 +18,18 @@ MOST_HEADS, MOST_LAYERS, MOST_BLOCK_SIZE = 4096, 4096, 1 << 16
 #: Model types whose attention is not plain, where the file has no field that says so.
 SINKS = {"gpt_oss"}
 ALIBI = {"bloom", "mpt", "falcon-rw"}
-#: Fields under the names that the files of Bloom and MPT give them.
+#: Fields under the names that the files of GPT-2, Bloom, MPT and their kin give them.
 OTHER_NAMES = {
     "n_layer": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_heads": "num_attention_heads",
+    "n_embd": "hidden_size",
     "n_embed": "hidden_size",
     "d_model": "hidden_size",
 }
+#: Fields with the number of KV heads, the first of them that vLLM finds.
+KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
 #: Fields that published files leave out where they are as in transformers' class, by model type.
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "gemma2": {
@@ -108,7 +111,8 @@ def attention_shape(
     """The shape of the model's attention layers.
 
     Raises:
-        PrefixShareError: a field is missing or out of range, or the layers have latents (MLA).
+        PrefixShareError: a field is missing or out of range, the layers have latents (MLA), or
+            ``AttentionConfig`` does not take the shape.
     """
     if config.get("kv_lora_rank"):
         raise PrefixShareError(
@@ -119,16 +123,16 @@ def attention_shape(
         heads = _number(config, "num_attention_heads", MOST_HEADS)
         if not heads:
             raise ValueError("it has no num_attention_heads")
-        return AttentionConfig(
-            heads,
-            _number(config, "num_key_value_heads", MOST_HEADS) or heads,
-            _number(config, "head_dim") or _number(config, "hidden_size") // heads,
-            block_size,
-            dtype,
-        )
+        kv_heads = _kv_heads(config) or heads
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+        head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+        if not head_dim:
+            raise ValueError("it has no head_dim and no hidden_size")
     except ValueError as e:
         path = folder / "config.json"
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
+    return AttentionConfig(heads, kv_heads, head_dim, block_size, dtype)
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,21 @@ def _number(config: dict[str, Any], name: str, most: int = 1 << 20) -> int:
     return value
 
 
+def _kv_heads(config: dict[str, Any]) -> int:
+    """KV heads as vLLM counts them; 0, for one for each query head, if the file does not say.
+
+    Raises:
+        ValueError: a field is something else than a number of heads.
+    """
+    # Falcon, StarCoder; later Falcons ignore it
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    inner = config.get("attn_config")  # MPT, DBRX
+    if isinstance(inner, dict) and "kv_n_heads" in inner:
+        return _number(inner, "kv_n_heads", MOST_HEADS)
+    return next(filter(None, (_number(config, name, MOST_HEADS) for name in KV_HEADS)), 0)
+
+
 def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
     count = _number(config, "num_hidden_layers", MOST_LAYERS) or 1
@@ -233,7 +252,7 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
         count=count,
         head_size=head_dim,
         num_heads=heads,
-        num_kv_heads=_number(config, "num_key_value_heads", MOST_HEADS) or heads,
+        num_kv_heads=_kv_heads(config) or heads,
         # vLLM runs float32 checkpoints in 16 bits unless told otherwise
         dtype="bfloat16" if dtype.endswith("float32") else dtype.removeprefix("torch."),
         attention=name in ("full_attention", "sliding_attention", "chunked_attention"),
