@@ -378,6 +378,7 @@ def test_a_mistake_is_one_sentence(arguments, sentence, capsys):
     [
         ({"num_attention_heads": 8, "hidden_size": 512, "num_key_value_heads": None}, 1),
         ({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}}, 4),
+        ({"num_attention_heads": 8, "hidden_size": 512, "text_config": None}, 1),
         ({"num_attention_heads": 0, "hidden_size": 512}, None),
         ([], None),
     ],
@@ -446,6 +447,10 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
         {"quantization_config": {"quant_method": "modelopt", "quantization": 8}},
         {"linear_attn_config": [4]},
         {"linear_attn_config": {"kda": 4}},
+        {"linear_attn_config": {"kda_layers": [[1]]}},
+        {"dtype": "bfloat16\n\x1b[2J"},
+        {"torch_dtype": ["bfloat16"]},
+        {"sliding_window": "\x1b[2J"},
         {"attention_chunk_size": 64, "no_rope_layer_interval": 10**15},
     ],
 )
@@ -453,7 +458,32 @@ def test_hostile_layers_get_one_sentence(tmp_path, layers, capsys):
     assert main(["doctor", "--model", str(write_model(tmp_path, **layers))]) == 2
     error = capsys.readouterr().err
     assert "config.json does not describe a model" in error
-    assert error.count("\n") == 1
+    assert error.count("\n") == 1 and error[:-1].isprintable()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "config.json")
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "config.json does not describe a model (it is a pipe)" in capsys.readouterr().err
+
+
+def test_layers_are_looked_up_at_once(tmp_path):
+    """A hostile file has room for a list that takes 10 s to search for every layer."""
+
+    class Counted(int):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    linear = {"kda_layers": [Counted(0)] * 100}
+    config = {**GOOD, "num_hidden_layers": 50, "linear_attn_config": linear}
+    (kind,) = layer_kinds(tmp_path, config)
+    assert (kind.count, kind.attention) == (50, True)
+    assert Counted.compared < 200
 
 
 def test_a_models_file_that_is_too_large_is_not_read(tmp_path, capsys):

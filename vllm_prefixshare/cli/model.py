@@ -92,9 +92,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
+        if path.is_fifo():
+            raise ValueError("it is a pipe")  # to open it would wait for a writer
         config = json.loads(read_text(path, MOST_BYTES))
         # a multimodal model keeps them one level down
-        config = {**config, **config.get("text_config", {})}
+        config = {**config, **(config.get("text_config") or {})}
         for theirs, name in OTHER_NAMES.items():
             if theirs in config:
                 config.setdefault(name, config[theirs])
@@ -190,7 +192,8 @@ def _number(config: dict[str, Any], name: str, most: int = 1 << 20) -> int:
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{name} must be an integer up to {most}, not {str(value)[:40]}")
+        # as Python writes it: a text may have codes for the terminal
+        raise ValueError(f"{name} must be an integer up to {most}, not {ascii(value)[:40]}")
     return value
 
 
@@ -217,7 +220,7 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         names = ["full_attention" if name == "attention" else str(name) for name in listed]
         return names[:count]
     if linear := config.get("linear_attn_config"):  # Kimi Linear, which counts layers from 1
-        others = linear["kda_layers"]
+        others = set(linear["kda_layers"])
         return ["linear_attention" if i + 1 in others else "full_attention" for i in range(count)]
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
     every = {
@@ -247,6 +250,9 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
         head_dim = latent + _number(config, "qk_rope_head_dim")
     window = _number(config, "sliding_window") if name == "sliding_attention" else 0
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = dtype.removeprefix("torch.")
+    if not dtype.isidentifier():
+        raise ValueError(f"dtype must be the name of a type, not {ascii(dtype)[:40]}")
     return LayerKind(
         name=name.replace("_", " "),
         count=count,
@@ -254,7 +260,7 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
         num_heads=heads,
         num_kv_heads=_kv_heads(config) or heads,
         # vLLM runs float32 checkpoints in 16 bits unless told otherwise
-        dtype="bfloat16" if dtype.endswith("float32") else dtype.removeprefix("torch."),
+        dtype="bfloat16" if dtype.endswith("float32") else dtype,
         attention=name in ("full_attention", "sliding_attention", "chunked_attention"),
         use_mla=latent > 0,
         use_sparse="index_topk" in config,
