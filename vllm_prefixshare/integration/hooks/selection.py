@@ -60,11 +60,11 @@ def hook_backend_enum(module: ModuleType) -> None:
 
 
 def _name_the_backend(original: Function) -> Function:
-    def find(cls: Any, name: str) -> Any:
+    def find(cls: Any, name: Any) -> Any:
         try:
             return original(cls, name)
         except (KeyError, ValueError):
-            if is_misspelt(name):
+            if isinstance(name, str) and is_misspelt(name):
                 raise PrefixShareError(
                     f"{name!r} is not an attention backend: name {BACKEND_NAME}, or one of vLLM's."
                 ) from None
