@@ -25,7 +25,17 @@ from tempfile import TemporaryFile
 
 import repository  # noqa: F401
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
-from papers.experiment import GPU, GPUS, Experiment, Point, Results, Setting
+from papers.experiment import (
+    GPU,
+    GPUS,
+    Experiment,
+    Point,
+    Results,
+    Setting,
+    good_points,
+    has_failed,
+    is_wrong,
+)
 from papers.picture import draw
 from results import versions
 
@@ -61,18 +71,13 @@ def write(path: Path, data: object) -> None:
     temporary.replace(path)
 
 
-def has_failed(figures: dict) -> bool:
-    """Whether a point has no figures."""
-    return "failed" in figures
-
-
 def trouble(figures: dict, setting: Setting) -> str:
     """Why the next run tries a point again: it failed, an output was wrong, or one of this
     project's kernels failed. "" if it is good; other projects' kernels may fail.
     """
     if has_failed(figures):
         return figures["failed"]
-    if figures.get("right") is False:
+    if is_wrong(figures):
         return "WRONG"
     return ", ".join(
         f"{title} {found['status'].upper()}"
@@ -334,8 +339,12 @@ def make_folder(out: Path) -> None:
 def show_findings(runs: list[Progress], out: Path) -> None:
     """Each experiment's finding beside the paper's, its picture, and what is left to do."""
     for run in runs:
-        good = {n: f for n, f in run.results.items() if not has_failed(f)}
-        counts = {"points left": len(run.left), "failed": len(run.results) - len(good)}
+        good, found = good_points(run.results), run.results.values()
+        counts = {
+            "points left": len(run.left),
+            "failed": sum(map(has_failed, found)),
+            "wrong": sum(map(is_wrong, found)),
+        }
         missing = [f"{what}: {count}" for what, count in counts.items() if count]
         if good or missing:
             print("\n" + ", ".join([run.experiment.name, *missing]))

@@ -18,7 +18,7 @@ from engine_report import steady_us
 from kernel_report import OURS, best_peer
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
 from papers.engine import from_engine
-from papers.experiment import Experiment, Setting, span
+from papers.experiment import Experiment, Setting, good_points, span
 from papers.fasttree import trees
 from papers.picture import draw
 from papers.tree_attention import from_scale
@@ -694,7 +694,7 @@ OTHER_RUNS = {
 
 
 def ran(experiment: str) -> dict | None:
-    """An experiment's published results without the points that failed."""
+    """An experiment's published results without the points that failed or were wrong."""
     other, convert = OTHER_RUNS.get(experiment, ("", dict))
     if exists(f"papers/{experiment}"):
         result = published(f"papers/{experiment}")
@@ -702,7 +702,7 @@ def ran(experiment: str) -> dict | None:
         result = convert(published(other))
     else:
         return None
-    good = {n: f for n, f in result["points"].items() if "failed" not in f}
+    good = good_points(result["points"])
     return {**result, "points": good} if good else None
 
 

@@ -147,6 +147,30 @@ def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
     assert [p.name for p in again.left] == ["a", "b", "d", "e"]
 
 
+def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
+    row = EXPERIMENTS["tree-attention-figure-3"]
+    figures = next(iter(tables.ran(row.name)["points"].values()))
+    slow = dict.fromkeys(figures["us"], 1e9)
+    points = [
+        Point("good", lambda: {**figures, "right": True}),
+        Point("bad", lambda: {**figures, "us": slow, "right": False}),
+    ]
+    monkeypatch.setattr(
+        reproduce, "EXPERIMENTS", {"x": replace(row, name="x", points=lambda _: iter(points))}
+    )
+    assert run("--tiny", "--out", tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "] x: bad: WRONG\n" in said
+    assert "\nx, wrong: 1\n" in said
+    assert f"  here: {row.ours({'good': figures})}\n" in said
+    assert ">good<" in (tmp_path / "x.svg").read_text()
+    assert ">bad<" not in (tmp_path / "x.svg").read_text()
+    monkeypatch.setattr(tables, "PUBLISHED", tmp_path)
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "x.json").rename(tmp_path / "papers" / "x.json")
+    assert list(tables.ran("x")["points"]) == ["good"]
+
+
 def test_points_of_another_version_run_again(tmp_path, monkeypatch):
     some = stand_in("x", [Point("a", lambda: {})])
     assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))

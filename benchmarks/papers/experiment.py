@@ -86,6 +86,23 @@ class LeftOut:
     why: str
 
 
+def has_failed(figures: Figures) -> bool:
+    """Whether a point has no figures."""
+    return "failed" in figures
+
+
+def is_wrong(figures: Figures) -> bool:
+    """Whether the figures of a point are of a wrong output. Each method under ``peers`` has a
+    status of its own instead.
+    """
+    return figures.get("right") is False
+
+
+def good_points(results: Results) -> Results:
+    """The points whose figures may be shown."""
+    return {n: f for n, f in results.items() if not has_failed(f) and not is_wrong(f)}
+
+
 def rows(header: str, lines: list[str]) -> list[str]:
     """A table in Markdown; ``header`` and ``lines`` are cells separated by `` | ``."""
     return [f"| {header} |", "|" + "---|" * (header.count(" | ") + 1), *(f"| {x} |" for x in lines)]
