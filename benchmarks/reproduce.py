@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -95,7 +97,7 @@ def begin(experiment: Experiment, setting: Setting, out: Path, fresh: bool) -> P
         file = run.file(point)
         if file.exists() and not fresh:
             kept = json.loads(file.read_text())
-            same = kept["setting"] == described(setting)
+            same = kept["setting"] == described(setting, experiment)
             if same and not trouble(kept["figures"], setting):
                 run.results[point.name] = kept["figures"]
                 run.done += 1
@@ -104,15 +106,27 @@ def begin(experiment: Experiment, setting: Setting, out: Path, fresh: bool) -> P
     return run
 
 
-def described(setting: Setting) -> dict:
+def described(setting: Setting, experiment: Experiment) -> dict:
     """What a kept result must agree in."""
-    return {
+    agree = {
         "device": device_name(setting.device),
         "tiny": setting.tiny,
         "repeats": setting.repeats,
         "peers": list(setting.peers),
         "versions": versions(),
     }
+    if experiment.reads_recordings:
+        agree["recordings"] = setting.recordings and digest(setting.recordings)
+    return agree
+
+
+@cache
+def digest(recordings: Path) -> str:
+    """Names and contents of a folder's recordings, as a short hash."""
+    found = sha256()
+    for file in sorted([*recordings.glob("*ToT.json"), *recordings.glob("tree_size*.json")]):
+        found.update(f"{file.name}\0{sha256(file.read_bytes()).hexdigest()}\0".encode())
+    return found.hexdigest()[:12]
 
 
 def device_name(device: str) -> str:
@@ -161,7 +175,8 @@ def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
         said = trouble(figures, setting)
         run.done += not said
         right &= not (said and able)
-        write(run.file(point), {"setting": described(setting), "figures": figures})
+        kept = {"setting": described(setting, run.experiment), "figures": figures}
+        write(run.file(point), kept)
         elapsed = time.monotonic() - began
         print(f"[{number}/{total} {elapsed:4.0f} s] {run.experiment.name}: {point.name}: "
               f"{said or f'{taken:.1f} s'}", flush=True)  # fmt: skip
@@ -179,7 +194,7 @@ def collect(run: Progress, setting: Setting) -> None:
             "experiment": run.experiment.name,
             "command": setting.command,
             "date": date.today().isoformat(),
-            **described(setting),
+            **described(setting, run.experiment),
             "complete": run.done == len(order),
             "of_points": len(order),
             "points": points,

@@ -179,6 +179,27 @@ def test_points_of_another_version_run_again(tmp_path, monkeypatch):
     assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
 
 
+def test_points_of_other_recordings_run_again(tmp_path):
+    some = EXPERIMENTS["deft-figure-15-bytes"]
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    stands_in = [replace(point, run=dict) for point in some.points(setting)]
+    some = replace(some, points=lambda setting: iter(stands_in))
+
+    def begun(setting: Setting) -> reproduce.Progress:
+        reproduce.digest.cache_clear()  # as in another run
+        return reproduce.begin(some, setting, tmp_path / "out", fresh=False)
+
+    for size in (63, 62):
+        paths = [[i] for i in range(size)]
+        (tmp_path / "tree_size64.json").write_text(json.dumps({"Tree_Structure": paths}))
+        assert len(begun(setting).left) == len(stands_in)
+        assert reproduce.carry_out([begun(setting)], setting, float("inf"))
+        assert not begun(setting).left
+    assert len(begun(replace(setting, recordings=None)).left) == len(stands_in)
+    other = reproduce.described(setting, EXPERIMENTS["deft-table-6"])
+    assert "recordings" not in other, "its points do not depend on them"
+
+
 def test_experiments_take_turns_and_nothing_begins_after_the_deadline(tmp_path):
     order: list[str] = []
 

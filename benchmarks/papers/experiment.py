@@ -59,7 +59,8 @@ class Experiment:
     points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
     one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
     sentence says it all. bars: for a picture. seconds: that a point takes at most, where another
-    program measures it: it begins only if `--minutes` leaves as much.
+    program measures it: it begins only if `--minutes` leaves as much. reads_recordings: whether its
+    points depend on the files in ``Setting.recordings``.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Experiment:
     table: Callable[[Results], list[str]] | None = None
     bars: Callable[[Results], Bars] | None = None
     seconds: float = 0.0
+    reads_recordings: bool = False
 
 
 @dataclass(frozen=True)
