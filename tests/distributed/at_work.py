@@ -86,6 +86,11 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     more = [torch.cat([c, c]) if last else c for c in caches]
     found["other cache"] = sentence(lambda: ring.run(batch.q, *more))
 
+    # one rank's cache has changed, the others plan again
+    found["other call"] = sentence(
+        lambda: ring.run(batch.q, *more) if last else ring.plan(table, lens)
+    )
+
     none = slice(0, 0)
     found["no requests"] = {}
     for way in WAYS:

@@ -87,6 +87,7 @@ def test_some_shards_are_empty(world):
         ("unknown backend", "rank 0: backend must be gloo or nccl, got 'smoke'"),
         ("other requests", "the number of requests is 8 on rank 0 and 2 on rank {last}"),
         ("other cache", "ranks disagree: the KV cache is"),
+        ("other call", "the call is plan on rank 0 and about the KV cache on rank {last}"),
     ],
 )
 def test_every_rank_says_what_disagrees(world, case, text):

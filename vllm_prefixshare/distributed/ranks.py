@@ -144,22 +144,27 @@ class Ranks:
             PrefixShareError: descriptions differ, or a rank is missing.
         """
         mine = " and ".join(f"{name} ({value} here)" for name, value in describe.items())
-        said: list[dict[str, Any]] = self.exchange(describe, f"comparing {mine}")
+        said: list[dict[str, Any]] = self.exchange(
+            describe, f"about {', '.join(describe)}", f"comparing {mine}"
+        )
         self._compare(said)
 
-    def exchange(self, mine: Any, doing: str) -> list[Any]:
+    def exchange(self, mine: Any, call: str, doing: str) -> list[Any]:
         """The values of all ranks, by rank; every rank must call it.
 
         Args:
+            call: what is exchanged, the same on all ranks: one that makes another call must not
+                take these values for its own.
             doing: what for, in an error.
 
         Raises:
-            PrefixShareError: a rank is missing.
+            PrefixShareError: a rank is missing, or makes another call.
         """
         said: list[Any] = [None] * self.size
         with self.within_time(doing):
-            dist.all_gather_object(said, mine, group=self._host)
-        return said
+            dist.all_gather_object(said, (call, mine), group=self._host)
+        self._compare([{"the call": theirs} for theirs, _ in said])
+        return [value for _, value in said]
 
     def _compare(self, said: list[dict[str, Any]]) -> None:
         for rank, theirs in enumerate(said):

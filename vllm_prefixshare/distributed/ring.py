@@ -54,7 +54,7 @@ class RingDecode:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
         """
         mine = host_integers(block_table, "block_table", 2), host_integers(seq_lens, "seq_lens", 1)
-        said = self.ranks.exchange(mine, "sending block tables")
+        said = self.ranks.exchange(mine, "plan", "sending block tables")
         counts = [len(lens) for _, lens in said]
         if len(set(counts)) > 1:
             raise PrefixShareError(
