@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.distributed.ring import RingDecode
-from vllm_prefixshare.distributed.shards import shard
+from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 
 from .at_work import CASES, SOON, WAYS, rank_at_work
@@ -191,6 +191,27 @@ def test_mistakes_of_one_rank_are_sentences(alone):
             call()
     with pytest.raises(PrefixShareError, match="block_table must be 2-dimensional"):
         ring.plan([1, 2], [5])
+
+
+def test_a_batch_that_was_refused_leaves_no_plan_to_run(alone):
+    """The other ranks may have planned it: their tensors have another size."""
+    cache, tables = torch.zeros(4, 16, 2, 64), ([[1], [2]], [5, 6])
+    held = Shard(cache, cache, *map(torch.tensor, tables))
+    q = torch.zeros(2, 4, 64)
+    other = PrefixShareDecodeWrapper(
+        num_qo_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32
+    )
+    tree, ring = TreeDecode(alone), RingDecode(lambda: other)
+    runs = (tree, lambda: tree.run(q, held)), (ring, lambda: ring.run(q, cache, cache))
+    for decoder, run in runs:
+        decoder.plan(*tables)
+        assert run()[0].shape == q.shape
+        with pytest.raises(PrefixShareError, match="block ids start at 0"):
+            decoder.plan([[1], [2], [-1]], [5, 6, 7])
+        with pytest.raises(PrefixShareError, match=r"q must have 3 rows|there is no plan yet"):
+            run()
+        decoder.plan(*tables)
+        assert run()[0].shape == q.shape
 
 
 def test_without_ranks_it_says_how_to_start():

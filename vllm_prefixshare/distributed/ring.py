@@ -60,10 +60,11 @@ class RingDecode:
             raise PrefixShareError(
                 f"ranks disagree: the number of requests is {counts}: make it the same on all."
             )
-        self._tables = []
+        self._tables = []  # none, if a shard is refused
         device = self._wrappers[0].device
-        for wrapper, (table, lens) in zip(self._wrappers, said, strict=True):
-            wrapper.plan(table, lens)
+        for wrapper, shard in zip(self._wrappers, said, strict=True):
+            wrapper.plan(*shard)
+        for table, lens in said:
             where, length = (torch.from_numpy(x).to(device) for x in (table, lens))
             self._tables.append((where, length))
 
@@ -83,8 +84,11 @@ class RingDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; ranks disagree, or are missing.
         """
-        if len(q) != (planned := self._wrappers[0].last_plan.num_reqs):
+        planned = self._wrappers[0].last_plan.num_reqs
+        if len(q) != planned:
             raise PrefixShareError(f"q must have {planned} rows, got {len(q)}.")
+        if not self._tables:
+            raise PrefixShareError("there is no plan yet: call plan(block_table, seq_lens) first.")
         kind = list(k_cache.shape), list(v_cache.shape), str(k_cache.dtype), str(v_cache.dtype)
         if kind != self._agreed:
             self.ranks.agree({"the KV cache": kind})

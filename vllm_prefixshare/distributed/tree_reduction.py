@@ -182,6 +182,8 @@ class TreeDecode:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; a rank is missing.
         """
         mine = self.partial(q, shard)
+        if len(q) != self._num_reqs:  # this rank refused the batch that the others planned
+            raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
         if not len(q):  # on all ranks, which agree on the number of requests
             return mine.out, mine.lse
         return self._reduce(self.ranks, mine)
