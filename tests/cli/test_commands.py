@@ -215,6 +215,32 @@ def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path, model_type, fiel
         assert kind.alibi == (model_type in ("bloom", "mpt"))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("jamba", {"attn_layer_period": 8, "attn_layer_offset": 4, "num_hidden_layers": 32}),
+        ("bamba", {"attn_layer_indices": [9, 18, 27], "num_hidden_layers": 32}),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M-M-MM-M*-M-", "num_hidden_layers": 14}),
+        ("minimax", {"attn_type_list": [0, 0, 0, 1] * 4, "num_hidden_layers": 16}),
+        ("zamba2", {"layers_block_type": ["mamba", "mamba", "hybrid"] * 3,
+                    "num_hidden_layers": 9}),
+    ],
+)  # fmt: skip
+def test_doctor_knows_which_layers_of_hybrid_models_have_a_kv_cache(tmp_path, model_type, fields):
+    from transformers import AutoConfig
+
+    folder = write_model(tmp_path, model_type=model_type, **fields)
+    kinds = layer_kinds(folder, read_config(folder))
+    found = {kind.name: kind.count for kind in kinds if kind.attention}
+    if model_type == "minimax":  # vLLM's words; transformers has others
+        theirs = ["full_attention" if kind else "mamba" for kind in fields["attn_type_list"]]
+    else:
+        theirs = AutoConfig.for_model(model_type, **fields).layer_types
+    assert len(theirs) == fields["num_hidden_layers"]
+    assert found == {"full attention": sum(x in ("full_attention", "hybrid") for x in theirs)}
+    assert sum(kind.count for kind in kinds) == len(theirs)
+
+
 def test_doctor_knows_which_layers_of_kimi_linear_have_a_kv_cache(tmp_path):
     fields = {"kv_lora_rank": 512, "linear_attn_config": {"kda_layers": [1, 2, 3]}}
     kinds = layer_kinds(tmp_path, read_config(write_model(tmp_path, **fields)))
@@ -448,6 +474,10 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
         {"linear_attn_config": [4]},
         {"linear_attn_config": {"kda": 4}},
         {"linear_attn_config": {"kda_layers": [[1]]}},
+        {"hybrid_override_pattern": 4},
+        {"attn_type_list": {"0": 1}},
+        {"attn_layer_indices": 4},
+        {"attn_layer_period": "8"},
         {"dtype": "bfloat16\n\x1b[2J"},
         {"torch_dtype": ["bfloat16"]},
         {"sliding_window": "\x1b[2J"},

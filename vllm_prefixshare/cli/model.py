@@ -219,9 +219,8 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         # hybrid models with one kind of attention call it so
         names = ["full_attention" if name == "attention" else str(name) for name in listed]
         return names[:count]
-    if linear := config.get("linear_attn_config"):  # Kimi Linear, which counts layers from 1
-        others = set(linear["kda_layers"])
-        return ["linear_attention" if i + 1 in others else "full_attention" for i in range(count)]
+    if (attends := _attending_layers(config, count)) is not None:
+        return ["full_attention" if there else "linear_attention" for there in attends]
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
     every = {
         "linear_attention": _number(config, "full_attention_interval", MOST_LAYERS),
@@ -237,6 +236,28 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         full = min(count, _number(config, "max_window_layers"))
         return ["full_attention"] * full + ["sliding_attention"] * (count - full)
     return ["sliding_attention" if window else "full_attention"] * count
+
+
+def _attending_layers(config: dict[str, Any], count: int) -> list[bool] | None:
+    """Which of ``count`` layers have attention, for hybrid models that say so in words of their
+    own; None for the others.
+    """
+    if linear := config.get("linear_attn_config"):  # Kimi Linear, which counts layers from 1
+        others = set(linear["kda_layers"])
+        return [i + 1 not in others for i in range(count)]
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: M is Mamba, - an MLP
+        return [kind == "*" for kind in pattern[:count]]
+    if kinds := config.get("attn_type_list"):  # MiniMax-01
+        return [kind == 1 for kind in kinds[:count]]
+    if kinds := config.get("layers_block_type"):  # Zamba 2: hybrid layers have both
+        return [kind in ("attention", "hybrid") for kind in kinds[:count]]
+    if (places := config.get("attn_layer_indices")) is not None:  # Bamba
+        there = set(places)
+        return [i in there for i in range(count)]
+    if every := _number(config, "attn_layer_period", MOST_LAYERS):  # Jamba
+        first = _number(config, "attn_layer_offset", MOST_LAYERS)
+        return [i % every == first for i in range(count)]
+    return None
 
 
 def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
