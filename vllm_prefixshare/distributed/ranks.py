@@ -1,7 +1,6 @@
 """Ranks: a process group whose ranks agree on what they compute and whose collectives time out."""
 
 import json
-import math
 import os
 import threading
 import time
@@ -18,6 +17,8 @@ from vllm_prefixshare.records import PrefixShareError
 
 #: newer releases of torch rename it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+#: seconds; gloo counts nanoseconds in 64 bits, and takes a longer time for one that has passed
+LONGEST = 1e9
 #: number of groups made so far in this process, by their ranks; equal on every rank
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -41,7 +42,7 @@ class Ranks:
         device: device of the tensors: nccl sends those of a GPU, gloo those of a CPU.
         describe: what all ranks must have in common, names and JSON values.
         group: the ranks; all of them if None.
-        timeout: seconds within which a call to another rank ends.
+        timeout: seconds within which a call to another rank ends, at most ``LONGEST``.
         backend: backend to use in place of the device's own.
 
     Attributes:
@@ -67,8 +68,10 @@ class Ranks:
             raise PrefixShareError(
                 "torch.distributed is not initialised: call init_process_group first."
             )
-        if not 0 < timeout < math.inf:
-            raise PrefixShareError(f"timeout must be positive and finite, got {timeout} seconds.")
+        if not 0 < timeout <= LONGEST:
+            raise PrefixShareError(
+                f"timeout must be positive and at most {LONGEST:.0e} seconds, got {timeout}."
+            )
         self.timeout = timedelta(seconds=timeout)
         try:
             members = dist.get_process_group_ranks(group or dist.group.WORLD)
