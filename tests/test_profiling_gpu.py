@@ -1,8 +1,9 @@
 """A GPU's cost table without a GPU: the plans that are timed, the arithmetic on the times, the
-folders of tables, and the ablation benchmark on the CPU.
+folders of tables, which layers read which, and the ablation benchmark on the CPU.
 """
 
 import importlib.util
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import profile
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup as tables
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint
 from vllm_prefixshare.costs.profile_gpu import (
@@ -22,6 +23,7 @@ from vllm_prefixshare.costs.profile_gpu import (
     MOST_TILES,
     MOST_TOKENS,
     TOKENS,
+    TileBench,
     measure_gpu,
     scattered_blocks,
     tile_counts,
@@ -29,14 +31,18 @@ from vllm_prefixshare.costs.profile_gpu import (
 from vllm_prefixshare.costs.profile_plans import repeated_tiles
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
-from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.kernels import gpu_executor
+from vllm_prefixshare.kernels.contract import Gpu, HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.records import OPEN_END
 
 GPU = "NVIDIA H200 x132"
 LAYER = AttentionConfig(32, 8, 64, 16)
+EIGHT_BITS = replace(LAYER, kv_dtype=FP8, query_dtype=FP8)
 LATENT = AttentionConfig(8, 1, 576, 64, kv_lora_rank=512)
 BENCH = Path(__file__).parents[1] / "benchmarks" / "bench_ablation.py"
 
@@ -102,8 +108,9 @@ def test_many_tiles_are_more_than_few_and_bounded():
 class ModelledGpu:
     """An executor whose time follows a formula; the timer returns that time.
 
-    A launch takes 6 us, a tile 2 us, a token 0.01 us from the worker's own blocks or 0.006 us from
-    blocks that all workers read, a row 0.02 us, and a merged row 0.03 us.
+    A launch takes 6 us, a tile 2 us, a token of 16 bits 0.01 us from the worker's own blocks or
+    0.006 us from blocks that all workers read, one of 8 bits half of it, a row 0.02 us, and a
+    merged row 0.03 us.
     """
 
     name, num_workers, max_tile_requests = "hopper", 2, 32
@@ -123,12 +130,16 @@ class ModelledGpu:
         assert int(block_table.max()) < len(k_cache) == len(v_cache)
         assert out.shape == (*q.shape[:2], self.attention.v_head_dim)
         assert v_cache.shape == (*k_cache.shape[:3], self.attention.v_head_dim)
+        a, names = self.attention, [str(x.dtype) for x in (q, k_cache, v_cache, out)]
+        of_each = a.of_queries, a.of_cache, a.of_cache, a.dtype
+        assert names == [f"torch.{name}" for name in of_each]
         assert len(q) == self.plan.num_reqs == len(seq_lens)
         tiles, group = self.plan.num_tiles // self.num_workers, self.attention.gqa_group_size
         rows = group * self.plan.num_reqs // self.num_workers
         tokens = int(self.plan.run_kv_end[0])
         shared = bool((block_table[0] == block_table[-1]).all())
-        tile = 2 + tokens * (0.006 if shared else 0.01) + 0.02 * rows
+        bits = 8 * k_cache.element_size()
+        tile = 2 + tokens * bits / 16 * (0.006 if shared else 0.01) + 0.02 * rows
         merged = group * self.plan.num_partials / self.num_workers
         self.us = 6 + tiles * tile + 0.03 * merged
         self.us += self.noise * math.sin(self.us * 1e3)
@@ -149,18 +160,61 @@ def modelled_table(monkeypatch, noise=0.0, layer=LAYER):
     return measure_gpu(layer, make, timer, GPU)
 
 
-@pytest.mark.parametrize("layer", [LAYER, LATENT], ids=["plain", "latent"])
-def test_the_table_holds_the_price_of_a_tile_without_the_launch(monkeypatch, layer):
+@pytest.mark.parametrize(
+    ("layer", "width"),
+    [(LAYER, 1), (EIGHT_BITS, 0.5), (replace(EIGHT_BITS, query_dtype=None), 0.5), (LATENT, 1)],
+    ids=["plain", "fp8", "fp8, plain queries", "latent"],
+)
+def test_the_table_holds_the_price_of_a_tile_without_the_launch(monkeypatch, layer, width):
     table = modelled_table(monkeypatch, layer=layer)
+    assert table.fingerprint == fingerprint(layer, "hopper", GPU)
     assert table.fingerprint.head_dim == layer.head_dim
+    assert table.fingerprint.kv_dtype == ("16-bit" if width == 1 else "8-bit")
     for rows in (16, 64, 128):
         for kv_len in TOKENS:
-            assert table.tile_us(rows, kv_len) == pytest.approx(2 + 0.01 * kv_len + 0.02 * rows)
-            assert table.tile_l2_us(rows, kv_len) == pytest.approx(2 + 0.006 * kv_len + 0.02 * rows)
+            own, same = 0.01 * width * kv_len, 0.006 * width * kv_len
+            assert table.tile_us(rows, kv_len) == pytest.approx(2 + own + 0.02 * rows)
+            assert table.tile_l2_us(rows, kv_len) == pytest.approx(2 + same + 0.02 * rows)
     assert table.merge_us == pytest.approx(0.03)
     one, many = (float(table.tile(64, 1024, readers)) for readers in (1, 1000))
-    assert one == pytest.approx(2 + 10.24 + 1.28)
-    assert many == pytest.approx(2 + 6.144 + 1.28, rel=0.01)
+    assert one == pytest.approx(2 + 10.24 * width + 1.28)
+    assert many == pytest.approx(2 + 6.144 * width + 1.28, rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu measures with real kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize(
+    ("cache", "queries"), [(None, None), (FP8, FP8), (FP8, None)], ids=["plain", "fp8", "mixed"]
+)
+def test_what_is_timed_is_attention_of_such_a_layer(monkeypatch, cache, queries):
+    """The portable kernel, under Triton's interpreter."""
+    layer = replace(LAYER, dtype="float16", kv_dtype=cache, query_dtype=queries)
+    a100 = Gpu((8, 0), 8, 163 << 10)
+
+    def choose(attention, device, kernel, query_len):
+        return Choice(PortableKernel(attention, query_len, a100), None)
+
+    monkeypatch.setattr(gpu_executor, "choose_kernel", choose)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ran = []
+
+    def make(attention):
+        return gpu_executor.GpuExecutor(attention, torch.device("cpu"))
+
+    bench = TileBench(layer, make, lambda call: ran.append(call()) or 1.0, tokens=(64,))
+    torch.manual_seed(0)
+    bench.microseconds(2, 64, 1, shared=False)
+    torch.manual_seed(0)
+    requests = 2 * bench.num_workers
+    q = torch.empty(requests, 32, 64, dtype=torch.float16).normal_()
+    q = q.to(getattr(torch, queries or "float16"))
+    table = torch.from_numpy(scattered_blocks(bench.num_workers, 2, 4, 0))
+    lens = torch.full((requests,), 64, dtype=torch.int32)
+    expected = reference_attention(q, bench.k_cache, bench.v_cache, table, lens)
+    (out,) = ran
+    assert out.dtype == torch.float16
+    assert bench.k_cache.dtype == bench.v_cache.dtype == getattr(torch, cache or "float16")
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_noise_never_makes_a_longer_tile_cheaper(monkeypatch):
@@ -190,9 +244,10 @@ def test_one_gpu_table_serves_every_number_of_heads_and_block_size():
         (replace(LAYER, head_dim=128), "hopper", GPU, "head_dim 64 instead of 128"),
         (LAYER, "portable", GPU, "kernel 'hopper-1' instead of 'portable-3'"),
         (LAYER, "hopper", "NVIDIA H200 x60", "device 'NVIDIA H200 x132' instead of"),
+        (EIGHT_BITS, "hopper", GPU, "kv_dtype '16-bit' instead of '8-bit'"),
     ],
 )
-def test_a_table_of_another_gpu_kernel_or_head_dim_is_refused(
+def test_a_table_of_another_gpu_kernel_head_dim_or_cache_is_refused(
     layer, kernel, device, difference, tmp_path, monkeypatch
 ):
     path = tmp_path / "table.json"
@@ -238,6 +293,57 @@ def test_a_table_measured_here_goes_before_a_shipped_one(tmp_path, monkeypatch):
     assert len(lines) == 1
 
 
+@pytest.mark.parametrize("folder", ["here", "shipped"])
+@pytest.mark.parametrize(
+    ("measured", "other"), [(LAYER, EIGHT_BITS), (EIGHT_BITS, LAYER)], ids=["16 bits", "8 bits"]
+)
+def test_a_table_is_read_for_layers_with_its_width_of_cache_only(
+    monkeypatch, folder, measured, other
+):
+    table = modelled_table(monkeypatch, layer=measured)
+    at = tables.cache_folder() if folder == "here" else tables.SHIPPED
+    table.save(at / table.fingerprint.file_name())
+    found = cost_model(measured, "hopper", device_name=GPU)
+    assert isinstance(found, CostTable)
+    assert found.to_json() == table.to_json()
+    estimate = cost_model(other, "hopper", device_name=GPU)
+    assert isinstance(estimate, AnalyticCost)
+    assert estimate.attention == other
+    modelled_table(monkeypatch, layer=other).save(
+        at / fingerprint(other, "hopper", GPU).file_name()
+    )
+    assert cost_model(other, "hopper", device_name=GPU).fingerprint.kv_dtype != (
+        table.fingerprint.kv_dtype
+    )
+    assert cost_model(measured, "hopper", device_name=GPU).to_json() == table.to_json()
+
+
+def test_names_of_tables_tell_the_width_of_the_cache_apart():
+    names = [fingerprint(x, "hopper", GPU).file_name() for x in (LAYER, EIGHT_BITS)]
+    assert names == [
+        "nvidia_h200_x132-64-16-bit-16-bit-hopper-1.json",  # as tables of 0.1.0
+        "nvidia_h200_x132-64-16-bit-8-bit-hopper-1.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "kernel", "command"),
+    [
+        (LAYER, "hopper", "'vllm-prefixshare profile'."),
+        (EIGHT_BITS, "hopper", "'vllm-prefixshare profile --kv-cache-dtype fp8'."),
+        (LATENT, "mla_hopper", None),  # profile measures none
+    ],
+)
+def test_the_log_names_the_command_that_measures_the_table(layer, kernel, command):
+    lines = []
+    assert isinstance(cost_model(layer, kernel, lines.append, GPU), AnalyticCost)
+    if command is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.endswith(f"Measure one with {command}")
+
+
 SHIPPED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
 
 
@@ -268,6 +374,100 @@ def test_profile_names_the_file_after_the_fingerprint(tmp_path, monkeypatch, cap
     assert "from L2" in out
 
 
+def write_model(folder, **config):
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**shape, **config}))
+    return ["--model", str(folder)]
+
+
+STATIC = {"type": "float", "num_bits": 8, "dynamic": False}
+FP8_SCHEME = {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC}
+NVFP4 = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "layer"),
+    [
+        (None, ["--head-dim", "64"], LAYER),
+        (None, ["--head-dim", "64", "--kv-cache-dtype", "fp8"], EIGHT_BITS),
+        (None, ["--head-dim", "64", "--kv-cache-dtype", "fp8_e4m3"], EIGHT_BITS),
+        ({}, [], LAYER),
+        ({}, ["--kv-cache-dtype", "fp8"], EIGHT_BITS),
+        ({"quantization_config": FP8_SCHEME}, [], EIGHT_BITS),
+        ({"quantization_config": FP8_SCHEME}, ["--kv-cache-dtype", "bfloat16"], LAYER),
+        ({"quantization_config": NVFP4}, ["--kv-cache-dtype", "fp8"], EIGHT_BITS),
+    ],
+)
+def test_profile_measures_the_cache_that_vllm_would_have(
+    config, options, layer, tmp_path, monkeypatch, capsys
+):
+    def measured(attention, kernel):
+        return modelled_table(monkeypatch, layer=attention)
+
+    monkeypatch.setattr(profile, "_profile_gpu", measured)
+    model = [] if config is None else write_model(tmp_path / "model", **config)
+    assert main(["profile", "--device", "cuda", *model, *options]) == 0
+    path = tables.cache_folder() / fingerprint(layer, "hopper", GPU).file_name()
+    assert capsys.readouterr().out.endswith(f"written to {path}\n")
+    assert isinstance(cost_model(layer, "hopper", device_name=GPU), CostTable)
+    other = EIGHT_BITS if layer is LAYER else LAYER
+    assert isinstance(cost_model(other, "hopper", device_name=GPU), AnalyticCost)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "sentence"),
+    [
+        (
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            [],
+            "config.json has multi-head latent attention, which needs no cost table: its plans "
+            "were no faster by measured prices than by the estimate.",
+        ),
+        (
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            ["--kv-cache-dtype", "fp8"],
+            "config.json has multi-head latent attention, which needs no cost table",
+        ),
+        (
+            {"quantization_config": NVFP4},
+            [],
+            "layers with a KV cache of type nvfp4 keep vLLM's own backend, which reads no cost "
+            "table: name --kv-cache-dtype bfloat16 or fp8.",
+        ),
+        (None, ["--kv-cache-dtype", "fp8_e5m2"], "a KV cache of type fp8_e5m2 keep vLLM's own"),
+        (
+            None,
+            ["--kv-cache-dtype", "float16"],
+            "of type float16 keep vLLM's own backend, which reads no cost table: name "
+            "--kv-cache-dtype bfloat16 or fp8.",
+        ),
+        (
+            None,
+            ["--device", "cpu", "--kv-cache-dtype", "fp8"],
+            "layers with an fp8 KV cache keep vLLM's own backend on a CPU, which reads no cost "
+            "table: name --kv-cache-dtype bfloat16, or --device cuda on a GPU.",
+        ),
+        (
+            {"quantization_config": FP8_SCHEME},
+            ["--device", "cpu"],
+            "layers with an fp8 KV cache keep vLLM's own backend on a CPU",
+        ),
+        ({"quantization_config": 8}, [], "config.json does not describe a model ("),
+    ],
+)
+def test_profile_says_whose_table_nobody_would_read(
+    config, options, sentence, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(profile, "_profile_gpu", lambda *_: pytest.fail("must not measure"))
+    model = [] if config is None else write_model(tmp_path / "model", **config)
+    assert main(["profile", "--device", "cuda", *model, *options]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert not tables.cache_folder().exists()
+
+
 def bench_ablation():
     spec = importlib.util.spec_from_file_location("bench_ablation", BENCH)
     module = importlib.util.module_from_spec(spec)
@@ -282,8 +482,6 @@ ARGUMENTS = [
 
 
 def test_the_ablation_runs_every_variant_and_checks_it(tmp_path, monkeypatch):
-    import json
-
     bench = bench_ablation()
     out = tmp_path / "ablation.json"
     monkeypatch.setattr("sys.argv", [str(BENCH), *ARGUMENTS, "--out", str(out)])

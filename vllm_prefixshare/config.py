@@ -11,6 +11,8 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 512
 LATENT_SHAPE = 576, 512
 #: dtype that queries and KV cache may have in place of the layer's
 FP8 = "float8_e4m3fn"
+#: vLLM's names of a KV cache of that dtype, with scales of tensors or heads
+FP8_CACHES = ("fp8", "fp8_e4m3")
 #: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
 SHARE_POLICIES = ("auto", "always", "never")

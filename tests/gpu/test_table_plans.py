@@ -4,7 +4,7 @@ that a search can afford.
 
 import importlib.util
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from tests.gpu.exhaustive import dealt, flattened_plans, node_plans, plan_with
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.lookup import gpu
+from tests.gpu.layer import KERNELS
+from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.config import FP8, AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.lookup import cost_model, gpu
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.settings import settings
 from vllm_prefixshare.workloads.trees import tree
 
 LAYER = AttentionConfig(32, 8, 128, 16)
@@ -101,6 +104,21 @@ def measured(bench):
 def test_a_table_is_measured_in_under_two_minutes(measured):
     assert measured.seconds < 120
     assert measured.table.fingerprint.device == gpu()
+
+
+@on_gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_profile_measures_a_table_for_layers_with_an_fp8_cache_only(kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
+    settings.cache_clear()
+    before = cost_model(LAYER, kernel)
+    assert main(["profile", "--device=cuda", f"--kernel={kernel}", "--kv-cache-dtype=fp8"]) == 0
+    found = cost_model(replace(LAYER, kv_dtype=FP8, query_dtype=FP8), kernel)
+    assert isinstance(found, CostTable)
+    assert (found.fingerprint.device, found.fingerprint.kv_dtype) == (gpu(), "8-bit")
+    assert float(found.tile(64, 8192)) > float(found.tile(64, 64)) > 0
+    after = cost_model(LAYER, kernel)
+    assert float(after.tile(64, 8192)) == float(before.tile(64, 8192))
 
 
 @on_gpu

@@ -62,6 +62,15 @@ def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> No
     command.add_argument("--dtype", choices=DTYPES, default="bfloat16")
 
 
+def add_cache_argument(command: argparse.ArgumentParser) -> None:
+    """The type of the KV cache, under vLLM's name."""
+    command.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="as for vLLM, such as fp8; auto: as the model's config.json says",
+    )
+
+
 def attention_of(args: argparse.Namespace) -> AttentionConfig:
     """The attention shape named by ``--model``, or by its numbers.
 

@@ -3,13 +3,20 @@
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm_prefixshare.cli.memory import check_room
-from vllm_prefixshare.cli.model import add_shape_arguments, attention_of
+from vllm_prefixshare.cli.model import (
+    add_cache_argument,
+    add_shape_arguments,
+    attention_of,
+    layer_kinds,
+    read_config,
+)
 from vllm_prefixshare.cli.progress import Progress
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
@@ -27,6 +34,7 @@ the table that is named in VLLM_PREFIXSHARE_COST_TABLE fits."""
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_shape_arguments(command, block_size=128)
+    add_cache_argument(command)
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     command.add_argument(
         "--kernel", choices=("auto", "hopper", "portable"), default="auto", help="of a GPU"
@@ -38,7 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store a table; the exit status is 0."""
-    attention = attention_of(args)
+    attention = _layer(args)
     from vllm_prefixshare.costs.lookup import cache_folder, has_gpu
 
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
@@ -54,7 +62,40 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _layer(args: argparse.Namespace) -> AttentionConfig:
+    """The layer to measure, with the KV cache that vLLM would give it.
+
+    Raises:
+        PrefixShareError: as ``attention_of``, or no table would be read for such layers.
+    """
+    cache: str = args.kv_cache_dtype
+    if args.model is not None:
+        config = read_config(args.model)
+        if config.get("kv_lora_rank"):
+            raise PrefixShareError(
+                f"{args.model / 'config.json'} has multi-head latent attention, which needs no "
+                "cost table: its plans were no faster by measured prices than by the estimate."
+            )
+        if cache == "auto":
+            cache = layer_kinds(args.model, config)[0].kv_cache_dtype
+    attention = attention_of(args)
+    if cache in ("auto", attention.dtype):
+        return attention
+    if cache not in FP8_CACHES:
+        raise PrefixShareError(
+            f"layers with a KV cache of type {cache} keep vLLM's own backend, which reads no cost "
+            f"table: name --kv-cache-dtype {attention.dtype} or fp8."
+        )
+    # vLLM quantises the queries, too
+    return replace(attention, kv_dtype=FP8, query_dtype=FP8)
+
+
 def _profile_cpu(attention: AttentionConfig) -> "CostTable":
+    if attention.kv_dtype is not None:
+        raise PrefixShareError(
+            "layers with an fp8 KV cache keep vLLM's own backend on a CPU, which reads no cost "
+            f"table: name --kv-cache-dtype {attention.dtype}, or --device cuda on a GPU."
+        )
     from vllm_prefixshare.integration import compat
 
     compat.check_release(on_cpu=True)

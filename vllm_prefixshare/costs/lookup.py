@@ -34,10 +34,10 @@ def fingerprint(
 ) -> Fingerprint:
     """The fingerprint of one attention shape and executor (or GPU kernel) on this machine.
 
-    On a GPU a table is for a head_dim and a kernel, and 0 stands for every number of heads and
-    every block size: a work list is walked by one thread block for each KV head, which sees
-    query rows and fetches blocks of any size at the same rate. bfloat16 and float16 cost the
-    same. A CPU executor works on all heads at once, so there all of it matters.
+    On a GPU a table is for a head_dim, the width of the KV cache and a kernel, and 0 stands for
+    every number of heads and every block size: a work list is walked by one thread block for each
+    KV head, which sees query rows and fetches blocks of any size at the same rate. bfloat16 and
+    float16 cost the same. A CPU executor works on all heads at once, so there all of it matters.
 
     Args:
         device_name: name of the processor; detected if None.
@@ -91,7 +91,8 @@ def cost_model(
 
     Args:
         executor: "torch" or "native", or the kernel of a GPU: "hopper" or "portable".
-        log: called with one sentence where there is no table, or one that others may have written.
+        log: called with one sentence where a table could be measured, or others may have written
+            the one that is there.
         device_name: as in ``fingerprint``.
 
     Raises:
@@ -111,10 +112,12 @@ def cost_model(
     path = SHIPPED / expected.file_name()
     if path.is_file():
         return CostTable.load(path, expected)
-    if log is not None:
+    # plans of layers with latents were no faster by measured prices (docs/kernel-notes.md)
+    if log is not None and attention.kv_lora_rank is None:
+        cache = " --kv-cache-dtype fp8" if attention.kv_dtype else ""
         log(
             f"No cost table for {expected.device} and this model shape: using the analytic "
-            "estimate. Measure one with 'vllm-prefixshare profile'."
+            f"estimate. Measure one with 'vllm-prefixshare profile{cache}'."
         )
     sheet = data_sheet(expected.device.rpartition(" x")[0]) if executor in GPU_KERNELS else None
     if sheet is None:

@@ -54,7 +54,7 @@ class TileExecutor(Executor, Protocol):
 
 
 def profiled_shape(attention: AttentionConfig) -> AttentionConfig:
-    """The layer measured for all layers with the ``head_dim`` and dtype of ``attention``."""
+    """The layer measured for all layers with the ``head_dim`` and dtypes of ``attention``."""
     latent = attention.kv_lora_rank is not None
     heads = (LATENT_HEADS, 1) if latent else (NUM_QO_HEADS, NUM_KV_HEADS)
     return AttentionConfig(
@@ -62,6 +62,8 @@ def profiled_shape(attention: AttentionConfig) -> AttentionConfig:
         attention.head_dim,
         BLOCK_SIZE,
         attention.dtype,
+        attention.kv_dtype,
+        attention.query_dtype,
         kv_lora_rank=attention.kv_lora_rank,
     )
 
@@ -113,13 +115,16 @@ class TileBench:
         most = self.num_workers * max(n * tile_counts(n)[1] for n in tokens)
         a = self.attention
         shape = (most // BLOCK_SIZE, BLOCK_SIZE, a.num_kv_heads, a.head_dim)
-        self.k_cache = self._random(*shape)
+        self.k_cache = self._random(a.of_cache, *shape)
         latent = a.kv_lora_rank is not None
-        self.v_cache = self.k_cache[..., : a.v_head_dim] if latent else self._random(*shape)
+        self.v_cache = (
+            self.k_cache[..., : a.v_head_dim] if latent else self._random(a.of_cache, *shape)
+        )
 
-    def _random(self, *shape: int) -> torch.Tensor:
-        dtype = getattr(torch, self.attention.dtype)
-        return torch.empty(shape, dtype=dtype, device=self.device).normal_()
+    def _random(self, dtype: str, *shape: int) -> torch.Tensor:
+        # torch draws no numbers of 8 bits
+        drawn = torch.empty(shape, dtype=getattr(torch, self.attention.dtype), device=self.device)
+        return drawn.normal_().to(getattr(torch, dtype))
 
     def microseconds(
         self, requests: int, kv_len: int, repeats: int, *, shared: bool, partials: bool = False
@@ -140,8 +145,8 @@ class TileBench:
         block_table = torch.from_numpy(table).to(self.device)
         seq_lens = torch.from_numpy(plan.planned_seq_lens).to(self.device)
         a = self.attention
-        q = self._random(plan.num_reqs, a.num_qo_heads, a.head_dim)
-        out = q.new_empty(*q.shape[:2], a.v_head_dim)
+        q = self._random(a.of_queries, plan.num_reqs, a.num_qo_heads, a.head_dim)
+        out = q.new_empty(*q.shape[:2], a.v_head_dim, dtype=getattr(torch, a.dtype))
         scale = a.head_dim**-0.5
         return self.timer(
             lambda: executor.run(q, self.k_cache, self.v_cache, block_table, seq_lens, out, scale)
@@ -180,7 +185,7 @@ def measure_gpu(
     """The cost table of a GPU kernel; takes well under two minutes, its compilation included.
 
     Args:
-        attention: its ``head_dim`` and dtype are measured; the table holds for all heads.
+        attention: its ``head_dim`` and dtypes are measured; the table holds for all heads.
         make_executor: an executor for the shape that it is given.
         timer: see ``Timer``.
         device_name: as in ``lookup.fingerprint``.

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_prefixshare.config import (
     FP8,
+    FP8_CACHES,
     LATENT_SHAPE,
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
@@ -23,8 +24,6 @@ USUAL_HEAD_DIM = 256
 #: most query heads of a layer with latents (MLA) on a GPU: with more, arithmetic takes as long as
 #: reading the cache for each request
 MOST_LATENT_HEADS = 16
-#: vLLM's names of an e4m3 KV cache with scales of tensors or heads
-FP8_CACHES = ("fp8", "fp8_e4m3")
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
 GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "mla", "sinks", "softcap", "windows"})
 NOTHING: frozenset[str] = frozenset()
