@@ -9,14 +9,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
 from vllm_prefixshare.cli.model import attention_of, attention_shape, layer_kinds, read_config
-from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.config import FP8, AttentionConfig
+from vllm_prefixshare.costs import lookup
+from vllm_prefixshare.costs.table import CostTable, Grid
 from vllm_prefixshare.integration import compat, signatures
+from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
@@ -123,6 +126,51 @@ def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkey
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match="gqa_group_size 2 instead of 4"):
         doctor.cost_table(MACHINE)
+
+
+GPU = "NVIDIA H200 x132"
+FP8_LAYER = replace(MACHINE.attention, kv_dtype=FP8, query_dtype=FP8)
+
+
+@pytest.mark.parametrize("of", [MACHINE.attention, FP8_LAYER], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e4m3", "bfloat16"])
+def test_doctor_compares_a_table_with_the_cache_that_an_engine_has(
+    tmp_path, monkeypatch, capsys, of, cache
+):
+    line = Grid(np.array([1.0, 2.0]), np.array([1.0, 2.0]), np.ones((2, 2)))
+    path = tmp_path / "t.json"
+    CostTable(lookup.fingerprint(of, "hopper", GPU), line, 1.0).save(path)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", str(path))
+    settings.cache_clear()
+
+    def platform(machine: doctor.Machine) -> str:
+        machine.on_cpu = False
+        return GPU
+
+    def forget(machine: doctor.Machine) -> str:
+        machine.on_cpu = None  # which layers a GPU serves cannot be asked here
+        return ""
+
+    checks = {"platform": platform, "cost table": doctor.cost_table, "": forget}
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", Path("/nowhere"))
+    monkeypatch.setattr(doctor, "gpu_kernel", lambda attention: "hopper")
+    monkeypatch.setattr(lookup, "gpu", lambda: GPU)
+    write_model(tmp_path, quantization_config={**MODELOPT, "kv_cache_scheme": SCHEME})
+    main(["doctor", "--json", "--model", str(tmp_path), "--kv-cache-dtype", cache])
+    checks = {c["check"]: c for c in json.loads(capsys.readouterr().out)["checks"]}
+    fits = (of is FP8_LAYER) == (cache != "bfloat16")
+    assert checks["cost table"]["ok"] == fits
+    if not fits:
+        have, want = ("8-bit", "16-bit") if of is FP8_LAYER else ("16-bit", "8-bit")
+        says = checks["cost table"]["says"]
+        assert says.startswith(f"{path} was measured for kv_dtype '{have}' instead of '{want}'")
+
+
+def test_doctor_takes_an_fp8_cache_for_served_on_gpus_only():
+    machine = replace(MACHINE, attention=FP8_LAYER)
+    assert doctor.kernel(machine).split()[0] == cpu_executor(MACHINE.attention).name
+    assert machine.attention == replace(MACHINE.attention, block_size=128)
 
 
 def test_doctor_names_a_plugin_that_is_left_out(monkeypatch):

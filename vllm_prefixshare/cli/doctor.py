@@ -12,8 +12,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
-from vllm_prefixshare.config import DTYPES, FP8, AttentionConfig
+from vllm_prefixshare.cli.model import (
+    LayerKind,
+    add_cache_argument,
+    attention_shape,
+    layer_kinds,
+    read_config,
+)
+from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -37,11 +43,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=1,
         help="GPUs that divide the model's heads among them",
     )
-    command.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        help="as for vLLM, such as fp8; auto: as the model's config.json says",
-    )
+    add_cache_argument(command)
 
 
 @dataclass
@@ -98,6 +100,8 @@ def _run(args: argparse.Namespace) -> int:
         if args.kv_cache_dtype != "auto":
             cache = args.kv_cache_dtype
             machine.layers = [replace(kind, kv_cache_dtype=cache) for kind in machine.layers]
+        if machine.from_model and machine.layers[0].kv_cache_dtype in FP8_CACHES:
+            machine.attention = replace(machine.attention, kv_dtype=FP8, query_dtype=FP8)
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
@@ -215,7 +219,10 @@ def kernel(machine: Machine) -> str:
     if machine.on_cpu:
         from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
-        machine.attention = replace(machine.attention, block_size=128)  # vLLM's block size on CPUs
+        # vLLM's block size on CPUs; layers with an fp8 cache are not served there
+        machine.attention = replace(
+            machine.attention, block_size=128, kv_dtype=None, query_dtype=None
+        )
         reasons: list[str] = []
         name = cpu_executor(machine.attention, reasons.append).name
         return " ".join([name, *reasons])
