@@ -11,18 +11,34 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.layer import KERNELS, ON_GPU
+from tests.trust import paths
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
-from vllm_prefixshare.workloads.trees import tree
+from vllm_prefixshare.workloads.trees import forest, tree
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reproduce  # noqa: E402
 import tables  # noqa: E402
-from papers import EXPERIMENTS, PAPERS, accounting, counters, deft, flashforge, methods, reduction  # noqa: E402
+from bench_kernel import make_case, reference, relative_error  # noqa: E402
+from papers import (  # noqa: E402
+    EXPERIMENTS,
+    PAPERS,
+    accounting,
+    counters,
+    deft,
+    flashforge,
+    merging,
+    methods,
+    reduction,
+    timing,
+)
 from papers.experiment import CPU, Bars, Experiment, Point, Setting  # noqa: E402
 from papers.picture import COLOURS, draw  # noqa: E402
 
@@ -312,6 +328,99 @@ def test_merging_in_two_levels_is_merging():
         weights = lses[part].double().softmax(0)[..., None]
         expected[r] = (weights * outs[part]).sum(0).float()
     torch.testing.assert_close(found, expected)
+
+
+#: two requests below one node, and one by itself, which has a single tile: no partial results
+THREE = forest("two and one", [-1, 0, 0, -1], [128, 48, 20, 16])
+
+
+def in_float16(heads: tuple[int, int]):
+    options = timing.layer_options("cpu", 1)
+    options.dtype = "float16"
+    return make_case(THREE, heads, options)
+
+
+def tensors_of(case) -> tuple:
+    return case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+def test_merged_serially_a_layer_has_the_bits_of_one_launch():
+    """The portable kernel under Triton's interpreter."""
+    attention = AttentionConfig(4, 2, 128, 16, "float16")
+    executor = paths.executor("portable", attention, 1, 16, 3)
+    config = executor.planner_config("flashforge", "always")
+    planner = DecodePlanner(config, analytic_cost(attention, "torch"), 16, 2)
+    plan = planner.update(THREE.block_table, THREE.seq_lens)
+    executor.prepare(plan)
+    case = in_float16((4, 2))
+    with paths.as_on_a_gpu(3):
+        together = executor.run(*tensors_of(case), torch.empty_like(case.q), case.sm_scale)
+    for left in (executor.workspace.partials.out, executor.workspace.partials.lse):
+        left.fill_(torch.nan)
+    kernel = PortableKernel(attention, 1, Gpu((9, 0), 3, 227 << 10))
+    serially = merging.Serially(kernel, merging.merge_on_gpu, executor.workspace, plan)
+    assert serially.requests == [0, 1] and np.diff(plan.merge_indptr)[:2].min() > 1
+    found = torch.full_like(case.q, torch.nan)
+    assert serially.run(*tensors_of(case), found, case.sm_scale) is found
+    assert torch.equal(found, together)
+    assert relative_error(found, reference(case)) < 2e-3
+
+
+def test_only_the_first_of_serial_merges_may_begin_before_the_attention_has_ended():
+    attention = AttentionConfig(4, 2, 128, 16, "float16")
+    config = paths.executor("hopper", attention, 1, 16).planner_config("deft_node", "always")
+    planner = DecodePlanner(config, analytic_cost(attention, "torch"), 16, 2)
+    plan = planner.update(THREE.block_table, THREE.seq_lens)
+    serially = merging.Serially.on_cpu(plan, attention)
+    serially.kernel.starts_merging = True
+    noted: list[tuple[list[int], bool]] = []
+
+    def merge(indptr, *tensors, dependent) -> None:
+        noted.append((indptr.tolist(), dependent))
+        merging.merge_on_cpu(indptr, *tensors)
+
+    serially.merge = merge
+    case = in_float16((4, 2))
+    found = torch.full_like(case.q, torch.nan)
+    serially.run(*tensors_of(case), found, case.sm_scale)
+    assert noted == [([0, 2], True), ([2, 4], False)]
+    assert relative_error(found, reference(case)) < 2e-3
+
+
+def test_figure_8_says_which_steps_ran():
+    def results(*steps: str) -> dict:
+        """Each step takes half as long as the one before it."""
+        every = {t: {"status": "ok", "ms": 0.5**i} for i, t in enumerate(flashforge.STEPS)}
+        return {"a": {"peers": {t: every[t] for t in steps}}}
+
+    all_steps = results(*flashforge.STEPS)
+    said = flashforge.steps_sentence(all_steps)
+    assert "; tree and division, merged serially: 8.0 to 8.0 times" in said
+    assert "of merging serially over in parallel: 2.00 to 2.00 times" in said
+    lines = flashforge.steps_table(all_steps)
+    assert lines[0] == "Milliseconds of one layer."
+    assert f"| {flashforge.SERIAL} | {flashforge.BOTH} |" in lines[2]
+    before = results(*(t for t in flashforge.STEPS if t != flashforge.SERIAL))
+    said = flashforge.steps_sentence(before)
+    assert "serially" not in said and "no point ran" not in said
+    (note, *_) = flashforge.steps_table(before)
+    assert note.endswith(" Not in this run: tree and division, merged serially.")
+    assert flashforge.steps_sentence(results()).endswith("each step: no point ran")
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(k, marks=ON_GPU) for k in KERNELS])
+def test_the_steps_of_figure_8_on_a_gpu(kernel):
+    setting = replace(TINY, device="cuda")
+    points = [p for p in flashforge.time_steps(setting) if p.name.endswith(kernel)]
+    assert len(points) == 2
+    for point in points:
+        peers = point.run()["peers"]
+        assert list(peers) == list(flashforge.STEPS)
+        for way, found in peers.items():
+            assert found["status"] == "ok" and found["graph"], (way, found)
+        assert " launches, " in peers[flashforge.SERIAL]["note"]
 
 
 @pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.needs == CPU])

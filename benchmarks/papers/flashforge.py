@@ -29,7 +29,10 @@ LONG = 122_880
 #: level has in a miniature
 CONTEXT, LEVELS, TINY = 200_000, 4, 64
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
-STEPS = ("no tree, undivided", "tree", "division", "tree and division", "ours")
+BOTH = "tree and division"
+#: both, without the parallel reduction
+SERIAL = f"{BOTH}, merged serially"
+STEPS = ("no tree, undivided", "tree", "division", SERIAL, BOTH, "ours")
 
 
 def sweep_points(setting: Setting) -> Iterator[tuple[str, object, tuple[int, int]]]:
@@ -282,10 +285,11 @@ def time_steps(setting: Setting) -> Iterator[Point]:
                     ("deft_node", "always"),
                     ("per_request", "never"),
                     ("flashforge", "always"),
+                    ("flashforge", "always"),
                     (None, "always"),
                 )
                 ways = [
-                    methods.Method(title, kernel, divider, share)
+                    methods.Method(title, kernel, divider, share, serial=title == SERIAL)
                     for title, (divider, share) in zip(STEPS, dividers, strict=True)
                 ]
                 return timing.time_methods(setting, w, heads, ways)
@@ -294,9 +298,23 @@ def time_steps(setting: Setting) -> Iterator[Point]:
 
 
 def steps_sentence(results: Results) -> str:
-    return "time of neither over that of each step: " + "; ".join(
-        f"{step}: {against(results, STEPS[0], step)}" for step in STEPS[1:]
+    ran = [step for step in STEPS[1:] if ratios(results, STEPS[0], step)]
+    said = "time of neither over that of each step: " + (
+        "; ".join(f"{step}: {against(results, STEPS[0], step)}" for step in ran) or "no point ran"
     )
+    if ratios(results, SERIAL, BOTH):
+        parallel = against(results, SERIAL, BOTH, ".2f")
+        said += f"; with tree and division, of merging serially over in parallel: {parallel}"
+    return said
+
+
+def steps_table(results: Results) -> list[str]:
+    """As ``time_table``; says which steps are not in a run from before they were added."""
+    there = {t for f in results.values() for t in f.get("peers", ())}
+    lines = time_table(results)
+    if missing := [step for step in STEPS if step not in there]:
+        lines[0] += f" Not in this run: {'; '.join(missing)}."
+    return lines
 
 
 def time_granularity(setting: Setting) -> Iterator[Point]:
@@ -478,12 +496,14 @@ EXPERIMENTS = (
         "unbalanced: 38.0, 16.7, 5.9, 3.5",
         "The context of 200k tokens is that of a request, over four levels; the paper does not "
         "give its trees' nodes. Steps: neither, tree, division, both (FlashForge's divider), ours. "
-        "Combining in parallel is flashforge-reduction.",
+        "Both run twice under the same plan: with partial results merged serially, in a launch for "
+        "each request, one after the other; then as in all other steps, in one launch for all "
+        "requests, which is the parallel reduction. flashforge-reduction times merging alone.",
         GPU,
         time_steps,
         steps_sentence,
         "another GPU and other trees: the paper gives the context, not the nodes",
-        time_table,
+        steps_table,
         time_bars,
     ),
     Experiment(

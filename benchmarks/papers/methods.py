@@ -11,6 +11,7 @@ import torch
 from bench_planner import H200
 from peers import Case, Launch, Options, UnavailableError
 
+from papers.merging import Serially, merge_on_gpu
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.model import CostModel
@@ -19,7 +20,7 @@ from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import HostBatch, Kernel
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.kernels.registry import candidates, make_kernel
+from vllm_prefixshare.kernels.registry import candidates, choose_kernel, make_kernel
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import Workload
@@ -36,7 +37,8 @@ class Method:
 
     kernel: "auto", "hopper" or "portable". divider: None for the kernel's own. cost: "table" for
     the measured table that fits, or the estimate; "padding" for FastTree's coefficient model.
-    options: further fields of ``PlannerConfig``.
+    options: further fields of ``PlannerConfig``. serial: partial results are merged by a launch for
+    each request, one after the other, instead of one launch for all.
     """
 
     title: str
@@ -44,6 +46,7 @@ class Method:
     divider: str | None = None
     share: str = "always"
     cost: str = "table"
+    serial: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def on(self, kernel: str) -> "Method":
@@ -143,13 +146,24 @@ class Planned:
         executor.prepare(plan, HostBatch(w.block_table, w.seq_lens, starts, mask))
         tables = (case.block_table, case.seq_lens) if cuda else (w.block_table, w.seq_lens)
         out = torch.empty_like(case.q)
+        run, merging = executor.run, ""
+        if method.serial:
+            case.require_one_query()
+            if cuda:
+                # the executor's own, because choices are kept
+                chosen = choose_kernel(attention, executor.device, method.kernel, w.query_len)
+                serially = Serially(chosen.kernel, merge_on_gpu, executor.workspace, plan)
+            else:
+                serially = Serially.on_cpu(plan, attention)
+            run, tables = serially.run, (case.block_table, case.seq_lens)
+            merging = f" merged by {len(serially.requests)} launches"
 
         def call() -> torch.Tensor:
-            return executor.run(case.q, case.k_cache, case.v_cache, *tables, out, case.sm_scale)
+            return run(case.q, case.k_cache, case.v_cache, *tables, out, case.sm_scale)
 
         read = plan.kv_tokens_read(w.seq_lens) / w.kv_tokens
         note = (
-            f"{name}, {plan.num_tiles} tiles, {plan.num_partials} partials, KV read {read:.2f}x, "
-            f"plan {planner.counters.plan_seconds * 1e3:.2f} ms"
+            f"{name}, {plan.num_tiles} tiles, {plan.num_partials} partials{merging}, "
+            f"KV read {read:.2f}x, plan {planner.counters.plan_seconds * 1e3:.2f} ms"
         )
         return [Launch(call, note, graph=cuda)]

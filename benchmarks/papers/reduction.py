@@ -10,33 +10,12 @@ from bench_kernel import TOLERANCE, measure
 from peers import Launch
 
 from papers.experiment import Figures, Setting
+from papers.merging import Merge, merge_on_cpu, merge_on_gpu, merge_one_by_one
 from papers.timing import dtype_on, machine
-from vllm_prefixshare import merge_states
-from vllm_prefixshare.kernels.merge_states import merge_states as merge_on_gpu
 
 HEADS, HEAD_DIM = 32, 128
 #: partial results that the first of two levels merges
 FAN_IN = 8
-
-#: of indptr, partial outputs and their log-sum-exps into an output and its log-sum-exp
-Merge = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None
-]
-
-
-def merge_on_cpu(
-    indptr: torch.Tensor,
-    outs: torch.Tensor,
-    lses: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """As the kernel, in torch operators."""
-    for request, (first, last) in enumerate(pairwise(indptr.tolist())):
-        merged, weight = merge_states(outs[first:last, None], lses[first:last, None])
-        out[request] = merged[0]
-        if lse is not None:
-            lse[request] = weight[0]
 
 
 class TwoLevels:
@@ -57,7 +36,7 @@ class TwoLevels:
         self, merge: Merge, outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor
     ) -> None:
         merge(self.first, outs, lses, self.out, self.lse)
-        merge(self.second, self.out, self.lse, out, None)
+        merge(self.second, self.out, self.lse, out)
 
 
 def time_merging(setting: Setting, requests: int, partials: int) -> Figures:
@@ -70,21 +49,11 @@ def time_merging(setting: Setting, requests: int, partials: int) -> Figures:
     expected = (weights * outs.view(requests, partials, HEADS, HEAD_DIM)).sum(1).flatten(1)
     indptr = torch.arange(requests + 1, dtype=torch.int32, device=device) * partials
     out = torch.empty(requests, HEADS, HEAD_DIM, dtype=dtype, device=device)
-    merge: Merge = merge_on_cpu
-    if device == "cuda":
-
-        def merge(indptr, outs, lses, out, lse) -> None:
-            merge_on_gpu(indptr, outs, lses, out, out_lse=lse)
-
+    merge: Merge = merge_on_gpu if device == "cuda" else merge_on_cpu
     levels = TwoLevels(indptr, outs)
-
-    def serial() -> None:
-        for request in range(requests):
-            merge(indptr[request : request + 2], outs, lses, out[request : request + 1], None)
-
     ways: dict[str, Callable[[], None]] = {
-        "ours": lambda: merge(indptr, outs, lses, out, None),
-        "serial": serial,
+        "ours": lambda: merge(indptr, outs, lses, out),
+        "serial": lambda: merge_one_by_one(merge, range(requests), indptr, outs, lses, out),
         "two levels": lambda: levels.merge(merge, outs, lses, out),
     }
     timer, _ = machine(device)
