@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.launching import launch
+from vllm_prefixshare.kernels.launching import launch, power_of_two
 
 #: bits of infinity without its sign: those of NaN are larger, those of finite numbers smaller
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -78,7 +78,7 @@ class CacheWrite:
             return False
         num_tokens = min(len(slot_mapping), len(key), len(value))
         numbers = self.num_heads * max(self.k_width, self.v_width)
-        each = min(triton.next_power_of_2(numbers), MOST_NUMBERS)
+        each = min(power_of_two(numbers), MOST_NUMBERS)
         if num_tokens:
             launch(
                 _cache_write, (num_tokens, triton.cdiv(numbers, each)),

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_prefixshare.kernels.launching import launch
+from vllm_prefixshare.kernels.launching import launch, power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -63,12 +63,12 @@ def merge_states(
         num_reqs = min(num_reqs, len(query_start_loc) - 1)
     if num_reqs == 0:
         return
-    padded_dim = triton.next_power_of_2(head_dim)
+    padded_dim = power_of_two(head_dim)
     # a program for each head of a small batch, to fill the GPU; fewer and wider ones for a large
     # one, because each takes about a nanosecond to launch
     heads_each, warps = 1, 1
     if num_tokens * num_heads > 1024:
-        heads_each, warps = min(triton.next_power_of_2(num_heads), 4096 // padded_dim, 32), 8
+        heads_each, warps = min(power_of_two(num_heads), 4096 // padded_dim, 32), 8
     launch(
         _merge_states, (num_reqs, query_len, triton.cdiv(num_heads, heads_each)),
         merge_indptr, partial_out, partial_lse, out, out_lse, sinks,
@@ -160,12 +160,12 @@ def merge_stacked(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor,
         lses = lses.contiguous()
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
-    heads_each = min(triton.next_power_of_2(num_heads), 4)
+    heads_each = min(power_of_two(num_heads), 4)
     if num_tokens and num_heads:
         launch(
             _merge_stacked, (num_tokens, triton.cdiv(num_heads, heads_each)),
             outs, lses, out, lse, num_states, outs.stride(0), lses.stride(0),
-            HEADS=num_heads, HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim),
+            HEADS=num_heads, HEAD_DIM=head_dim, D=power_of_two(head_dim),
             HEADS_EACH=heads_each, num_warps=4,
         )
     return out, lse

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -13,13 +13,14 @@ from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout, piece
-from vllm_prefixshare.kernels.launching import launch
+from vllm_prefixshare.kernels.launching import launch, power_of_two
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 LOG2E = 1.4426950408889634
 
 
+@cache
 def kv_layout(padded_dim: int, item: int) -> gl.NVMMASharedLayout:
     """Shared-memory layout of a KV block with elements of ``item`` bytes."""
     width = min(128, padded_dim * item)
@@ -70,7 +71,7 @@ class HopperShape:
     @property
     def padded_dim(self) -> int:
         """``head_dim`` rounded up to a power of two."""
-        return int(triton.next_power_of_2(self.head_dim))
+        return power_of_two(self.head_dim)
 
     @property
     def kv_tile(self) -> int:

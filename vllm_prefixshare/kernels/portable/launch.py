@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
-from vllm_prefixshare.kernels.launching import launch
+from vllm_prefixshare.kernels.launching import launch, power_of_two
 from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
@@ -154,7 +153,7 @@ def portable_partial_attention(
         Q_HEADS=num_qo_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        COLUMNS=min(tile.columns, triton.next_power_of_2(head_dim)),
+        COLUMNS=min(tile.columns, power_of_two(head_dim)),
         BLOCK_SIZE=block_size,
         UNIT=math.gcd(block_size, tile.kv_tile),
         QUERY_LEN=query_len,
