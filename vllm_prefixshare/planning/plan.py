@@ -93,13 +93,8 @@ class DecodePlan:
         Args:
             us_per_token: microseconds of a token that one request reads.
         """
-        until = np.concatenate([[0], np.cumsum(self.run_kv_end == OPEN_END)])
-        growing = np.diff(until[self.tile_run_indptr[self.work_indptr]])  # requests of each worker
-        loads = self.worker_us
-        room = factor * loads.max() - loads
-        faster = us_per_token * (growing - factor * growing.mean())
-        tokens = room[faster > 0] / faster[faster > 0]
-        return float(tokens.min()) if len(tokens) else np.inf
+        tiles = self.work_indptr, self.tile_cost, self.tile_run_indptr
+        return _balanced_growth(*tiles, self.run_kv_end, us_per_token, factor)
 
     @property
     def shared_rows(self) -> IntArray:
@@ -130,6 +125,29 @@ class DecodePlan:
     def kv_tokens_read(self, seq_lens: IntArray) -> int:
         """KV tokens that this plan reads; a per-request kernel reads ``seq_lens.sum()``."""
         return int(self.run_lengths(seq_lens).sum())
+
+
+@compiled
+def _balanced_growth(
+    work_indptr: IntArray,
+    tile_cost: FloatArray,
+    tile_run_indptr: IntArray,
+    run_kv_end: IntArray,
+    us_per_token: float,
+    factor: float,
+) -> float:
+    num_workers = len(work_indptr) - 1
+    load, growing = np.zeros(num_workers), np.zeros(num_workers)
+    for worker in range(num_workers):
+        for tile in range(work_indptr[worker], work_indptr[worker + 1]):
+            load[worker] += tile_cost[tile]
+            for run in range(tile_run_indptr[tile], tile_run_indptr[tile + 1]):
+                growing[worker] += run_kv_end[run] == OPEN_END  # of one request each
+    most, even, tokens = factor * load.max(), factor * growing.mean(), np.inf
+    for worker in range(num_workers):
+        if growing[worker] > even:
+            tokens = min(tokens, (most - load[worker]) / (growing[worker] - even))
+    return tokens / us_per_token
 
 
 @compiled
