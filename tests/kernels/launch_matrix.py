@@ -13,6 +13,8 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,7 @@ from triton.runtime.jit import compute_cache_key
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels import launching
 from vllm_prefixshare.kernels.cache_write import CacheWrite
-from vllm_prefixshare.kernels.launching import only_compile
+from vllm_prefixshare.kernels.launching import launch, only_compile
 from vllm_prefixshare.kernels.precompile import stand_in
 from vllm_prefixshare.kernels.registry import make_kernel
 
@@ -55,21 +57,27 @@ def seen(x: Any) -> Any:
     return x.data if type(x).__name__ == "LazyDict" else x
 
 
-def assert_both_ways_call_the_same(run: Any) -> None:
-    """``run`` launches once by way of Triton and once by way of what ``launch`` has kept."""
+def watched(run: Any) -> dict[Any, Notes]:
+    """The binaries that ``run`` launches, with their notes. Nothing is launched yet."""
     with only_compile() as binaries:
         run()
-    notes = {}
-    for binary in binaries:
-        notes[id(binary)] = binary._run = Notes()
+    notes = {binary: Notes() for binary in binaries}
+    for binary in notes:
+        binary._run = notes[binary]
         binary.module, binary.function = object(), object()  # loaded, as far as Triton can see
+    return notes
+
+
+def assert_both_ways_call_the_same(run: Any) -> None:
+    """``run`` launches once by way of Triton and once by way of what ``launch`` has kept."""
+    notes = watched(run)
     launching._known.clear()
     run()
-    assert len(launching._known) == len({id(b) for b in binaries})
+    assert len(launching._known) == len(notes)
     with patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError("by Triton")):
         run()
-    for binary in binaries:
-        by_triton, kept = notes[id(binary)].calls
+    for binary, own in notes.items():
+        by_triton, kept = own.calls
         assert [*map(seen, by_triton)] == [*map(seen, kept)], binary.metadata.name
         assert kept[4] is binary.function and len(kept) > 9
 
@@ -142,10 +150,60 @@ def choices() -> None:
     assert 100 < len(set(of_choice.values())) <= found < 2 * len(everything) ** 2, found
 
 
+def knobs() -> None:
+    """A knob that is changed after the first launch has the effect that it has in Triton."""
+    stand_in((9, 0))
+    launching._known.clear()
+    settings: list[tuple[Any, str, Any]] = [
+        (triton.knobs.runtime, "debug", True),
+        (triton.knobs.compilation, "instrumentation_mode", "other"),
+    ]
+
+    def run() -> None:
+        launch(_kernel, (1,), words(4), words(4), 3, n=18)
+
+    (plain,) = watched(run).values()
+    run()
+    for group, name, value in settings:
+        with group.scope():
+            setattr(group, name, value)
+            (own,) = watched(run).values()
+            for _ in range(2):
+                run()
+        assert len(own.calls) == 2 and len(plain.calls) == 1, name
+    run()
+    assert len(plain.calls) == 2
+
+
+def left_to_triton() -> None:
+    """Calls that ``launch`` does not know are Triton's each time."""
+    stand_in((9, 0))
+    launching._known.clear()
+    both = words(4), 3
+
+    def run() -> None:
+        launch(_kernel, (1,), both, words(4), 3, n=19)
+
+    (notes,) = watched(run).values()
+    for _ in range(2):
+        run()
+    assert len(notes.calls) == 2 and notes.calls[0][9] is both
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = lambda **_: True  # do not compile, do not launch
+        for _ in range(2):
+            launch(_kernel, (1,), words(4), words(4), 3, n=20)
+    for number in (np.float32(0.5), np.int64(1)):
+        with pytest.raises(TypeError, match="failed to specialize argument of type"):
+            launch(_kernel, (1,), words(4), words(4), number, n=19)
+    assert not launching._known
+
+
 def main() -> None:
     expected = os.environ.get("PREFIXSHARE_EXPECT_TRITON", triton.__version__)
     assert triton.__version__ == expected, f"found Triton {triton.__version__}"
     choices()
+    knobs()
+    left_to_triton()
     cache_write()
     for name in LAYERS:
         attention(name)

@@ -34,7 +34,7 @@ def launch(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **option
     choice = None
     if compiled is None and isinstance(kernel, JITFunction):  # not the interpreter's
         choice = _choice(kernel, args, options)
-        if (found := _known.get(choice)) is not None:
+        if choice is not None and (found := _known.get(choice)) is not None:
             binary, constants = found
             binary[(*grid, 1, 1)[:3]](*args, *constants)
             return
@@ -47,18 +47,26 @@ def launch(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **option
     )
     if compiled is not None:
         compiled.append(binary)
-    elif choice is not None:
+    elif choice is not None and isinstance(binary, CompiledKernel):  # None if a hook took the call
         names = kernel.arg_names[len(args) :]
         _known[choice] = binary, tuple(options[name] for name in names)
 
 
 def _choice(
     kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Equal for calls that Triton has one binary for; it may differ between others, too."""
+) -> tuple[Any, ...] | None:
+    """Equal for calls that Triton has one binary for; it may differ between others, too. None where
+    an argument is not of the types that ``launch`` names.
+    """
     driver: Any = triton.runtime.driver.active  # its type has no method that launching needs
     device = driver.get_current_device()
-    return id(kernel), device, *options.items(), *[_looked_at(x) for x in args]
+    # users and profilers may change these while kernels run
+    knobs = triton.knobs.runtime.debug, triton.knobs.compilation.instrumentation_mode
+    try:
+        # a binary keeps its kernel, so no other gets the same id
+        return id(kernel), device, *knobs, *options.items(), *[_looked_at(x) for x in args]
+    except AttributeError:  # Triton may take it, or says what is wrong with it
+        return None
 
 
 def _looked_at(x: Any) -> Any:
