@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.padding import PaddingCost
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
+from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
 
 from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, quick
@@ -438,3 +439,11 @@ def test_fasttrees_decisions_are_those_of_its_equations(left, own, above, below)
     ours_q = model.tile(left, above) + model.tile(own, above + below)
     assert (ours_kv - ours_q) * 1.2e6 == pytest.approx(split_kv - split_q, abs=1e-3)
     assert model.unshared(own, below) == model.tile(own, below)
+
+
+@pytest.mark.parametrize("price", [np.inf, np.nan])
+@pytest.mark.parametrize("field", ["launch", "per_token", "merge_per_row"])
+def test_prices_that_are_no_finite_numbers_are_refused(field, price):
+    cost = replace(LinearCost(1.0, 0.1), **{field: price})
+    with np.errstate(invalid="ignore"), pytest.raises(PrefixShareError, match="must be finite"):
+        DecodePlanner(PlannerConfig(), cost, 16, 4)

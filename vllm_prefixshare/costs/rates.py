@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.records import FloatArray
+from vllm_prefixshare.records import FloatArray, PrefixShareError
 
 #: tokens of the tiles at which ``TileRates`` reads a cost model
 SIZES = 64 << np.arange(8)
@@ -39,9 +39,15 @@ class TileRates(NamedTuple):
 
     @classmethod
     def of(cls, cost: CostModel) -> "TileRates":
-        """The rates of ``cost``, from its tiles of 64 to 8192 tokens and 64 and 128 rows."""
+        """The rates of ``cost``, from its tiles of 64 to 8192 tokens and 64 and 128 rows.
+
+        Raises:
+            PrefixShareError: a price that is no finite number; planning's loops would end anywhere.
+        """
         rows, readers = np.array([[64], [128]]), np.array([[[1]], [[1 << 20]]])
         us = np.broadcast_to(cost.tile(rows, SIZES, readers), (2, 2, len(SIZES)))
+        if not (np.isfinite(us).all() and np.isfinite(cost.merge(1)).all()):
+            raise PrefixShareError("cost model: microseconds must be finite.")
         short, long = 4, 6  # 1024 and 4096 tokens, between which rates are taken
         rate = np.maximum((us[..., long] - us[..., short]) / (SIZES[long] - SIZES[short]), 1e-9)
         beside = us - rate[..., None] * SIZES
