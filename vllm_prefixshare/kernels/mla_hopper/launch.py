@@ -21,6 +21,8 @@ from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
 TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
+#: of a box of the cache in shared memory
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def requests_of_a_tile(num_heads: int) -> int:
@@ -51,9 +53,8 @@ def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, 
             "tokens 16-byte aligned, and blocks whole tokens apart."
         )
     shape = [(num_blocks - 1) * (block // token) + block_size, width]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    halves = TensorDescriptor(cache, shape, [token, 1], [unit, rank // 2], layout)
-    rope = TensorDescriptor(cache, shape, [token, 1], [unit, width - rank], layout)
+    halves = TensorDescriptor(cache, shape, [token, 1], [unit, rank // 2], LAYOUT)
+    rope = TensorDescriptor(cache, shape, [token, 1], [unit, width - rank], LAYOUT)
     return block // token, halves, rope
 
 
