@@ -121,6 +121,13 @@ def test_a_graph_leaves_the_bits_of_two_launches_with_latents(tokens, dtype):
     assert same_bits(ours, theirs)
 
 
+def test_no_memory_is_not_laid_on_triton():
+    whole = torch.cuda.mem_get_info()[1]
+    config = AttentionConfig(8, 8, 128, block_size=whole // (8 * 256 * 2) + 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_cache_write(config, torch.device(DEVICE))
+
+
 @pytest.mark.parametrize("runner", ["V2", "V1"])
 def test_the_graphs_of_an_engine_hold_it(runner, tmp_path):
     model = write_small_llama(tmp_path / "model")

@@ -9,7 +9,8 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels import compile as compiling
 from vllm_prefixshare.kernels import registry
-from vllm_prefixshare.kernels.compile import CompileError, compile_launches
+from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.kernels.compile import CompileError, compile_launches, load_cache_write
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.launching import launch, only_compile
 from vllm_prefixshare.kernels.registry import candidates, first_that_compiles, make_kernel
@@ -183,3 +184,18 @@ def test_what_was_not_compiled_is_named_with_its_gpu(portable):
     portable.error = RuntimeError()
     with pytest.raises(CompileError, match=r"'portable' .* compute capability 8.9: RuntimeError\."):
         compile_launches(make_kernel("portable", SHAPE, 1, L40S), SHAPE, 1, L40S)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, torch.AcceleratorError])
+def test_what_a_gpu_or_its_memory_is_at_fault_for_is_not_laid_on_the_kernel(
+    error, portable, monkeypatch
+):
+    def fail(*args):
+        raise error("of the machine")
+
+    portable.error = error("of the machine")
+    with pytest.raises(error, match="of the machine"):
+        first_that_compiles(SHAPE, L40S, "auto", 1)
+    monkeypatch.setattr(CacheWrite, "write_nothing", fail)
+    with pytest.raises(error, match="of the machine"):
+        load_cache_write(SHAPE, torch.device("meta"))

@@ -22,6 +22,8 @@ Result = TypeVar("Result")
 
 #: query tokens below and above the size at which merge states changes its programs
 FEW_TOKENS, MANY_TOKENS = 1, 4096
+#: what another kernel would meet, too: no memory, or a GPU that is lost
+NOT_OF_COMPILING = MemoryError, torch.OutOfMemoryError, torch.AcceleratorError
 
 
 class CompileError(PrefixShareError):
@@ -56,6 +58,8 @@ def compile_launches(
     try:
         arguments = _arguments(attention, query_len, tree, layout, lse)
         binaries = _kept(lambda: _compiled(kernel, arguments, query_len))
+    except NOT_OF_COMPILING:
+        raise
     except Exception as e:  # Triton's exceptions differ between releases
         raise CompileError(
             f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
@@ -84,6 +88,8 @@ def load_cache_write(attention: AttentionConfig, device: torch.device) -> CacheW
     try:
         write = CacheWrite.of(attention)
         _kept(lambda: write.write_nothing(device))
+    except NOT_OF_COMPILING:
+        raise
     except Exception as e:  # Triton's exceptions differ between releases
         raise CompileError(
             f"the cache write cannot be compiled by Triton {triton.__version__} "
