@@ -179,12 +179,17 @@ def test_mistakes_of_one_rank_are_sentences(alone):
             TreeDecode(alone, timeout=timeout)
     with pytest.raises(PrefixShareError, match="rank 0 is not in the group"):
         TreeDecode(alone, group=dist.GroupMember.NON_GROUP_MEMBER)
-    windowed = PrefixShareDecodeWrapper(
-        num_qo_heads=4, num_kv_heads=2, head_dim=64, block_size=16, sliding_window=16
-    )
-    for make in (lambda: TreeDecode(windowed), lambda: RingDecode(lambda: windowed)):
-        with pytest.raises(PrefixShareError, match="KV in shards has no sliding_window"):
-            make()
+    for more, text in (
+        ({"sliding_window": 16}, "has no sliding_window: make the wrapper without"),
+        ({"features": ["sinks"]}, "has no sinks: make the wrapper without"),
+        ({"features": ["alibi", "soft_cap"]}, "has no alibi and no soft_cap: make the wrapper"),
+    ):
+        other = PrefixShareDecodeWrapper(
+            num_qo_heads=4, num_kv_heads=2, head_dim=64, block_size=16, **more
+        )
+        for decoder, made in ((TreeDecode, other), (RingDecode, lambda other=other: other)):
+            with pytest.raises(PrefixShareError, match=f"KV in shards {text}"):
+                decoder(made)
     tree, ring = TreeDecode(alone), RingDecode(lambda: alone)
     for call in (lambda: tree.partial(q, None), lambda: ring.run(q, q, q)):
         with pytest.raises(PrefixShareError, match="there is no plan yet: call plan"):

@@ -24,7 +24,7 @@ class RingDecode:
         group, timeout, backend: see ``Ranks``.
 
     Raises:
-        PrefixShareError: see ``Ranks``; operators with a sliding window or for latents.
+        PrefixShareError: see ``Ranks``; operators that ``tree_reduction.shape_of`` refuses.
     """
 
     def __init__(

@@ -127,8 +127,8 @@ class TreeDecode:
         group, timeout, backend: see ``Ranks``.
 
     Raises:
-        PrefixShareError: see ``Ranks``; an unknown reduction; an operator with a sliding window
-            or for latents.
+        PrefixShareError: see ``Ranks``; an unknown reduction; an operator that ``shape_of``
+            refuses.
     """
 
     def __init__(
@@ -204,12 +204,14 @@ def shape_of(wrapper: PrefixShareDecodeWrapper) -> dict[str, object]:
     """The properties of the operator that must be equal on all ranks.
 
     Raises:
-        PrefixShareError: a sliding window, which a rank would end at its own tokens, or latents.
+        PrefixShareError: a sliding window, which a rank would end at its own tokens; latents;
+            sinks, a soft cap or ALiBi, whose values are not passed to the operator.
     """
     a = wrapper.attention
-    if a.sliding_window is not None or a.kv_lora_rank is not None:
+    parts = [name for name in ("sliding_window", "kv_lora_rank") if getattr(a, name) is not None]
+    if parts := [*parts, *a.features]:
         raise PrefixShareError(
-            "KV in shards has no sliding_window and no kv_lora_rank: make the wrapper without."
+            f"KV in shards has no {' and no '.join(parts)}: make the wrapper without."
         )
     return {
         "num_qo_heads": a.num_qo_heads,
