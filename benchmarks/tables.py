@@ -667,7 +667,8 @@ def fasttree_kernels_table() -> str:
     ]
 
     def over(slow: str, fast: str) -> str:
-        return span([c[slow]["ms"] / c[fast]["ms"] for c in cells if c[slow]["status"] == "ok"])
+        both = [c for c in cells if c[slow]["status"] == c[fast]["status"] == "ok"]
+        return span([c[slow]["ms"] / c[fast]["ms"] for c in both]) if both else "no cell of both"
 
     lines = [
         f"`{result['command']}`, {result['date']}, {result['gpu']}; {versions(result)}; "

@@ -33,6 +33,7 @@ from papers import (  # noqa: E402
     accounting,
     counters,
     deft,
+    fasttree,
     flashforge,
     merging,
     methods,
@@ -185,6 +186,31 @@ def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
     (tmp_path / "papers").mkdir()
     (tmp_path / "x.json").rename(tmp_path / "papers" / "x.json")
     assert list(tables.ran("x")["points"]) == ["good"]
+
+
+@pytest.mark.parametrize("bad", ["ours", "fasttree"])
+def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad, tmp_path, monkeypatch):
+    result = tables.published("kernel")
+    few = [
+        cell
+        for cell in result["cells"]
+        if cell["workload"] in fasttree.trees(Setting("cpu")) and cell["heads"] != "64:8"
+    ]
+    row = "| FastTree | 1 | - | {} |"
+
+    def table() -> str:
+        (tmp_path / "kernel.json").write_text(json.dumps(result))
+        return tables.fasttree_kernels_table()
+
+    monkeypatch.setattr(tables, "PUBLISHED", tmp_path)
+    whole = table()
+    for peers in (c["peers"] for c in few[1:]):
+        peers[bad] = {"status": "failed", "reason": "out of memory"}
+    ratio = few[0]["peers"]["fasttree"]["ms"] / few[0]["peers"]["ours"]["ms"]
+    alone = f"{ratio:.1f} to {ratio:.1f} times, {ratio:.1f} on average"
+    assert row.format(alone) in table() and row.format(alone) not in whole
+    few[0]["peers"][bad] = {"status": "wrong", "error": 1.0}
+    assert row.format("no cell of both") in table()
 
 
 def test_points_of_another_version_run_again(tmp_path, monkeypatch):
