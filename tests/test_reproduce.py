@@ -1,6 +1,7 @@
 """benchmarks/reproduce.py: its registry, its bytes, and that it goes on where it stopped."""
 
 import json
+import os
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -45,6 +46,9 @@ from papers.picture import COLOURS, draw  # noqa: E402
 
 H200 = Gpu((9, 0), 132, 227 << 10)
 TINY = Setting("cpu", tiny=True, repeats=1)
+#: of Nsight Compute's table
+HEAD = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+READ = '"0","{}","dram__bytes_read.sum","byte","7"'
 
 
 def run(*arguments: str) -> int:
@@ -516,10 +520,9 @@ def test_a_recording_without_a_long_run_is_said(tmp_path):
 
 
 def test_counters_are_summed_over_the_kernels_of_a_layer():
-    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
     lines = [
         "==PROF== Connected to process 7",
-        head,
+        HEAD,
         '"0","partial_attention","dram__bytes_read.sum","byte","1,024"',
         '"0","partial_attention","dram__bytes_write.sum","byte","96"',
         '"1","_merge_states","dram__bytes_read.sum","byte","64"',
@@ -530,6 +533,43 @@ def test_counters_are_summed_over_the_kernels_of_a_layer():
     layers = [{"read": 1088, "written": 128}, {"read": 7, "written": 5}]
     assert counters.parse("\n".join(lines)) == layers
     assert counters.parse("==ERROR== no permission") == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "layers", "expected"),
+    [
+        ([HEAD, READ.format("partial_attention")], 0, 1, {"read": 7, "written": 0}),
+        (
+            [HEAD, READ.format("partial_attention"), "==ERROR== the program ended with 1."],
+            9,
+            1,
+            {"failed": "ncu ended with status 9: ==ERROR== the program ended with 1."},
+        ),
+        (["==ERROR== no permission"], 1, 1, {"failed": "ncu ended with status 1: ==ERROR== no p"}),
+        ([], 0, 1, {"failed": "ncu counted 0 of 1 layers: it said nothing"}),
+        ([HEAD, READ.format("partial_attention")], 0, 2, {"failed": "ncu counted 1 of 2 layers"}),
+        (
+            [HEAD, READ.format("_merge_states")],
+            0,
+            1,
+            {"failed": "ncu lists _merge_states before any partial_attention"},
+        ),
+    ],
+)
+def test_counters_that_are_not_whole_are_a_sentence(
+    lines, status, layers, expected, tmp_path, monkeypatch
+):
+    ncu = tmp_path / "ncu"
+    printed = "\n".join(lines)
+    ncu.write_text(f"#!/bin/sh\ncat << 'EOF'\n{printed}\nEOF\nexit {status}\n")
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = counters.dram_bytes.__wrapped__((("ours", "1,4_64,16", 4, 2),) * layers)
+    assert len(found) == layers
+    for figures in found:
+        assert figures.keys() == expected.keys()
+        for name, value in expected.items():
+            assert str(figures[name]).startswith(str(value))
 
 
 def test_the_layers_of_all_points_are_counted_in_one_run(monkeypatch):

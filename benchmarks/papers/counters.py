@@ -55,16 +55,28 @@ def dram_bytes(layers: tuple[Layer, ...]) -> list[Figures]:
         )
     except subprocess.TimeoutExpired:
         return [{"failed": f"ncu took more than {MINUTES} minutes"}] * len(layers)
-    found = parse(done.stdout)
-    if len(found) != len(layers):
-        said = (done.stderr + done.stdout).strip().splitlines()
-        return [{"failed": said[-1] if said else "ncu said nothing"}] * len(layers)
+    lines = (done.stderr + done.stdout).splitlines()
+    said = [line for line in lines if line.strip() and not line.startswith('"')]
+    last = said[-1].strip() if said else "it said nothing"
+    try:
+        found = parse(done.stdout)
+        if done.returncode:
+            raise ValueError(f"ncu ended with status {done.returncode}: {last}")
+        if len(found) != len(layers):
+            raise ValueError(f"ncu counted {len(found)} of {len(layers)} layers: {last}")
+    except ValueError as e:
+        return [{"failed": str(e)}] * len(layers)
     return found
 
 
 def parse(text: str) -> list[Figures]:
-    """The sums over each layer's kernels, of ncu's table; empty if it has none."""
-    lines = text.splitlines()
+    """The sums over each layer's kernels, of ncu's table; empty if it has none.
+
+    Raises:
+        ValueError: the first kernel is not that of a layer, or a value is no number.
+    """
+    # what ncu and the program say stands between the table's lines
+    lines = [line for line in text.splitlines() if line.startswith('"')]
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     found: list[Figures] = []
     if start is None:
@@ -73,6 +85,8 @@ def parse(text: str) -> list[Figures]:
         rows = list(of_kernel)
         if FIRST in rows[0]["Kernel Name"]:
             found.append(dict.fromkeys(METRICS.values(), 0))
+        elif not found:
+            raise ValueError(f"ncu lists {rows[0]['Kernel Name']} before any {FIRST}")
         for row in rows:
             if name := METRICS.get(row["Metric Name"]):
                 found[-1][name] += round(float(row["Metric Value"].replace(",", "")))
