@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.layer import KERNELS, ON_GPU
+from tests.support import processes
 from tests.trust import paths
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
@@ -34,12 +35,15 @@ from papers import (  # noqa: E402
     accounting,
     counters,
     deft,
+    engine,
     fasttree,
     flashforge,
     merging,
     methods,
+    program,
     reduction,
     timing,
+    tree_attention,
 )
 from papers.experiment import CPU, Bars, Experiment, Point, Setting  # noqa: E402
 from papers.picture import COLOURS, draw  # noqa: E402
@@ -570,6 +574,41 @@ def test_counters_that_are_not_whole_are_a_sentence(
         assert figures.keys() == expected.keys()
         for name, value in expected.items():
             assert str(figures[name]).startswith(str(value))
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
+    """The shell waits for its child, which holds the output open."""
+    child = tmp_path / "child"
+    with pytest.raises(TimeoutError, match=r"sh took more than 0\.05 minutes and was ended"):
+        program.run(["sh", "-c", f"sleep 600 & echo $! > {child}; wait"], 0.05)
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 60
+    while processes.tree(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not processes.tree(pid)
+    done = program.run(["sh", "-c", "echo $WORD; echo bad >&2; exit 3"], 1, {"WORD": "good"})
+    assert (done.returncode, done.stdout, done.stderr) == (3, "good\n", "bad\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "begin"),
+    [
+        (tree_attention, lambda: tree_attention.run_ranks(TINY, 256)),
+        (engine, lambda: engine.run_engines.__wrapped__(1)[-1]),
+        (counters, lambda: counters.dram_bytes.__wrapped__((("ours", "1,4_64,16", 4, 2),))[0]),
+    ],
+    ids=["ranks", "engines", "ncu"],
+)
+def test_a_measuring_program_that_hangs_is_a_failed_point(module, begin, tmp_path, monkeypatch):
+    (tmp_path / "ncu").write_text("#!/bin/sh\nsleep 600\n")
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(module, "MINUTES", 0)
+    name = {tree_attention: "bench_scale.py", engine: "bench_engine.py", counters: "ncu"}[module]
+    figures = begin()
+    assert figures == {"failed": f"{name} took more than 0 minutes and was ended"}
+    runs = [reproduce.begin(stand_in("x", [Point("a", lambda: figures)]), TINY, tmp_path, False)]
+    assert not reproduce.carry_out(runs, TINY, float("inf")), "which ends in status 1"
 
 
 def test_the_layers_of_all_points_are_counted_in_one_run(monkeypatch):

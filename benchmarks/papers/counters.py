@@ -9,12 +9,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 
+from papers import program
 from papers.experiment import Figures
 
 METRICS = {"dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written"}
@@ -46,15 +46,9 @@ def dram_bytes(layers: tuple[Layer, ...]) -> list[Figures]:
     folder = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=60 * MINUTES,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-    except subprocess.TimeoutExpired:
-        return [{"failed": f"ncu took more than {MINUTES} minutes"}] * len(layers)
+        done = program.run(command, MINUTES, {"PYTHONPATH": path})
+    except TimeoutError as e:
+        return [{"failed": str(e)}] * len(layers)
     lines = (done.stderr + done.stdout).splitlines()
     said = [line for line in lines if line.strip() and not line.startswith('"')]
     last = said[-1].strip() if said else "it said nothing"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from papers import program
 from papers.experiment import (
     CPU,
     GPUS,
@@ -24,6 +25,8 @@ HEADS = 16
 EXAMPLE, LONGEST = 640_000, 5_120_000
 #: tokens on each of two GPUs for which equations 8 and 9 give figure 4's gap; the paper has none
 SHARD = 64_000
+#: after which ranks hang: a point takes one at most
+MINUTES = 10
 
 
 def layer(tokens: int, heads: int = HEADS) -> object:
@@ -154,20 +157,22 @@ def time_ranks(setting: Setting) -> Iterator[Point]:
 def run_ranks(setting: Setting, tokens: int) -> Figures:
     """``bench_scale.py`` on two ranks, in processes of their own."""
     import json
-    import subprocess
     import sys
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    program = Path(__file__).parents[1] / "bench_scale.py"
+    benchmark = Path(__file__).parents[1] / "bench_scale.py"
     with TemporaryDirectory() as folder:
         out = Path(folder) / "scale.json"
         command = [
-            *(sys.executable, str(program), "--device", setting.device, "--ranks", "2"),
+            *(sys.executable, str(benchmark), "--device", setting.device, "--ranks", "2"),
             *("--tokens", str(tokens), "--requests", "1", "--heads", f"{HEADS}:{HEADS}"),
             *("--repeats", str(setting.repeats), "--out", str(out)),
         ]
-        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            done = program.run(command, MINUTES)
+        except TimeoutError as e:
+            return {"failed": str(e)}
         if not out.exists():
             return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
         (row,) = json.loads(out.read_text())["rows"]
