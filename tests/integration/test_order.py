@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import random
+import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -125,6 +126,19 @@ def test_priorities_stand_above_the_order():
     fill(cache, high)
     assert list(cache.queue) == [high, low2]
     assert [cache.take(), cache.take()] == [high, low2]
+
+
+def test_a_step_begins_without_a_look_at_every_priority():
+    """The scheduler begins one every few milliseconds."""
+    cache, calls = Cache(by_priority=True), []
+    fill(cache, *(Waiting("a", priority=i) for i in range(100)))
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code.co_name))
+    try:
+        cache.queue.begin_step()
+    finally:
+        sys.setprofile(before)
+    assert calls.count("begin_step") == 2, "its call and its return"
 
 
 def test_removed_requests_are_gone_and_strangers_are_ignored():

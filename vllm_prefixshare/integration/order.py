@@ -68,11 +68,11 @@ class _Level:
         #: recently used last
         self._warm: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in DEPTHS]
         self._given = 0.0
-        #: of the last step in which requests were taken: when the first one was, whether one of
-        #: them overtook another request, and whether it is over
+        #: the last step in which requests were taken, when the first one was, and whether one of
+        #: them overtook another request
+        self._taken_in = -1
         self._taken_at = 0.0
         self._overtakes = False
-        self._over = True
 
     def __len__(self) -> int:
         return len(self._front) + len(self._waiting)
@@ -105,10 +105,6 @@ class _Level:
         """
         return self._given + (self._clock() - self._taken_at if self._overtakes else 0.0)
 
-    def begin_step(self) -> None:
-        """Requests taken from now on start in another step."""
-        self._over = True
-
     def choose(self) -> Request:
         """The request to take next; there must be one."""
         if self._front:
@@ -124,12 +120,14 @@ class _Level:
                 del warm[key]  # evicted; listed again when the next request computes it
         return oldest
 
-    def take(self, request: Request) -> None:
-        """Remove ``request``, which is about to run: requests with its prefix should follow."""
-        if self._over:
+    def take(self, request: Request, step: int) -> None:
+        """Remove ``request``, which is about to run: requests with its prefix should follow.
+        ``step`` counts from 0.
+        """
+        if step != self._taken_in:
             self._given = self.given()
-            self._taken_at = self._clock()
-            self._overtakes = self._over = False
+            self._taken_in, self._taken_at = step, self._clock()
+            self._overtakes = False
         if self._front and self._front[0] is request:
             self._front.popleft()
             hashes = self._hashes(request)
@@ -199,6 +197,7 @@ class PrefixQueue(RequestQueue):
         #: (request, its level) last peeked at, which must be the one taken even if the cache has
         #: changed since
         self._seen: tuple[Request, _Level] | None = None
+        self._step = 0
 
     def _level_of(self, request: Request) -> _Level:
         self._seen = None
@@ -220,8 +219,7 @@ class PrefixQueue(RequestQueue):
 
     def begin_step(self) -> None:
         """Requests taken from now on start in another step: only time between steps is lost."""
-        for level in self._levels.values():
-            level.begin_step()
+        self._step += 1
 
     def add_request(self, request: Request) -> None:
         """Let ``request`` wait."""
@@ -236,7 +234,7 @@ class PrefixQueue(RequestQueue):
         """Remove and return the next request."""
         request, level = self._seen or self._look()
         self._seen = None
-        level.take(request)
+        level.take(request, self._step)
         return request
 
     def prepend_request(self, request: Request) -> None:
