@@ -378,6 +378,55 @@ def test_a_checkpoint_says_its_kv_cache_as_to_vllm(tmp_path, quantised, expected
         assert expected == (get_kv_cache_quant_algo_string(quantised) or "auto")
 
 
+LEGACY = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+LEGACY_FP8 = {**LEGACY, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside", "expected"),
+    [
+        ({}, LEGACY, "auto"),
+        ({}, LEGACY_FP8, "fp8_e4m3"),
+        ({"quantization_config": None}, LEGACY_FP8, "fp8_e4m3"),
+        ({"quantization_config": MODELOPT}, LEGACY_FP8, "auto"),
+        ({"quantization_config": LEGACY_FP8}, None, "fp8_e4m3"),
+        ({}, {**LEGACY_FP8, "producer": {"name": "another"}}, "auto"),
+        ({}, {**LEGACY_FP8, "quantization": {"kv_cache_quant_algo": "FP8"}}, "auto"),
+        (
+            {},
+            {"quantization": {**LEGACY_FP8["quantization"], "modelopt_quant_config": {}}},
+            "fp8_e4m3",
+        ),
+    ],
+)
+def test_a_file_of_modelopt_beside_the_config_is_read_where_vllm_does(
+    tmp_path, fields, beside, expected
+):
+    import vllm.config  # noqa: F401 - it must come before the others, which import each other
+    from vllm.transformers_utils.config import get_config
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+    from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
+
+    model = write_model(tmp_path, model_type="llama", architectures=["LlamaForCausalLM"], **fields)
+    if beside is not None:
+        (model / "hf_quant_config.json").write_text(json.dumps(beside))
+    (kind,) = layer_kinds(model, read_config(model))
+    assert kind.kv_cache_dtype == expected
+    theirs = get_config(str(model), trust_remote_code=False)
+    quantised = ModelArchConfigConvertorBase(theirs, theirs).get_quantization_config()
+    assert expected == (get_kv_cache_quant_algo_string(quantised) or "auto")
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "9" * 5000])
+def test_a_hostile_file_beside_the_config_gets_one_sentence(tmp_path, content, capsys):
+    path = write_model(tmp_path) / "hf_quant_config.json"
+    path.write_text(content)
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"vllm-prefixshare: error: {path} does not describe a model (")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "cache", "on_cpu", "expected"),
     [
@@ -519,6 +568,7 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
         {"kv_lora_rank": "wide"},
         {"quantization_config": 8},
         {"quantization_config": {"quant_method": "modelopt", "quantization": 8}},
+        {"quantization_config": {"producer": 8, "quantization": {"quant_algo": "FP8"}}},
         {"linear_attn_config": [4]},
         {"linear_attn_config": {"kda": 4}},
         {"linear_attn_config": {"kda_layers": [[1]]}},

@@ -94,26 +94,44 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields that describe the text model in ``folder/config.json``, with those that it names
-    otherwise or leaves out.
+    otherwise or leaves out; ``quantization_config`` from ``hf_quant_config.json``, where ModelOpt
+    before 0.31 has it, if vLLM would read that.
 
     Raises:
-        PrefixShareError: it cannot be read, or is not an object.
+        PrefixShareError: a file cannot be read, or is not an object.
     """
     path = folder / "config.json"
     try:
-        if path.is_fifo():
-            raise ValueError("it is a pipe")  # to open it would wait for a writer
-        config = json.loads(read_text(path, MOST_BYTES))
+        whole = _object(path)
         # a multimodal model keeps them one level down
-        config = {**config, **(config.get("text_config") or {})}
+        config = {**whole, **(whole.get("text_config") or {})}
         for theirs, name in OTHER_NAMES.items():
             if theirs in config:
                 config.setdefault(name, config[theirs])
         model_type = str(config.get("model_type")).removesuffix("_text")
         config = {**LEFT_OUT.get(model_type, {}), **config}
+        beside = folder / "hf_quant_config.json"
+        if whole.get("quantization_config") is None and beside.is_file():
+            path = beside
+            config["quantization_config"] = _object(path)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
     return config
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else, or too long.
+    """
+    if path.is_fifo():
+        raise ValueError("it is a pipe")  # to open it would wait for a writer
+    found = json.loads(read_text(path, MOST_BYTES))
+    if not isinstance(found, dict):
+        raise ValueError("it is not an object")
+    return found
 
 
 def attention_shape(
@@ -310,6 +328,12 @@ def _kv_cache_dtype(config: dict[str, Any], is_latent: bool) -> str:
     """
     quantised = dict(config.get("quantization_config") or {})
     method, scheme = str(quantised.get("quant_method")), quantised.get("kv_cache_scheme")
+    inner = quantised.get("quantization")
+    # ModelOpt names no method in a file of its own; vLLM knows it so
+    if isinstance(inner, dict) and inner.get("quant_algo") is not None:
+        producer = dict(quantised.get("producer") or {}).get("name")
+        if producer == "modelopt" or "modelopt_quant_config" in inner:
+            method = "modelopt"
     if method == "compressed-tensors":  # vLLM's layers with latents do not look at it
         return "fp8" if scheme and not is_latent else "auto"
     if not method.startswith("modelopt"):
