@@ -432,14 +432,14 @@ def test_profile_measures_the_cache_that_vllm_would_have(
         (
             {"quantization_config": NVFP4},
             [],
-            "layers with a KV cache of type nvfp4 keep vLLM's own backend, which reads no cost "
-            "table: name --kv-cache-dtype bfloat16 or fp8.",
+            "layers with a KV cache of type nvfp4 keep vLLM's own backend, so there is nothing to "
+            "do here: name --kv-cache-dtype bfloat16 or fp8.",
         ),
         (None, ["--kv-cache-dtype", "fp8_e5m2"], "a KV cache of type fp8_e5m2 keep vLLM's own"),
         (
             None,
             ["--kv-cache-dtype", "float16"],
-            "of type float16 keep vLLM's own backend, which reads no cost table: name "
+            "of type float16 keep vLLM's own backend, so there is nothing to do here: name "
             "--kv-cache-dtype bfloat16 or fp8.",
         ),
         (

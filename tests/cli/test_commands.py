@@ -454,6 +454,43 @@ def test_doctor_knows_the_kv_cache_that_is_asked_for(
     assert ", KV cache fp8_e4m3: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "gpu"), [("inspect", []), ("inspect", ["--gpu", "H100"]), ("estimate", ["H100"])]
+)
+def test_plans_are_priced_for_the_cache_that_vllm_would_have(tmp_path, capsys, command, gpu):
+    model = str(write_model(tmp_path, quantization_config={**MODELOPT, "kv_cache_scheme": SCHEME}))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f"{[1] * 8192}\n" * 32)
+    of = {
+        "inspect": ["inspect", "--tree", "1,32_8192,64", *gpu],
+        "estimate": ["estimate", str(prompts), "--gpu", *gpu],
+    }[command]
+
+    def microseconds(*options: str) -> float:
+        assert main([*of, "--json", *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        if command == "estimate":
+            return found["attention_us_shared"] / found["layers"]
+        return max(plan["busiest_worker_us"] for plan in found["dividers"])
+
+    shape = "--num-qo-heads", "8", "--num-kv-heads", "2", "--head-dim", "64"
+    wide, narrow = microseconds(*shape), microseconds(*shape, "--kv-cache-dtype", "fp8")
+    assert narrow < wide
+    assert microseconds("--model", model) == pytest.approx(narrow, abs=0.01)
+    assert microseconds("--model", model, "--kv-cache-dtype", "bfloat16") == pytest.approx(
+        wide, abs=0.01
+    )
+
+
+@pytest.mark.parametrize("command", ["inspect", "estimate"])
+def test_nothing_is_promised_for_caches_that_are_not_served(tmp_path, capsys, command):
+    prompts = [str(tmp_path / "prompts")] if command == "estimate" else []
+    assert main([command, *prompts, "--gpu", "H200", "--kv-cache-dtype", "int8"]) == 2
+    error = capsys.readouterr().err
+    assert "layers with a KV cache of type int8 keep vLLM's own backend, so there" in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("gpus", ["0", "3"])
 def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, gpus, capsys):
     model = str(write_model(tmp_path))

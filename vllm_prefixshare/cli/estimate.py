@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_prefixshare.cli.model import (
+    add_cache_argument,
     add_shape_arguments,
-    attention_of,
+    cached_attention_of,
     layer_kinds,
     read_config,
 )
@@ -50,6 +51,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=int, default=256, help="requests that decode together")
     command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
     add_shape_arguments(command, block_size=16)
+    add_cache_argument(command)
 
 
 class Totals(NamedTuple):
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise PrefixShareError(
             f"--output-tokens must be from 0 to {1 << 20}, got {args.output_tokens}."
         )
-    attention = attention_of(args)
+    attention = cached_attention_of(args)
     gpu = planning_for(args.gpu, attention)
     tokenizer = byte_tokens if args.tokenizer is None else load_tokenizer(args.tokenizer)
     prompts = read_prompts(args.file, tokenizer)

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_prefixshare.cli.model import add_shape_arguments, attention_of
+from vllm_prefixshare.cli.model import (
+    add_cache_argument,
+    add_shape_arguments,
+    cached_attention_of,
+)
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.records import Forest, PrefixShareError
 
@@ -36,6 +40,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--step", type=int, default=-1, help="line of a file with several batches")
     command.add_argument("--tree", default="1,4,16_1024,256,64", help="nodes_tokens of each level")
     add_shape_arguments(command, block_size=16)
+    add_cache_argument(command)
     command.add_argument("--divider", help="only this one, and with --json its schedule")
     command.add_argument("--gpu", help="plan as on this GPU, such as H200")
     command.add_argument("--workers", type=int, default=132, help="thread blocks, without --gpu")
@@ -60,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_prefixshare.planning.sharing import shareable_forest
 
     get_divider(args.divider or "flashforge")
-    attention = attention_of(args)
+    attention = cached_attention_of(args)
     if args.file is None:
         batch = tree_batch(args.tree, attention.block_size)
     else:

@@ -3,11 +3,11 @@
 import argparse
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.trusted import read_text
 
@@ -90,6 +90,27 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
             args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
         )
     return attention_shape(args.model, read_config(args.model), args.block_size, args.dtype)
+
+
+def cached_attention_of(args: argparse.Namespace) -> AttentionConfig:
+    """``attention_of``, with the KV cache that vLLM would give it under ``--kv-cache-dtype``.
+
+    Raises:
+        PrefixShareError: as ``attention_of``, or no layer with such a cache would be served.
+    """
+    attention = attention_of(args)
+    cache: str = args.kv_cache_dtype
+    if cache == "auto" and args.model is not None:
+        cache = layer_kinds(args.model, read_config(args.model))[0].kv_cache_dtype
+    if cache in ("auto", attention.dtype):
+        return attention
+    if cache not in FP8_CACHES:
+        raise PrefixShareError(
+            f"layers with a KV cache of type {cache} keep vLLM's own backend, so there is nothing "
+            f"to do here: name --kv-cache-dtype {attention.dtype} or fp8."
+        )
+    # vLLM quantises the queries, too
+    return replace(attention, kv_dtype=FP8, query_dtype=FP8)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

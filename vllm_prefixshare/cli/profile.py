@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,12 +10,11 @@ from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.model import (
     add_cache_argument,
     add_shape_arguments,
-    attention_of,
-    layer_kinds,
+    cached_attention_of,
     read_config,
 )
 from vllm_prefixshare.cli.progress import Progress
-from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
@@ -66,28 +64,14 @@ def _layer(args: argparse.Namespace) -> AttentionConfig:
     """The layer to measure, with the KV cache that vLLM would give it.
 
     Raises:
-        PrefixShareError: as ``attention_of``, or no table would be read for such layers.
+        PrefixShareError: as ``cached_attention_of``, or no table would be read for such layers.
     """
-    cache: str = args.kv_cache_dtype
-    if args.model is not None:
-        config = read_config(args.model)
-        if config.get("kv_lora_rank"):
-            raise PrefixShareError(
-                f"{args.model / 'config.json'} has multi-head latent attention, which needs no "
-                "cost table: its plans were no faster by measured prices than by the estimate."
-            )
-        if cache == "auto":
-            cache = layer_kinds(args.model, config)[0].kv_cache_dtype
-    attention = attention_of(args)
-    if cache in ("auto", attention.dtype):
-        return attention
-    if cache not in FP8_CACHES:
+    if args.model is not None and read_config(args.model).get("kv_lora_rank"):
         raise PrefixShareError(
-            f"layers with a KV cache of type {cache} keep vLLM's own backend, which reads no cost "
-            f"table: name --kv-cache-dtype {attention.dtype} or fp8."
+            f"{args.model / 'config.json'} has multi-head latent attention, which needs no "
+            "cost table: its plans were no faster by measured prices than by the estimate."
         )
-    # vLLM quantises the queries, too
-    return replace(attention, kv_dtype=FP8, query_dtype=FP8)
+    return cached_attention_of(args)
 
 
 def _profile_cpu(attention: AttentionConfig) -> "CostTable":
