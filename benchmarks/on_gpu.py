@@ -5,10 +5,12 @@
     python benchmarks/on_gpu.py figures kernel_fp8 kernel_mla
     python benchmarks/on_gpu.py figures kernel --path FASTTREE=~/FastTree-Artifact ...
 
-Tests and trust runs share the GPU and the cores, since nothing of them is timed. Figures run one
-after the other: each by the command in its published file, which writes to ``--out`` instead.
-Whatever a step prints is in ``--out`` too. The exit status is 1 if a step failed or did not end
-before ``--minutes`` were over.
+Tests and trust runs share the GPU and the cores, since nothing of them is timed. A larger
+``--cores`` than the machine has does not help: processes take turns on the GPU, and many engines at
+once run into their time limits. Figures run one after the other: each by the command in its
+published file, which writes to ``--out`` instead. Whatever a step prints is in ``--out`` too. Steps
+that run when ``--minutes`` are over are interrupted, so that pytest says in which test; the exit
+status is 1 if there are any, or if a step failed.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +37,10 @@ ENGINE_PARTS = (
 )
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
 CHAOS = "benchmarks/soak.py engine --requests 1440 --minutes 1.6 --longest 48"
+
+
+#: seconds between an interrupt and the end by force
+GRACE = 10.0
 
 
 @dataclass
@@ -51,6 +58,7 @@ class Running:
     step: Step
     process: subprocess.Popen[bytes]
     began: float
+    interrupted: bool = False
 
 
 def tests(out: Path) -> Iterator[Step]:
@@ -74,7 +82,7 @@ def trust(out: Path) -> Iterator[Step]:
     yield Step("sanitize", f"benchmarks/sanitize.py --out {out}/sanitize.json", 4)
     for name, options in (("", ""), ("_shared", " --divider deft_flatten")):
         command = f"{CHAOS}{options} --out {out}/soak_engine_gpu{name}.json"
-        yield Step(f"soak_engine_gpu{name}", command, 4)
+        yield Step(f"soak_engine_gpu{name}", command, 8)  # fourteen engines
     pytest = "-m pytest -q tests/trust/test_kernels_on_gpu.py -k"
     yield Step("graph", f"{pytest} graph")
     for seed in range(1, FOREST_RUNS + 1):
@@ -109,8 +117,14 @@ def start(step: Step, out: Path) -> Running:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that the engines that it starts can be ended with it
+            preexec_fn=_take_interrupts,
         )
     return Running(step, process, time.monotonic())
+
+
+def _take_interrupts() -> None:
+    """Runs in the child: what a shell started in the background ignores them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(steps: list[Step], out: Path, cores: int, seconds: float) -> list[str]:
@@ -132,7 +146,14 @@ def run(steps: list[Step], out: Path, cores: int, seconds: float) -> list[str]:
             if not report(r, out):
                 wrong.append(r.step.name)
     for r in running:
-        os.killpg(r.process.pid, signal.SIGKILL)
+        r.interrupted = True
+        r.process.send_signal(signal.SIGINT)
+    patience = time.monotonic() + GRACE
+    for r in running:
+        with suppress(subprocess.TimeoutExpired):
+            r.process.wait(max(0.0, patience - time.monotonic()))
+        with suppress(ProcessLookupError):  # nothing is left of its group
+            os.killpg(r.process.pid, signal.SIGKILL)
         r.process.wait()
         report(r, out)
     for step in waiting:
@@ -145,7 +166,7 @@ def report(ended: Running, out: Path) -> bool:
     status = ended.process.returncode
     lines = (out / f"{ended.step.name}.log").read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
-    said = "time was up" if status == -signal.SIGKILL else f"status {status}"
+    said = "time was up" if ended.interrupted else f"status {status}"
     seconds = time.monotonic() - ended.began
     print(f"{ended.step.name}: {said}, {seconds:.0f} s: {last[:160]}", flush=True)
     return status == 0
@@ -168,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         help="what stands for NAME in a command, such as FASTTREE: the checkout of a peer",
     )
     parser.add_argument("--list", action="store_true", help="show the commands, and run nothing")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     out = args.out.resolve()
     try:
         if args.what == "figures":

@@ -65,6 +65,16 @@ def test_what_does_not_end_in_time_is_ended_with_its_children(tmp_path, capsys):
         raise AssertionError("the child still runs")
 
 
+def test_what_does_not_end_in_time_can_say_where_it_is(tmp_path, capsys):
+    code = (
+        "import time\n"
+        "try: time.sleep(600)\n"
+        "except KeyboardInterrupt: print('2 passed, interrupted in the third')"
+    )
+    assert on_gpu.run(steps(slow=code), tmp_path, 1, 3) == ["slow"]
+    assert "slow: time was up, 3 s: 2 passed, interrupted in the third" in capsys.readouterr().out
+
+
 def test_every_test_file_that_needs_a_gpu_has_a_step(tmp_path):
     commands = " ".join(step.command for step in on_gpu.tests(tmp_path))
     files = sorted(Path(__file__).parent.glob("gpu/test_*.py"))
@@ -97,6 +107,12 @@ def test_an_unknown_name_is_refused(arguments, sentence, tmp_path, capsys):
         on_gpu.main([*arguments, "--out", str(tmp_path)])
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_names_may_stand_behind_options(tmp_path, capsys):
+    out = ["--out", str(tmp_path)]
+    assert on_gpu.main(["tests", "--list", "test_mla", *out, "test_windows"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2
 
 
 def test_the_list_has_commands_that_a_shell_takes(tmp_path, capsys):

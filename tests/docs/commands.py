@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,14 +127,19 @@ def check_python(arguments: list[str]) -> None:
     path = ROOT / arguments[0]
     if not path.is_file():
         raise WrongCommandError(f"there is no {arguments[0]}")
-    read_only = argparse.ArgumentParser.parse_args
 
-    def parse_only(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
-        read_only(self, arguments[1:], namespace)
-        raise _ParsedError
+    def only(read: Callable[..., Any]) -> Callable[..., Any]:
+        def parse_only(self: argparse.ArgumentParser, *_: Any) -> Any:
+            read(self, arguments[1:])
+            raise _ParsedError
+
+        return parse_only
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(
+                argparse.ArgumentParser, name, only(getattr(argparse.ArgumentParser, name))
+            )
         patch.setattr(sys, "argv", [str(path), *arguments[1:]])
         patch.syspath_prepend(str(path.parent))
         patch.setattr(os, "environ", {**os.environ})
