@@ -871,6 +871,31 @@ def arrivals_table() -> str:
     return "\n".join(lines)
 
 
+def windows_table() -> str:
+    """Layers with sliding windows: a line for each layer, a column for each tree."""
+    results = [published(path.stem) for path in sorted(PUBLISHED.glob("kernel_windows_*.json"))]
+    results.sort(key=lambda result: (-result["sliding_window"], -result["head_dim"]))
+    trees = list(dict.fromkeys(cell["workload"] for r in results for cell in r["cells"]))
+    lines = [
+        f"{results[0]['gpu']}; {versions(results[0])}. "
+        + " ".join(f"`{result['command']}`" for result in results)
+        + f": microseconds of one layer, ours / FA3 (ratio), medians of {results[0]['repeats']} "
+        "CUDA-graph replays with the L2 cache flushed.",
+        "",
+        f"| window, head_dim, heads | {' | '.join(trees)} |",
+        "|" + "---|" * (1 + len(trees)),
+    ]
+    for result in results:
+        cells = {cell["workload"]: cell["peers"] for cell in result["cells"]}
+        times = [[1e3 * cells[tree][peer]["ms"] for peer in (OURS[0], "fa3")] for tree in trees]
+        entries = [f"{ours:.1f} / {fa3:.1f} ({fa3 / ours:.2f})" for ours, fa3 in times]
+        lines.append(
+            f"| {result['sliding_window']}, {result['head_dim']}, {result['cells'][0]['heads']}"
+            f"{', sinks' if result['sinks'] else ''} | {' | '.join(entries)} |"
+        )
+    return "\n".join(lines)
+
+
 def context_parallel_table() -> str:
     """Decode context parallelism in an engine, beside one GPU."""
     result = published("context_parallel")
@@ -937,6 +962,13 @@ TABLES = {
         lambda: engine_table("engine_invariant"),
     ),
     "kernel invariant": ("docs/fidelity.md", "kernel_invariant", invariant_table),
+    "kernel windows": ("docs/served.md", "kernel_windows_1024_256", windows_table),
+    "engine gemma3": (
+        "docs/served.md",
+        "engine_gemma3",
+        lambda: engine_table("engine_gemma3"),
+    ),
+    "engine long": ("docs/performance.md", "engine_long", lambda: engine_table("engine_long")),
     "kernel mla": ("docs/kernel-results.md", "kernel_mla", lambda: kernel_table("kernel_mla")),
     "kernel first step": (
         "docs/kernel-results.md",

@@ -120,3 +120,8 @@ def test_the_list_has_commands_that_a_shell_takes(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert f"sanitize: python benchmarks/sanitize.py --out {tmp_path}/new/sanitize.json" in lines
     assert not (tmp_path / "new").exists()
+
+
+def test_figures_that_were_not_published_yet_have_commands_too(tmp_path):
+    steps = [on_gpu.figure(name, tmp_path, {}) for name in on_gpu.NEW]
+    assert all(step.command.endswith(f"--out {tmp_path}/{step.name}.json") for step in steps)
