@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.support.processes import alive, tree
+from vllm_prefixshare.integration.metrics import PREFIX
 
 _SCRIPT = Path(sys.executable).with_name("vllm")
 #: The command ``vllm``, or the module behind it where no script is installed.
@@ -125,6 +126,26 @@ def metrics(url: str) -> list[Sample]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return [sample for family in families for sample in family.samples]
+
+
+def metrics_at(url: str, steps_before: float = 0.0) -> dict[str, float]:
+    """The backend's metrics, by name without prefix and summed over labels. Waits until
+    ``/metrics`` has every step that the worker counted.
+
+    Args:
+        steps_before: decode steps in ``/metrics`` when the worker's counts were last reset.
+    """
+    for _ in range(50):
+        found: dict[str, float] = {}
+        for sample in metrics(url):
+            if sample.name.startswith(PREFIX) and not sample.name.endswith("_bucket"):
+                assert sample.labels["model_name"] == NAME and sample.labels["engine"] == "0"
+                name = sample.name.removeprefix(PREFIX)
+                found[name] = found.get(name, 0) + sample.value
+        if found.get("decode_steps_total") == steps_before + stats(url)["decode_steps"]:
+            return found
+        time.sleep(0.2)
+    pytest.fail(f"/metrics has {found}, the worker {stats(url)}")
 
 
 def client_of(url: str) -> openai.OpenAI:

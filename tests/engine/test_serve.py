@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.serving import (
     client_of,
     free_port,
     metrics,
+    metrics_at,
     server_process,
     stats,
     stream,
@@ -129,23 +129,6 @@ def test_metrics_say_what_samples_of_one_prompt_share(server):
     for name in ("plans", "plans_reused", "kv_tokens_read", "kv_tokens_saved", "shared_steps"):
         assert after[f"{name}_total"] == counted[name]
     assert counted["share_factor"] == counted["kv_tokens_stock"] / counted["kv_tokens_read"]
-
-
-def metrics_at(server: str) -> dict[str, float]:
-    """The backend's metrics, by name without prefix and summed over labels. Waits until
-    ``/metrics`` has every count of the worker.
-    """
-    for _ in range(50):
-        found: dict[str, float] = {}
-        for sample in metrics(server):
-            if sample.name.startswith(PREFIX) and not sample.name.endswith("_bucket"):
-                assert sample.labels["model_name"] == NAME and sample.labels["engine"] == "0"
-                name = sample.name.removeprefix(PREFIX)
-                found[name] = found.get(name, 0) + sample.value
-        if found.get("decode_steps_total") == stats(server)["decode_steps"]:
-            return found
-        time.sleep(0.2)
-    pytest.fail(f"/metrics has {found}, the worker {stats(server)}")
 
 
 def test_every_query_of_the_dashboard_finds_its_metrics_and_labels(server):
