@@ -96,7 +96,7 @@ def trust(out: Path) -> Iterator[Step]:
     yield Step("sanitize", f"benchmarks/sanitize.py --out {out}/sanitize.json", 4)
     for name, options in (("", ""), ("_shared", " --divider deft_flatten")):
         command = f"{CHAOS}{options} --out {out}/soak_engine_gpu{name}.json"
-        yield Step(f"soak_engine_gpu{name}", command, 8)  # fourteen engines
+        yield Step(f"soak_engine_gpu{name}", command, 16)  # fourteen engines
     pytest = "-m pytest -q tests/trust/test_kernels_on_gpu.py -k"
     yield Step("graph", f"{pytest} graph")
     for seed in range(1, FOREST_RUNS + 1):
