@@ -22,8 +22,6 @@ Result = TypeVar("Result")
 
 #: query tokens below and above the size at which merge states changes its programs
 FEW_TOKENS, MANY_TOKENS = 1, 4096
-#: what another kernel would meet, too: no memory, or a GPU that is lost
-NOT_OF_COMPILING = MemoryError, torch.OutOfMemoryError, torch.AcceleratorError
 
 
 class CompileError(PrefixShareError):
@@ -58,9 +56,9 @@ def compile_launches(
     try:
         arguments = _arguments(attention, query_len, tree, layout, lse)
         binaries = _kept(lambda: _compiled(kernel, arguments, query_len))
-    except NOT_OF_COMPILING:
-        raise
     except Exception as e:  # Triton's exceptions differ between releases
+        if _machine_is_at_fault(e):
+            raise
         raise CompileError(
             f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
             f"compute capability {gpu.capability[0]}.{gpu.capability[1]}: {_one_line(e)}."
@@ -88,14 +86,22 @@ def load_cache_write(attention: AttentionConfig, device: torch.device) -> CacheW
     try:
         write = CacheWrite.of(attention)
         _kept(lambda: write.write_nothing(device))
-    except NOT_OF_COMPILING:
-        raise
     except Exception as e:  # Triton's exceptions differ between releases
+        if _machine_is_at_fault(e):
+            raise
         raise CompileError(
             f"the cache write cannot be compiled by Triton {triton.__version__} "
             f"({_one_line(e)}): values are made finite in a launch of their own."
         ) from e
     return write
+
+
+def _machine_is_at_fault(e: Exception) -> bool:
+    """Whether another kernel would fail, too: no memory, or a GPU that is lost. The driver's
+    want of memory for a binary reaches Python as Triton's ``RuntimeError``.
+    """
+    no_memory = MemoryError, torch.OutOfMemoryError, torch.AcceleratorError
+    return isinstance(e, no_memory) or "Triton Error [CUDA]: out of memory" in str(e)
 
 
 def _kept(compiling: Callable[[], Result]) -> Result:
