@@ -61,7 +61,7 @@ class Pass:
     seconds: duration of the pass. ms_per_token: mean time from an output token to the next, from
         vLLM's own metrics; None where no request has two tokens.
     stats: ``prefix_share_stats`` of the pass; empty for stock.
-    dtype: dtype of the model. note: why the fastest kernel is not used, or empty.
+    dtype: dtype of the model. note: why sharing may gain no time here, or empty.
     """
 
     tokens: list[tuple[int, ...]]
@@ -359,15 +359,23 @@ def default_dtype() -> str:
 
 
 def note() -> str:
-    """Why sharing runs in torch operators on this CPU; empty on other CPUs, and on GPUs."""
+    """Why sharing may gain no time on this CPU: it runs in torch operators, or stock has AMX; empty
+    on other CPUs, and on GPUs.
+    """
     if not on_cpu():
         return ""
     from vllm_prefixshare.config import AttentionConfig
     from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+    from vllm_prefixshare.kernels.cpu.native import processor_flags
 
     notes: list[str] = []
     dtype = "bfloat16" if default_dtype() == "auto" else "float32"
     cpu_executor(AttentionConfig(8, 2, 64, 32, dtype), notes.append)
+    if dtype == "bfloat16" and "amx_tile" in processor_flags():
+        notes.append(
+            "stock multiplies in the matrix unit of this processor (AMX), whose KV layout "
+            "PREFIX_SHARE cannot read. On a GPU both use tensor cores."
+        )
     return " ".join(notes)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from vllm_prefixshare.kernels.cpu import native
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = ("--no-compare", "--pairs", "0")
@@ -223,3 +224,13 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(
     assert "error: " in printed.err
     assert "starting" not in printed.out
     assert {path.name for path in tmp_path.iterdir()} == set(names), "a refused run leaves no file"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [({"avx512_bf16", "amx_tile"}, True), ({"avx512_bf16"}, False), ({"amx_tile"}, False)],
+)
+def test_the_note_on_the_time_names_amx_where_stock_uses_it(flags, named, monkeypatch):
+    common = runpy.run_path(str(EXAMPLES / "common.py"))
+    monkeypatch.setattr(native, "processor_flags", lambda: frozenset(flags))
+    assert ("AMX" in common["note"]()) == named
