@@ -18,7 +18,7 @@ from papers.experiment import (
     rows,
     span,
 )
-from papers.flashforge import against, time_bars, time_table
+from papers.flashforge import against, methods_of, time_bars, time_table
 from papers.token_trees import token_tree
 
 PAPER = "DeFT"
@@ -383,9 +383,7 @@ def walks_table(results: Results) -> list[str]:
 
 
 def token_trees_sentence(results: Results) -> str:
-    others = dict.fromkeys(
-        n for f in results.values() for n in f["peers"] if n not in ("ours", "portable")
-    )
+    others = [n for n in methods_of(results) if n not in ("ours", "portable")]
     return "time over ours: " + "; ".join(f"{n} {against(results, n, 'ours')}" for n in others)
 
 

@@ -233,9 +233,15 @@ def time_sentence(results: Results) -> str:
     )
 
 
+def methods_of(results: Results) -> list[str]:
+    """Names of the methods under ``peers``, without those that the machine had at no point."""
+    found = (peer for f in results.values() for peer in f.get("peers", {}).items())
+    return list(dict.fromkeys(name for name, of in found if of["status"] != "unavailable"))
+
+
 def time_table(results: Results) -> list[str]:
     """Milliseconds of every method."""
-    titles = list(dict.fromkeys(t for f in results.values() for t in f.get("peers", ())))
+    titles = methods_of(results)
     lines = []
     for name, f in results.items():
         entries = []
