@@ -36,17 +36,8 @@ ENGINE_PARTS = (
     "two_gpus or context_parallelism",
 )
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
-_WINDOWS = "--tree 1,64_4096,64 --tree 1,64_4096,512 --tree 1,16_4096,64 --tree 64_2048"
-_KERNEL = f"benchmarks/bench_kernel.py --peers ours,portable,fa3 {_WINDOWS} --sliding-window"
 #: figures that were not published yet; later their commands are in their files
 NEW = {
-    "kernel_windows_1024_256": f"{_KERNEL} 1024 --head-dim 256 --heads 16:8",
-    "kernel_windows_1024_128": f"{_KERNEL} 1024 --heads 32:8",
-    "kernel_windows_512_256": f"{_KERNEL} 512 --head-dim 256 --heads 16:8",
-    "kernel_windows_128_64": f"{_KERNEL} 128 --sinks --head-dim 64 --heads 64:8",
-    "order_sizes": "benchmarks/bench_order.py --layers 8 --cache 0.25 0.75 1.5 --limit 200",
-    "engine_gemma3": "benchmarks/bench_engine.py --shape gemma3-12b --start-together "
-    "--workloads doc32k,doc4k,unshared --repeats 2",
     "engine_long": "benchmarks/bench_engine.py --start-together --workloads doc32k,few,single "
     "--tokens 512 --repeats 2",
 }
