@@ -5,6 +5,7 @@ import fcntl
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ with contextlib.suppress(AttributeError):  # another llvmlite
     ffi.lib._fntab.setdefault("__dict__", {})
 
 F = TypeVar("F", bound=Callable[..., object])
+#: seconds to wait for another process to write its code; saving one function takes milliseconds
+PATIENCE = 10.0
 
 
 def compiled(function: F) -> F:
@@ -33,13 +36,18 @@ def compiled(function: F) -> F:
     except RuntimeError:  # no folder to cache in: compile anew in each process
         compiled_function = njit(nogil=True)(function)
     else:
-        _do_without(getattr(compiled_function, "_cache", None))
+        _make_safe(getattr(compiled_function, "_cache", None))
     return compiled_function
 
 
-def _do_without(cache: Any) -> None:
-    """Compile without the cache where it cannot be read or written: Numba passes on the
-    exception of a full disk or a damaged file, and the engine would not start.
+def _make_safe(cache: Any) -> None:
+    """Make Numba's cache of a function safe for several processes, and do without it where it
+    cannot be read or written.
+
+    Numba writes the index before the code, which it names by counting. So without a lock a process
+    could read what another version of the function left under that name, and two processes could
+    give two functions the same name. It passes on the exception of a full disk or a damaged file,
+    and the engine would not start.
     """
     if cache is None:  # NUMBA_DISABLE_JIT=1
         return
@@ -47,23 +55,49 @@ def _do_without(cache: Any) -> None:
 
     def load_if_possible(*args: object) -> object:
         try:
-            return load(*args)
+            with _locked(cache.cache_path, fcntl.LOCK_SH):
+                return load(*args)
         except Exception:  # damaged bytes make pickle and LLVM raise anything
             return None
 
     def save_if_possible(*args: object) -> None:
         with contextlib.suppress(Exception):  # saving reads the cache's index first
-            save(*args)
+            os.makedirs(cache.cache_path, exist_ok=True)
+            with _locked(cache.cache_path, fcntl.LOCK_EX):
+                save(*args)
 
     cache.load_overload, cache.save_overload = load_if_possible, save_if_possible
 
 
 @contextlib.contextmanager
+def _locked(folder: str, how: int) -> Iterator[None]:
+    """A lock on a folder among processes; none where its file system has no such locks.
+
+    Raises:
+        TimeoutError: another process holds it for longer than ``PATIENCE``.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while True:
+            try:
+                fcntl.flock(opened, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(folder) from None
+                time.sleep(0.01)
+                continue
+            except OSError:
+                pass
+            break
+        yield
+    finally:
+        os.close(opened)
+
+
+@contextlib.contextmanager
 def one_process_at_a_time() -> Iterator[None]:
     """Lock under which the workers of one machine compile in turn: one compiles, the others load.
-
-    Two processes that add to Numba's cache at the same time can give their functions the same
-    file name, and the next process then calls the wrong code.
 
     Raises:
         PrefixShareError: the lock's path is not a file of this user. Any user can write to the

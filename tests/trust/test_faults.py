@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -414,6 +415,49 @@ def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
             path.write_bytes(spoil(content))
             call()
             path.write_bytes(content)
+
+
+SAVES_SLOWLY = """
+import sys, time
+from pathlib import Path
+from numba.core.caching import IndexDataCacheFile
+save = IndexDataCacheFile._save_data
+def save_slowly(*args):
+    Path(sys.argv[1], "index is written").touch()
+    while not Path(sys.argv[1], "reader calls").exists():
+        time.sleep(0.01)
+    time.sleep(1)
+    save(*args)
+IndexDataCacheFile._save_data = save_slowly
+"""
+READS_AT_ONCE = """
+from pathlib import Path
+from numba import njit
+njit(lambda x: x)(1)  # the first call takes long
+Path(sys.argv[1], "reader calls").touch()
+"""
+
+
+def test_compiled_code_of_another_version_is_not_called(tmp_path):
+    """Numba writes its index before the code, while code of the last version has that name."""
+    source = tmp_path / "code_under_test.py"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def start(program: str) -> subprocess.Popen:
+        command = [sys.executable, "-B", "-c", program, str(tmp_path)]
+        return subprocess.Popen(command, env=environment)
+
+    source.write_text(CODE)
+    assert start(CALLS).wait(600) == 0
+    source.write_text(CODE.replace("2 * x", "3 * x"))  # the same bytecode
+    os.utime(source, (1, 1))
+    calls = CALLS.replace("== 42", "== 63")
+    writer = start(SAVES_SLOWLY + calls)
+    while not (tmp_path / "index is written").exists():
+        assert writer.poll() is None
+        time.sleep(0.01)
+    assert start(calls.replace("assert", READS_AT_ONCE + "assert")).wait(600) == 0
+    assert writer.wait(600) == 0
 
 
 # -- the lock in the shared folder of temporary files

@@ -31,8 +31,8 @@ WRITING = {
 }  # fmt: skip
 #: Every module that writes: the calls, and a comment on where it writes.
 WRITERS = {
-    # the lock, in the folder of temporary files
-    "compiled.py": {"os.open"},
+    # the lock, in the folder of temporary files; Numba's cache
+    "compiled.py": {"os.open", "makedirs"},
     # the cache folder
     "kernels/cpu/native.py": {"mkdir", "TemporaryDirectory", "os.replace"},
     "kernels/compile.py": {"mkdir"},
