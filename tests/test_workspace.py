@@ -49,6 +49,47 @@ def test_an_indptr_stays_level_past_its_end():
         assert set(found[name][1:]) == {2}
 
 
+@pytest.mark.parametrize("failing", range(1, RING + 2))
+def test_arrays_are_right_after_memory_ran_out(monkeypatch, failing):
+    arrays, zeros, calls = DeviceArrays(CPU), torch.zeros, []
+    arrays.load({"a": np.full(8, 1, np.int32), "b": np.full(600, 2, np.int32)})
+    before = loaded(arrays)
+
+    def runs_out(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("planted")
+        return zeros(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            arrays.load({"a": np.full(99, 3, np.int32), "b": np.full(8, 4, np.int32)})
+    assert loaded(arrays) == before
+    for n in (8, 99):  # with and without another buffer
+        arrays.load({"a": np.full(n, 5, np.int32), "b": np.full(8, 6, np.int32)})
+        assert arrays.arrays["a"][:n].tolist() == [5] * n
+        assert arrays.arrays["b"][:8].tolist() == [6] * 8
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_partial_results_have_room_after_memory_ran_out(monkeypatch, failing):
+    partials, empty, calls = PartialResults(CPU, (4, 64), query_len=2), torch.empty, []
+
+    def runs_out(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("planted")
+        return empty(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", runs_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            partials.reserve(8)
+    partials.reserve(8)
+    assert min(len(partials.out), len(partials.lse)) >= 16
+
+
 def test_captured_arrays_and_partial_results_do_not_grow():
     arrays = DeviceArrays(CPU)
     arrays.reserve({"rows": 4})

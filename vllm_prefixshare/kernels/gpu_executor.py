@@ -146,6 +146,7 @@ class GpuExecutor:
             self.set_queries(batch.query_start_loc, batch.tree_mask)
         if plan is self._plan:
             return
+        self._plan = None  # what follows may fail half way
         self.workspace.partials.reserve(max(1, plan.num_partials))
         self.workspace.plan.load(self._kernel.layout(plan))
         self._plan = plan

@@ -39,14 +39,15 @@ class DeviceArrays:
         require_free(self.captured, f"{short[0]} of {sizes[short[0]]} entries")
         # half as much again to grow, in multiples of 32 bytes
         wanted = {name: -(-(n + n // 2 + 1) // 8) * 8 for name, n in sizes.items()}
-        self._sizes = {name: max(n, self._sizes.get(name, 0)) for name, n in wanted.items()}
-        total = sum(self._sizes.values())
+        grown = {name: max(n, self._sizes.get(name, 0)) for name, n in wanted.items()}
+        total = sum(grown.values())
         for used in self._ring:
             used.wait()
-        self._ring = [_HostBuffer(total, self.device) for _ in range(RING)]
-        self._buffer = torch.zeros(total, dtype=torch.int32, device=self.device)
-        parts = self._buffer.split(list(self._sizes.values()))
-        self.arrays = dict(zip(self._sizes, parts, strict=True))
+        # all that may run out of memory comes first, so that what is there stays right
+        ring = [_HostBuffer(total, self.device) for _ in range(RING)]
+        buffer = torch.zeros(total, dtype=torch.int32, device=self.device)
+        self._sizes, self._ring, self._buffer = grown, ring, buffer
+        self.arrays = dict(zip(grown, buffer.split(list(grown.values())), strict=True))
         if self._loaded:
             self._copy()
 
@@ -137,8 +138,9 @@ class PartialResults:
     def _allocate(self, tokens: int) -> None:
         # not torch's default: vLLM makes layers while that is the model's dtype
         options: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
-        self.out = torch.empty(tokens, *self._shape, **options)
+        out = torch.empty(tokens, *self._shape, **options)
         self.lse = torch.empty(tokens, self._shape[0], **options)
+        self.out = out
 
 
 class Workspace:

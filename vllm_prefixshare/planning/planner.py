@@ -160,8 +160,7 @@ class DecodePlanner:
             except PrefixShareError:
                 raise
             except Exception as e:
-                plan = self._plan_without_sharing(least, query_len, e)
-                known.forget()  # so that the next update tries again
+                plan = self.without_sharing(least, query_len, e)
             if self.config.check_plans:
                 rows = table if table_rows is None else table[table_rows]
                 invariants.check(plan, rows, least, self.config.sliding_window, query_len)
@@ -173,6 +172,35 @@ class DecodePlanner:
                 self._on_plan(plan, self.last_plan_seconds, rows, seq_lens)
         self.counters.update_seconds += time.perf_counter() - began
         return plan
+
+    def without_sharing(self, seq_lens: IntArray, query_len: int, reason: Exception) -> DecodePlan:
+        """The plan of a step whose own plan could not be made or used: one tile for each request,
+        which is right for every batch. The next update plans anew.
+
+        Args:
+            seq_lens: ``[num_reqs]`` least tokens of each request.
+            reason: logged the first time.
+        """
+        self._known[0].forget()
+        self._note_fallback(PLANNING_FAILED)
+        if self.counters.fallbacks[PLANNING_FAILED] == 1:
+            self._on_failure(
+                f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
+                "nothing: please report it. Later failures are counted, not logged."
+            )
+        kv_lens = seq_lens.astype(np.int32)
+        problem = DivisionProblem(
+            Forest.alone(len(kv_lens)),
+            kv_lens,
+            self.cost,
+            self.gqa_group_size * query_len,
+            self.block_size,
+            self.config,
+            self._rates,
+            query_len,
+        )
+        tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
+        return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""
@@ -242,30 +270,6 @@ class DecodePlanner:
     def _note_fallback(self, reason: str) -> None:
         self.counters.fallbacks[reason] += 1
         self.last_fallback = reason
-
-    def _plan_without_sharing(
-        self, seq_lens: IntArray, query_len: int, reason: Exception
-    ) -> DecodePlan:
-        """A plan with one tile for each request, which is right for every batch."""
-        self._note_fallback(PLANNING_FAILED)
-        if self.counters.fallbacks[PLANNING_FAILED] == 1:
-            self._on_failure(
-                f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
-                "nothing: please report it. Later failures are counted, not logged."
-            )
-        kv_lens = seq_lens.astype(np.int32)
-        problem = DivisionProblem(
-            Forest.alone(len(kv_lens)),
-            kv_lens,
-            self.cost,
-            self.gqa_group_size * query_len,
-            self.block_size,
-            self.config,
-            self._rates,
-            query_len,
-        )
-        tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
-        return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
 
     def _balanced_growth(self, plan: DecodePlan, rows: int, query_len: int) -> float:
         """By how many tokens each request may grow until the plan is no longer balanced."""
