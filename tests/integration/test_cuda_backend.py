@@ -122,6 +122,7 @@ class Group:
         num_speculative_tokens: int = 0,
         spec: KVCacheSpec | None = None,
         stages: int = 1,
+        scales: dict[str, object] | None = None,
         **layer_args: object,
     ) -> None:
         self.config = vllm_config(num_speculative_tokens)
@@ -141,6 +142,9 @@ class Group:
         torch.nn.Module.__init__(layer)
         layer.impl = self.impl
         layer.kv_cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
+        for letter in "qkv":
+            scale = torch.tensor((scales or {}).get(letter, 1.0))
+            setattr(layer, f"_{letter}_scale", scale)
         self.config.compilation_config.static_forward_context["layer"] = layer
         spec = spec or FullAttentionSpec(**SPEC)
         self.builder = cuda_metadata.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
@@ -469,6 +473,35 @@ def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
     assert STATS.plans <= 4  # plans change because private parts grow
 
 
+@pytest.mark.parametrize("place", ["layout", "load"])
+def test_a_step_whose_plan_cannot_be_put_in_force_is_right(monkeypatch, place):
+    share_whatever_it_costs(monkeypatch)
+    said: list[str] = []
+    logger = SimpleNamespace(warning=said.append, info_once=lambda *_: None)
+    monkeypatch.setattr(planner, "logger", lambda: logger)
+    group = Group(monkeypatch)
+    executor = group.builder._executor
+    owner = executor._kernel if place == "layout" else executor.workspace.plan
+    real, calls = getattr(owner, place), []
+
+    def fails_at_times(*args):
+        calls.append(args)
+        if len(calls) in (1, 4):  # the first plan, and that of the third step
+            raise torch.OutOfMemoryError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(owner, place, fails_at_times)
+    for step, failed in enumerate((True, False, True, False)):
+        group.start(batch := shared_batch([60 + 20 * step, 70, 80, 61][: 2 + step % 3]))
+        before, plans = STATS.shared_steps, STATS.plans
+        group.assert_right(batch)
+        assert STATS.shared_steps == before + (not failed)
+        assert STATS.plans == plans + 1
+    assert STATS.fallbacks == {PLANNING_FAILED: 2}
+    (line,) = said
+    assert "OutOfMemoryError: planted" in line
+
+
 @pytest.mark.parametrize("at", range(1, 5))
 def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypatch, at):
     share_whatever_it_costs(monkeypatch)
@@ -740,9 +773,8 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
             group.forward(batch, metadata, len(batch.q))
 
 
-@pytest.mark.parametrize("letter", "qkv")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, [1.0, torch.nan]])
-def test_scales_that_are_no_numbers_are_refused(monkeypatch, letter, bad):
+def quantised_group(monkeypatch, **scales: object) -> tuple[Group, PagedBatch]:
+    """A layer with an fp8 KV cache, and a batch for it."""
     takes = "supports_kv_cache_dtype"
     monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
     supports = "flash_attn_supports_kv_cache_dtype"
@@ -752,12 +784,47 @@ def test_scales_that_are_no_numbers_are_refused(monkeypatch, letter, bad):
         batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
     )
     spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
-    group = Group(monkeypatch, spec=spec, kv_cache_dtype="fp8")
+    group = Group(monkeypatch, spec=spec, kv_cache_dtype="fp8", scales=scales)
     assert group.impl.shares
-    for name in "qkv":
-        setattr(group.layer, f"_{name}_scale", torch.tensor(bad if name == letter else 1.0))
     group.start(batch)
+    return group, batch
+
+
+@pytest.mark.parametrize("letter", "qkv")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, [1.0, torch.nan]])
+def test_scales_that_are_no_numbers_are_refused_at_start_up(monkeypatch, letter, bad):
+    with pytest.raises(PrefixShareError, match=f"{letter}_scale must be positive and finite"):
+        quantised_group(monkeypatch, **{letter: bad})
+
+
+@pytest.mark.parametrize("letter", "qkv")
+def test_scales_that_are_loaded_anew_are_checked_before_a_graph_replays(monkeypatch, letter):
+    group, batch = quantised_group(monkeypatch)
+    common = group.common(batch)
+    group.builder.build(0, common)
+    scale = getattr(group.layer, f"_{letter}_scale")
+    # as vLLM reloads weights: into the tensors that graphs have captured
+    scale.fill_(2.0)
+    group.impl.process_weights_after_loading(torch.float16)
+    group.builder.build(0, common)
+    scale.fill_(torch.inf)
+    group.impl.process_weights_after_loading(torch.float16)
+    for _ in range(2):
+        with pytest.raises(PrefixShareError, match=f"{letter}_scale must be positive and finite"):
+            group.builder.build(0, common)
+
+
+@pytest.mark.parametrize("letter", "qkv")
+def test_another_tensor_of_a_scale_takes_its_place(monkeypatch, letter):
+    group, batch = quantised_group(monkeypatch)
     metadata = group.builder.build(0, group.common(batch))
+    out = group.forward(batch, metadata, len(batch.q))
+    setattr(group.layer, f"_{letter}_scale", torch.tensor(2.0))
+    again = group.forward(batch, metadata, len(batch.q))
+    expected = 2 * out if letter == "v" else group.forward(batch, metadata, len(batch.q))
+    assert torch.equal(again, expected)
+    assert not torch.equal(again, out)
+    setattr(group.layer, f"_{letter}_scale", torch.tensor(torch.nan))
     with pytest.raises(PrefixShareError, match=f"{letter}_scale must be positive and finite"):
         group.forward(batch, metadata, len(batch.q))
 

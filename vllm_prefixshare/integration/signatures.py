@@ -44,6 +44,9 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend.AttentionMetadataBuilder.build_for_cudagraph_capture": (
         "self", "common_attn_metadata",
     ),
+    "vllm.v1.attention.backend.AttentionImplBase.process_weights_after_loading": (
+        "self", "act_dtype",
+    ),
     f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder.__init__": (
         "self", "kv_cache_spec", "layer_names", "vllm_config", "device",
     ),

@@ -29,7 +29,7 @@ from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration import host_tables, invariance
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
-from vllm_prefixshare.integration.cuda import context_parallel
+from vllm_prefixshare.integration.cuda import context_parallel, planning
 from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
@@ -122,7 +122,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
                 self.scale,
                 metadata.query_start_loc if metadata.executor.query_len > 1 else None,
                 lse=lse,
-                extras=self._extras_of(layer, metadata.executor.attention),
+                extras=self.extras_of(layer, metadata.executor.attention),
             )
             if lse is not None:
                 output[:n] = context_parallel.combine(self, partial)
@@ -133,21 +133,33 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             output[rows] = part
         return output
 
-    def _extras_of(self, layer: Any, attention: AttentionConfig) -> LayerExtras:
-        """What this layer adds to plain attention: one record, made at the first call, when weights
-        are loaded. It refers to vLLM's scale tensors, whose values may change.
+    def extras_of(self, layer: Any, attention: AttentionConfig) -> LayerExtras:
+        """What this layer adds to plain attention: one record, made when weights are loaded. It
+        refers to vLLM's scale tensors, whose values may change.
         """
         quantised, kept = attention.kv_dtype is not None, self._extras
-        if kept is None or (quantised and kept.k_scale is not layer._k_scale):  # loaded anew
+        q_scale = layer._q_scale if attention.query_dtype is not None else None
+        k_scale, v_scale = (layer._k_scale, layer._v_scale) if quantised else (None, None)
+        if (
+            kept is None
+            or kept.q_scale is not q_scale
+            or kept.k_scale is not k_scale
+            or kept.v_scale is not v_scale
+        ):
             kept = self._extras = LayerExtras(
                 sinks=self.sinks,
                 soft_cap=float(self.logits_soft_cap or 0.0),
                 alibi_slopes=self.alibi_slopes,  # type: ignore[arg-type]  # made a tensor
-                q_scale=layer._q_scale if attention.query_dtype is not None else None,
-                k_scale=layer._k_scale if quantised else None,
-                v_scale=layer._v_scale if quantised else None,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
             )
         return kept
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """After each load of weights, also of one into the same tensors."""
+        super().process_weights_after_loading(act_dtype)
+        planning.weights_loaded()
 
     def do_kv_cache_update(
         self,

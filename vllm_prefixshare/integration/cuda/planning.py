@@ -27,6 +27,7 @@ from vllm_prefixshare.integration.support import (
 )
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
+from vllm_prefixshare.kernels.extras import checked_extras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.window import tokens_seen
@@ -44,6 +45,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     supports_update_block_table = False  # another group has another tree
     latent = False
     _invariant = False
+    _scales_checked = True
     _shard = Interleaved(1, 0, 1)
 
     def _start_planning(
@@ -99,9 +101,24 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         self.supports_draft_decode_metadata_update = False  # planning would miss new lengths
         self._executor = executor
         _BUILDERS.add(self)
+        self.check_scales()
         if executor.passed_over:
             logger().warning_once("%s", executor.passed_over)
         logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.name)
+
+    def check_scales(self) -> None:
+        """Read the scales of layers with a quantised KV cache: a CUDA graph does not.
+
+        Raises:
+            PrefixShareError: one is not positive and finite.
+        """
+        if self._executor is not None and self._executor.attention.kv_dtype is not None:
+            context = self.vllm_config.compilation_config.static_forward_context
+            for layer in (context[name] for name in self.layer_names):
+                if getattr(layer.impl, "shares", False):
+                    extras = layer.impl.extras_of(layer, self._executor.attention)
+                    checked_extras(extras, self._executor.attention, self.device)
+        self._scales_checked = True
 
     def forget_plan(self) -> None:
         """Make a new plan in the next step: the one on the device is lost."""
@@ -138,6 +155,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         fast_build: bool = False,
     ) -> Any:
         """As the parent's ``build``; also puts the plan of the decodes in force."""
+        if not self._scales_checked:
+            self.check_scales()
         table = self._host_table(common_attn_metadata)
         if self._executor is None or table is None:
             parent: Any = super()
@@ -239,11 +258,20 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 slack=self._slack,
             )
         else:
-            seq_lens = np.zeros(0, np.int32)
+            seq_lens = lengths = np.zeros(0, np.int32)
             plan = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
+        is_new = self._planner.counters.plans > made
         if plan is not self._plan:
             began = time.perf_counter()
-            executor.prepare(plan)
+            self._plan = None  # until the new one is in force
+            try:
+                executor.prepare(plan)
+            except PrefixShareError:
+                raise
+            except Exception as e:
+                least = np.maximum(lengths - self._slack, 1)
+                plan, is_new = self._planner.without_sharing(least, self._query_len, e), True
+                executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
             if tokens is None:
@@ -251,7 +279,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             else:
                 stock = int(seq_lens.sum())
             self._tokens_saved = stock - plan.kv_tokens_read(planned)
-            if num_decodes and self._planner.counters.plans > made:
+            if num_decodes and is_new:
                 seconds = self._planner.last_plan_seconds + time.perf_counter() - began
                 STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
         if num_decodes:
@@ -280,6 +308,12 @@ def cache_write(attention: AttentionConfig, device: torch.device) -> CacheWrite 
 def is_invariant() -> bool:
     """Whether a builder plans as batch invariance needs."""
     return any(builder._invariant for builder in _BUILDERS)
+
+
+def weights_loaded() -> None:
+    """Check the scales in the next step: the weights were loaded, maybe anew."""
+    for builder in _BUILDERS:
+        builder._scales_checked = False
 
 
 def after_wake_up() -> None:
