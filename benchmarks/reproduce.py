@@ -41,11 +41,16 @@ from papers.experiment import (
 from papers.picture import draw
 from results import versions
 
+import vllm_prefixshare
 from vllm_prefixshare.records import PrefixShareError
 
 REPEATS = 10
 #: where results go; miniatures have names of real points, and would replace them
 OUT, TINY_OUT = Path("results/papers"), Path("results/papers-tiny")
+#: what the file of a kept point holds
+KEPT = {"setting": dict, "command": str, "date": str, "figures": dict}
+#: files of the package that a result may depend on: code, cost tables
+SOURCES = {".py", ".c", ".json"}
 
 
 @dataclass
@@ -59,6 +64,8 @@ class Progress:
     seconds: float = 0.0
     longest: float = 0.0
     results: Results = field(default_factory=dict)
+    #: of each point with results: the day and the command of its run
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def file(self, point: Point) -> Path:
         """Where a point's figures are kept."""
@@ -93,17 +100,26 @@ def begin(experiment: Experiment, setting: Setting, out: Path, fresh: bool) -> P
     """The experiment as the last run left it; without what it did if ``fresh``."""
     folder = out / "points" / experiment.name
     run = Progress(experiment, folder, [], longest=experiment.seconds)
+    agreed = described(setting, experiment)
     for point in experiment.points(setting):
-        file = run.file(point)
-        if file.exists() and not fresh:
-            kept = json.loads(file.read_text())
-            same = kept["setting"] == described(setting, experiment)
-            if same and not trouble(kept["figures"], setting):
-                run.results[point.name] = kept["figures"]
-                run.done += 1
-                continue
-        run.left.append(point)
+        kept = None if fresh else read_kept(run.file(point))
+        if kept and kept["setting"] == agreed and not trouble(kept["figures"], setting):
+            run.results[point.name] = kept["figures"]
+            run.origins[point.name] = kept["date"], kept["command"]
+            run.done += 1
+        else:
+            run.left.append(point)
     return run
+
+
+def read_kept(file: Path) -> dict | None:
+    """A kept point; None if there is none, or the file is damaged or of another format."""
+    try:
+        kept = json.loads(file.read_text())
+        right = all(isinstance(kept[key], of) for key, of in KEPT.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return kept if right else None
 
 
 def described(setting: Setting, experiment: Experiment) -> dict:
@@ -114,6 +130,7 @@ def described(setting: Setting, experiment: Experiment) -> dict:
         "repeats": setting.repeats,
         "peers": list(setting.peers),
         "versions": versions(),
+        "sources": sources(),
     }
     if experiment.reads_recordings:
         agree["recordings"] = setting.recordings and digest(setting.recordings)
@@ -123,9 +140,26 @@ def described(setting: Setting, experiment: Experiment) -> dict:
 @cache
 def digest(recordings: Path) -> str:
     """Names and contents of a folder's recordings, as a short hash."""
+    return digest_of(
+        recordings, [*recordings.glob("*ToT.json"), *recordings.glob("tree_size*.json")]
+    )
+
+
+@cache
+def sources() -> str:
+    """Names and contents of the package's files and of the benchmarks' programs, as a short hash:
+    a version stays the same while the code changes.
+    """
+    package, benchmarks = Path(vllm_prefixshare.__file__).parent, Path(__file__).parent
+    of_package = [p for p in package.rglob("*") if p.suffix in SOURCES]
+    return f"{digest_of(package, of_package)}-{digest_of(benchmarks, benchmarks.rglob('*.py'))}"
+
+
+def digest_of(folder: Path, files: Iterable[Path]) -> str:
+    """Names inside a folder and contents of some of its files, as a short hash."""
     found = sha256()
-    for file in sorted([*recordings.glob("*ToT.json"), *recordings.glob("tree_size*.json")]):
-        found.update(f"{file.name}\0{sha256(file.read_bytes()).hexdigest()}\0".encode())
+    for name, file in sorted((f.relative_to(folder).as_posix(), f) for f in files):
+        found.update(f"{name}\0{sha256(file.read_bytes()).hexdigest()}\0".encode())
     return found.hexdigest()[:12]
 
 
@@ -175,8 +209,13 @@ def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
         said = trouble(figures, setting)
         run.done += not said
         right &= not (said and able)
-        kept = {"setting": described(setting, run.experiment), "figures": figures}
-        write(run.file(point), kept)
+        day, command = date.today().isoformat(), setting.command
+        run.origins[point.name] = day, command
+        agreed = described(setting, run.experiment)
+        write(
+            run.file(point),
+            {"setting": agreed, "command": command, "date": day, "figures": figures},
+        )
         elapsed = time.monotonic() - began
         print(f"[{number}/{total} {elapsed:4.0f} s] {run.experiment.name}: {point.name}: "
               f"{said or f'{taken:.1f} s'}", flush=True)  # fmt: skip
@@ -188,12 +227,15 @@ def collect(run: Progress, setting: Setting) -> None:
     """Write the file of an experiment: all its points so far, in their order."""
     order = [p.name for p in run.experiment.points(setting)]
     points = {name: run.results[name] for name in order if name in run.results}
+    # days in their order, and commands in that of their days
+    origins = sorted(run.origins[name] for name in points)
+    days, commands = ([origin[i] for origin in origins] for i in (0, 1))
     write(
         run.folder.parent.parent / f"{run.experiment.name}.json",
         {
             "experiment": run.experiment.name,
-            "command": setting.command,
-            "date": date.today().isoformat(),
+            "command": " && ".join(dict.fromkeys(commands)),
+            "date": " to ".join(dict.fromkeys([days[0], days[-1]])),
             **described(setting, run.experiment),
             "complete": run.done == len(order),
             "of_points": len(order),

@@ -229,6 +229,88 @@ def test_points_of_another_version_run_again(tmp_path, monkeypatch):
     assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
 
 
+def test_points_of_other_sources_run_again(tmp_path, monkeypatch):
+    some = stand_in("x", [Point("a", lambda: {})])
+    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+    assert json.loads((tmp_path / "x.json").read_text())["sources"] == reproduce.sources()
+    assert not reproduce.begin(some, TINY, tmp_path, fresh=False).left
+    monkeypatch.setattr(reproduce, "sources", lambda: "of another day")
+    assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
+
+
+def test_the_sources_are_known_by_names_and_contents(tmp_path):
+    (tmp_path / "inner").mkdir()
+    files = [tmp_path / "a.py", tmp_path / "inner" / "b.py"]
+
+    def digest() -> str:
+        return reproduce.digest_of(tmp_path, tmp_path.rglob("*.py"))
+
+    for file in files:
+        file.write_text("1")
+    before = digest()
+    os.utime(files[0], (0, 0))
+    assert digest() == before
+    files[1].write_text("2")
+    assert digest() != before
+    files[1].write_text("1")
+    files[1].rename(tmp_path / "inner" / "c.py")
+    assert digest() != before
+
+
+def test_old_points_keep_their_day_and_command(tmp_path, monkeypatch):
+    points = [Point("a", lambda: {"v": 1}), Point("b", lambda: {"v": 2})]
+    some = stand_in("x", points)
+
+    def carry_out(day: str, command: str) -> dict:
+        class Day(reproduce.date):
+            @classmethod
+            def today(cls) -> reproduce.date:
+                return cls.fromisoformat(day)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(reproduce, "date", Day)
+            setting = replace(TINY, command=command)
+            runs = [reproduce.begin(some, setting, tmp_path, fresh=False)]
+            assert reproduce.carry_out(runs, setting, float("inf"))
+        return json.loads((tmp_path / "x.json").read_text())
+
+    del points[1]
+    first = carry_out("2026-11-23", "one")
+    assert (first["date"], first["command"]) == ("2026-11-23", "one")
+    points.append(Point("b", lambda: {"v": 2}))
+    both = carry_out("2026-11-24", "two")
+    assert (both["date"], both["command"]) == ("2026-11-23 to 2026-11-24", "one && two")
+    kept = {n: json.loads((tmp_path / "points" / "x" / f"{n}.json").read_text()) for n in "ab"}
+    assert [(k["date"], k["command"]) for k in kept.values()] == [
+        ("2026-11-23", "one"),
+        ("2026-11-24", "two"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "",
+        "[]",
+        "{}",
+        '"x"',
+        '{"setting": {}, "command": "", "date": "", "figures": 1}',
+        b"\xff",
+    ],
+)
+def test_a_damaged_point_runs_again(damage, tmp_path):
+    some = stand_in("x", [Point("a", lambda: {"v": 1})])
+    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+    file = tmp_path / "points" / "x" / "a.json"
+    whole = file.read_text()
+    file.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    run = reproduce.begin(some, TINY, tmp_path, fresh=False)
+    assert len(run.left) == 1
+    assert reproduce.carry_out([run], TINY, float("inf"))
+    assert file.read_text() == whole
+
+
 def test_points_of_other_recordings_run_again(tmp_path):
     some = EXPERIMENTS["deft-figure-15-bytes"]
     setting = replace(TINY, tiny=False, recordings=tmp_path)
