@@ -204,7 +204,7 @@ def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
         taken = time.monotonic() - since
         run.left.pop(0)
         run.seconds += taken
-        run.longest = max(run.longest, taken)
+        run.longest = 0.0 if run.experiment.at_once else max(run.longest, taken)
         run.results[point.name] = figures
         said = trouble(figures, setting)
         run.done += not said

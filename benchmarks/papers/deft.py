@@ -1,9 +1,10 @@
-"""DeFT, both versions of the paper: tables 6, 12, 16 and 17, figures 14, 15 and 18."""
+"""DeFT, both versions of the paper: tables 6, 12, 14, 16 and 17, figures 13, 14, 15 and 18."""
 
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+from papers import counters
 from papers.experiment import (
     CPU,
     GPU,
@@ -32,8 +33,10 @@ TOKEN_TREES = (32, 64, 128, 256)
 CONTEXT, ACCEPTED, STEPS, EVERY = 1000, 4, 1000, 10
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 PROMPTS = (1000, 5000, 10000, 20000)
-#: samples of a recorded run
-SAMPLES = 12
+#: samples of a recorded run; steps of sorting that are timed
+SAMPLES, ITERATIONS = 12, 24
+#: queries of a speculation on one prompt: a request with a token of its own for each
+SPECULATION = f"1,64_{PROMPT},1"
 #: a recorded run in miniature: a prompt, and two thoughts that grow from it
 TWO_THOUGHTS = [
     {"id": 0, "start": -99, "end": 0, "children": [1, 2]},
@@ -282,6 +285,117 @@ def time_recorded(setting: Setting) -> Iterator[Point]:
         yield Point(w.name, run)
 
 
+def time_iterations(setting: Setting) -> Iterator[Point]:
+    """Evenly spaced steps of the largest recorded run of sorting."""
+    import json
+
+    nodes, count = TWO_THOUGHTS, 3
+    if not setting.tiny:
+        file = setting.recordings / "sorting128ToT.json" if setting.recordings else None
+        if not (file and file.exists()):
+            return
+        runs = [list(run["data"].values()) for run in json.loads(file.read_text())]
+        nodes, count = max(runs, key=len), ITERATIONS
+    final = max(node["end"] for node in nodes)
+    for step in (final * n // (count + 1) for n in range(1, count + 1)):
+
+        def run(step=step) -> Figures:
+            from statistics import pstdev
+
+            from papers import timing
+            from vllm_prefixshare.workloads.sets import recorded_step, recorded_tree
+
+            w = recorded_step(f"sorting, step {step}", nodes, step, 16)
+            ways = [m for m in strategies() if m.title in ("ours", "DeFT-Node", "DeFT-Flatten")]
+            figures = timing.time_methods(setting, w, (8, 2) if setting.tiny else HEADS, ways)
+            _, tokens = recorded_tree(nodes, step)
+            return {**figures, "nodes": len(tokens), "spread": pstdev(tokens)}
+
+        yield Point(f"step {step}", run)
+
+
+def iterations_sentence(results: Results) -> str:
+    from statistics import StatisticsError, correlation
+
+    spread, over = [], []
+    for f in results.values():
+        node, flat = (f["peers"][m] for m in ("DeFT-Node", "DeFT-Flatten"))
+        if node["status"] == flat["status"] == "ok":
+            spread.append(f["spread"])
+            over.append(node["ms"] / flat["ms"])
+    said = f"time of DeFT-Node over DeFT-Flatten: {against(results, 'DeFT-Node', 'DeFT-Flatten')}"
+    try:
+        return (
+            f"{said}; correlation with the spread of node lengths {correlation(spread, over):.2f}"
+        )
+    except StatisticsError:  # of one point, or of equal ones
+        return said
+
+
+def iterations_table(results: Results) -> list[str]:
+    titles = methods_of(results)
+    lines = []
+    for name, f in results.items():
+        found = (f["peers"][t] for t in titles)
+        times = [f"{p['ms']:.4f}" if p["status"] == "ok" else p["status"] for p in found]
+        lines.append(" | ".join([name, str(f["nodes"]), f"{f['spread']:.0f}", *times]))
+    return [
+        "Milliseconds of one layer. Spread: standard deviation of the nodes' tokens.",
+        "",
+        *rows(" | ".join(["step", "nodes", "spread", *titles]), lines),
+    ]
+
+
+def count_use(setting: Setting) -> Iterator[Point]:
+    """How busy 64 queries keep the GPU, with Nsight Compute where it is installed."""
+    if setting.device != "cuda" or setting.tiny or not counters.available():
+        return
+    names = (SPECULATION, f"64 tokens x 1, context {PROMPT}")
+    for name in names:
+
+        def run(name=name) -> Figures:
+            from papers import methods, timing
+            from vllm_prefixshare.workloads.trees import tree
+
+            ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
+            layers = tuple((m.title, n, *HEADS) for n, m in product(names, ways))
+            used = dict(zip(layers, counters.use(layers), strict=True))
+            found = {m.title: used[(m.title, name, *HEADS)] for m in ways}
+            if failed := [f for f in found.values() if "failed" in f]:
+                return failed[0]
+            w = tree(name) if name == SPECULATION else token_tree(64, 1, PROMPT, None)
+            return {**timing.time_methods(setting, w, HEADS, ways), "use": found}
+
+        yield Point(name, run)
+
+
+def use_sentence(results: Results) -> str:
+    found = []
+    for title in next(iter(results.values()))["use"]:
+        spans = []
+        for kind in ("compute", "memory"):
+            of = [f["use"][title][kind] for f in results.values()]
+            spans.append(f"{min(of):.1f}% to {max(of):.1f}%")
+        found.append(f"{title} {' and '.join(spans)}")
+    over = against(results, "DeFT-Node", "DeFT-Flatten")
+    return (
+        f"throughput of the multiprocessors and of the memory: {'; '.join(found)}; time of "
+        f"DeFT-Node over DeFT-Flatten: {over}"
+    )
+
+
+def use_table(results: Results) -> list[str]:
+    lines = []
+    for name, f in results.items():
+        for title, used in f["use"].items():
+            timed = f["peers"][title]
+            us = f"{timed['ms'] * 1e3:.1f}" if timed["status"] == "ok" else timed["status"]
+            entries = (f"{used[kind]:.1f}%" for kind in ("compute", "memory"))
+            lines.append(" | ".join([name, title, us, *entries]))
+    header = "queries | method | microseconds | of the multiprocessors' peak | of the memory's peak"
+    return ["One layer.", "", *rows(header, lines)]
+
+
 def strategies_sentence(results: Results) -> str:
     over = {
         m: against(results, m, "ours")
@@ -328,8 +442,6 @@ def time_token_trees(setting: Setting) -> Iterator[Point]:
 
 def count_walks(setting: Setting) -> Iterator[Point]:
     """Token trees of up to eight tiles of query rows, with Nsight Compute where it is installed."""
-    from papers import counters
-
     if setting.device != "cuda" or setting.tiny or not counters.available():
         return
     shapes = tuple(product(TOKEN_TREES, (1, 8)))
@@ -509,15 +621,38 @@ EXPERIMENTS = (
         "table 17: token trees, by the GPU's counters",
         "KV read 96.9% to 99.6% less than flash-decoding's, from 32 to 256 tokens: once for all",
         "Nsight Compute's DRAM bytes of the launches of one layer, caches empty before each, "
-        "contexts of 20000 tokens; needs `ncu` on the path. Every tile of a tree's query rows "
-        "loads the KV: the counters say how often the memory delivers it.",
+        "quaternary token trees, contexts of 20000 tokens; needs `ncu` on the path. Every tile of "
+        "a tree's query rows loads the KV: the counters say how often the memory delivers it.",
         GPU,
         count_walks,
         walks_sentence,
         "the paper counts by formula; the tiles of a request run side by side, and all but the "
         "first find most of the KV in the L2 cache",
         walks_table,
-        seconds=30,
+        seconds=60 * counters.MINUTES,
+        at_once=True,
+    ),
+    Experiment(
+        "deft-table-14",
+        PAPER,
+        "A.7",
+        "table 14: how busy the GPU is",
+        "DeFT-Node 961 us, 7.6% of the multiprocessors' throughput and 17.4% of the memory's; "
+        "DeFT-Flatten 227 us, 21.2% and 51.9%",
+        "64 queries on a prompt of 4000 tokens: as requests with a token of their own each, so "
+        "that the prompt is a node as in the paper; and as one request's quaternary token tree, "
+        "which DeFT-Node does not cut. DeFT's dividers in the portable kernel, which is written in "
+        "Triton as the paper's. Times are those of a CUDA graph; Nsight Compute's SM and DRAM "
+        "throughput are means over the time of a layer's launches, caches empty before each; needs "
+        "`ncu` on the path.",
+        GPU,
+        count_use,
+        use_sentence,
+        "another GPU and another kernel",
+        use_table,
+        time_bars,
+        seconds=60 * counters.MINUTES,
+        at_once=True,
     ),
     Experiment(
         "deft-table-6",
@@ -551,6 +686,24 @@ EXPERIMENTS = (
         strategies_sentence,
         "another GPU; the strategies share our kernel, which the paper's do not",
         time_table,
+        time_bars,
+        reads_recordings=True,
+    ),
+    Experiment(
+        "deft-figure-13",
+        PAPER,
+        "A.7",
+        "figure 13: splitting strategies, step by step",
+        "a step under DeFT-Node takes about 1.75 times as long as under DeFT-Flatten, and the "
+        "longer, the more the tree's nodes differ in length",
+        f"Attention of one layer at {ITERATIONS} evenly spaced steps of the largest sorting run in "
+        "`--deft-recordings FOLDER`, instead of whole steps of an engine. Every strategy in the "
+        "same kernel, ours.",
+        GPU,
+        time_iterations,
+        iterations_sentence,
+        "attention of a layer, not a whole step; another GPU; the strategies share our kernel",
+        iterations_table,
         time_bars,
         reads_recordings=True,
     ),
@@ -607,11 +760,11 @@ EXPERIMENTS = (
 )
 
 LEFT_OUT = (
-    LeftOut(PAPER, "tables 5, 7, 8, 18, figures 4, 16, 17", "latencies of a whole engine: "
+    LeftOut(PAPER, "tables 5, 7, 8, 18, figures 4, 16, 17, and 13 of the first version",
+            "latencies of a whole engine: "
             "[performance](performance.md) has recorded trees, with vLLM itself on both sides"),
-    LeftOut(PAPER, "figure 13", "every step of a recorded run: table 6 here has four of each"),
-    LeftOut(PAPER, "table 14", "utilisation by hardware counters: [performance]"
-            "(performance.md#the-kernel-on-an-h200) has what each kernel reaches of the roofline"),
+    LeftOut(PAPER, "table 14, the part of the time in which the multiprocessors are hardly used",
+            "it needs samples within a launch; Nsight Compute is asked for its totals"),
     LeftOut(PAPER, "table 15", "accuracy: see [the same tokens](fidelity.md)"),
     LeftOut(PAPER, "table 19", "another GPU"),
 )  # fmt: skip

@@ -58,9 +58,10 @@ class Experiment:
     claim: what the paper found. changed: what differs here, and why. needs: of this machine.
     points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
     one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
-    sentence says it all. bars: for a picture. seconds: that a point takes at most, where another
-    program measures it: it begins only if `--minutes` leaves as much. reads_recordings: whether its
-    points depend on the files in ``Setting.recordings``.
+    sentence says it all. bars: for a picture. seconds: after which another program that measures a
+    point is ended: it begins only if `--minutes` leaves as much. at_once: whether that program
+    measures all points, so that after the first the others take no time. reads_recordings: whether
+    its points depend on the files in ``Setting.recordings``.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Experiment:
     table: Callable[[Results], list[str]] | None = None
     bars: Callable[[Results], Bars] | None = None
     seconds: float = 0.0
+    at_once: bool = False
     reads_recordings: bool = False
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
+from papers import counters, engine
 from papers.engine import engines_bars, engines_sentence, engines_table, time_engines
 from papers.experiment import (
     CPU,
@@ -137,27 +138,23 @@ def time_bars(results: Results) -> Bars:
 
 
 def count_dram(setting: Setting) -> Iterator[Point]:
-    """Four of the workloads with Nsight Compute, where it is installed."""
-    from papers import counters
-
+    """The workloads with Nsight Compute, where it is installed: a run of it for each."""
     if setting.device != "cuda" or setting.tiny or not counters.available():
         return
-    specs = (f"1,64_{LONG},256", f"1,2_{LONG},512", "1,8_61440,7680", "1,2,4_40960,40960,40960")
-    for spec, heads in product(specs, HEADS[::-1]):
+    for name, w, heads in sweep_points(setting):
 
-        def run(spec=spec, heads=heads) -> Figures:
+        def run(w=w, heads=heads) -> Figures:
             from papers import accounting, methods
-            from vllm_prefixshare.workloads.trees import tree
 
             titles = [m.title for m in methods.COUNTED]
-            layers = tuple((t, s, *h) for s, h in product(specs, HEADS[::-1]) for t in titles)
+            layers = tuple((t, w.name, *h) for h, t in product(HEADS, titles))
             counted = dict(zip(layers, counters.dram_bytes(layers), strict=True))
-            found = {t: counted[(t, spec, *heads)] for t in titles}
+            found = {t: counted[(t, w.name, *heads)] for t in titles}
             if failed := [f for f in found.values() if "failed" in f]:
                 return failed[0]
-            return {"distinct": accounting.distinct_bytes(tree(spec), heads), **found}
+            return {"distinct": accounting.distinct_bytes(w, heads), **found}
 
-        yield Point(f"{spec}, {heads[0]}:{heads[1]}", run)
+        yield Point(name, run)
 
 
 def dram_sentence(results: Results) -> str:
@@ -175,7 +172,7 @@ def dram_sentence(results: Results) -> str:
 def dram_table(results: Results) -> list[str]:
     titles = [t for t in next(iter(results.values())) if t != "distinct"]
     lines = []
-    for name, f in results.items():
+    for name, f in in_sweeps(results).items():
         entries = (f"{mega(f[t]['read'])} + {mega(f[t]['written'])}" for t in titles)
         lines.append(" | ".join([name, mega(f["distinct"]), *entries]))
     return [
@@ -186,11 +183,14 @@ def dram_table(results: Results) -> list[str]:
 
 
 def dram_bars(results: Results) -> Bars:
+    """Those with the paper's heads, as in figure 5."""
+    ordered = in_sweeps(results)
     values = {
         name: {t: sum(found.values()) / 2**20 for t, found in f.items() if t != "distinct"}
-        for name, f in results.items()
+        for name, f in ordered.items()
     }
-    return Bars("MiB of one layer, read and written", values)
+    shown = {name: group for name, group in values.items() if name.endswith("32:32")}
+    return Bars("MiB of one layer, read and written", shown or values)
 
 
 def time_sweep(setting: Setting) -> Iterator[Point]:
@@ -462,16 +462,17 @@ EXPERIMENTS = (
         "6.1",
         "figure 6, by the GPU's counters",
         "14.66 to 409.80 times lower than FlashDecoding's, 120.85 on average",
-        "Nsight Compute's DRAM bytes of the launches of a layer, caches empty before each; needs "
-        "`ncu` on the path. FlashDecoding is our kernel under a plan that shares nothing, the "
-        "dividers plan for the portable kernel.",
+        "The workloads of figure 5; a run that was stopped has some of them. Nsight Compute's DRAM "
+        "bytes of the launches of a layer, caches empty before each; needs `ncu` on the path. "
+        "FlashDecoding is our kernel under a plan that shares nothing, the dividers plan for the "
+        "portable kernel.",
         GPU,
         count_dram,
         dram_sentence,
         "as above; the L2 cache serves some of the baseline's repeated reads",
         dram_table,
         dram_bars,
-        seconds=30,
+        seconds=60 * counters.MINUTES,
     ),
     Experiment(
         "flashforge-figure-7",
@@ -491,7 +492,8 @@ EXPERIMENTS = (
         "another model, GPU and vLLM; all but attention is the same in both engines",
         engines_table,
         engines_bars,
-        seconds=240,
+        seconds=60 * engine.MINUTES,
+        at_once=True,
     ),
     Experiment(
         "flashforge-figure-8",

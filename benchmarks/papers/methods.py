@@ -70,6 +70,8 @@ DEFT_NODE_CHUNK = Method(
 DEFT_FLATTEN = Method("DeFT-Flatten", "portable", "deft_flatten")
 #: whose bytes are counted from plans, and by the GPU
 COUNTED = (OURS, FLASH_DECODING, FLASHFORGE, FASTTREE, DEFT_NODE_CHUNK)
+#: further ones that the GPU counts
+OF_TOKEN_TREES = (PORTABLE, DEFT_NODE, DEFT_FLATTEN)
 
 
 def layer_of(w: Workload, heads: tuple[int, int], dtype: str = "bfloat16") -> AttentionConfig:

@@ -122,6 +122,11 @@ def deft(block_size: int, folder: Path, trees: int = 2, steps: int = 4) -> Itera
 
 def recorded_step(name: str, nodes: list[dict[str, Any]], step: int, block_size: int) -> Workload:
     """The tree at one step. Each node grows by one token a step from ``start`` to ``end``."""
+    return forest(name, *recorded_tree(nodes, step), block_size)
+
+
+def recorded_tree(nodes: list[dict[str, Any]], step: int) -> tuple[list[int], list[int]]:
+    """Parents and tokens of the nodes above the branches that grow at one step."""
     parent_of = {child: node["id"] for node in nodes for child in node["children"]}
     growing = [node["id"] for node in nodes if node["start"] <= step <= node["end"]]
     kept: set[int] = set()
@@ -134,8 +139,7 @@ def recorded_step(name: str, nodes: list[dict[str, Any]], step: int, block_size:
     alive = sorted((n for n in nodes if n["id"] in kept), key=lambda n: n["start"])
     index = {node["id"]: i for i, node in enumerate(alive)}
     parents = [index[parent_of[n["id"]]] if n["id"] in parent_of else -1 for n in alive]
-    tokens = [min(step, n["end"]) - n["start"] + 1 for n in alive]
-    return forest(name, parents, tokens, block_size)
+    return parents, [min(step, n["end"]) - n["start"] + 1 for n in alive]
 
 
 def medusa(block_size: int, folder: Path) -> Iterator[Workload]:
