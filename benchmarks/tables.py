@@ -638,7 +638,7 @@ def papers_table(paper: str) -> str:
         points = f"{len(result['points'])} of {result['of_points']} points"
         lines.append(
             f"`{result['command']}`, {result['date']}, {result['device']}; {versions(result)}; "
-            f"{points}."
+            f"{recordings_of(e, result)}{points}."
         )
         if e.bars and draw(e.item, e.bars(result["points"])):
             lines += ["", f"![{e.item}](images/papers-{e.name}.svg)"]
@@ -646,6 +646,16 @@ def papers_table(paper: str) -> str:
             lines += ["", *e.table(result["points"])]
     left = [f"- {x.item}: {x.why}." for x in LEFT_OUT if x.paper == paper]
     return "\n".join([*lines, "", "Not reproduced:", "", *left])
+
+
+def recordings_of(experiment: Experiment, result: dict) -> str:
+    """Which recordings the points were measured on, where they depend on them."""
+    if not experiment.reads_recordings:
+        return ""
+    if "recordings" not in result:  # a run from before it was noted
+        return "recordings of an unknown digest; "
+    digest = result["recordings"]
+    return f"recordings {digest}; " if digest else "no recordings; "
 
 
 #: peers of FastTree's figure 9: its name for each, and how many times as long as FastTree it takes

@@ -819,6 +819,39 @@ def test_figure_13_correlates_the_ratio_with_the_spread():
     assert "correlation" not in deft.iterations_sentence({"step 1": step(1, 1)})
 
 
+def test_points_of_token_trees_say_whose_they_are(tmp_path, monkeypatch):
+    paths = [[i] for i in range(31)]
+    (tmp_path / "tree_size32.json").write_text(json.dumps({"Tree_Structure": paths}))
+
+    def time_methods(setting, w, heads, ways) -> dict:
+        ok = {"status": "ok", "ms": 1.0}
+        return {"query_len": w.query_len, "peers": {m.title: dict(ok) for m in ways}}
+
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    points = {p.name: p for p in deft.time_token_trees(setting)}
+    names = [f"{n} tokens x 1, context 2000" for n in (32, 64)]
+    results = {name: points[name].run() for name in names}
+    assert [f["tree"] for f in results.values()] == ["Medusa's", "quaternary"]
+    assert deft.trees_table(results)[0].endswith(f" Quaternary token trees: {names[1]}.")
+    assert deft.trees_table({names[0]: results[names[0]]})[0].endswith(" trees are Medusa's.")
+    chunks = {p.name: p.run() for p in deft.time_chunks(setting)}
+    assert [f.get("tree") for f in chunks.values()] == [None, "quaternary", "Medusa's"]
+    del chunks["token tree 64"]["tree"]
+    assert " did not note whether " in deft.trees_table(chunks)[0]
+    for figures in tables.ran("deft-table-16")["points"].values():
+        assert figures["tree"] == "Medusa's"
+
+
+def test_the_page_names_the_recordings():
+    some = EXPERIMENTS["deft-recorded"]
+    assert some.reads_recordings
+    assert tables.recordings_of(some, {"recordings": "abc"}) == "recordings abc; "
+    assert tables.recordings_of(some, {"recordings": None}) == "no recordings; "
+    assert tables.recordings_of(some, {}) == "recordings of an unknown digest; "
+    assert not tables.recordings_of(EXPERIMENTS["deft-table-6"], {})
+
+
 def test_what_a_program_measures_ends_within_the_seconds_that_minutes_checks():
     limits = {
         "flashforge-figure-6-dram": counters,

@@ -20,7 +20,7 @@ from papers.experiment import (
     span,
 )
 from papers.flashforge import against, methods_of, time_bars, time_table
-from papers.token_trees import token_tree
+from papers.token_trees import kind_of_tree, token_tree
 
 PAPER = "DeFT"
 #: Llama-3-8B: heads, layers, query heads for a KV head
@@ -435,7 +435,7 @@ def time_token_trees(setting: Setting) -> Iterator[Point]:
                 del peers[name]
                 peers[f"{name}, expanded branches"] = branches["peers"][name]
             figures["row_tiles"] = methods.planner_of(methods.OURS, w, heads)[1]
-            return figures
+            return {"tree": kind_of_tree(size, setting.recordings), **figures}
 
         yield Point(f"{size} tokens x {batch}, context {context}", run)
 
@@ -492,6 +492,20 @@ def walks_table(results: Results) -> list[str]:
             lines,
         ),
     ]
+
+
+def trees_table(results: Results) -> list[str]:
+    """As ``time_table``; says whose the token trees are."""
+    kinds = {n: f.get("tree") for n, f in results.items() if f["query_len"] > 1}
+    quaternary = [name for name, kind in kinds.items() if kind == "quaternary"]
+    lines = time_table(results)
+    if None in kinds.values():
+        lines[0] += " The run did not note whether its token trees are Medusa's."
+    elif quaternary:
+        lines[0] += f" Quaternary token trees: {'; '.join(quaternary)}."
+    elif kinds:
+        lines[0] += " The token trees are Medusa's."
+    return lines
 
 
 def token_trees_sentence(results: Results) -> str:
@@ -572,7 +586,10 @@ def time_chunks(setting: Setting) -> Iterator[Point]:
 
             heads = (8, 2) if setting.tiny else HEADS
             ways = [*chunk_methods("auto"), *strategies()[3:], methods.OURS]
-            return timing.time_methods(setting, w, heads, ways)
+            figures = timing.time_methods(setting, w, heads, ways)
+            if w.query_parents is None:
+                return figures
+            return {"tree": kind_of_tree(w.query_len, setting.recordings), **figures}
 
         yield Point(name, run)
 
@@ -724,7 +741,7 @@ EXPERIMENTS = (
         "another GPU; the tiles of rows of a tree run side by side and read the KV from memory "
         "once: at a batch of 1, eight times the tokens take ours about twice as long, and expanded "
         "branches seven times; at a batch of 32 both take time in proportion",
-        time_table,
+        trees_table,
         time_bars,
         reads_recordings=True,
     ),
@@ -753,7 +770,7 @@ EXPERIMENTS = (
         time_chunks,
         chunk_times_sentence,
         "another GPU and kernel",
-        time_table,
+        trees_table,
         time_bars,
         reads_recordings=True,
     ),

@@ -3,6 +3,17 @@
 from pathlib import Path
 
 
+def recorded_tree(size: int, recordings: Path | None) -> Path | None:
+    """The file of Medusa's token tree of that size, if it was recorded."""
+    file = recordings / f"tree_size{size}.json" if recordings else None
+    return file if file and file.exists() else None
+
+
+def kind_of_tree(size: int, recordings: Path | None) -> str:
+    """Whose token tree ``tree_parents`` takes."""
+    return "Medusa's" if recorded_tree(size, recordings) else "quaternary"
+
+
 def tree_parents(size: int, recordings: Path | None) -> object:
     """Parents of a token tree: Medusa's where it was recorded, else a quaternary one."""
     import json
@@ -11,8 +22,7 @@ def tree_parents(size: int, recordings: Path | None) -> object:
 
     from vllm_prefixshare.workloads.sets import token_tree_parents
 
-    file = recordings / f"tree_size{size}.json" if recordings else None
-    if file and file.exists():
+    if file := recorded_tree(size, recordings):
         return token_tree_parents(json.loads(file.read_text())["Tree_Structure"])
     return np.array([-1, *((i - 1) // 4 for i in range(1, size))], np.int32)
 
