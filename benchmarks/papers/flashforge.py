@@ -520,13 +520,17 @@ EXPERIMENTS = (
         "6.2",
         "figure 8: parallel combine kernels",
         "part of the step from the tree and division to all (22.2 ms, 3.5 ms)",
-        "Merging alone, on random partial results: one launch for all requests, as ours is; one "
-        "after the other for each request; and two levels, which merges groups of eight partial "
-        "results in parallel inside a request.",
+        "Merging alone, on random partial results of 32 heads: one launch for all requests, as "
+        "ours is; one after the other for each request; and two levels in two launches, of which "
+        "the first merges groups of eight partial results in parallel inside a request. Replays "
+        "of a CUDA graph, before each of which the L2 cache is flushed; in a layer the launch "
+        "before has just written what is merged.",
         GPU,
         time_reduction,
         reduction_sentence,
-        "the paper does not time its combine kernels alone",
+        "the paper does not time its combine kernels alone. Two levels are ahead where one request "
+        "has 64 partial results; in a layer with eight KV heads it has 16 at most, and "
+        "[inside layers](kernel-notes.md#small-layers) groups were slower with fewer than 66",
         time_table,
         time_bars,
     ),
@@ -569,7 +573,9 @@ EXPERIMENTS = (
 LEFT_OUT = (
     LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel weights eight "
             "partial results of a request at a time, in their order; groups merged side by side "
-            "were [measured](kernel-notes.md#small-layers), gain from 66 partial results of a "
-            "request on, of which a layer with eight KV heads has 16 at most, and were left out"),
+            "were [measured](kernel-notes.md#small-layers), gain inside a layer from 66 partial "
+            "results of a request on, of which a layer with eight KV heads has 16 at most, and "
+            "were left out. Merging alone, from an empty L2 cache, two launches gain at 64: see "
+            "[flashforge-reduction](#flashforge-reduction)"),
     LeftOut(PAPER, "figure 10", "five kinds of GPUs; there was one"),
 )  # fmt: skip
