@@ -4,6 +4,7 @@ A plan stays right while its sequences grow: shared runs are whole, filled block
 request has one open run that reads to its length at the time the kernel runs.
 """
 
+import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -174,11 +175,11 @@ def longest_first(
     keys = -np.rint(costs / step) if step > 0.0 else -costs
     by_cost = np.argsort(keys, kind="mergesort")  # stable
     worker_of = np.empty(len(costs), np.int32)
-    loads = np.zeros(num_workers)
+    loads = [(0.0, worker) for worker in range(num_workers)]  # a heap
     for tile in by_cost:
-        worker = np.argmin(loads)
+        load, worker = loads[0]
+        heapq.heapreplace(loads, (load + costs[tile], worker))
         worker_of[tile] = worker
-        loads[worker] += costs[tile]
         work_indptr[worker + 1] += 1
     work_indptr = np.cumsum(work_indptr).astype(np.int32)
     place = work_indptr.copy()
@@ -186,7 +187,7 @@ def longest_first(
     for tile in by_cost:
         order[place[worker_of[tile]]] = tile
         place[worker_of[tile]] += 1
-    return order, work_indptr, loads.max()
+    return order, work_indptr, max(loads)[0]
 
 
 def build_plan(

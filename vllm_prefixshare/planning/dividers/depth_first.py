@@ -18,6 +18,7 @@ because the halves work in parallel. A run that several windows read comes from 
 cost of a tile besides its tokens is taken from the cost table at the tile's size (``TileRates``).
 """
 
+import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -181,11 +182,14 @@ def _cut_evenly(
     pieces = np.ones(num_windows, np.int32)
     for w in range(num_windows):
         load[w] = runs.before[ends[w]] - runs.before[ends[w - 1] if w else 0]
+    longest = [(-load[w], w) for w in range(num_windows)]  # windows by the length of their pieces
+    heapq.heapify(longest)
     for _ in range(num_windows, num_tiles):
-        longest = np.argmax(load / pieces)
-        if load[longest] / (pieces[longest] + 1) < rates.overhead:
+        _, w = longest[0]
+        if load[w] / (pieces[w] + 1) < rates.overhead:
             break  # not worth another tile
-        pieces[longest] += 1
+        pieces[w] += 1
+        heapq.heapreplace(longest, (-load[w] / pieces[w], w))
     room = len(runs.tokens) + pieces.sum()
     tiles, cost = np.empty((room, 5), np.int32), np.empty(room)
     count = run = done = 0
