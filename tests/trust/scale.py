@@ -1,5 +1,6 @@
 """The size of each test: CI's share by default, the full run of ``make trust`` by variables."""
 
+import hashlib
 import os
 
 #: random event sequences over all paths; random forests for each kernel, and for the emulator of a
@@ -7,12 +8,21 @@ import os
 SEQUENCES = int(os.environ.get("TRUST_SEQUENCES", "300"))
 FORESTS = int(os.environ.get("TRUST_FORESTS", "24"))
 WALKS = int(os.environ.get("TRUST_FORESTS", "500"))
-#: with another seed the event sequences are others: several processes can share the full run
+#: with another seed the event sequences are others in every mode: several processes can share the
+#: full run
 SEED = int(os.environ.get("TRUST_SEED", "0"))
 PLANS_AGAIN = 1 if FORESTS < 100 else 5
 
 #: what was tried, shown at the end: figures for ``docs/fidelity.md``
 REPORT: list[str] = []
+
+
+def seed_of(*what: str | int) -> int:
+    """The seed of one part of a test: the same in every process, and its own for each TRUST_SEED
+    and each part, which sums of small numbers would not be.
+    """
+    text = "\0".join(map(str, (SEED, *what)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def progress(line: str) -> None:
