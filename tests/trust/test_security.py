@@ -31,18 +31,20 @@ WRITING = {
 }  # fmt: skip
 #: Every module that writes: the calls, and a comment on where it writes.
 WRITERS = {
-    # the lock, in the folder of temporary files; Numba's cache
-    "compiled.py": {"os.open", "makedirs"},
+    # a lock on the cache folder, and on that of Numba's cache; neither is a file
+    "compiled.py": {"os.open", "mkdir", "makedirs"},
+    # a file beside the one that a caller names, and in its place
+    "trusted.py": {"open for writing", "replace", "unlink"},
     # the cache folder
     "kernels/cpu/native.py": {"mkdir", "TemporaryDirectory", "os.replace"},
     "kernels/compile.py": {"mkdir"},
     "kernels/precompile.py": {"mkdir", "touch"},
     # the cache folder, or the file that --out names
-    "costs/table.py": {"mkdir", "open for writing", "replace", "unlink"},
+    "costs/table.py": {"mkdir"},
     # the file that VLLM_PREFIXSHARE_TRACE or a command names
     "integration/tracing.py": {"os.open", "ftruncate"},
     "cli/trace.py": {"open for writing"},
-    "cli/canvas.py": {"write_bytes", "replace", "unlink"},
+    "cli/canvas.py": {"write_bytes"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "integration/metrics.py": {
         "makedirs", "TemporaryDirectory", "MmapedDict", "open for writing", "rename", "unlink",

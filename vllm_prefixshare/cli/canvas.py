@@ -1,14 +1,13 @@
 """Rectangles, lines and text on a light page, written as SVG by hand or as PNG by Pillow."""
 
-import contextlib
 import io
-import os
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.trusted import write_whole
 
 #: Average letter width over font size for a usual sans-serif font, estimated on the wide side.
 LETTER = 0.58
@@ -151,14 +150,10 @@ def _write(path: Path, data: bytes) -> None:
     """Write a file that appears whole or not at all. What is no plain file, such as /dev/stdout, is
     written to and not replaced.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)
-            return
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        else:
+            write_whole(path, data)
     except OSError as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise PrefixShareError(f"{path} cannot be written ({e}): name another file.") from None

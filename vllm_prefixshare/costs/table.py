@@ -5,9 +5,7 @@ it is profiled over (query rows, KV length) and interpolated. ``profile_cpu`` an
 ``profile_gpu`` fill the table; this module only reads, stores and interpolates it.
 """
 
-import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import FloatArray, PrefixShareError
-from vllm_prefixshare.trusted import read_text
+from vllm_prefixshare.trusted import read_text, write_whole
 
 FORMAT = 2
 #: Largest file that is read; a table has some kilobytes.
@@ -171,16 +169,10 @@ class CostTable:
         Raises:
             PrefixShareError: it cannot be written.
         """
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)  # of a process that was killed
-            with temporary.open("x") as file:  # follows no link that others put there
-                file.write(json.dumps(self.to_json(), indent=1))
-            temporary.replace(path)
+            write_whole(path, json.dumps(self.to_json(), indent=1).encode())
         except OSError as e:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise PrefixShareError(
                 f"the cost table cannot be written to {path} ({e}): make room there, or name "
                 "another folder with VLLM_PREFIXSHARE_CACHE."
