@@ -8,7 +8,6 @@ replays with the L2 cache flushed before each.
 """
 
 import argparse
-import json
 import math
 import platform
 import shlex
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from results import write
 
 from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
@@ -331,8 +331,7 @@ def main() -> int:
             "slowdown": {name: round(mean, 4) for name, mean in means.items()},
             "trees": dict(zip(args.trees, rows, strict=True)),
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return 1 if any(cell.get("wrong") for row in rows for cell in row.values()) else 0
 
 

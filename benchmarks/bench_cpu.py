@@ -10,7 +10,6 @@ cores with AVX-512 BF16.
 """
 
 import argparse
-import json
 import platform
 import random
 import shlex
@@ -20,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import repository  # noqa: F401
+from results import write
 
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
@@ -137,8 +137,7 @@ def main() -> int:
             "model": args.model.name if args.model else "SmolLM2-135M-Instruct, bfloat16",
             "rows": rows,
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return 1 if any(row["wrong_tokens"] for row in rows) else 0
 
 

@@ -28,7 +28,6 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -472,7 +471,6 @@ def main(argv: list[str] | None = None) -> int:
                 stack.callback(engine.close)
             result: Row = {
                 "command": shlex.join(["python", *sys.argv]),
-                "date": date.today().isoformat(),
                 "gpu": torch.cuda.get_device_name() if args.cuda else processor(),
                 "versions": versions(),
                 "model": args.model.name if args.model else described(args),

@@ -39,7 +39,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
-from datetime import date
 from itertools import product
 from pathlib import Path
 
@@ -399,7 +398,6 @@ def main(argv: list[str] | None = None) -> int:
     rates = KNOWN_RATES.get(gpu, measured)
     result = {
         "command": shlex.join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
         "gpu": gpu,
         "versions": versions(),
         "dtype": args.dtype,

@@ -8,7 +8,6 @@ medians of ``--repeats`` calls, the best of five rounds.
 """
 
 import argparse
-import json
 import platform
 import shlex
 import statistics
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+
+from results import write
 
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
@@ -228,8 +229,7 @@ def main() -> int:
             },
             "rows": rows,
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return 1 if wrong else 0
 
 

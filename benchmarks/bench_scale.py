@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from datetime import date
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -135,7 +134,6 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
         results.put(
             {
                 "command": " ".join(["python", *sys.argv]),
-                "date": date.today().isoformat(),
                 "device": kind,
                 "ranks": args.ranks,
                 "heads": args.heads,

@@ -1,4 +1,4 @@
-"""The file of a benchmark's results, and the versions that it names.
+"""The file of a benchmark's results, the date and the versions that it names.
 
 It imports no kernels: an engine's processes import the script that started them, and vLLM 0.32 on
 a CPU does not start where Numba was imported.
@@ -7,6 +7,7 @@ a CPU does not start where Numba was imported.
 import json
 import platform
 from contextlib import suppress
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path | None, result: dict[str, object]) -> None:
-    """Write ``result`` as JSON, if there is a ``path``."""
+    """Write ``result`` as JSON with today's date, if there is a ``path``."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        dated = {"date": date.today().isoformat(), **result}
+        path.write_text(json.dumps(dated, indent=1) + "\n")

@@ -5,6 +5,7 @@ folders of tables, which layers read which, and the ablation benchmark on the CP
 import importlib.util
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -469,6 +470,8 @@ def test_profile_says_whose_table_nobody_would_read(
 
 
 def bench_ablation():
+    if str(BENCH.parent) not in sys.path:
+        sys.path.insert(0, str(BENCH.parent))  # for what it imports beside it
     spec = importlib.util.spec_from_file_location("bench_ablation", BENCH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -3,6 +3,7 @@ that a search can afford.
 """
 
 import importlib.util
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,6 +79,8 @@ def test_work_lists_are_dealt_in_order():
 def bench():
     """The ablation benchmark, for its layer and its runner."""
     path = Path(__file__).parents[2] / "benchmarks" / "bench_ablation.py"
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # for what it imports beside it
     spec = importlib.util.spec_from_file_location("bench_ablation", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
