@@ -8,7 +8,8 @@ resets; every greedy answer is compared with stock's answer to the same request 
 ``vllm serve`` under a closed loop of clients, of which some disconnect, some send invalid requests
 and some send prompts that are too long; then stock gets the same invalid requests. The exit status
 is 1 if anything was wrong. On a GPU the default model is a small one with random weights, and all
-variants run at once, each under both of vLLM's model runners.
+variants run at once, each under both of vLLM's model runners. A run in which no step shared KV has
+tested little, so it counts as wrong, too.
 """
 
 import argparse
@@ -50,9 +51,10 @@ from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_LEN = 1024
-#: Bytes and open files by which a run may grow between its second fifth and its end. A server has
-#: as many connections as clients.
-MOST_GROWTH, MOST_FILES = 64 << 20, 0
+#: Bytes a minute by which a run may grow in its last three fifths, and bytes that need no
+#: explanation, in a short run: a process frees memory late. Open files by which it may grow: a
+#: server has as many connections as clients.
+MOST_A_MINUTE, MOST_AT_ONCE, MOST_FILES = 3 << 20, 24 << 20, 0
 
 
 @dataclass(frozen=True)
@@ -79,28 +81,47 @@ def model_of(args: argparse.Namespace, folder: Path) -> Model:
     return Model(path, tokenizer.encode(text), tokenizer.eos_token_id)
 
 
-def leaks(growth: Held, most_files: int) -> list[str]:
+def leaks(growth: chaos.Growth | None, most_files: int) -> list[str]:
     """The resources that grew by more than allowed, in words."""
-    sizes = (("memory", growth.rss), ("GPU memory", growth.device))
-    found = [f"{what} grew by {n / 2**20:.0f} MiB" for what, n in sizes if n > MOST_GROWTH]
-    files = growth.open_files
+    if growth is None:
+        return []
+    found = []
+    most = max(MOST_AT_ONCE, MOST_A_MINUTE * growth.seconds / 60)
+    for what, name in (("memory", "rss"), ("GPU memory", "device")):
+        if (grew := getattr(growth.more, name)) > most:
+            found.append(
+                f"{what} grew by {grew / 2**20:.0f} MiB in {growth.seconds:.0f} s, "
+                f"{growth.per_minute(name) / 2**20:.1f} MiB a minute"
+            )
+    files = growth.more.open_files
     return found + ([f"{files} more files are open"] if files > most_files else [])
 
 
-def row_of_growth(held: list[tuple[float, Held]], growth: Held) -> dict[str, Any]:
-    """What was held, at some fifty moments, and how much more at the end."""
+def without_sharing(args: argparse.Namespace, shared_steps: int) -> list[str]:
+    """The fault of a run that shared nothing, in words."""
+    asked = args.may_not_share or getattr(args, "backend", PREFIX_SHARE) != PREFIX_SHARE
+    return [] if shared_steps or asked else ["no step shared KV"]
+
+
+def row_of_growth(held: list[tuple[float, Held]], growth: chaos.Growth | None) -> dict[str, Any]:
+    """What was held, at some fifty moments, and how much more after ``grown_seconds``; None where
+    the run was too short to tell.
+    """
     some = held[:: 1 + len(held) // 50]
+    more = growth.more if growth else None
     return {
-        "grown_bytes": growth.rss,
-        "grown_files": growth.open_files,
-        "grown_device_bytes": growth.device,
+        "grown_seconds": growth.seconds if growth else None,
+        "grown_bytes": more.rss if more else None,
+        "grown_files": more.open_files if more else None,
+        "grown_device_bytes": more.device if more else None,
         "held": [[round(t, 1), asdict(h)] for t, h in some],
     }
 
 
-def label(variant: str, divider: str) -> str:
-    """The name of a row of the report."""
-    return variant if divider == "auto" else f"{variant}, {divider}"
+def label(variant: str, divider: str, seed: int | None = None) -> str:
+    """The name of a row of the report. seed: of one of several rows."""
+    named = variant if divider == "auto" else f"{variant}, {divider}"
+    return named if seed is None else f"{named}, seed {seed}"
 
 
 def engine(
@@ -133,6 +154,7 @@ def engine(
         # greatest length
         options["sampled"] = ()
     if variant == "eagle":
+        settings["num_gpu_blocks_override"] *= 2  # the drafter's layer has blocks of its own
         drafter = str(write_eagle(folder / name, path))
         speculation = {"method": "eagle", "model": drafter, "num_speculative_tokens": 3}
         settings["speculative_config"] = speculation
@@ -156,18 +178,21 @@ def engine(
         ended = [f"the engine ended: {str(e)[-3000:]}"]
     growth = chaos.grown(report.held)
     wrong = [*report.wrong, *leaks(growth, MOST_FILES), *ended]
+    wrong += without_sharing(args, report.shared_steps)
     result = {**asdict(report), "variant": name, "seconds": seconds, "cases": len(cases)}
     return {**result, **row_of_growth(report.held, growth), "wrong": wrong}
 
 
-def server(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, Any]:
+def server(args: argparse.Namespace, model: Model, folder: Path, seed: int) -> dict[str, Any]:
     """Run ``vllm serve`` under load, end it, and send stock the same invalid requests. On a GPU all
     servers start at once.
     """
-    options = [f"--max-model-len={SERVER_LEN}", "--max-num-seqs=8", "--enforce-eager"]
+    # on a GPU more at once, for the reason that chaos.GPU_SETTINGS has
+    most, blocks = (24, 160) if has_gpu() else (8, 80)
+    options = [f"--max-model-len={SERVER_LEN}", f"--max-num-seqs={most}", "--enforce-eager"]
     # by default vLLM ends the engine at once, and then waits for streams that get no more tokens
     options += ["--shutdown-timeout=120"]
-    options += ["--block-size=32", "--num-gpu-blocks-override=80", *args.options]
+    options += ["--block-size=32", f"--num-gpu-blocks-override={blocks}", *args.options]
     if has_gpu():
         template = folder / "chat.jinja"
         template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
@@ -181,9 +206,9 @@ def server(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, An
         if backend:
             environment |= {"VLLM_ATTENTION_BACKEND": backend, "VLLM_PREFIXSHARE_STRICT": "1"}
             environment["VLLM_PREFIXSHARE_DIVIDER"] = args.divider
-        log = folder / f"{backend}-{last}.log"
+        log = folder / f"{backend}-{last}-{seed}.log"
         with server_process(model.folder, log, environment, *options) as (url, process):
-            load = Load(url, NAME, SERVER_LEN, model.text, SERVER_LEN // 2, args.seed)
+            load = Load(url, NAME, SERVER_LEN, model.text, SERVER_LEN // 2, seed)
             if last == "killed":
                 started = tree(process.pid)
                 process.kill()
@@ -209,13 +234,14 @@ def server(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, An
     growth = chaos.grown(report.held)
     wrong = [*report.wrong, *ours["wrong"], *server_faults(report, stock.get("report"))]
     wrong += leaks(growth, args.clients)
+    wrong += without_sharing(args, report.counters[f"{PREFIX}shared_steps_total"])
     if failures := report.counters[f"{PREFIX}fallbacks_total"]:
         wrong.append(f"{failures} fallbacks")
     for name in ("exit_status", "left_by_kill"):
         if stock and ours[name] != stock[name]:
             wrong.append(f"{name}: {ours[name]}, stock {stock[name]}")
     return {
-        "variant": label("server", args.divider),
+        "variant": label("server", args.divider, seed if len(args.seeds) > 1 else None),
         "seconds": ours["seconds"],
         "asked": report.asked,
         "requests": sum(report.asked.values()),
@@ -232,6 +258,12 @@ def server(args: argparse.Namespace, model: Model, folder: Path) -> dict[str, An
     }
 
 
+def growth_in_words(row: dict[str, Any]) -> str:
+    if row.get("grown_bytes") is None:
+        return "too short to say what grows"
+    return f"{row['grown_bytes'] / 2**20:+.1f} MiB in {row['grown_seconds']:.0f} s"
+
+
 def summary(row: dict[str, Any]) -> str:
     """One line for people."""
     if "asked" in row:
@@ -241,7 +273,8 @@ def summary(row: dict[str, Any]) -> str:
             f"steps shared KV, {len(row['wrong'])} faults"
         )
     return (
-        f"{row['requests']} requests, {row['aborted']} answers aborted, {row['preemptions']} "
+        f"{row['requests']} requests, {row['shared_steps']} of {row['steps']} steps shared KV, "
+        f"{row['aborted']} answers aborted, {row['preemptions']} "
         f"pre-emptions, {row['greedy']} greedy answers: {row['equal']} equal, {row['ties']} part "
         f"at a tie (at most {row['widest_tie']:.3f} nats), {row['compared']} tokens: at most "
         f"{row['largest_error']:.2g} nats from stock's, {len(row['wrong'])} faults"
@@ -261,9 +294,9 @@ def save(args: argparse.Namespace, model: Model, rows: list[dict[str, Any]]) -> 
 
 
 def runs(args: argparse.Namespace) -> list[Callable[..., dict[str, Any]]]:
-    """What is to run: the server, or each variant of the engine."""
+    """What is to run: the server once for each seed, or each variant of the engine."""
     if args.kind == "server":
-        return [server]
+        return [partial(server, seed=seed) for seed in args.seeds]
     runners = args.runners if has_gpu() else [None]
     pairs = [(v, r) for v in args.variants for r in runners]
     # vLLM's second runner has no n-gram drafts
@@ -277,26 +310,38 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         sub = kinds.add_parser(kind)
         add = sub.add_argument
         add("--minutes", type=float, default=5, help="minutes of load, per variant of the engine")
-        add("--seed", type=int, default=0)
         add("--model", type=Path, help="checkpoint folder (default: the embedded model)")
         add("--out", type=Path, help="write the report here as JSON")
         add(
             "--divider", default="auto", choices=("auto", *DIVIDERS),
-            help="on a GPU the default shares no document as short as here, deft_flatten does",
+            help="on a GPU the default shares nothing of fewer than eight requests, deft_flatten "
+            "does",
+        )  # fmt: skip
+        add(
+            "--may-not-share", action="store_true",
+            help="a run in which no step shared KV is not wrong",
         )  # fmt: skip
         if kind == "engine":
+            add("--seed", type=int, default=0)
             add("--requests", type=int, default=10_000, help="most of each variant")
             variants = list(chaos.VARIANTS) if has_gpu() else ["plain", "drafts", "lora"]
             add("--variants", nargs="+", choices=chaos.VARIANTS, default=variants)
             add("--runners", nargs="+", choices=RUNNERS, default=list(RUNNERS), help="on a GPU")
             add("--cases", type=int, default=24, help="different prompts")
             add("--longest", type=int, default=chaos.MAX_LEN, help="most tokens of an answer")
-            add("--batch", type=int, default=32, help="requests between two checks")
+            batch = 48 if has_gpu() else 32
+            add("--batch", type=int, default=batch, help="requests between two checks")
             add("--backend", default=PREFIX_SHARE, help=f"backend to test; {STOCK} for comparison")
             add("--dtype", help="default: float32, on a GPU float16")
             add("--max-gap", type=float, help="nats; see docs/fidelity.md")
         else:
-            add("--clients", type=int, default=8, help="most requests in flight")
+            add(
+                "--seeds", "--seed", type=int, nargs="+", default=[0],
+                help="of the requests: a run, and a row of the report, for each, one after the "
+                "other",
+            )  # fmt: skip
+            clients = 32 if has_gpu() else 8
+            add("--clients", type=int, default=clients, help="most requests in flight")
             add("--options", nargs="*", default=[], help="further options of vllm serve")
             add("--no-stock", action="store_true", help="send stock no invalid requests")
     args = parser.parse_args(argv)
@@ -321,11 +366,13 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             model = model_of(args, Path(folder))
-            with ThreadPoolExecutor(16 if has_gpu() else 1) as pool:
+            at_once = 16 if has_gpu() and args.kind == "engine" else 1
+            with ThreadPoolExecutor(at_once) as pool:
                 started = [pool.submit(run, args, model, Path(folder)) for run in runs(args)]
                 for run in started:
                     rows.append(row := run.result())
-                    print(f"{row['variant']}: {row['seconds']:.0f} s, {summary(row)}", flush=True)
+                    print(f"{row['variant']}: {row['seconds']:.0f} s, {summary(row)}, "
+                          f"{growth_in_words(row)}", flush=True)  # fmt: skip
                     save(args, model, rows)  # saved now, because the next one may fail to start
     except PrefixShareError as e:
         print(f"soak: error: {e}", file=sys.stderr)

@@ -363,6 +363,16 @@ SOAKS = (
 )  # fmt: skip
 
 
+def grown(row: dict, gpu: bool) -> str:
+    """By how much memory, open files and a GPU's memory grew in the later part of a run."""
+    if row["grown_bytes"] is None:
+        return "too short to say"
+    said = f"{row['grown_bytes'] / 2**20:+.1f} MiB, {row['grown_files']:+d}"
+    if gpu:
+        said += f", {row['grown_device_bytes'] / 2**20:+.1f} MiB"
+    return said + (f" in {row['grown_seconds']:.0f} s" if "grown_seconds" in row else "")
+
+
 def soak_table() -> str:
     """One line per variant of the engine, and the server: what was tried, and what failed."""
     lines = [
@@ -404,11 +414,9 @@ def soak_table() -> str:
                         f"; log-probabilities of {row['compared']} tokens: {mean:.2g} nats apart "
                         f"in the mean, {row['largest_error']:.2g} at most"
                     )
-            grown = f"{row['grown_bytes'] / 2**20:+.1f} MiB, {row['grown_files']:+d}"
-            if where:
-                grown += f", {row['grown_device_bytes'] / 2**20:+.1f} MiB"
             lines.append(
-                f"| {row['variant']}{where} | {tried} | {compared} | {len(row['wrong'])} | {grown} "
+                f"| {row['variant']}{where} | {tried} | {compared} | {len(row['wrong'])} "
+                f"| {grown(row, bool(where))} "
                 f"| {row['seconds'] / 60:.1f} |"
             )
     return "\n".join([*commands, *lines])

@@ -29,9 +29,14 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 40,
     "enforce_eager": True,
 }
-#: Over ``SETTINGS`` on a GPU, whose kernels have no float32. Several engines may share it.
+#: Over ``SETTINGS`` on a GPU, whose kernels have no float32. Several engines may share it. The
+#: default divider shares nothing of fewer than eight requests there, because workers are idle that
+#: read for each alone. So more requests run at once, in a cache that is still too small for them.
 GPU_SETTINGS: dict[str, Any] = {
     "dtype": "float16",
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 26,
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "gpu_memory_utilization": 0.1,
@@ -48,12 +53,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts": {"speculative_config": NGRAM},
     "lora": {"enable_lora": True, "max_lora_rank": 8},
-    # with the caller's drafter, whose layer keeps vLLM's own kernel and has blocks of its own
-    "eagle": {"num_gpu_blocks_override": 20},
+    "eagle": {},  # with the caller's drafter, whose layer keeps vLLM's own kernel
 }
 #: Nats by which stock's best token may lead where an answer differs, and by which the
 #: log-probability of a token may: in float32, and in float16 on a GPU. See ``docs/fidelity.md``.
 MAX_GAP, GPU_MAX_GAP = 0.005, 0.05
+#: Records of resources, in the last three fifths of a run, below which no growth is reported.
+LEAST_RECORDS = 3
 #: Probability of each event before a step.
 ABORT, RESET = 0.02, 0.02
 
@@ -299,17 +305,38 @@ def endure(
         seed += 1
 
 
-def grown(held: Sequence[tuple[float, Held]]) -> Held:
-    """How much more of each resource the last fifth of the records has than the second fifth. Least
-    values are compared. The first fifth fills caches and pools.
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How much ``more`` of each resource was held, after how many ``seconds``."""
+
+    seconds: float
+    more: Held
+
+    def per_minute(self, what: str) -> float:
+        """Bytes of a resource a minute."""
+        return 60 * float(getattr(self.more, what)) / self.seconds
+
+
+def grown(held: Sequence[tuple[float, Held]]) -> Growth | None:
+    """The growth within the last three fifths of the time, because caches and pools fill before.
+    The least values of the first half of these records and of the second are compared, at the mean
+    of their times. None where there are too few records to tell.
+
+    Args:
+        held: resources, with seconds since the start.
     """
-    part = max(1, len(held) // 5)
-    early, late = ([h for _, h in some] for some in (held[part : 2 * part], held[-part:]))
+    end = held[-1][0] if held else 0.0
+    late = [(at, h) for at, h in held if at >= 0.4 * end]
+    if len(late) < LEAST_RECORDS:
+        return None
+    halves = late[: len(late) // 2], late[len(late) // 2 :]
+    before, after = (sum(at for at, _ in half) / len(half) for half in halves)
 
-    def more(name: str) -> int:
-        return min(getattr(h, name) for h in late) - min(getattr(h, name) for h in early)
+    def least(half: Sequence[tuple[float, Held]], name: str) -> int:
+        return min(getattr(h, name) for _, h in half)
 
-    return Held(*(more(f.name) if early else 0 for f in fields(Held)))
+    more = (least(halves[1], f.name) - least(halves[0], f.name) for f in fields(Held))
+    return Growth(after - before, Held(*more))
 
 
 def spec(
