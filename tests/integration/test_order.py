@@ -177,8 +177,13 @@ ADD = st.tuples(
 TAKE = st.tuples(
     st.just("take"), st.sampled_from([1, 1, 2, 4]), st.sampled_from([0.0, 0.125, 0.5, 3.0])
 )
+#: The same, but the request that the step comes upon first is skipped, and put back at its end; as
+#: many new ones were skipped before.
+SKIP = st.tuples(
+    st.just("skip"), st.sampled_from([0, 1, 2]), st.sampled_from([0.125, 3.0]), st.integers(0, 1)
+)
 OTHER = st.tuples(st.sampled_from(["put back", "remove", "evict"]), st.integers(0, 9))
-STEPS = st.lists(st.one_of(ADD, ADD, TAKE, TAKE, OTHER), min_size=10, max_size=80)
+STEPS = st.lists(st.one_of(ADD, ADD, TAKE, TAKE, SKIP, SKIP, OTHER), min_size=10, max_size=80)
 
 
 class Oracle:
@@ -190,7 +195,7 @@ class Oracle:
         self.age: dict[Waiting, int] = {}
         self.lost: Counter[Waiting] = Counter()
         self.put_back: list[Waiting] = []
-        #: priority -> overtaken in the last step that took one of it
+        #: priority -> overtaken in the last step that took one of it that had not been put back
         self.behind: dict[int, set[Waiting]] = {}
 
     def older(self, taken: Waiting) -> list[Waiting]:
@@ -203,47 +208,67 @@ class Oracle:
         ]
 
 
+#: A request is overtaken, and then two steps are long that come upon one that is skipped.
+HOT = ("add", [0, 0], 0)
+SKIPPING = [
+    *(HOT, ("take", 1, 0.0), ("add", [1], 0), HOT, ("take", 1, 0.125), ("skip", 0, 3.0, 1)),
+    *(HOT, ("skip", 1, 3.0, 0), HOT, ("skip", 1, 3.0, 0)),
+]
+
+
+@hypothesis.example(steps=SKIPPING, bound=2.0)
 @given(steps=STEPS, bound=st.sampled_from([0.0, 0.25, 2.0, math.inf]))
 def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, bound):
     cache, oracle = Cache(bound, by_priority=True), Oracle()
     names = itertools.count()
     served: list[Waiting] = []
 
-    def take(count: int, seconds: float) -> None:
+    def take(count: int, seconds: float, skip: int = 0) -> None:
         overtaken: dict[int, set[Waiting]] = {}
-        for i in range(min(count, len(oracle.age))):
+        skipped: list[Waiting] = []
+        for i in range(min(skip + count, len(oracle.age))):
             urgent = min(r.priority for r in oracle.age)
-            request = cache.take(same_step=i > 0)
+            if i == 0:
+                cache.queue.begin_step()
+            request = cache.queue.pop_request() if i < skip else cache.take(same_step=True)
             assert request.priority == urgent
-            behind = overtaken.setdefault(urgent, set())
             if request in oracle.put_back:
                 oracle.put_back.remove(request)
             else:
                 assert not [r for r in oracle.put_back if r.priority == urgent]
                 assert all(oracle.lost[r] < bound for r in oracle.older(request))
-                behind.update(oracle.older(request))
+                overtaken.setdefault(urgent, set()).update(oracle.older(request))
             del oracle.age[request]
-            served.append(request)
+            (skipped if i < skip else served).append(request)
+        cache.queue.prepend_requests(reversed(skipped))
+        oracle.put_back += skipped
+        oracle.age.update(dict.fromkeys(skipped, 0))
         oracle.behind.update(overtaken)
         cache.now += seconds
         for requests in oracle.behind.values():
             for r in requests:
                 oracle.lost[r] += seconds
 
-    asked = 0
-    for kind, *values in steps:
+    def put_back(request: Waiting) -> None:
+        oracle.age[request] = 0
+        oracle.put_back.append(request)
+        cache.queue.prepend_request(request)
+
+    for asked, (kind, *values) in enumerate(steps):
         waiting = list(oracle.age)
         if kind == "add":
             request = Waiting(*values[0], next(names), priority=values[1])
-            oracle.age[request] = asked = asked + 1
+            oracle.age[request] = asked
             fill(cache, request)
         elif kind == "take" and waiting:
             take(*values)
+        elif kind == "skip" and waiting:
+            count, seconds, new = values
+            for _ in range(new):
+                put_back(Waiting("blocked", next(names)))
+            take(count, seconds, skip=1)
         elif kind == "put back" and served:
-            request = served.pop(values[0] % len(served))
-            oracle.age[request] = asked = asked + 1
-            oracle.put_back.append(request)
-            cache.queue.prepend_request(request)
+            put_back(served.pop(values[0] % len(served)))
         elif kind == "remove" and waiting:
             request = waiting[values[0] % len(waiting)]
             del oracle.age[request]
@@ -258,23 +283,32 @@ def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, 
     assert not cache.queue
 
 
-@pytest.mark.parametrize(("places", "arriving"), [(1, 1), (2, 1), (8, 1), (8, 7), (8, 20)])
-def test_a_stream_of_cached_requests_starves_nobody(places, arriving):
-    # each step has room for some requests, and before it some come that may overtake
+@pytest.mark.parametrize(
+    ("places", "arriving", "blocked"),
+    [(1, 1, 0), (2, 1, 0), (8, 1, 0), (8, 7, 0), (8, 20, 0), (1, 1, 1), (8, 20, 3)],
+)
+def test_a_stream_of_cached_requests_starves_nobody(places, arriving, blocked):
+    # each step, or each fourth one, has room for some requests, and before it some come that may
+    # overtake; vLLM comes upon blocked requests in every step, and puts them back
     cache, step = Cache(bound=2.0), 0.125
     old = [Waiting(i) for i in range(80)]
     cache.update(Waiting("hot").block_hashes)
     fill(cache, *old)
     started: dict[Waiting, float] = {}
+    skipped = [Waiting("blocked", i) for i in range(blocked)]
+    every = 4 if blocked else 1
     for now in itertools.count():
         cache.now = now * step
         fill(cache, *(Waiting("hot", now, i) for i in range(arriving)))
-        free = min(places, len(cache.queue))
-        taken = [cache.take(same_step=i > 0) for i in range(free)]
+        cache.queue.prepend_requests(reversed(skipped))
+        cache.queue.begin_step()
+        assert [cache.queue.pop_request() for _ in skipped] == skipped
+        free = 0 if now % every else min(places, len(cache.queue))
+        taken = [cache.take(same_step=True) for _ in range(free)]
         started.update((request, cache.now) for request in taken if request in old)
         if len(started) == len(old):
             break
-    late = [started[request] - i // places * step for i, request in enumerate(old)]
+    late = [started[request] - i // places * every * step for i, request in enumerate(old)]
     assert 0 < max(late) <= 2.0, "later than first come, first served"
 
 
@@ -424,6 +458,48 @@ def test_a_step_of_the_scheduler_counts_as_one(monkeypatch, model_config):
     assert step(2, 3, 4, 5, 1) == ["1", "2"]
     time.sleep(0.6)
     assert step(1) == ["3", "4"]
+
+
+def test_the_bound_holds_while_the_scheduler_skips_a_request(model_config):
+    """Few requests start in a step, because the KV cache is full, but each step comes upon one that
+    cannot start.
+    """
+    config = make_config(model_config, 60)
+    config.scheduler_config.max_num_seqs = 64
+    scheduler = make_scheduler(PrefixOrderScheduler, config)
+    clock, names, bound = Cache(), itertools.count(), 2.0
+    cached = scheduler.waiting._new_level.args[0]
+    scheduler.waiting = PrefixQueue(cached, bound, clock=lambda: clock.now)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    rng = random.Random(0)
+    document = rng.choices(range(1000), k=8 * BLOCK)
+
+    def add(name: str, shared: list[int], new: int, answer: int) -> Request:
+        prompt = [*shared, *rng.choices(range(1000), k=new)]
+        params = SamplingParams(max_tokens=answer, ignore_eos=True)
+        scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+        return scheduler.requests[name]
+
+    blocked = add("blocked", [], 40, 4)
+    blocked.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    blocked.structured_output_request = SimpleNamespace(grammar=None, is_grammar_ready=False)
+    came = 0.2
+    for now in range(1000):
+        clock.now = now * 0.01
+        if clock.now == came:
+            add("old", [], 9 * BLOCK, 4)
+        while len(scheduler.waiting) < 6:
+            add(str(next(names)), document, 9 * BLOCK, 60)
+        step = scheduler.schedule()
+        if "old" in (r.req_id for r in step.scheduled_new_reqs):
+            break
+        running = {name: i for i, name in enumerate(step.num_scheduled_tokens)}
+        whole = [scheduler.requests[n] for n in running]
+        tokens = [[1] if r.num_computed_tokens >= r.num_tokens else [] for r in whole]
+        scheduler.update_from_output(step, ModelRunnerOutput([*running], running, tokens))
+    # some seconds for the bound, and then until there is room; by far more without a bound
+    assert clock.now - came < bound + 2
 
 
 @hypothesis.settings(max_examples=60)

@@ -68,8 +68,8 @@ class _Level:
         #: recently used last
         self._warm: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in DEPTHS]
         self._given = 0.0
-        #: the last step in which requests were taken, when the first one was, and whether one of
-        #: them overtook another request
+        #: the last step in which requests were taken that had not been put back, when the first one
+        #: was, and whether one of them overtook another request
         self._taken_in = -1
         self._taken_at = 0.0
         self._overtakes = False
@@ -100,8 +100,8 @@ class _Level:
 
     def given(self) -> float:
         """Total seconds given to requests that overtook others: each from when the first request of
-        its step was taken until one of a later step was. The oldest request lost at most the
-        increase since it came, and others no more.
+        its step was taken until one of a later step was, those put back not counted. The oldest
+        request lost at most the increase since it came, and others no more.
         """
         return self._given + (self._clock() - self._taken_at if self._overtakes else 0.0)
 
@@ -124,14 +124,15 @@ class _Level:
         """Remove ``request``, which is about to run: requests with its prefix should follow.
         ``step`` counts from 0.
         """
-        if step != self._taken_in:
-            self._given = self.given()
-            self._taken_in, self._taken_at = step, self._clock()
-            self._overtakes = False
         if self._front and self._front[0] is request:
+            # it overtakes nobody, and may be skipped once more: lost time goes on
             self._front.popleft()
             hashes = self._hashes(request)
         else:
+            if step != self._taken_in:
+                self._given = self.given()
+                self._taken_in, self._taken_at = step, self._clock()
+                self._overtakes = False
             self._overtakes |= request is not next(iter(self._waiting))
             hashes = self._forget(request)
         for warm, key in zip(self._warm, hashes, strict=False):
