@@ -72,6 +72,8 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     other = paged_batch(dtype=torch.bfloat16) if last else batch
     found["other dtype"] = sentence(lambda: make(other, "ring"))
     found["other reduction"] = sentence(lambda: make(batch, "energy" if last else "gather"))
+    found["tree and ring"] = sentence(lambda: make(batch, "gather" if last else "ring"))
+    found["ring and tree"] = sentence(lambda: make(batch, "ring" if last else "gather"))
     there = dist.is_gloo_available
     dist.is_gloo_available = (lambda: False) if last else there  # type: ignore[assignment]
     found["no backend"] = sentence(lambda: make(batch, "gather"))
@@ -118,6 +120,10 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     for decider in (late, dead, passing):
         decider.plan(table, lens)
     passing.run(batch.q, *caches)
+    group = dist.new_group([0])
+    found["a group"] = sentence(lambda: make(batch, "gather", group=group))
+    found["groups"] = len(dist.distributed_c10d._world.pg_names)
+    found["other groups"] = sentence(lambda: make(batch, "gather"))
     if not last:
         found["late"] = timed_sentence(lambda: late.run(batch.q, held))
         found["absent"] = timed_sentence(lambda: make(batch, "gather", SOON))

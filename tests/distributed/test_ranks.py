@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare.distributed.backends import one_line
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
@@ -83,6 +84,9 @@ def test_some_shards_are_empty(world):
         ("other heads", "ranks disagree: num_qo_heads is 4 on rank 0 and 8 on rank {last}"),
         ("other dtype", "ranks disagree: dtype is float32 on rank 0 and bfloat16 on rank {last}"),
         ("other reduction", "reduction is gather on rank 0 and energy on rank {last}"),
+        ("tree and ring", "reduction is ring on rank 0 and gather on rank {last}"),
+        ("ring and tree", "reduction is gather on rank 0 and ring on rank {last}"),
+        ("other groups", "disagree: the number of process groups is {groups} on rank 0 and "),
         ("no backend", "rank {last}: this torch has no backend 'gloo': install one that has it"),
         ("unknown backend", "rank 0: backend must be gloo or nccl, got 'smoke'"),
         ("other requests", "the number of requests is 8 on rank 0 and 2 on rank {last}"),
@@ -92,8 +96,15 @@ def test_some_shards_are_empty(world):
 )
 def test_every_rank_says_what_disagrees(world, case, text):
     for found in world:
-        assert text.format(last=len(world) - 1) in found[case]
+        assert text.format(last=len(world) - 1, groups=world[0]["groups"]) in found[case]
         assert found[case].count("\n") == 0
+
+
+def test_only_ranks_of_a_group_use_it(world):
+    inside, *others = (found["a group"] for found in world)
+    assert inside == "nothing was refused"
+    for rank, said in enumerate(others, 1):
+        assert said == f"rank {rank} is not in the group: call it on the group's ranks only."
 
 
 def test_a_batch_without_requests_has_an_empty_result(world):
@@ -121,11 +132,13 @@ def test_no_rank_takes_the_number_of_requests_for_attention(world):
     ],
 )
 def test_nobody_waits_for_ever(world, case, text):
+    """Nor does a sentence name a place in the source of gloo."""
     last = len(world) - 1
     for rank, found in enumerate(world[:-1]):
         said, seconds = found[case]
         assert said.startswith(f"rank {rank}: ")
         assert text.format(last=last, size=len(world)) in said
+        assert ".cc:" not in said and "/" not in said
         assert seconds < 10 * SOON
 
 
@@ -160,6 +173,23 @@ def test_shards_hold_every_token_once(size):
 def test_shards_that_cannot_be_are_refused(arguments, text):
     with pytest.raises(PrefixShareError, match=text):
         shard(*arguments)
+
+
+def test_what_gloo_says_is_in_our_words():
+    place = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
+    for said, text in (
+        (f"{place}Timed out waiting 3000ms for recv operation to complete", "no message came"),
+        (
+            f"{place}Timed out waiting 9ms for send operation to complete",
+            "no rank took the message",
+        ),
+        (
+            f"{place}Connection closed by peer [127.0.0.1]:80.\nmore",
+            "Connection closed by peer [127",
+        ),
+        ("", "RuntimeError"),
+    ):
+        assert one_line(RuntimeError(said)).startswith(text)
 
 
 @pytest.fixture

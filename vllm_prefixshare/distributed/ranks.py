@@ -1,7 +1,6 @@
 """Ranks: a process group whose ranks agree on what they compute and whose collectives time out."""
 
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_prefixshare.distributed.backends import errors_left_to_us, one_line, problem_of
 from vllm_prefixshare.records import PrefixShareError
 
 #: newer releases of torch rename it
@@ -75,13 +75,17 @@ class Ranks:
         self.timeout = timedelta(seconds=timeout)
         try:
             members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        except KeyError:  # new_group returns no group on the other ranks
-            raise PrefixShareError(f"rank {dist.get_rank()} is not in the group.") from None
+        except KeyError:  # of a world without groups
+            members = []
+        if dist.get_rank() not in members:  # new_group returns a group on the other ranks, too
+            raise PrefixShareError(
+                f"rank {dist.get_rank()} is not in the group: call it on the group's ranks only."
+            )
         self.rank, self.size = members.index(dist.get_rank()), len(members)
         self._members = members
         self.bytes_sent = 0
         backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        problem = _problem(backend, device)
+        problem = problem_of(backend, device)
         _made[tuple(members)] += 1
         self._store = dist.PrefixStore(
             f"vllm_prefixshare/{members}/{_made[tuple(members)]}",
@@ -90,14 +94,16 @@ class Ranks:
         self._waits = 0  # of the GPU for other ranks, so far; equal on every rank
         self._failed: tuple[str, str] | None = None  # what was done, and who did not come
         self._launched: set[tuple[str, int]] = set()  # collectives so far, and their bytes
-        self._agree_by_store({"backend": backend, **describe, "": problem})
+        # torch names a group after its ranks and the number of groups so far
+        groups = {"the number of process groups": len(dist.distributed_c10d._world.pg_names)}
+        self._agree_by_store({"backend": backend, **describe, **groups, "": problem})
         # the host group carries messages between ranks; the tensors have a group of their own, over
         # gloo too: gloo cannot tell a message from another rank's tensor, and ends the process or
         # takes one for the other
         self._host = self._new_group("gloo", self.timeout)
         self._over_nccl = backend == "nccl"
         if self._over_nccl:
-            with _errors_left_to_us():
+            with errors_left_to_us():
                 self.group = self._new_group(backend, timedelta(days=1))
             # nccl makes its communicator at the first use
             self.all_reduce(torch.zeros(1, device=device))
@@ -131,7 +137,7 @@ class Ranks:
         except RuntimeError as e:
             raise PrefixShareError(
                 f"rank {self.rank}: the store of torch.distributed cannot be reached, the process "
-                f"that holds it has ended ({_one_line(e)})."
+                f"that holds it has ended ({one_line(e)})."
             ) from None
         if missing:
             raise PrefixShareError(
@@ -173,8 +179,10 @@ class Ranks:
         for rank, theirs in enumerate(said):
             if theirs.get(""):
                 raise PrefixShareError(f"rank {rank}: {theirs['']}")
+        names = dict.fromkeys(name for theirs in said for name in theirs)
         for rank, theirs in enumerate(said):
-            for name, value in said[0].items():
+            for name in names:
+                value = said[0].get(name)
                 if theirs.get(name) != value:
                     raise PrefixShareError(
                         f"ranks disagree: {name} is {value} on rank 0 and {theirs.get(name)} on "
@@ -191,7 +199,7 @@ class Ranks:
                 raise
             raise PrefixShareError(
                 f"rank {self.rank}: {doing} failed: another rank has ended, or was elsewhere for "
-                f"{self.timeout.total_seconds():g} s: restart all ranks ({_one_line(e)})."
+                f"{self.timeout.total_seconds():g} s: restart all ranks ({one_line(e)})."
             ) from None
 
     @contextmanager
@@ -373,46 +381,5 @@ class Ranks:
         return received, wait
 
 
-@contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """A group of nccl that is made here has no thread that ends the process after an error, or
-    keeps it from ending: the watchdog would write down the state of nccl and wait for a minute, and
-    the monitor of its heartbeat, whose end the group waits for, for eight.
-    """
-    chosen = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5",
-        "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
-    }
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
-
-
-def _problem(backend: str, device: torch.device) -> str | None:
-    there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    if backend not in there:
-        return f"backend must be gloo or nccl, got {backend!r}."
-    if not dist.is_gloo_available() or not there[backend]():
-        return f"this torch has no backend {backend!r}: install one that has it."
-    if (backend == "nccl") != (device.type == "cuda"):
-        return f"backend {backend!r} does not carry tensors on {device.type}: leave it out."
-    return None
-
-
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")[:200]

@@ -36,9 +36,8 @@ class RingDecode:
         backend: str | None = None,
     ) -> None:
         first = make_wrapper()
-        self.ranks = Ranks(
-            first.device, shape_of(first), group=group, timeout=timeout, backend=backend
-        )
+        describe = {**shape_of(first), "reduction": "ring"}
+        self.ranks = Ranks(first.device, describe, group=group, timeout=timeout, backend=backend)
         self._wrappers = [first, *(make_wrapper() for _ in range(self.ranks.size - 1))]
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._agreed: object = None
