@@ -34,6 +34,7 @@ from tests.support.dummy_model import write_llama_8b
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.integration.order import (
     DEPTHS,
+    FOLLOWED,
     OfflinePrefixOrderAsyncScheduler,
     OfflinePrefixOrderScheduler,
     PrefixOrderAsyncScheduler,
@@ -97,6 +98,39 @@ def test_a_prefix_that_was_evicted_has_no_precedence():
     assert cache.take() is a1
     cache.clear()
     assert cache.queue.pop_request() is b1
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_prefill_has_computed_counts_at_once(early):
+    """Others come before it starts or during it, and a step looks at them while it has computed a
+    part of what all share.
+    """
+    cache = Cache()
+    system = "one", "two", "three"
+    a1, b1, a2 = (Waiting(*system, *path) for path in ("aa1", "bb1", "aa2"))
+    fill(cache, a1)
+    if early:
+        fill(cache, b1, a2)
+    cache.queue.begin_step()
+    assert cache.queue.pop_request() is a1
+    cache.update(a1.block_hashes[:2])
+    if not early:
+        fill(cache, b1, a2)
+    for computed in (2, 4):
+        cache.update(a1.block_hashes[:computed])
+        cache.queue.begin_step()
+        cache.queue.peek_request()
+    assert [cache.take() for _ in range(2)] == [a2, b1]
+
+
+def test_only_some_prefills_are_followed():
+    cache = Cache()
+    fill(cache, *(Waiting(i) for i in range(2 * FOLLOWED)))
+    for _ in range(2 * FOLLOWED):
+        cache.queue.begin_step()
+        cache.queue.pop_request()  # and is not computed
+    (level,) = cache.queue._levels.values()
+    assert len(level._computing) == FOLLOWED
 
 
 def test_what_was_seen_is_taken_although_the_cache_changed():
@@ -421,6 +455,14 @@ def serve(scheduler: Any, prompts: list[list[int]], pause: int = 0) -> Served:
     raise AssertionError("requests were left")
 
 
+def answer_step(scheduler: Any, step: Any) -> None:
+    """Give a token to each request of the step that has computed all others."""
+    running = {name: i for i, name in enumerate(step.num_scheduled_tokens)}
+    requests = [scheduler.requests[name] for name in running]
+    tokens = [[1] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]
+    scheduler.update_from_output(step, ModelRunnerOutput([*running], running, tokens))
+
+
 def test_shuffled_requests_compute_as_little_as_grouped_ones(model_config):
     # 60 blocks hold two documents of 24
     grouped = prompts_about(documents=6, questions=5, tokens=24 * BLOCK)
@@ -434,6 +476,34 @@ def test_shuffled_requests_compute_as_little_as_grouped_ones(model_config):
     assert ours.computed <= best.computed
     assert sorted(map(int, ours.admitted)) == list(range(30)), "each once"
     assert ours.answers == worst.answers
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3, 6])
+def test_a_question_joins_a_prefill_of_its_document(model_config, chunks):
+    """It comes when that many chunks are computed, after one about another document that begins
+    with the same 40 blocks.
+    """
+    scheduler = make_scheduler(OfflinePrefixOrderScheduler, make_config(model_config, 400))
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    rng = random.Random(0)
+    system, a, b = (rng.choices(range(1000), k=40 * BLOCK) for _ in range(3))
+
+    def add(name: str, document: list[int]) -> None:
+        prompt = [*system, *document, *rng.choices(range(1000), k=BLOCK)]
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+
+    add("a1", a)
+    started: list[str] = []
+    for now in range(40):
+        if now == chunks:
+            add("b", b)
+            add("a2", a)
+        step = scheduler.schedule()
+        started += [r.req_id for r in step.scheduled_new_reqs]
+        answer_step(scheduler, step)
+    assert started == ["a1", "a2", "b"]
 
 
 def test_a_step_of_the_scheduler_counts_as_one(monkeypatch, model_config):
@@ -494,10 +564,7 @@ def test_the_bound_holds_while_the_scheduler_skips_a_request(model_config):
         step = scheduler.schedule()
         if "old" in (r.req_id for r in step.scheduled_new_reqs):
             break
-        running = {name: i for i, name in enumerate(step.num_scheduled_tokens)}
-        whole = [scheduler.requests[n] for n in running]
-        tokens = [[1] if r.num_computed_tokens >= r.num_tokens else [] for r in whole]
-        scheduler.update_from_output(step, ModelRunnerOutput([*running], running, tokens))
+        answer_step(scheduler, step)
     # some seconds for the bound, and then until there is room; by far more without a bound
     assert clock.now - came < bound + 2
 

@@ -31,6 +31,9 @@ DEPTHS = [1]
 while DEPTHS[-1] < 1 << 20:
     DEPTHS.append(DEPTHS[-1] + max(1, DEPTHS[-1] // 4))
 
+#: Requests per level whose prefill is followed.
+FOLLOWED = 16
+
 Request = Any  # vllm.v1.request.Request
 
 
@@ -67,6 +70,10 @@ class _Level:
         #: for each depth: hashes with waiting requests that were cached when last seen, the most
         #: recently used last
         self._warm: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in DEPTHS]
+        #: hashes of requests that were taken and are not cached to their end yet, by the last one,
+        #: and how many of them have been listed
+        self._computing: dict[bytes, tuple[list[bytes], int]] = {}
+        self._followed_in = -1
         self._given = 0.0
         #: the last step in which requests were taken that had not been put back, when the first one
         #: was, and whether one of them overtook another request
@@ -105,10 +112,13 @@ class _Level:
         """
         return self._given + (self._clock() - self._taken_at if self._overtakes else 0.0)
 
-    def choose(self) -> Request:
-        """The request to take next; there must be one."""
+    def choose(self, step: int) -> Request:
+        """The request to take next; there must be one. ``step`` counts from 0."""
         if self._front:
             return self._front[0]
+        if step != self._followed_in:
+            self._followed_in = step
+            self._follow()
         oldest, waiting = next(iter(self._waiting.items()))
         if self.given() - waiting.given >= self._bound:
             return oldest
@@ -117,7 +127,7 @@ class _Level:
                 key = next(reversed(warm))
                 if self._cached(key):
                     return next(iter(self._sharing[key]))
-                del warm[key]  # evicted; listed again when the next request computes it
+                del warm[key]  # evicted, or not computed yet: listed again when it is
         return oldest
 
     def take(self, request: Request, step: int) -> None:
@@ -135,10 +145,30 @@ class _Level:
                 self._overtakes = False
             self._overtakes |= request is not next(iter(self._waiting))
             hashes = self._forget(request)
-        for warm, key in zip(self._warm, hashes, strict=False):
-            if key in self._sharing:
-                warm[key] = None
-                warm.move_to_end(key)
+            if hashes:
+                self._computing[hashes[-1]] = hashes, 0
+                if len(self._computing) > FOLLOWED:
+                    del self._computing[next(iter(self._computing))]
+        self._list(hashes, 0, len(hashes))
+
+    def _follow(self) -> None:
+        """List what requests taken in earlier steps have computed since."""
+        for last, (hashes, listed) in list(self._computing.items()):
+            end = len(hashes) if self._cached(last) else listed
+            while end < len(hashes) and self._cached(hashes[end]):
+                end += 1
+            self._list(hashes, listed, end)
+            if end < len(hashes):
+                self._computing[last] = hashes, end
+            else:
+                del self._computing[last]
+
+    def _list(self, hashes: list[bytes], begin: int, end: int) -> None:
+        """Note that requests with the hashes of these depths should follow."""
+        for depth in range(begin, end):
+            if (key := hashes[depth]) in self._sharing:
+                self._warm[depth][key] = None
+                self._warm[depth].move_to_end(key)
 
     def remove(self, requests: set[Request]) -> None:
         """Remove those of ``requests`` that wait here."""
@@ -212,7 +242,7 @@ class PrefixQueue(RequestQueue):
         while self._priorities:
             level = self._levels[self._priorities[0]]
             if len(level):
-                return level.choose(), level
+                return level.choose(self._step), level
             if not self._by_priority:
                 break
             del self._levels[heapq.heappop(self._priorities)]
