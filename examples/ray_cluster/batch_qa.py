@@ -80,8 +80,8 @@ def take_counters(folder: Path) -> dict[str, Reads]:
     for i, file in enumerate(sorted(folder.glob("counter_prefixshare-*.db")), 1):
         families = MultiProcessCollector.merge([str(file)])
         values = {s.name: s.value for family in families for s in family.samples}
-        read, saved = (values[f"vllm_prefixshare_kv_tokens_{x}_total"] for x in ("read", "saved"))
-        found[str(i)] = Reads(read, saved)
+        names = (f"vllm_prefixshare_kv_tokens_{x}_total" for x in ("read", "saved"))
+        found[str(i)] = Reads(*(values.get(name, 0.0) for name in names))
     for file in folder.glob("*_prefixshare-*.db"):
         file.unlink()
     return found

@@ -93,7 +93,8 @@ def counters() -> dict[str, Reads]:
                     replica = found.setdefault(sample.labels["ReplicaId"], {})
                     replica[sample.name.removeprefix(PREFIX)] = sample.value
     return {
-        replica: Reads(*(values[f"kv_tokens_{x}_total"] for x in ("read", "saved")))
+        # a counter that has not counted yet may be missing
+        replica: Reads(*(values.get(f"kv_tokens_{x}_total", 0.0) for x in ("read", "saved")))
         for replica, values in found.items()
         if replica and "kv_tokens_read_total" in values
     }

@@ -193,7 +193,16 @@ def show_table(runs: Mapping[str, Mapping[str, Reads]]) -> int:
 
     Returns:
         exit status: 1 if affinity saved nothing.
+
+    Raises:
+        PrefixShareError: no replica has counted anything in a run.
     """
+    for name, replicas in runs.items():
+        if not sum(reads.read for reads in replicas.values()):
+            raise PrefixShareError(
+                f"no replica counted what it read ({name}): see in the replicas' logs whether "
+                "PREFIX_SHARE was chosen, and where its counters went."
+            )
     print(f"\n{'':22}{'replica':14}{'KV tokens read':>16}{'saved':>12}{'share factor':>14}")
     totals = []
     for name, replicas in runs.items():
@@ -204,6 +213,6 @@ def show_table(runs: Mapping[str, Mapping[str, Reads]]) -> int:
             name = ""
     if len(totals) < 2:
         return 0
-    gain = totals[1].read / max(1, totals[0].read)
+    gain = totals[1].read / totals[0].read
     print(f"\n{next(iter(runs))}: {gain:.2f} times fewer KV tokens read")
     return 0 if gain > 1 else 1

@@ -3,6 +3,7 @@ user would run them.
 """
 
 import importlib.util
+import io
 import os
 import random
 import re
@@ -188,6 +189,29 @@ def test_affinity_that_saves_nothing_is_exit_status_1(shared, capsys):
     assert re.search(r"^ +all +1,600 +500 +1.31$", printed, re.M)
     assert "affine: 8.00 times fewer KV tokens read" in printed
     assert shared["show_table"]({"affine": alike, "other": alike}) == 1
+
+
+@pytest.mark.parametrize("nothing", [{}, {"1": (0.0, 0.0)}])
+def test_a_run_that_counted_nothing_is_no_gain(shared, nothing):
+    found = {replica: shared["Reads"](*reads) for replica, reads in nothing.items()}
+    some = {"1": shared["Reads"](200.0, 1900.0)}
+    for runs in ({"by prefix": found}, {"by prefix": found, "x": some}, {"x": some, "y": found}):
+        with pytest.raises(PrefixShareError, match="no replica counted what it read"):
+            shared["show_table"](runs)
+
+
+def test_a_counter_that_has_not_counted_is_zero(monkeypatch):
+    """Ray's ``/metrics`` names a counter once it has counted."""
+    pytest.importorskip("prometheus_client")
+    line = 'ray_vllm_prefixshare_kv_tokens_read_total{{ReplicaId="{}"}} {}'
+    text = "\n".join([line.format("a", 7), line.format("", 9), "other 1", ""])
+    node = {"NodeManagerAddress": "here", "MetricsExportPort": 1}
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: [node]))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO(text.encode()))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(RAY_CLUSTER)
+    serve_qa = runpy.run_path(str(RAY_CLUSTER / "serve_qa.py"))
+    assert serve_qa["counters"]() == {"a": (7.0, 0.0)}
 
 
 def test_a_cluster_that_does_not_answer_is_one_sentence(shared, monkeypatch):
