@@ -74,7 +74,7 @@ FLOORS = {
         RUNS
         | {"workloads", "integration", "__init__", "costs.lookup", "costs.gpu_timing"}
         | {"costs.profile_cpu", "costs.profile_gpu"},
-        {"numpy", "PIL", "torch", "transformers"},
+        {"numpy", "packaging", "PIL", "torch", "transformers"},
     ),
     "__init__": ({"records", "operator", "merging"}, set()),
 }

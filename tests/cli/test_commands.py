@@ -15,6 +15,7 @@ import pytest
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
 from vllm_prefixshare.cli.model import attention_of, attention_shape, layer_kinds, read_config
+from vllm_prefixshare.cli.served import falls_back, on_one_gpu
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup
 from vllm_prefixshare.costs.table import CostTable, Grid
@@ -344,7 +345,7 @@ def test_doctor_knows_which_mla_layers_are_served(
     settings.cache_clear()
     model = write_model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=heads)
     (kind,) = layer_kinds(model, read_config(model))
-    assert doctor._falls_back(doctor._on_one_gpu(kind, gpus), None) == expected
+    assert falls_back(on_one_gpu(kind, gpus), None) == expected
     assert kind.head_size == 576
 
 

@@ -8,15 +8,15 @@ import pytest
 
 from tests.docs.pages import ROOT
 from tests.docs.source import reasons
-from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
+from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.integration import compat
 from vllm_prefixshare.integration.cuda import backend as cuda
-from vllm_prefixshare.integration.support import CUDA_DTYPES
+from vllm_prefixshare.integration.support import CUDA_DTYPES, Engine
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.registry import candidates
 from vllm_prefixshare.planning.sharing import least_window
@@ -55,10 +55,10 @@ def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:
     """What becomes of a kind of layer on Hopper GPUs, where FLASH_ATTN takes all that it can."""
     alone = ""
     for gpus in (1, 2, 4, 8):
-        layer = doctor._on_one_gpu(kind, gpus)
-        reason = doctor._falls_back(layer, None, is_hybrid)
-        if reason is None and layer.sliding_window is not None:
-            reason = cuda.window_refusal(doctor._attention_of(layer), is_hybrid)
+        layer = on_one_gpu(kind, gpus)
+        reason = falls_back(layer, None, Engine(is_hybrid=is_hybrid))
+        if reason is None and not layer.use_mla:
+            reason = cuda.short_window_refusal(shape_of(layer))
         if reason is None:
             return "served" if gpus == 1 else f"served from {gpus} GPUs on"
         alone = alone or reason
@@ -71,7 +71,8 @@ def test_a_model_is_served_as_doctor_says(model, tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **CONFIGS[model]}))
     main(["doctor", "--json", "--model", str(tmp_path)])
     layers = json.loads(capsys.readouterr().out)["layers"]
-    kinds = {k.name: k for k in layer_kinds(tmp_path, read_config(tmp_path))}
+    newest = layer_kinds(tmp_path, read_config(tmp_path))  # on GPUs; doctor asks this vLLM
+    kinds = {kind.name: kind for kind in newest}
     is_hybrid = not all(kind.attention for kind in kinds.values())
     said = {
         (

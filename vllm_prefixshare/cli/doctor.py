@@ -12,6 +12,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_prefixshare.cli.model import (
     LayerKind,
     add_cache_argument,
@@ -19,7 +21,8 @@ from vllm_prefixshare.cli.model import (
     layer_kinds,
     read_config,
 )
-from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.cli.served import falls_back, on_one_gpu
+from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -32,6 +35,8 @@ Each line is a check that an engine makes when it starts. The exit status is 0 i
 be chosen, 1 if not."""
 #: exists while the driver is loaded, except on WSL; there the kernel is chosen in sequence
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+#: far more than any method proposes
+MOST_DRAFTS = 1024
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -42,6 +47,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="GPUs that divide the model's heads among them",
+    )
+    command.add_argument(
+        "--decode-context-parallel-size",
+        type=int,
+        default=1,
+        help="those of them among which each request's KV is divided",
+    )
+    command.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        help="drafts that a decode verifies",
     )
     add_cache_argument(command)
 
@@ -56,6 +73,7 @@ class Machine:
         None where there is no NVIDIA driver.
     layers: the kinds of layers of the model, if one is named. served: what becomes of those that
         have a KV cache; ``falls_back`` is why a layer would not be served, None if it would.
+    drafts, shards: ``--num-speculative-tokens`` and ``--decode-context-parallel-size``.
     """
 
     attention: AttentionConfig
@@ -64,6 +82,8 @@ class Machine:
     gpu_kernel: Future[str] | None = None
     layers: list[LayerKind] = field(default_factory=list)
     served: list[dict[str, Any]] = field(default_factory=list)
+    drafts: int = 0
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,15 +108,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    gpus, shards, drafts = _counts(args)
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     machine = Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
     if config is not None:
-        kinds = layer_kinds(args.model, config)
+        kinds = layer_kinds(args.model, config, _release())
         if any(kind.attention and not kind.use_mla for kind in kinds):
             machine = _machine_for(args.model, config)
-        machine.layers = [_on_one_gpu(kind, args.tensor_parallel_size) for kind in kinds]
+        machine.layers = [on_one_gpu(kind, gpus, shards) for kind in kinds]
+        machine.drafts, machine.shards = drafts, shards
         if args.kv_cache_dtype != "auto":
             cache = args.kv_cache_dtype
             machine.layers = [replace(kind, kv_cache_dtype=cache) for kind in machine.layers]
@@ -120,6 +142,36 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
+def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
+    """GPUs, ranks with a shard of each request's KV, and drafts.
+
+    Raises:
+        PrefixShareError: vLLM would refuse them for any model.
+    """
+    gpus, shards = args.tensor_parallel_size, args.decode_context_parallel_size
+    drafts = args.num_speculative_tokens
+    if shards < 1 or gpus % shards:
+        raise PrefixShareError(
+            f"--decode-context-parallel-size must divide --tensor-parallel-size {gpus}, got "
+            f"{shards}."
+        )
+    if not 0 <= drafts <= MOST_DRAFTS:
+        raise PrefixShareError(
+            f"--num-speculative-tokens must be from 0 to {MOST_DRAFTS}, got {drafts}."
+        )
+    return gpus, shards, drafts
+
+
+def _release() -> Version | None:
+    """vLLM's, if it is installed; the check "vLLM" says so if not."""
+    from vllm_prefixshare.integration.compat import vllm_version
+
+    try:
+        return vllm_version()
+    except PrefixShareError:
+        return None
+
+
 def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
     """A machine for the model's attention shape, or for the default shape where no kernel serves
     the model's; the check of the layers reports that.
@@ -130,21 +182,6 @@ def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
         if "does not describe" in str(e):
             raise
         return Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
-
-
-def _on_one_gpu(layer: LayerKind, gpus: int) -> LayerKind:
-    """A kind of layer with the heads that one of ``gpus`` GPUs has.
-
-    Raises:
-        PrefixShareError: vLLM would refuse so many GPUs.
-    """
-    if gpus < 1 or layer.num_heads % gpus:
-        raise PrefixShareError(
-            f"--tensor-parallel-size must divide the model's {layer.num_heads} query heads, got "
-            f"{gpus}."
-        )
-    kv_heads = max(1, layer.num_kv_heads // gpus)
-    return replace(layer, num_heads=layer.num_heads // gpus, num_kv_heads=kv_heads)
 
 
 def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result:
@@ -270,72 +307,26 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 
 def layers(machine: Machine) -> str:
     """How many layers of the model would be served; for each kind, ``Machine.served``."""
+    from vllm_prefixshare.integration import invariance
+    from vllm_prefixshare.integration.support import Engine
+
     is_hybrid = not all(layer.attention for layer in machine.layers)
+    engine = Engine(1 + machine.drafts, machine.shards, is_hybrid)
+    invariant = invariance.wanted()
+    machine.layers = [replace(kind, use_batch_invariant=invariant) for kind in machine.layers]
     machine.served = [
         {
             "kind": layer.name,
             "count": layer.count,
             "head_dim": layer.head_size,
             "kv_cache_dtype": layer.kv_cache_dtype,
-            "falls_back": _falls_back(layer, machine.on_cpu, is_hybrid),
+            "falls_back": falls_back(layer, machine.on_cpu, engine),
         }
         for layer in machine.layers
         if layer.attention
     ]
     count = sum(kind["count"] for kind in machine.served if kind["falls_back"] is None)
     return f"{count} of {sum(layer.count for layer in machine.layers)} would be served"
-
-
-def _falls_back(layer: LayerKind, on_cpu: bool | None, is_hybrid: bool = False) -> str | None:
-    from vllm_prefixshare.integration.support import NOTHING, gpu_extras
-
-    reason = _refusal(layer, NOTHING, on_cpu)
-    if on_cpu or reason == _refusal(layer, gpu_extras(anywhere=True), on_cpu):
-        return reason
-    # only now: these import half of vLLM, which takes seconds
-    reason = _refusal(layer, gpu_extras(anywhere=on_cpu is None), on_cpu)
-    if reason is None and layer.sliding_window is not None and on_cpu is not None:
-        from vllm_prefixshare.integration.cuda.backend import window_refusal
-
-        reason = window_refusal(_attention_of(layer), is_hybrid)
-    return reason
-
-
-def _attention_of(layer: LayerKind) -> AttentionConfig:
-    """The shape of a layer, as the integration makes it from vLLM's."""
-    features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
-    kv_dtype = FP8 if "fp8" in layer.kv_cache_dtype else None
-    return AttentionConfig(
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_size,
-        16,
-        layer.dtype,
-        kv_dtype,
-        kv_dtype,
-        features=tuple(name for name, there in features.items() if there),
-        sliding_window=layer.sliding_window,
-    )
-
-
-def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> str | None:
-    """Why a layer would fall back where a GPU's layers may have ``extras``."""
-    from vllm_prefixshare.integration.support import (
-        CUDA_DTYPES,
-        latent_refusal,
-        selector_refusal,
-    )
-
-    if layer.chunked:
-        return "chunked local attention"
-    if layer.alibi and "alibi" not in extras:
-        return "ALiBi slopes"
-    if layer.logits_soft_cap and "softcap" not in extras:
-        return "a logits soft cap"
-    reason = selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
-    if reason is None and layer.use_mla:
-        reason = latent_refusal(layer.num_heads)
-    return reason
 
 
 def strict(machine: Machine) -> str:

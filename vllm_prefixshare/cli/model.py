@@ -7,6 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
+from vllm_prefixshare.cli.families import (
+    LEFT_OUT,
+    OTHER_NAMES,
+    family,
+    for_sliding,
+    has_alibi,
+    has_mm_prefix,
+    has_sinks,
+    value_field,
+)
 from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.trusted import read_text
@@ -15,41 +27,8 @@ from vllm_prefixshare.trusted import read_text
 #: make a command take all memory.
 MOST_BYTES = 1 << 20
 MOST_HEADS, MOST_LAYERS, MOST_BLOCK_SIZE = 4096, 4096, 1 << 16
-#: Model types whose attention is not plain, where the file has no field that says so.
-SINKS = {"gpt_oss"}
-ALIBI = {"bloom", "mpt", "falcon-rw"}
-#: Fields under the names that the files of GPT-2, Bloom, MPT and their kin give them.
-OTHER_NAMES = {
-    "n_layer": "num_hidden_layers",
-    "n_layers": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_heads": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "n_embed": "hidden_size",
-    "d_model": "hidden_size",
-}
 #: Fields with the number of KV heads, the first of them that vLLM finds.
 KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
-#: Fields that published files leave out where they are as in transformers' class, by model type.
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attn_logit_softcapping": 50.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-    },
-    "gemma3": {
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-}
 
 
 def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> None:
@@ -115,8 +94,9 @@ def cached_attention_of(args: argparse.Namespace) -> AttentionConfig:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields that describe the text model in ``folder/config.json``, with those that it names
-    otherwise or leaves out; ``quantization_config`` from ``hf_quant_config.json``, where ModelOpt
-    before 0.31 has it, if vLLM would read that.
+    otherwise or leaves out; ``whole_model_type``, of which the text model may be a part;
+    ``quantization_config`` from ``hf_quant_config.json``, where ModelOpt before 0.31 has it, if
+    vLLM would read that.
 
     Raises:
         PrefixShareError: a file cannot be read, or is not an object.
@@ -129,8 +109,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         for theirs, name in OTHER_NAMES.items():
             if theirs in config:
                 config.setdefault(name, config[theirs])
-        model_type = str(config.get("model_type")).removesuffix("_text")
-        config = {**LEFT_OUT.get(model_type, {}), **config}
+        config = {**LEFT_OUT.get(family(config), {}), **config}
+        config["whole_model_type"] = whole.get("model_type")
         beside = folder / "hf_quant_config.json"
         if whole.get("quantization_config") is None and beside.is_file():
             path = beside
@@ -194,7 +174,9 @@ class LayerKind:
     query and KV heads of the model, on all GPUs.
     logits_soft_cap, alibi, sliding_window: what vLLM says to the layer's implementation only.
     sliding_window: tokens that a query sees, its own included; None for all, or if the file does
-    not say. kv_cache_dtype: as vLLM takes it where no other is asked for.
+    not say. kv_cache_dtype: as vLLM takes it where no other is asked for. kv_lora_rank: of latents,
+    else 0. value_size: width of values, where another than that of keys gives the layer a backend
+    of its own; else 0. use_batch_invariant, use_dcp: of the engine, not of the model.
     """
 
     name: str
@@ -208,24 +190,34 @@ class LayerKind:
     use_sparse: bool = False
     has_sink: bool = False
     has_sliding_window: bool = False
+    use_mm_prefix: bool = False
+    use_batch_invariant: bool = False
+    use_dcp: bool = False
     chunked: bool = False
     logits_soft_cap: bool = False
     alibi: bool = False
     sliding_window: int | None = None
     kv_cache_dtype: str = "auto"
     attn_type: str = "decoder"
+    kv_lora_rank: int = 0
+    value_size: int = 0
 
 
-def layer_kinds(folder: Path, config: dict[str, Any]) -> list[LayerKind]:
+def layer_kinds(
+    folder: Path, config: dict[str, Any], release: Version | None = None
+) -> list[LayerKind]:
     """The kinds of layers of a model, in the order of their first layer.
+
+    Args:
+        release: vLLM's, whose code makes the layers; None for the newest.
 
     Raises:
         PrefixShareError: a field has another type, or is out of range.
     """
     try:
         counts = Counter(_layer_types(config))
-        return [_layer_kind(config, name, n) for name, n in counts.items()]
-    except (ValueError, TypeError, KeyError) as e:
+        return [_layer_kind(config, name, n, release) for name, n in counts.items()]
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
         path = folder / "config.json"
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
 
@@ -267,6 +259,8 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         # hybrid models with one kind of attention call it so
         names = ["full_attention" if name == "attention" else str(name) for name in listed]
         return names[:count]
+    if slides := config.get("hybrid_layer_pattern"):  # MiMo-V2
+        return ["sliding_attention" if x == 1 else "full_attention" for x in slides[:count]]
     if (attends := _attending_layers(config, count)) is not None:
         return ["full_attention" if there else "linear_attention" for there in attends]
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
@@ -308,16 +302,19 @@ def _attending_layers(config: dict[str, Any], count: int) -> list[bool] | None:
     return None
 
 
-def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
-    model_type = str(config.get("model_type", ""))
-    is_full = name == "full_attention"
+def _layer_kind(
+    config: dict[str, Any], name: str, count: int, release: Version | None
+) -> LayerKind:
+    is_full, is_sliding = name == "full_attention", name == "sliding_attention"
+    if is_sliding:
+        config = for_sliding(config)
     heads = _number(config, "num_attention_heads", MOST_HEADS) or 1
     head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
     if is_full:
         head_dim = _number(config, "global_head_dim") or head_dim
     if latent := _number(config, "kv_lora_rank"):
         head_dim = latent + _number(config, "qk_rope_head_dim")
-    window = _number(config, "sliding_window") if name == "sliding_attention" else 0
+    window = _number(config, "sliding_window") if is_sliding else 0
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype = dtype.removeprefix("torch.")
     if not dtype.isidentifier():
@@ -333,13 +330,16 @@ def _layer_kind(config: dict[str, Any], name: str, count: int) -> LayerKind:
         attention=name in ("full_attention", "sliding_attention", "chunked_attention"),
         use_mla=latent > 0,
         use_sparse="index_topk" in config,
-        has_sink=model_type in SINKS,
-        has_sliding_window=name == "sliding_attention",
+        has_sink=has_sinks(config, is_sliding),
+        has_sliding_window=is_sliding,
+        use_mm_prefix=has_mm_prefix(config, release),
         chunked=name == "chunked_attention",
         logits_soft_cap=bool(config.get("attn_logit_softcapping")),
-        alibi=bool(config.get("alibi")) or model_type in ALIBI,
+        alibi=has_alibi(config),
         sliding_window=window or None,
         kv_cache_dtype=_kv_cache_dtype(config, is_latent=latent > 0),
+        kv_lora_rank=latent,
+        value_size=_number(config, value_field(config)),
     )
 
 

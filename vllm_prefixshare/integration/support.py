@@ -1,7 +1,7 @@
 """Which layers are served; the others keep vLLM's own backend."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_prefixshare.config import (
     FP8,
@@ -103,6 +103,19 @@ def selector_refusal(
     return found[0] if found else None
 
 
+class Engine(NamedTuple):
+    """What of an engine decides, beside the layer, whether it is served on a GPU.
+
+    query_len: most query tokens of a decode: its own and its drafts.
+    shards: ranks that hold a part of each request's KV (decode context parallelism).
+    is_hybrid: whether the model has layers with linear attention, too.
+    """
+
+    query_len: int = 1
+    shards: int = 1
+    is_hybrid: bool = False
+
+
 def latent_refusal(num_heads: int) -> str | None:
     """Why MLA with so many query heads on a GPU is not served, or None."""
     if num_heads > MOST_LATENT_HEADS:
@@ -110,6 +123,71 @@ def latent_refusal(num_heads: int) -> str | None:
     if settings().kernel == "portable":
         return "multi-head latent attention and kernel 'portable'"
     return None
+
+
+def latent_layer_refusal(shape: tuple[int, int], engine: Engine) -> str | None:
+    """Why MLA on a GPU is not served in an engine, or None.
+
+    Args:
+        shape: head_dim, and how much of it is the latent (``kv_lora_rank``).
+    """
+    checks = (
+        (engine.shards > 1, "decode context parallelism"),
+        (shape != LATENT_SHAPE, f"head_dim {shape[0]}"),
+        # the kernel takes one query of a request
+        (engine.query_len > 1, "drafts with multi-head latent attention"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+def invariance_refusal(engine: Engine) -> str | None:
+    """Why an engine with VLLM_BATCH_INVARIANT=1 is not served on a GPU, or None."""
+    if not invariance.wanted():
+        return None
+    checks = (
+        # lengths that count rejected drafts would move the last cut
+        (engine.query_len > 1, "drafts under batch invariance"),
+        # nothing known is against it; no test and no GPU has run it
+        (engine.shards > 1, "decode context parallelism under batch invariance"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+def shard_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
+    """Why a layer on a GPU cannot be served where each rank sees a shard of its KV, or None."""
+    if engine.shards == 1:
+        return None
+    has = attention.features
+    checks = (
+        # several queries of a request have a causal order
+        (engine.query_len > 1, "drafts under decode context parallelism"),
+        # every rank would count them
+        ("sinks" in has, "attention sinks under decode context parallelism"),
+        # positions in a shard are not those in the request
+        ("alibi" in has, "ALiBi slopes under decode context parallelism"),
+        (
+            attention.sliding_window is not None,
+            "a sliding window under decode context parallelism",
+        ),
+        # nothing known is against it; no test and no GPU has run it
+        (attention.kv_dtype is not None, "an fp8 KV cache under decode context parallelism"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+def window_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
+    """Why a layer on a GPU with a sliding window of any length cannot be served, or None."""
+    if attention.sliding_window is None:
+        return None
+    checks = (
+        # requests that accept more drafts than others lose blocks that the others still read
+        (engine.query_len > 1, "drafts with a sliding window"),
+        # where a run begins depends on its readers
+        (invariance.wanted(), "a sliding window under batch invariance"),
+        # a block that a window has left may hold a state, and so no numbers
+        (engine.is_hybrid, "a sliding window beside linear attention"),
+    )
+    return next((reason for found, reason in checks if found), None)
 
 
 def declines(layer: Any, dtypes: Iterable[str], latent: bool = False) -> str | None:

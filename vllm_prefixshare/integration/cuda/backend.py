@@ -38,11 +38,14 @@ from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.precompiling import load_planning
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
+    Engine,
     attention_of,
     fall_back,
     gpu_extras,
     impl_refusal,
-    window_of,
+    invariance_refusal,
+    shard_refusal,
+    window_refusal,
 )
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
@@ -65,8 +68,7 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         reason = (
             impl_refusal(self, (-1, -1), gpu_extras())
             or config_refusal(config)
-            or _shard_refusal(self, config)
-            or _window_refusal(self, config)
+            or _layer_refusal(self, config)
         )
         if reason is None and self.dcp_world_size > 1:
             context_parallel.check_collectives(config)
@@ -193,70 +195,48 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
     builder_cls = PrefixShareMetadataBuilder
 
 
+def engine_of(config: Any) -> Engine:
+    """What of a ``VllmConfig`` decides whether a layer is served."""
+    return Engine(
+        decode_query_len(config),
+        config.parallel_config.decode_context_parallel_size,
+        config.model_config.is_hybrid,
+    )
+
+
 def config_refusal(config: Any) -> str | None:
     """Why a configuration cannot be served, or None; for settings that no layer knows."""
-    parallel, invariant = config.parallel_config, invariance.wanted()
+    parallel = config.parallel_config
     checks = (
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.use_ubatching, "micro-batches"),
         (config.model_config.is_diffusion, "diffusion decoding"),
         (is_draft_model(), "a draft model"),
-        # lengths that count rejected drafts would move the last cut
-        (invariant and decode_query_len(config) > 1, "drafts under batch invariance"),
-        # nothing known is against it; no test and no GPU has run it
-        (
-            invariant and parallel.decode_context_parallel_size > 1,
-            "decode context parallelism under batch invariance",
-        ),
     )
-    return next((reason for found, reason in checks if found), None)
+    found = next((reason for found, reason in checks if found), None)
+    return found or invariance_refusal(engine_of(config))
 
 
-def _shard_refusal(impl: Any, config: Any) -> str | None:
-    """Why a layer cannot be served where each rank sees a shard of its KV, or None."""
-    if impl.dcp_world_size == 1:
-        return None
-    checks = (
-        # several queries of a request have a causal order
-        (decode_query_len(config) > 1, "drafts under decode context parallelism"),
-        # every rank would count them
-        (impl.sinks is not None, "attention sinks under decode context parallelism"),
-        # positions in a shard are not those in the request
-        (impl.alibi_slopes is not None, "ALiBi slopes under decode context parallelism"),
-        (window_of(impl) is not None, "a sliding window under decode context parallelism"),
-        # nothing known is against it; no test and no GPU has run it
-        ("fp8" in impl.kv_cache_dtype, "an fp8 KV cache under decode context parallelism"),
-    )
-    return next((reason for found, reason in checks if found), None)
-
-
-def _window_refusal(impl: Any, config: Any) -> str | None:
-    """Why a layer with a sliding window cannot be served, or None."""
-    if window_of(impl) is None:
-        return None
-    if decode_query_len(config) > 1:
-        # requests that accept more drafts than others lose blocks that the others still read
-        return "drafts with a sliding window"
+def _layer_refusal(impl: Any, config: Any) -> str | None:
+    """Why a layer of a configuration that can be served cannot be, or None."""
+    engine = engine_of(config)._replace(shards=impl.dcp_world_size)
     attention = attention_of([impl], 16, config.model_config.dtype)
-    return window_refusal(attention, config.model_config.is_hybrid)
+    return (
+        shard_refusal(attention, engine)
+        or window_refusal(attention, engine)
+        or short_window_refusal(attention)
+    )
 
 
-def window_refusal(attention: AttentionConfig, is_hybrid: bool) -> str | None:
-    """Why layers of this shape, which has a sliding window, cannot be served in a model, or None.
-
-    Args:
-        is_hybrid: whether the model also has layers with linear attention.
+def short_window_refusal(attention: AttentionConfig) -> str | None:
+    """Why layers of this shape have too short a sliding window on this GPU, or None.
 
     Raises:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.
     """
-    if invariance.wanted():  # where a run begins depends on its readers
-        return "a sliding window under batch invariance"
-    if is_hybrid:
-        # a block that a window has left may hold a state, and so no numbers
-        return "a sliding window beside linear attention"
+    if attention.sliding_window is None:
+        return None
     least, window = _least_window(attention), attention.sliding_window
-    assert window is not None
     if least is None or window < least:
         from_here = "no window" if least is None else f"{least} tokens"
         return f"a sliding window of {window} tokens where sharing pays from {from_here} on"

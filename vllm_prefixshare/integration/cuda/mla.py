@@ -26,12 +26,21 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
     FlashAttnMLAMetadataBuilder,
 )
 
-from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration.backend import BackendMethods
-from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.cuda.backend import config_refusal, set_up, this_device
+from vllm_prefixshare.integration.cuda.backend import (
+    config_refusal,
+    engine_of,
+    set_up,
+    this_device,
+)
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
-from vllm_prefixshare.integration.support import CUDA_DTYPES, attention_of, latent_refusal
+from vllm_prefixshare.integration.support import (
+    CUDA_DTYPES,
+    attention_of,
+    latent_layer_refusal,
+    latent_refusal,
+)
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
@@ -107,7 +116,7 @@ class PrefixShareMLAImpl(FlashAttnMLAImpl):
         config = get_current_vllm_config()
         reason = (
             latent_refusal(self.num_heads)
-            or _layer_refusal(self, config)
+            or latent_layer_refusal((self.head_size, self.kv_lora_rank), engine_of(config))
             or config_refusal(config)
             or _no_kernel(self, config)
         )
@@ -193,18 +202,6 @@ class PrefixShareMLABackend(BackendMethods, FlashAttnMLABackend):
     dtypes = CUDA_DTYPES
     impl_cls = PrefixShareMLAImpl
     builder_cls = PrefixShareMLAMetadataBuilder
-
-
-def _layer_refusal(impl: Any, config: Any) -> str | None:
-    """Why a layer with latents cannot be served, or None."""
-    shards = config.parallel_config.decode_context_parallel_size
-    checks = (
-        (shards > 1, "decode context parallelism"),
-        ((impl.head_size, impl.kv_lora_rank) != LATENT_SHAPE, f"head_dim {impl.head_size}"),
-        # the kernel takes one query of a request
-        (decode_query_len(config) > 1, "drafts with multi-head latent attention"),
-    )
-    return next((reason for found, reason in checks if found), None)
 
 
 def _no_kernel(impl: Any, config: Any) -> str | None:

@@ -1,0 +1,125 @@
+"""Whether an engine would serve a kind of layer: the same functions decide as in an engine."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_prefixshare.cli.model import LayerKind
+from vllm_prefixshare.config import DTYPES, FP8, AttentionConfig
+from vllm_prefixshare.records import PrefixShareError
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.integration.support import Engine
+
+
+def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:
+    """A kind of layer with the heads that one of ``gpus`` GPUs has, of which each ``shards`` divide
+    the KV of a request.
+
+    Raises:
+        PrefixShareError: vLLM would refuse so many GPUs, or shards.
+    """
+    if gpus < 1 or layer.num_heads % gpus:
+        raise PrefixShareError(
+            f"--tensor-parallel-size must divide the model's {layer.num_heads} query heads, got "
+            f"{gpus}."
+        )
+    heads = layer.num_kv_heads
+    fits = gpus // heads >= shards and layer.num_heads // heads % shards == 0
+    if shards > 1 and not (fits or layer.use_mla):
+        raise PrefixShareError(
+            f"--decode-context-parallel-size must divide the {layer.num_heads // heads} query "
+            f"heads of each KV head and be at most --tensor-parallel-size {gpus} divided by the "
+            f"model's {heads} KV heads, got {shards}."
+        )
+    return replace(
+        layer,
+        num_heads=layer.num_heads // gpus,
+        num_kv_heads=max(1, heads // gpus),
+        use_dcp=shards > 1,
+    )
+
+
+def falls_back(
+    layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = None
+) -> str | None:
+    """Why a kind of layer would not be served, or None.
+
+    Args:
+        layer: with the heads of one GPU.
+        on_cpu: None where the platform is not known: whether some GPU would serve it, whatever the
+            length of its window.
+        engine: None for one without drafts, shards and other kinds of layers.
+
+    Raises:
+        PrefixShareError: no kernel serves the shape, or a cost table does not fit.
+    """
+    from vllm_prefixshare.integration.support import NOTHING, gpu_extras
+
+    reason = _refusal(layer, NOTHING, on_cpu)
+    if not on_cpu and reason != _refusal(layer, gpu_extras(anywhere=True), on_cpu):
+        # only now: this imports half of vLLM, which takes seconds
+        reason = _refusal(layer, gpu_extras(anywhere=on_cpu is None), on_cpu)
+    if on_cpu or reason is not None:
+        return reason
+    return _gpu_refusal(layer, on_cpu is None, engine)
+
+
+def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> str | None:
+    """Why a layer that a GPU can serve would not be in an engine."""
+    from vllm_prefixshare.integration import support
+
+    engine = engine or support.Engine()
+    if layer.use_mla:
+        shape = layer.head_size, layer.kv_lora_rank
+        return support.latent_layer_refusal(shape, engine) or support.invariance_refusal(engine)
+    attention = shape_of(layer, engine.shards)
+    reason = (
+        support.invariance_refusal(engine)
+        or support.shard_refusal(attention, engine)
+        or support.window_refusal(attention, engine)
+    )
+    if reason is None and layer.sliding_window is not None and not anywhere:
+        from vllm_prefixshare.integration.cuda.backend import short_window_refusal
+
+        reason = short_window_refusal(attention)
+    return reason
+
+
+def shape_of(layer: LayerKind, shards: int = 1) -> AttentionConfig:
+    """The shape of a layer, as the integration makes it from vLLM's."""
+    features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
+    kv_dtype = FP8 if "fp8" in layer.kv_cache_dtype else None
+    return AttentionConfig(
+        layer.num_heads * shards,
+        layer.num_kv_heads,
+        layer.head_size,
+        16,
+        layer.dtype,
+        kv_dtype,
+        kv_dtype,
+        features=tuple(name for name, there in features.items() if there),
+        sliding_window=layer.sliding_window,
+    )
+
+
+def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> str | None:
+    """Why a layer would fall back where a GPU's layers may have ``extras``."""
+    from vllm_prefixshare.integration.support import (
+        CUDA_DTYPES,
+        latent_refusal,
+        selector_refusal,
+    )
+
+    if layer.value_size not in (0, layer.head_size):
+        # vLLM names the backend itself, and asks nobody
+        return f"keys of {layer.head_size} and values of {layer.value_size}"
+    if layer.chunked:
+        return "chunked local attention"
+    if layer.alibi and "alibi" not in extras:
+        return "ALiBi slopes"
+    if layer.logits_soft_cap and "softcap" not in extras:
+        return "a logits soft cap"
+    reason = selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    if reason is None and layer.use_mla:
+        reason = latent_refusal(layer.num_heads)
+    return reason
