@@ -20,9 +20,12 @@ from vllm.v1.worker import workspace
 from tests.batches import PagedBatch
 from tests.integration import test_cuda_backend as one_rank
 from tests.kernels.portable import reference, relative_error
+from vllm_prefixshare.cli.model import LayerKind
+from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved, check_collectives
 from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.support import Engine
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
@@ -263,6 +266,17 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
         impl = cuda.PrefixShareCUDAImpl(**{**shape, **plain, **layer})
         assert impl.shares == (size == 1 or reason is None)
     assert list(STATS.fallbacks) == ([reason] if reason else [])
+    kind = LayerKind(
+        name="full attention", count=1, head_size=HEAD_DIM, num_heads=HEADS, num_kv_heads=1,
+        dtype="float16",
+        alibi="alibi_slopes" in layer,
+        has_sink="sinks" in layer,
+        logits_soft_cap="logits_soft_cap" in layer,
+        sliding_window=layer.get("sliding_window"),
+        kv_cache_dtype=layer.get("kv_cache_dtype", "auto"),
+        use_dcp=True,
+    )  # fmt: skip
+    assert falls_back(kind, None, Engine(1 + drafts, shards=2)) == reason
 
 
 @pytest.mark.parametrize("collective", ["ag_rs", "a2a"])

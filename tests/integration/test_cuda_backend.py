@@ -901,7 +901,7 @@ def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
     )
 
 
-def doctor_says(window: int, hybrid: bool = False) -> str | None:
+def doctor_says(window: int, hybrid: bool = False, drafts: int = 0) -> str | None:
     """Why layers with this window would not be served, by a model's ``config.json``."""
     other = "linear_attention" if hybrid else "full_attention"
     config = {
@@ -915,7 +915,7 @@ def doctor_says(window: int, hybrid: bool = False) -> str | None:
     }
     shape = AttentionConfig(HEADS, KV_HEADS, HEAD_DIM, BLOCK)
     kinds = layer_kinds(Path(), config)
-    machine = doctor.Machine(shape, from_model=True, on_cpu=False, layers=kinds)
+    machine = doctor.Machine(shape, True, on_cpu=False, layers=kinds, drafts=drafts)
     doctor.layers(machine)
     return machine.served[0]["falls_back"]
 
@@ -947,7 +947,7 @@ def test_a_window_that_is_not_served_keeps_flash_attention(
     spec = SlidingWindowSpec(**SPEC, sliding_window=window)
     group = Group(monkeypatch, drafts, spec=spec, sliding_window=window)
     assert not group.impl.shares and list(STATS.as_dict()["fallbacks"]) == [reason]
-    assert doctor_says(window, hybrid) == (reason if not drafts else None)
+    assert doctor_says(window, hybrid, drafts) == reason
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match=reason):

@@ -22,9 +22,12 @@ from tests.kernels.gluon_interpreter import load_kernel
 from tests.kernels.portable import H100_SHARED_MEMORY, relative_error
 from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch
 from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.cli.model import LayerKind
+from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.integration import host_tables, planner
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.support import Engine
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.mla_hopper import launch as kernel
@@ -250,6 +253,11 @@ def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, heads, drafts,
         return LatentGroup(monkeypatch, num_heads=heads, drafts=drafts, parallel=changes)
 
     assert not group().impl.shares and STATS.fallbacks == {reason: 1}
+    if "use_ubatching" not in changes:
+        shards = changes.get("decode_context_parallel_size", 1)
+        kind = LayerKind("full attention", 1, 576, heads, 1, "float16", use_mla=True)
+        kind = replace(kind, kv_lora_rank=512, use_dcp=shards > 1)
+        assert falls_back(kind, None, Engine(1 + drafts, shards)) == reason
     if heads == HEADS and not changes:
         made, batch = group(), batch_of()
         metadata = made.assert_right(batch)

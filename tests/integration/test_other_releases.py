@@ -31,6 +31,7 @@ CHOSEN = RELEASES if ALL else USUAL
 TESTS = (
     *(("test_context_parallel.py",) if ALL else ()),  # `make test` runs it with the installed one
     "test_cuda_backend.py",
+    "test_families.py",
     "test_hook_targets.py",
     "test_host_tables.py",
     "test_invariance.py",
