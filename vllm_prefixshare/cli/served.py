@@ -39,9 +39,7 @@ def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:
     )
 
 
-def falls_back(
-    layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = None
-) -> str | None:
+def falls_back(layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = None) -> str | None:
     """Why a kind of layer would not be served, or None.
 
     Args:
