@@ -600,6 +600,19 @@ def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monke
     assert STATS.plans == 3
 
 
+def test_images_stay_with_their_requests(monkeypatch):
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False, raising=False)  # 0.26
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 80], [1, 60, 10])
+    group.start(batch)
+    common = group.common(batch)
+    common.mm_req_doc_ranges = {0: [(2, 9)], 2: [(72, 76)]}
+    parts = []
+    monkeypatch.setattr(group.builder, "_build_part", parts.append)
+    assert group.builder.build(0, common).num_planned_tokens == 1
+    assert [part.mm_req_doc_ranges for part in parts] == [{1: [(72, 76)]}]
+
+
 @pytest.mark.usefixtures("worth_it")
 def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypatch):
     group = Group(monkeypatch)

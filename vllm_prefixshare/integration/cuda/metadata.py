@@ -1,5 +1,6 @@
 """The attention metadata of a step on a GPU: how the batch is divided, and the plan in force."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             num_actual_tokens=common.num_actual_tokens - num_tokens,
             block_table_tensor=common.block_table_tensor[num_decodes:],
             slot_mapping=common.slot_mapping[num_tokens:],
+            mm_req_doc_ranges=_ranges_of(common, range(num_decodes, common.num_reqs)),
         )
         return self._build_part(part)
 
@@ -184,6 +186,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             max_query_len=1,
             block_table_tensor=common.block_table_tensor[rows],
             slot_mapping=common.slot_mapping[rows],
+            mm_req_doc_ranges=_ranges_of(common, found.tolist()),
         )
         return self._build_part(part), rows
 
@@ -195,3 +198,15 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         if built.dcp_context_kv_lens is not None:
             built.dcp_context_kv_lens = built.dcp_context_kv_lens.clone()
         return built
+
+
+def _ranges_of(
+    common: CommonAttentionMetadata, rows: Iterable[int]
+) -> dict[int, list[tuple[int, int]]] | None:
+    """The places of images in some requests, by their row among these. FLASH_ATTN reads them of
+    every request that has an image, also for layers that do not let its tokens see each other.
+    """
+    ranges = common.mm_req_doc_ranges
+    if ranges is None:
+        return None
+    return {i: ranges[row] for i, row in enumerate(rows) if row in ranges}
