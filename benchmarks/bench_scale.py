@@ -79,6 +79,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.qo_heads, args.kv_heads = (int(x) for x in args.heads.split(":"))
     except ValueError:
         parser.error("--heads must be such as 32:8")
+    if args.kv_heads < 1 or args.qo_heads < 1 or args.qo_heads % args.kv_heads:
+        parser.error("--heads must be positive, the query heads a multiple of the KV heads")
     if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
         parser.error(f"--ranks {args.ranks} needs as many GPUs, {torch.cuda.device_count()} found")
     if args.ranks < 2 or args.repeats < 1:
@@ -92,7 +94,14 @@ def main() -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(rank_main, (args, port, results), nprocs=args.ranks)
+    try:
+        multiprocessing.spawn(rank_main, (args, port, results), nprocs=args.ranks)
+    except (
+        multiprocessing.ProcessRaisedException,
+        multiprocessing.ProcessExitedException,
+    ) as e:
+        *_, why = str(e).strip().splitlines()
+        sys.exit(f"bench_scale.py: rank {e.error_index}: {why}")
     result = results.get()
     last = result["rows"][-1]
     print(json.dumps({"bytes sent": last["bytes_sent"], "by the equations": last["bytes_model"]}))
@@ -311,6 +320,8 @@ def measure(
         "bytes_model": {
             "gather": scaling.gather_bytes(layer, args.ranks),
             "all_reduce": scaling.all_reduce_bytes(layer, args.ranks),
+            # two all-reduces of logarithms and one of outputs, as many bytes as algorithm 3
+            "energy": scaling.all_reduce_bytes(layer, args.ranks),
             "ring": scaling.ring_bytes(layer, args.ranks),
         },
         # without the shard, the queries and the plan, which were allocated before

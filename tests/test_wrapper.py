@@ -162,6 +162,15 @@ def test_states_merge_into_attention_over_all_tokens(dtype):
         (torch.zeros(2, 3, 4, 64), torch.zeros(2, 3, 4).double(), "lses must be float32 on cpu"),
         ([torch.zeros(3, 4, n) for n in (64, 72)], torch.zeros(2, 3, 4), "outs must be tensors"),
         ([], [], "outs must be tensors of one shape"),
+        (torch.zeros(2, 3, 4, 64).int(), torch.zeros(2, 3, 4), "outs must be floating point, got"),
+        (
+            [torch.zeros(3, 4, 64), torch.zeros(3, 4, 64).bfloat16()], torch.zeros(2, 3, 4),
+            "outs must be tensors of one dtype, got torch.float32, torch.bfloat16",
+        ),
+        (
+            torch.zeros(2, 3, 4, 64), [torch.zeros(3, 4), torch.zeros(3, 4).double()],
+            "lses must be tensors of one dtype, got torch.float32, torch.float64",
+        ),
         (7, torch.zeros(2, 3, 4), "outs must be tensors"),
     ],
 )  # fmt: skip

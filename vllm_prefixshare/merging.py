@@ -26,7 +26,8 @@ def merge_states(
         output is 0 and the log-sum-exp ``-inf``.
 
     Raises:
-        PrefixShareError: shapes that disagree, no states, or logarithms that are not float32.
+        PrefixShareError: shapes or dtypes that disagree, no states, outputs that are not floating
+            point, or logarithms that are not float32.
     """
     states, weights = (_stacked(name, x) for name, x in (("outs", outs), ("lses", lses)))
     if states.dim() != 4 or states.shape[:3] != weights.shape or not len(states):
@@ -38,6 +39,8 @@ def merge_states(
         raise PrefixShareError(
             f"lses must be float32 on {states.device}, got {weights.dtype} on {weights.device}."
         )
+    if not states.is_floating_point():
+        raise PrefixShareError(f"outs must be floating point, got {states.dtype}.")
     if states.is_cuda and states.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from vllm_prefixshare.kernels.merge_states import merge_stacked  # needs triton
 
@@ -52,6 +55,11 @@ def _stacked(name: str, states: torch.Tensor | Sequence[torch.Tensor]) -> torch.
     if isinstance(states, torch.Tensor):
         return states
     try:
-        return torch.stack(list(states))
-    except (TypeError, RuntimeError) as e:
+        several = list(states)
+        dtypes = dict.fromkeys(str(x.dtype) for x in several)
+        stacked = torch.stack(several)
+    except (AttributeError, TypeError, RuntimeError) as e:
         raise PrefixShareError(f"{name} must be tensors of one shape and device ({e}).") from None
+    if len(dtypes) > 1:  # of which torch has taken the widest
+        raise PrefixShareError(f"{name} must be tensors of one dtype, got {', '.join(dtypes)}.")
+    return stacked
