@@ -115,12 +115,19 @@ def figure(name: str, out: Path, paths: dict[str, str]) -> Step:
     return Step(name, shlex.join(words), cores=sys.maxsize)
 
 
+def threads(step: Step) -> dict[str, str]:
+    """As many threads as the step has cores: references in float64 run on the CPU, and sixteen
+    processes with a thread for each core would wait for one another.
+    """
+    return {"OMP_NUM_THREADS": str(min(step.cores, os.cpu_count() or 1))}
+
+
 def start(step: Step, out: Path) -> Running:
     with (out / f"{step.name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *shlex.split(step.command)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment},
+            env={**os.environ, **threads(step), "PYTHONUNBUFFERED": "1", **step.environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
