@@ -57,7 +57,7 @@ def wide_llama(folder: Path) -> Path:
     ],
     ids=["fp8", "gpt-oss", "Gemma 2", "gpt-oss, fp8", "Bloom", "head_dim 512"],
 )
-def test_as_exact_as_stock(write, options, tmp_path):
+def test_as_exact_as_stock(write, options, tmp_path, note):
     model = write(tmp_path / "model")
     text = Text(model)
     prompts = text.asking(1200, PRIVATE)
@@ -75,7 +75,7 @@ def test_as_exact_as_stock(write, options, tmp_path):
             engine.call(drive, prompts[:1], {**sampling, "max_tokens": 1})
             runs.append(engine.call(drive, prompts, sampling))
         stocks, ours = (np.concatenate(cases.errors(r.completions, both[0])) for r in runs)
-    print(f"mean {ours.mean():.4f} (stock {stocks.mean():.4f}), max {ours.max():.3f}")
+    note(f"mean {ours.mean():.4f} (stock {stocks.mean():.4f}), max {ours.max():.3f}")
     assert_shared(runs[1], factor=2.0)
     assert runs[1].stats["decode_steps"] >= 63
     if stocks.max() == 0:  # FlashAttention-2 decodes in the order of its prefill
@@ -85,7 +85,7 @@ def test_as_exact_as_stock(write, options, tmp_path):
         assert ours.max() < 2 * stocks.max() + 1e-2
 
 
-def test_fp8_differs_from_stocks_no_more_than_that_from_16_bits(tmp_path):
+def test_fp8_differs_from_stocks_no_more_than_that_from_16_bits(tmp_path, note):
     """The log-probabilities of answers, in decode, against a prefill by stock: ours with an fp8 KV
     cache against stock with one, and that against stock in 16 bits.
     """
@@ -104,7 +104,12 @@ def test_fp8_differs_from_stocks_no_more_than_that_from_16_bits(tmp_path):
             runs.append(engine.call(drive, prompts, {**GREEDY, "max_tokens": 64}))
         from_plain = np.concatenate(cases.errors(runs[0].completions, plain))
         from_fp8 = np.concatenate(cases.errors(runs[1].completions, quantised))
-    print(f"ours from stock's fp8: mean {from_fp8.mean():.4f}, max {from_fp8.max():.3f}; stock's")
-    print(f"fp8 from its 16 bits: mean {from_plain.mean():.4f}, max {from_plain.max():.3f}")
+        mine_from_plain = np.concatenate(cases.errors(runs[1].completions, plain))
+    for what, error in (
+        ("ours from stock's fp8", from_fp8),
+        ("stock's fp8 from its 16 bits", from_plain),
+        ("ours from stock's 16 bits", mine_from_plain),
+    ):
+        note(f"{what}: mean {error.mean():.4f}, max {error.max():.3f} nats")
     assert_shared(runs[1], factor=2.0)
     assert 0 < from_fp8.mean() <= from_plain.mean()

@@ -59,7 +59,11 @@ SAMPLING = {**GREEDY, "max_tokens": 64}
     ],
 )
 def test_hybrid_models(
-    write: Callable[[Path], Path], runner: str | None, options: dict[str, Any], tmp_path: Path
+    write: Callable[[Path], Path],
+    runner: str | None,
+    options: dict[str, Any],
+    tmp_path: Path,
+    note: Callable[[str], None],
 ) -> None:
     model = write(tmp_path / "model")
     caches = options.get("enable_prefix_caching", True)
@@ -81,7 +85,7 @@ def test_hybrid_models(
         kernels = both[1].call(cases.kernels_in_graphs)
         drafted = both[1].call(cases.metric, "vllm:spec_decode_num_draft_tokens")
     stocks, mine = errors
-    print(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
+    note(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
     assert kernels == ["hopper" if HOPPER else "portable"]
     assert (drafted > 0) == ("speculative_config" in options)
     if caches:

@@ -101,7 +101,7 @@ def assert_the_same_bits(found: dict[str, dict[int, Completion]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["stock", *RUNNERS])
-def test_a_request_has_the_same_bits_in_every_batch(text_and_engines, name):
+def test_a_request_has_the_same_bits_in_every_batch(text_and_engines, name, note):
     text, started = text_and_engines
     found = answers(started[name], text)
     assert_the_same_bits(found)
@@ -110,8 +110,8 @@ def test_a_request_has_the_same_bits_in_every_batch(text_and_engines, name):
         np.concatenate(cases.errors(completions, started["stock"]))
         for completions in (list(found["among 8"].values()), usual.completions)
     )
-    print(f"{name}: {apart.mean():.4f} nats from stock's prefill in the mean, {apart.max():.3f} at")
-    print(f"most; without batch invariance ours are {usually.mean():.4f} and {usually.max():.3f}")
+    note(f"nats from stock's prefill: mean {apart.mean():.4f}, max {apart.max():.3f}")
+    note(f"ours without batch invariance: mean {usually.mean():.4f}, max {usually.max():.3f}")
     # bfloat16 rounds more than the limits of other tests allow
     assert apart.mean() < 1.3 * usually.mean() + 1e-3
 

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "max_num_batched_
 
 
 @pytest.mark.parametrize("runner", ["V2", "V1"])
-def test_as_exact_as_stock(runner, tmp_path):
+def test_as_exact_as_stock(runner, tmp_path, note):
     model = write_small_deepseek_v2(tmp_path / "model")
     text = Text(model)
     shared = text.asking(1200, [50, 9, 31, 64, 17] * 3)
@@ -51,7 +51,7 @@ def test_as_exact_as_stock(runner, tmp_path):
                 print(f"{name}, {who}, answers:", *(f"{error.mean():.3f}" for error in each))
         kernels = both[1].call(cases.kernels_in_graphs)
     for (name, who), error in errors.items():
-        print(f"{name}, {who}: mean {error.mean():.4f}, max {error.max():.3f}")
+        note(f"{name}, {who}: mean {error.mean():.4f}, max {error.max():.3f}")
     assert kernels == ["mla_hopper"]
     assert_shared(runs["shared", "ours"], factor=1.1)  # most of so short a document is read alone
     assert runs["shared", "ours"].stats["decode_steps"] >= 63

@@ -8,6 +8,7 @@ compared with the error of stock's own decode.
 """
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,34 +44,34 @@ def asked(engine: EngineProcess, text: Text) -> Run:
     return run
 
 
-def compare(both: list[EngineProcess], model: Path) -> Run:
+def compare(both: list[EngineProcess], model: Path, note: Callable[[str], None]) -> Run:
     """Assert that PREFIX_SHARE is as exact as stock; returns its run."""
     text = Text(model)
     runs = [asked(engine, text) for engine in both]
     stocks, mine = (np.concatenate(cases.errors(run.completions, both[0])) for run in runs)
-    print(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
+    note(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
     assert 0 < mine.mean() < 1.3 * stocks.mean() + MEAN_ERROR
     assert mine.max() < 2 * stocks.max() + MAX_ERROR
     return runs[1]
 
 
 @pytest.mark.parametrize("runner", ["V2", "V1"])
-def test_windows_are_shared(runner, tmp_path):
+def test_windows_are_shared(runner, tmp_path, note):
     model = write_small_gemma3(tmp_path / "model", sliding_window=1024)
     # STRICT refuses a layer that is not served
     ours = cases.ours(model, runner, **OPTIONS)
     with engines(cases.stock(model, **OPTIONS), ours) as both:
-        run = compare(both, model)
+        run = compare(both, model, note)
     assert_shared(run, factor=1.5)
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
-def test_a_window_too_short_to_gain_keeps_the_parents_kernel(tmp_path):
+def test_a_window_too_short_to_gain_keeps_the_parents_kernel(tmp_path, note):
     model = write_small_gpt_oss(tmp_path / "model")  # windows of 128 tokens
     env = {"VLLM_PREFIXSHARE_STRICT": "0"}
     with engines(cases.stock(model, **OPTIONS), cases.ours(model, env=env, **OPTIONS)) as both:
         fallbacks = both[1].collective_rpc("prefix_share_stats")[0]["fallbacks"]
-        run = compare(both, model)
+        run = compare(both, model, note)
     assert_shared(run, factor=1.5)
     (reason,) = fallbacks
     assert reason.startswith("a sliding window of 128 tokens where sharing pays from ")
