@@ -166,7 +166,9 @@ class EveryQuestion(PrefixShareWorkerExtension):
 
 
 class KernelNames(PrefixShareWorkerExtension):
-    """The plugin's worker extension, which also says what graphs hold and launch."""
+    """The plugin's worker extension, which also says what graphs hold and launch, and with which
+    scales.
+    """
 
     def kernels_in_graphs(self) -> list[str]:
         """Names of the kernels that CUDA graphs launch."""
@@ -174,6 +176,19 @@ class KernelNames(PrefixShareWorkerExtension):
 
         found = [builder._executor for builder in planning._BUILDERS]
         return [x.name for x in found if x is not None and x.workspace.plan.captured]
+
+    def cache_scales(self) -> dict[str, list[list[float]]]:
+        """The scales of queries, keys and values of each layer whose decodes are planned."""
+        from vllm_prefixshare.integration.cuda import planning
+
+        found = {}
+        for builder in planning._BUILDERS:
+            context = builder.vllm_config.compilation_config.static_forward_context
+            for name in builder.layer_names:
+                layer = context[name]
+                scales = layer._q_scale, layer._k_scale, layer._v_scale
+                found[name] = [scale.flatten().tolist() for scale in scales]
+        return found
 
     def trace_kernels(self) -> None:
         """Count every kernel from now on."""
@@ -194,6 +209,11 @@ class KernelNames(PrefixShareWorkerExtension):
 def kernels_in_graphs(llm: Any) -> list[str]:
     """Of the first worker; its extension is ``KernelNames``."""
     return list(llm.collective_rpc("kernels_in_graphs")[0])
+
+
+def cache_scales(llm: Any) -> dict[str, list[list[float]]]:
+    """As ``kernels_in_graphs``."""
+    return dict(llm.collective_rpc("cache_scales")[0])
 
 
 def trace_kernels(llm: Any) -> None:

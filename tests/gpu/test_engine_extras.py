@@ -8,6 +8,7 @@ stock's prefill of the same tokens, is compared with the error of stock's own de
 """
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import numpy as np
 import pytest
 
 from tests.support.dummy_model import (
+    add_kv_scales,
     write_small_bloom,
     write_small_gemma2,
     write_small_gpt_oss,
     write_small_llama,
 )
-from tests.support.engine_steps import drive
+from tests.support.engine import EngineProcess
+from tests.support.engine_steps import Run, drive
+from vllm_prefixshare import PrefixShareError
 
 from . import engine_cases as cases
 from .engine_cases import GREEDY, Text, assert_shared, engines
@@ -59,9 +63,6 @@ def wide_llama(folder: Path) -> Path:
 )
 def test_as_exact_as_stock(write, options, tmp_path, note):
     model = write(tmp_path / "model")
-    text = Text(model)
-    prompts = text.asking(1200, PRIVATE)
-    sampling = {**GREEDY, "max_tokens": 64}
     # layers with a sliding window keep the parent's kernel
     env = {"VLLM_PREFIXSHARE_STRICT": "0", "VLLM_PREFIXSHARE_EXPERIMENTAL": "alibi,head_dim"}
     options = {**cases.QUICK, "dtype": "bfloat16", **options}
@@ -70,11 +71,21 @@ def test_as_exact_as_stock(write, options, tmp_path, note):
         if "attention_config" in spec:
             spec["attention_config"] = {**spec["attention_config"], "backend": spec["backend"]}
     with engines(*specs) as both:
-        runs = []
-        for engine in both:
-            engine.call(drive, prompts[:1], {**sampling, "max_tokens": 1})
-            runs.append(engine.call(drive, prompts, sampling))
-        stocks, ours = (np.concatenate(cases.errors(r.completions, both[0])) for r in runs)
+        assert_as_exact(both, model, note)
+
+
+def answers(engine: EngineProcess, model: Path) -> Run:
+    """The answers to questions on one document, which is cached."""
+    prompts, sampling = Text(model).asking(1200, PRIVATE), {**GREEDY, "max_tokens": 64}
+    engine.call(drive, prompts[:1], {**sampling, "max_tokens": 1})
+    run: Run = engine.call(drive, prompts, sampling)
+    return run
+
+
+def assert_as_exact(both: list[EngineProcess], model: Path, note: Callable[[str], None]) -> None:
+    """Assert that the second engine shares, and is as exact as the first, which is stock."""
+    runs = [answers(engine, model) for engine in both]
+    stocks, ours = (np.concatenate(cases.errors(r.completions, both[0])) for r in runs)
     note(f"mean {ours.mean():.4f} (stock {stocks.mean():.4f}), max {ours.max():.3f}")
     assert_shared(runs[1], factor=2.0)
     assert runs[1].stats["decode_steps"] >= 63
@@ -85,12 +96,53 @@ def test_as_exact_as_stock(write, options, tmp_path, note):
         assert ours.max() < 2 * stocks.max() + 1e-2
 
 
+@pytest.mark.parametrize("of_heads", [False, True], ids=["of tensors", "of heads"])
+def test_scales_of_a_checkpoint(of_heads, tmp_path, note):
+    model = add_kv_scales(llama(tmp_path / "model"), of_heads)
+    options: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", **FP8}
+    # STRICT refuses a layer that is not served
+    ours = cases.ours(model, worker_extension_cls="tests.gpu.engine_cases.KernelNames", **options)
+    with engines(cases.stock(model, **options), ours) as both:
+        scales = both[1].call(cases.cache_scales)
+        assert_as_exact(both, model, note)
+    wanted = scales_in(model)
+    assert scales.keys() == wanted.keys()
+    for name, of_layer in wanted.items():
+        for found, expected in zip(scales[name], of_layer, strict=True):
+            assert found == pytest.approx(expected) and found != pytest.approx(1.0), name
+
+
+def scales_in(model: Path) -> dict[str, list[list[float]]]:
+    """The scales of queries, keys and values that vLLM makes of those in a checkpoint: queries have
+    one for each KV head, the largest of its query heads.
+    """
+    from safetensors import safe_open
+
+    found = {}
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118  it is no mapping
+            if name.endswith(".k_scale"):
+                layer = name.removesuffix(".k_scale")
+                q, k, v = (weights.get_tensor(f"{layer}.{x}_scale").flatten() for x in "qkv")
+                each = q.view(len(k), -1).amax(1), k, v
+                found[f"{layer}.attn"] = [scales.tolist() for scales in each]
+    return found
+
+
+def test_a_scale_that_is_not_finite_is_refused_at_start_up(tmp_path):
+    model = add_kv_scales(llama(tmp_path / "model"), last=float("inf"))
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process hides the reason
+    spec = cases.ours(model, env=env, **cases.QUICK, dtype="bfloat16", **FP8)
+    sentence = r"v_scale must be positive and finite, got \[inf\]"
+    with pytest.raises(PrefixShareError, match=sentence), engines(spec):
+        pass
+
+
 def test_fp8_differs_from_stocks_no_more_than_that_from_16_bits(tmp_path, note):
     """The log-probabilities of answers, in decode, against a prefill by stock: ours with an fp8 KV
     cache against stock with one, and that against stock in 16 bits.
     """
     model = llama(tmp_path / "model")
-    prompts = Text(model).asking(1200, PRIVATE)
     options: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16"}
     specs = (
         cases.stock(model, **options, **FP8),
@@ -98,10 +150,7 @@ def test_fp8_differs_from_stocks_no_more_than_that_from_16_bits(tmp_path, note):
         cases.stock(model, **options),
     )
     with engines(*specs) as (quantised, mine, plain):
-        runs = []
-        for engine in (quantised, mine):
-            engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
-            runs.append(engine.call(drive, prompts, {**GREEDY, "max_tokens": 64}))
+        runs = [answers(engine, model) for engine in (quantised, mine)]
         from_plain = np.concatenate(cases.errors(runs[0].completions, plain))
         from_fp8 = np.concatenate(cases.errors(runs[1].completions, quantised))
         mine_from_plain = np.concatenate(cases.errors(runs[1].completions, plain))

@@ -346,6 +346,51 @@ def _write_word_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def add_kv_scales(folder: Path, of_heads: bool = False, last: float | None = None) -> Path:
+    """Add scales for an fp8 KV cache to a small Llama checkpoint, as llm-compressor writes them:
+    other ones for queries, keys and values and for each layer, no powers of two, and so large that
+    no number is clipped.
+
+    Args:
+        of_heads: whether each head has scales of its own.
+        last: v_scale of the last layer in place of its own.
+
+    Returns:
+        folder.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {**scheme, "strategy": "attn_head" if of_heads else "tensor"},
+    }
+    path.write_text(json.dumps(config, indent=1) + "\n")
+    weights = folder / "model.safetensors"
+    with safe_open(weights, "pt") as old:
+        tensors = {name: old.get_tensor(name) for name in old.keys()}  # noqa: SIM118
+    queries, heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layers = config["num_hidden_layers"]
+    for layer in range(layers):
+        for name, first, count in (("q", 0.05, queries), ("k", 0.03, heads), ("v", 0.022, heads)):
+            scales = first * (1 + 0.15 * layer + 0.4 * torch.arange(count) / count)
+            # one scale: that of the first head
+            scales = scales.view(-1, 1, 1) if of_heads else scales[:1]
+            tensors[f"model.layers.{layer}.self_attn.{name}_scale"] = scales
+    if last is not None:
+        tensors[f"model.layers.{layers - 1}.self_attn.v_scale"].fill_(last)
+    save_file(tensors, weights, {"format": "pt"})
+    return folder
+
+
 def write_eagle(folder: Path, model: Path) -> Path:
     """Write an EAGLE drafter for ``model``, a folder from ``write_small_llama``. The drafter is one
     layer whose attention and MLP add nothing, so that it proposes the model's last choice again.
