@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     # FlashInfer's kernel for the other layers' prefill need not be installed
     "additional_config": {"gdn_prefill_backend": "triton"},
 }
+FP8 = {"kv_cache_dtype": "fp8"}
 DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 SAMPLING = {**GREEDY, "max_tokens": 64}
 
@@ -44,18 +45,22 @@ SAMPLING = {**GREEDY, "max_tokens": 64}
         (write_small_qwen3_next, "V1", {}),
         (write_small_qwen3_next, None, {"enable_prefix_caching": False}),
         (write_small_qwen3_next, None, DRAFTS),
+        (write_small_qwen3_next, None, FP8),
         (write_small_qwen3_5, "V2", {}),
         (write_small_qwen3_5, "V1", {}),
         (write_small_qwen3_5, None, DRAFTS),
+        (write_small_qwen3_5, None, FP8),
     ],
     ids=[
         "Qwen3-Next, V2",
         "Qwen3-Next, V1",
         "Qwen3-Next, no prefix caching",
         "Qwen3-Next, drafts",
+        "Qwen3-Next, fp8",
         "Qwen3.5, V2",
         "Qwen3.5, V1",
         "Qwen3.5, drafts",
+        "Qwen3.5, fp8",
     ],
 )
 def test_hybrid_models(
