@@ -1,5 +1,5 @@
 """Multi-head latent attention (MLA) inside a real vLLM engine on a GPU: a small model in the shape
-of DeepSeek V2, 16 heads.
+of DeepSeek V2, with 16 heads, and on two GPUs with 8 and 16 on each.
 
 As in ``test_engine_extras.py`` the error in decode, against stock's prefill of the same tokens, is
 compared with the error of stock's own decode.
@@ -8,10 +8,13 @@ compared with the error of stock's own decode.
 """
 
 import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.dummy_model import write_small_deepseek_v2
 from tests.support.engine_steps import drive
@@ -30,16 +33,37 @@ pytestmark = [
 OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "max_num_batched_tokens": 256}
 
 
+TWO_GPUS = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+ON_TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
 @pytest.mark.parametrize("runner", ["V2", "V1"])
 def test_as_exact_as_stock(runner, tmp_path, note):
     model = write_small_deepseek_v2(tmp_path / "model")
+    assert_as_exact(model, runner, OPTIONS, note)
+
+
+@TWO_GPUS
+@pytest.mark.parametrize(("heads", "runner"), [(32, "V2"), (32, "V1"), (16, "V2")])
+def test_two_gpus(heads, runner, tmp_path, note):
+    """With 32 heads a layer is served only because each GPU has 16."""
+    model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
+    assert_as_exact(model, runner, {**OPTIONS, **ON_TWO}, note)
+
+
+def assert_as_exact(
+    model: Path, runner: str, options: dict[str, Any], note: Callable[[str], None]
+) -> None:
+    """Assert that PREFIX_SHARE runs in its own kernel on every GPU and is as exact as stock."""
     text = Text(model)
     shared = text.asking(1200, [50, 9, 31, 64, 17] * 3)
     alone = [text.part(900 * i, 300 + 37 * i) for i in range(7)]
-    stock = cases.stock(model, **{**OPTIONS, "backend": "FLASH_ATTN_MLA"})
+    stock = cases.stock(model, **{**options, "backend": "FLASH_ATTN_MLA"})
     extension = "tests.gpu.engine_cases.KernelNames"
     # STRICT refuses a layer that is not served
-    ours = cases.ours(model, runner, worker_extension_cls=extension, **OPTIONS)
+    ours = cases.ours(model, runner, worker_extension_cls=extension, **options)
     errors, runs = {}, {}
     with engines(stock, ours) as both:
         for name, prompts in (("shared", shared), ("alone", alone)):
@@ -49,10 +73,10 @@ def test_as_exact_as_stock(runner, tmp_path, note):
                 each = cases.errors(run.completions, both[0])
                 errors[name, who] = np.concatenate(each)
                 print(f"{name}, {who}, answers:", *(f"{error.mean():.3f}" for error in each))
-        kernels = both[1].call(cases.kernels_in_graphs)
+        kernels = both[1].collective_rpc("kernels_in_graphs")
     for (name, who), error in errors.items():
         note(f"{name}, {who}: mean {error.mean():.4f}, max {error.max():.3f}")
-    assert kernels == ["mla_hopper"]
+    assert kernels == [["mla_hopper"]] * options.get("tensor_parallel_size", 1)
     assert_shared(runs["shared", "ours"], factor=1.1)  # most of so short a document is read alone
     assert runs["shared", "ours"].stats["decode_steps"] >= 63
     assert runs["alone", "ours"].stats["shared_steps"] == 0
