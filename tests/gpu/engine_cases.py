@@ -126,6 +126,26 @@ def assert_same_texts(run: Run, stock_run: Run) -> None:
     assert equal > 8 * len(run.completions), "too little was compared"
 
 
+def beside_stock(run: Run, stock_run: Run, error: np.ndarray, stock_error: np.ndarray) -> str:
+    """Errors of greedy answers and of stock's, and the tokens before an answer parts from stock's.
+
+    Args:
+        error, stock_error: of all tokens, as by ``errors``.
+    """
+    same, leads = 0, [0.0]
+    for a, b in zip(run.completions, stock_run.completions, strict=True):
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=True))
+        parts = next((place for place, (x, y) in pairs if x != y), None)
+        same += len(b.token_ids) if parts is None else parts
+        if parts is not None:
+            leads.append(b.top2_gaps[parts])
+    return (
+        f"mean error {error.mean():.4f} nats (stock {stock_error.mean():.4f}), largest "
+        f"{error.max():.3f} (stock {stock_error.max():.3f}); {same} of {len(error)} tokens before "
+        f"answers part, where stock's leads by at most {max(leads):.3f}"
+    )
+
+
 def assert_shared(run: Run, factor: float = 1.2) -> None:
     assert run.stats["shared_steps"] > 0
     assert run.stats["kv_tokens_stock"] > factor * run.stats["kv_tokens_read"]

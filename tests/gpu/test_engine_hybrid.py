@@ -90,7 +90,7 @@ def test_hybrid_models(
         kernels = both[1].call(cases.kernels_in_graphs)
         drafted = both[1].call(cases.metric, "vllm:spec_decode_num_draft_tokens")
     stocks, mine = errors
-    note(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
+    note(cases.beside_stock(runs[1], runs[0], mine, stocks))
     assert kernels == ["hopper" if HOPPER else "portable"]
     assert (drafted > 0) == ("speculative_config" in options)
     if caches:

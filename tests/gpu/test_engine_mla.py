@@ -74,8 +74,11 @@ def assert_as_exact(
                 errors[name, who] = np.concatenate(each)
                 print(f"{name}, {who}, answers:", *(f"{error.mean():.3f}" for error in each))
         kernels = both[1].collective_rpc("kernels_in_graphs")
-    for (name, who), error in errors.items():
-        note(f"{name}, {who}: mean {error.mean():.4f}, max {error.max():.3f}")
+    for name in ("shared", "alone"):
+        (run, error), (stocks_run, stocks) = (
+            (runs[name, who], errors[name, who]) for who in ("ours", "stock")
+        )
+        note(f"{name}: {cases.beside_stock(run, stocks_run, error, stocks)}")
     assert kernels == [["mla_hopper"]] * options.get("tensor_parallel_size", 1)
     assert_shared(runs["shared", "ours"], factor=1.1)  # most of so short a document is read alone
     assert runs["shared", "ours"].stats["decode_steps"] >= 63

@@ -49,7 +49,7 @@ def compare(both: list[EngineProcess], model: Path, note: Callable[[str], None])
     text = Text(model)
     runs = [asked(engine, text) for engine in both]
     stocks, mine = (np.concatenate(cases.errors(run.completions, both[0])) for run in runs)
-    note(f"mean {mine.mean():.4f} (stock {stocks.mean():.4f}), max {mine.max():.3f}")
+    note(cases.beside_stock(runs[1], runs[0], mine, stocks))
     assert 0 < mine.mean() < 1.3 * stocks.mean() + MEAN_ERROR
     assert mine.max() < 2 * stocks.max() + MAX_ERROR
     return runs[1]
