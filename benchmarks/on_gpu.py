@@ -29,12 +29,17 @@ from pathlib import Path
 from repository import ROOT
 
 PUBLISHED = Path(__file__).parent / "published"
-#: tests of ``test_engine.py`` that start engines of their own, in parts of about five minutes
-ENGINE_PARTS = (
-    "speculative or draft or head_dim",
-    "sliding or lora or synchronise or strict or wrong_setting",
-    "two_gpus or context_parallelism",
-)
+#: files whose tests start engines of their own, in parts of about five minutes; the tests that no
+#: part names are another one
+PARTS = {
+    "test_engine": (
+        "speculative or draft or head_dim",
+        "sliding or lora or synchronise or strict or wrong_setting",
+        "two_gpus or context_parallelism",
+    ),
+    "test_engine_extras": ("scale or questions or differs",),
+    "test_engine_hybrid": ("fp8 or drafts",),
+}
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
 #: figures that were not published yet; later their commands are in their files
 NEW = {
@@ -74,10 +79,11 @@ def tests(out: Path) -> Iterator[Step]:
     for path in [*files, Path(ROOT, "tests/trust/test_batch_invariance.py")]:
         cores = 4 if path.stem.startswith(starts_engines) else 1
         command = f"-m pytest -q {path.relative_to(ROOT)}"
-        if path.stem != "test_engine":
+        named = PARTS.get(path.stem)
+        if named is None:
             yield Step(path.stem, command, cores)
             continue
-        parts = [*ENGINE_PARTS, f"not ({' or '.join(ENGINE_PARTS)})"]
+        parts = [*named, f"not ({' or '.join(named)})"]
         for i, part in enumerate(parts, 1):
             yield Step(f"{path.stem}_{i}", f"{command} -k {shlex.quote(part)}", cores)
 
