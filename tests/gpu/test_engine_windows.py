@@ -1,5 +1,5 @@
 """Layers with a sliding window inside a real vLLM engine on a GPU: small models in the shapes of
-Gemma 3 and gpt-oss.
+Gemma 3, Gemma 2 (windows with a soft cap) and gpt-oss.
 
 As in ``test_engine_extras.py`` the error in decode, against stock's prefill of the same tokens, is
 compared with the error of stock's own decode.
@@ -15,7 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.dummy_model import write_small_gemma3, write_small_gpt_oss
+from tests.support.dummy_model import (
+    write_small_gemma2,
+    write_small_gemma3,
+    write_small_gpt_oss,
+)
 from tests.support.engine import EngineProcess
 from tests.support.engine_steps import Run, drive
 
@@ -55,9 +59,13 @@ def compare(both: list[EngineProcess], model: Path, note: Callable[[str], None])
     return runs[1]
 
 
-@pytest.mark.parametrize("runner", ["V2", "V1"])
-def test_windows_are_shared(runner, tmp_path, note):
-    model = write_small_gemma3(tmp_path / "model", sliding_window=1024)
+@pytest.mark.parametrize(
+    ("write", "runner"),
+    [(write_small_gemma3, "V2"), (write_small_gemma3, "V1"), (write_small_gemma2, "V2")],
+    ids=["Gemma 3, V2", "Gemma 3, V1", "Gemma 2"],
+)
+def test_windows_are_shared(write, runner, tmp_path, note):
+    model = write(tmp_path / "model", sliding_window=1024)
     # STRICT refuses a layer that is not served
     ours = cases.ours(model, runner, **OPTIONS)
     with engines(cases.stock(model, **OPTIONS), ours) as both:

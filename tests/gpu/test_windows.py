@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.layer import DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
+from tests.gpu.test_extras import FP8_TOLERANCE, extras_of, prepared
 from vllm_prefixshare import LayerExtras
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.extras import PLAIN
@@ -38,10 +39,11 @@ def check(layer: Layer, window: int, out, lse, extras: LayerExtras = PLAIN) -> N
     wanted, wanted_lse = reference_attention_and_lse(
         *tensors, starts, extras=extras, sliding_window=window
     )
+    tolerance = TOLERANCE if layer.q.element_size() > 1 else FP8_TOLERANCE
     assert out.isfinite().all()
     error = (out.double() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-    assert error.max() < TOLERANCE
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=5 * TOLERANCE)
+    assert error.max() < tolerance
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=5 * tolerance)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -87,6 +89,25 @@ def test_other_shapes_with_sinks(kernel, heads, head_dim):
     out, lse = wrapper.run(**layer.tensors, extras=extras, return_lse=True)
     assert wrapper.stats().share_factor > 1.5
     check(layer, 512, out, lse, extras)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["soft_cap", "fp8", "fp8, sinks, soft_cap"])
+@pytest.mark.parametrize("counts", [[1], [1, 4, 2, 3]], ids=["one", "ragged"])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 100), (48, 1024), (528, 1024)])
+def test_with_other_features(kernel, name, counts, block_size, window):
+    """As in Gemma 2, whose windows have a soft cap, and with an fp8 KV cache."""
+    options, extras = extras_of(name)
+    for spec in SPECS:
+        work = tree(spec, block_size)
+        each = (counts * work.num_reqs)[: work.num_reqs]
+        each = [min(n, int(length)) for n, length in zip(each, work.seq_lens, strict=True)]
+        layer = prepared(Layer(work, (16, 4), counts=each), options)
+        without_passed_blocks(layer, window)
+        options = {**options, "max_query_len": max(counts), "sliding_window": window}
+        wrapper = layer.planned(kernel, **options)
+        poison(wrapper._executor)
+        check(layer, window, *wrapper.run(**layer.tensors, extras=extras, return_lse=True), extras)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -4,6 +4,8 @@ Without a GPU under Triton's interpreter, as in ``test_partial_attention``. Bloc
 sees are gone from the block table.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -70,6 +72,21 @@ def test_a_window_with_extras():
     without_passed_blocks(batch, 40)
     extras = PLAIN._replace(sinks=torch.linspace(-2, 4, 6, device=DEVICE), soft_cap=3.0)
     check(Portable(make_plan(batch, "deft_node", window=40), batch, extras=extras, window=40))
+
+
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+@pytest.mark.parametrize("window", [1, 40, 200])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN in the cache
+def test_a_window_with_a_quantised_cache(window, queries):
+    batch = paged_batch(query_lens=queries, requests=3, heads=(6, 2), dtype=torch.float16)
+    fp8 = torch.float8_e4m3fn
+    caches = {"k_cache": batch.k_cache.to(fp8), "v_cache": batch.v_cache.to(fp8)}
+    batch = replace(batch, q=batch.q.to(fp8), **caches)
+    without_passed_blocks(batch, window)
+    scales = (torch.tensor(x, device=DEVICE) for x in ([0.9, 0.9], [0.7, 1.6], [1.6, 0.7]))
+    extras = PLAIN._replace(**dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)))
+    check(Portable(make_plan(batch, "deft_node", window=window), batch, extras=extras,
+                   window=window))  # fmt: skip
 
 
 def test_a_plan_serves_windows_that_move():

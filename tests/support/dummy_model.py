@@ -151,7 +151,7 @@ def write_small_bloom(folder: Path) -> Path:
     return _save(model, folder, torch.bfloat16)
 
 
-def write_small_gemma2(folder: Path) -> Path:
+def write_small_gemma2(folder: Path, sliding_window: int = 256) -> Path:
     """Write a small Gemma 2 checkpoint, bfloat16: a soft cap in each layer, low enough to matter,
     and a sliding window in every second one.
 
@@ -168,7 +168,7 @@ def write_small_gemma2(folder: Path) -> Path:
         head_dim=128,
         query_pre_attn_scalar=128,
         attn_logit_softcapping=2.0,
-        sliding_window=256,
+        sliding_window=sliding_window,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
     torch.manual_seed(0)
