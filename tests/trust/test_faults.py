@@ -187,9 +187,34 @@ def cache(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("state", ["missing", "a file", "a broken link", "a folder as the table"])
-def test_without_a_readable_cache_the_estimate_is_used(cache, state):
-    if state == "a file":
+#: no file system takes it
+LONG_NAME = f"/tmp/{300 * 'a'}"
+
+
+def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no file of ``folder`` be looked up: root can search every real folder."""
+    stat = os.stat
+
+    def refused(path: object, *args: object, **kwargs: object) -> os.stat_result:
+        if str(path).startswith(f"{folder}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refused)
+
+
+STATES = ["missing", "a file", "a broken link", "a folder as the table", "locked", "a long name"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_without_a_readable_cache_the_estimate_is_used(cache, state, monkeypatch):
+    if state == "locked":
+        lock(cache, monkeypatch)
+        with pytest.raises(PermissionError):
+            (cache / "file").stat()
+    elif state == "a long name":
+        monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", LONG_NAME)
+    elif state == "a file":
         cache.write_text("in the way")
     elif state == "a broken link":
         cache.symlink_to(cache / "nowhere")
@@ -298,10 +323,17 @@ def test_a_table_that_others_can_change_is_not_read(cache, monkeypatch, what, fa
     assert "belongs to another user, or anybody may write" in lines[0]
 
 
-@pytest.mark.parametrize("why", ["a file is in the way", "the disk is full", "nobody can write"])
+@pytest.mark.parametrize(
+    "why",
+    ["a file is in the way", "the disk is full", "nobody can write", "locked", "a long name"],
+)
 def test_native_code_that_cannot_be_kept_is_done_without(cache, monkeypatch, why):
     (cache if why == "a file is in the way" else cache.parent / "elsewhere").write_text("here")
-    if why == "nobody can write":
+    if why == "locked":
+        lock(cache, monkeypatch)
+    elif why == "a long name":
+        monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", LONG_NAME)
+    elif why == "nobody can write":
         monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(UNWRITABLE))
     (cache.parent / "cpuinfo").write_text("flags : avx512f avx512bw\n")
     real = native.Path
@@ -391,8 +423,9 @@ def test_binaries_that_cannot_be_kept_are_done_without(cache, monkeypatch):
     cache.write_text("in the way")
     assert folders_of_binaries(monkeypatch) == [TRITONS]
     assert cache.read_text() == "in the way"
-    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(UNWRITABLE))
-    assert folders_of_binaries(monkeypatch) == [TRITONS]
+    for folder in (str(UNWRITABLE), LONG_NAME):
+        monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", folder)
+        assert folders_of_binaries(monkeypatch) == [TRITONS]
 
 
 # -- Numba's cache of compiled code

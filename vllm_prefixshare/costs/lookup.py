@@ -3,6 +3,7 @@
 The user's choice comes first, then one measured on this machine, then one shipped for this GPU.
 """
 
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +105,7 @@ def cost_model(
     if named is not None:
         return CostTable.load(named, expected)
     path = cache_folder() / expected.file_name()
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises where it cannot search, and for too long a name
         if (why := distrusted(path)) is None:
             return CostTable.load(path, expected)
         if log is not None:
