@@ -17,6 +17,7 @@ from vllm_prefixshare.cli.batches import read_batch
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import tracing
+from vllm_prefixshare.integration.hooks.selection import check_settings
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -98,9 +99,22 @@ def test_of_two_processes_the_first_records(tmp_path, monkeypatch):
 
 def test_a_file_that_cannot_be_written_is_refused_at_start_up(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "none" / "t.jsonl", tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(PrefixShareError, match=r"VLLM_PREFIXSHARE_TRACE=.* cannot be written"):
+    for path in (tmp_path / "none" / "t.jsonl", tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        sentence = f"TRACE={path} cannot be written .*: name"
+        with pytest.raises(PrefixShareError, match=sentence):
             planner(monkeypatch, path)
+        with pytest.raises(PrefixShareError, match=sentence):
+            check_settings()
+
+
+def test_the_check_at_start_up_leaves_what_is_recorded(tmp_path, monkeypatch):
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    made.update(TABLE, LENS)
+    recorded = (tmp_path / "t.jsonl").read_bytes()
+    check_settings()  # of another engine
+    made.update(TABLE + 1, LENS)
+    now = (tmp_path / "t.jsonl").read_bytes()
+    assert now.startswith(recorded) and now.count(b"\n") == 2
 
 
 def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):

@@ -7,11 +7,12 @@ import types
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, multiprocess
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import config as vllm_config
 
 from vllm_prefixshare.integration import metrics, stats
+from vllm_prefixshare.integration.hooks.selection import check_settings
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
@@ -85,11 +86,23 @@ def test_only_the_first_rank_publishes(rank, monkeypatch):
     assert (metrics._publisher is None) == (rank != 0)
 
 
-def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, tmp_path):
+@pytest.mark.parametrize("folder", ["{here}/file", "{here}/file/folder", "/proc"])
+def test_a_folder_in_which_no_file_can_be_made_is_refused(monkeypatch, tmp_path, folder):
     (tmp_path / "file").touch()
-    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(PrefixShareError, match="is not a usable folder"):
-        metrics.expose()
+    monkeypatch.setenv(metrics.VARIABLE, folder.format(here=tmp_path))
+    for check in (check_settings, metrics.expose):
+        with pytest.raises(PrefixShareError, match=r"METRICS=.* is not a usable folder \(\w"):
+            check()
+
+
+def test_the_front_end_and_the_workers_have_one_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(metrics.VARIABLE, "~/counters")
+    monkeypatch.setattr(metrics, "_EXPOSED", [])
+    monkeypatch.setattr(multiprocess, "MultiProcessCollector", lambda *_, **__: None)
+    metrics.expose()
+    assert metrics._EXPOSED == [str(settings().metrics)] == [str(tmp_path / "counters")]
+    assert list((tmp_path / "counters").iterdir()) == [], "the check leaves nothing there"
 
 
 def test_files_of_workers_that_ended_are_removed_and_others_stay(counted, tmp_path):

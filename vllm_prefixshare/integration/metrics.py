@@ -26,6 +26,8 @@ from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 VARIABLE = "VLLM_PREFIXSHARE_METRICS"
+#: where it is set, as with several API servers, ``/metrics`` shows only the folder that it names
+SHARED = "PROMETHEUS_MULTIPROC_DIR"
 PREFIX = "vllm_prefixshare_"
 TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.1, 1.0, 60.0
 
@@ -80,29 +82,41 @@ def expose() -> None:
     Ray process, forward the folder's counters to Ray's own metrics.
 
     Raises:
-        PrefixShareError: the folder cannot be used.
+        PrefixShareError: see ``named_folder``.
     """
     from prometheus_client import REGISTRY
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    # where it is set, as with several API servers, ``/metrics`` shows only this folder
-    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    folder = shared or os.environ.get(VARIABLE) or _temporary_folder()
+    folder = str(named_folder() or _temporary_folder())
     os.environ[VARIABLE] = folder
     settings.cache_clear()  # a forked worker inherits the cached settings
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as e:
-        raise PrefixShareError(
-            f"{VARIABLE}={folder!r} is not a usable folder ({e.strerror}): name another or unset "
-            "it."
-        ) from None
     remove_ended(Path(folder))
-    if folder not in (shared, *_EXPOSED):
+    if not os.environ.get(SHARED) and folder not in _EXPOSED:
         _EXPOSED.append(folder)
         MultiProcessCollector(REGISTRY, path=folder)
     if _folder is not None and folder == _folder.name:  # others may hold several engines' counters
         ray_metrics.forward(folder)
+
+
+def named_folder() -> Path | None:
+    """The folder that the environment names, made if it is missing; None if it names none.
+
+    Raises:
+        PrefixShareError: no file can be made there.
+    """
+    shared = os.environ.get(SHARED)
+    folder = Path(shared) if shared else settings().metrics
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise PrefixShareError(
+            f"{VARIABLE}={str(folder)!r} is not a usable folder ({e.strerror}): name another or "
+            "unset it."
+        ) from None
+    return folder
 
 
 #: Folders that the registry of this process reads.

@@ -1,8 +1,10 @@
 """A record of the batches that an engine plans for, as ``vllm-prefixshare inspect`` reads it."""
 
+import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,26 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 MOST_BYTES = 16 << 20
 
 
+def open_file(path: Path) -> int:
+    """Open a file for a trace, made if it is missing, and leave its content alone.
+
+    Raises:
+        PrefixShareError: it cannot be written.
+    """
+    try:
+        # O_NONBLOCK: a pipe would wait for a reader
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file")
+    except OSError as e:
+        raise PrefixShareError(
+            f"VLLM_PREFIXSHARE_TRACE={path} cannot be written ({e.strerror}): name another "
+            "file, or unset it."
+        ) from None
+
+
 class Trace:
     """A file with a JSON object on each line. If several processes name the same file, only the
     first records: the workers of one engine have the same batches.
@@ -28,20 +50,13 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self._path, self._size, self._open = path, 0, True
+        self._file = open_file(path)
         try:
-            # O_NONBLOCK: a pipe would wait for a reader; the lock lasts as long as the process
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._open = False
-            else:
-                os.ftruncate(self._file, 0)
-        except OSError as e:
-            raise PrefixShareError(
-                f"VLLM_PREFIXSHARE_TRACE={path} cannot be written ({e.strerror}): name another "
-                "file, or unset it."
-            ) from None
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as the process lasts
+        except BlockingIOError:
+            self._open = False
+        else:
+            os.ftruncate(self._file, 0)
 
     def record(
         self,

@@ -232,7 +232,8 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
 
 
 def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
-    """Refuse unknown variables, values and dividers, and a cost table that cannot be used.
+    """Refuse unknown variables, values and dividers, a cost table that cannot be used, and places
+    that cannot be written. Such a place may be left there empty, as a worker would make it.
 
     Args:
         cpu_attention: returns the model's attention, where it runs on a CPU, for comparison
@@ -246,6 +247,11 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
 
         get_divider(divider)
         invariance.check_divider(divider)
+    metrics.named_folder()
+    if (trace := settings().trace) is not None:
+        from vllm_prefixshare.integration import tracing
+
+        os.close(tracing.open_file(trace))
     if (table := settings().cost_table) is not None:
         from vllm_prefixshare.costs.table import CostTable
 
