@@ -321,6 +321,23 @@ def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
         CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
 
 
+@pytest.mark.parametrize(
+    ("per_kind", "chosen"),
+    [
+        ({"full_attention": "CPU_ATTN"}, "CPU_ATTN"),
+        ({"sliding_window": "CPU_ATTN"}, "PREFIX_SHARE"),
+        ({"full_attention": "PREFIX_SHARE"}, "PREFIX_SHARE"),
+    ],
+)
+def test_a_kind_of_layers_with_a_backend_of_its_own_has_that_one(per_kind, chosen):
+    own = {kind: vllm_backends.AttentionBackendEnum[name] for kind, name in per_kind.items()}
+    config = VllmConfig(
+        attention_config={"backend": selection.backend_member(), "backend_per_kind": own}
+    )
+    with set_current_vllm_config(config):
+        assert selector.get_attn_backend(64, torch.bfloat16, "auto").get_name() == chosen
+
+
 @pytest.mark.parametrize("invariant", ["0", "1"])
 def test_batch_invariance_is_left_to_the_stock_backend(monkeypatch, invariant):
     """As vLLM chooses a layer's backend where VLLM_BATCH_INVARIANT is set."""

@@ -44,7 +44,25 @@ def test_it_is_chosen(outcomes, way):
             "PREFIX_SHARE serves CPUs and NVIDIA GPUs"
         )
     else:
-        assert outcomes["here"][way] == {"backend": "PREFIX_SHARE"}
+        assert outcomes["here"][way]["full"] == "PREFIX_SHARE"
+
+
+@pytest.mark.parametrize(
+    ("argument", "every_layer", "full_attention"),
+    [
+        ("attention_backend", "CPU_ATTN", "CPU_ATTN"),
+        ("attention_backend auto", "none", "none"),
+        ("attention_config", "CPU_ATTN", "CPU_ATTN"),
+        # as in vLLM, a kind that is named has its own, and the others what is chosen for all
+        ("backend_per_kind", "PREFIX_SHARE", "CPU_ATTN"),
+    ],
+)
+def test_an_argument_wins_over_the_variable(outcomes, argument, every_layer, full_attention):
+    found = outcomes["beside"][argument]
+    if ON_CUDA_BUILD:
+        assert (found.get("error") == "PrefixShareError") == (every_layer == "PREFIX_SHARE")
+    else:
+        assert found == {"all": every_layer, "full": full_attention}
 
 
 def test_a_misspelt_name_is_refused_in_our_words(outcomes):

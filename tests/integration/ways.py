@@ -1,6 +1,6 @@
 """Chooses the backend in every way that vLLM offers, in a process where no plugin was loaded yet,
-again with the version of an old release, and with its name misspelt in a dictionary. Prints the
-outcome of each as JSON: ``python -m tests.integration.ways MODEL``.
+beside the environment variable, with the version of an old release, and with its name misspelt in a
+dictionary. Prints the outcome of each as JSON: ``python -m tests.integration.ways MODEL``.
 """
 
 import json
@@ -65,15 +65,29 @@ WAYS: dict[str, Callable[[str], Any]] = {
 }
 
 
+#: Another backend in an argument, while VLLM_ATTENTION_BACKEND=PREFIX_SHARE.
+BESIDE_THE_VARIABLE: dict[str, Callable[[str], Any]] = {
+    "attention_backend": by_argument(attention_backend="CPU_ATTN"),
+    "attention_backend auto": by_argument(attention_backend="auto"),
+    "attention_config": by_argument(attention_config={"backend": "CPU_ATTN"}),
+    "backend_per_kind": by_argument(
+        attention_config={"backend_per_kind": {"full_attention": "CPU_ATTN"}}
+    ),
+}
+
+
 def outcome(way: Callable[[str], Any], model: str) -> dict[str, str]:
-    """The backend in vLLM's final configuration, or the error."""
+    """The backends in vLLM's final configuration, of all layers and of full attention, or the
+    error.
+    """
     try:
         chosen = way(model).create_engine_config().attention_config
     except Exception as e:
         return {"error": type(e).__name__, "sentence": str(e)}
-    per_kind = chosen.backend_per_kind
-    backend = chosen.backend or per_kind.get("full_attention")
-    return {"backend": getattr(backend, "name", "none")}
+    full = chosen.backend_per_kind.get("full_attention", chosen.backend)
+    return {
+        name: getattr(b, "name", "none") for name, b in (("all", chosen.backend), ("full", full))
+    }
 
 
 def misspelt() -> list[str]:
@@ -91,6 +105,7 @@ def misspelt() -> list[str]:
 
 if __name__ == "__main__":
     here = {name: outcome(way, sys.argv[1]) for name, way in WAYS.items()}
+    beside = {name: outcome(way, sys.argv[1]) for name, way in BESIDE_THE_VARIABLE.items()}
 
     from packaging.version import Version
 
@@ -100,4 +115,5 @@ if __name__ == "__main__":
     compat.vllm_version = lambda: Version("0.25.1")
     compat.check_release.cache_clear()
     too_old = {name: outcome(way, sys.argv[1]) for name, way in WAYS.items()}
-    print("\n" + json.dumps({"here": here, "too_old": too_old, "misspelt": misspelt()}))
+    found = {"here": here, "beside": beside, "too_old": too_old, "misspelt": misspelt()}
+    print("\n" + json.dumps(found))
