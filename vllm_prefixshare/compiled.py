@@ -35,6 +35,11 @@ def compiled(function: F) -> F:
     return compiled_function
 
 
+def is_kept(function: Callable[..., object]) -> bool:
+    """Whether other processes find what Numba compiles of a ``compiled`` function."""
+    return getattr(getattr(function, "_cache", None), "cache_path", None) is not None
+
+
 def _make_safe(cache: Any) -> None:
     """Make Numba's cache of a function safe for several processes, and do without it where it
     cannot be read or written.

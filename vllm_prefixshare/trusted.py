@@ -24,6 +24,17 @@ def distrusted(path: Path) -> str | None:
     return None
 
 
+def own_folder(path: Path) -> Path | None:
+    """The folder, made if it is missing; None if it cannot be made or looked at, or others may have
+    written what is there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return path if distrusted(path) is None else None
+    except OSError:
+        return None
+
+
 def read_text(path: Path, most_bytes: int) -> str:
     """The text of a file of at most ``most_bytes``; no more is read of a longer one.
 

@@ -1,17 +1,28 @@
 """Code that an engine compiles while it starts, and when no compilation is needed."""
 
+import errno
 import subprocess
+from importlib.metadata import PackageNotFoundError
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 from vllm.platforms import current_platform
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import precompiling
+from vllm_prefixshare.integration import order, precompiling
 from vllm_prefixshare.integration.hooks import selection
+from vllm_prefixshare.records import PrefixShareError
 
 LAYER = AttentionConfig(32, 8, 128, 16)
-CONFIG = SimpleNamespace(speculative_config=None)
+
+
+def config(cache: str = "auto", drafting: object = None) -> SimpleNamespace:
+    cache_config = SimpleNamespace(cache_dtype=cache)
+    return SimpleNamespace(speculative_config=drafting, cache_config=cache_config)
+
+
+CONFIG = config()
 
 
 @pytest.fixture
@@ -36,7 +47,6 @@ def test_planning_is_compiled_once_for_all_models(started):
     assert command[3:5] == ["planning", "--capability=9.0"]
     done = precompiling.done_file("planning", command[4:-1])
     assert command[-1] == f"--done={done}"
-    done.parent.mkdir(parents=True)
     done.touch()
     precompiling.start_planning()
     assert len(started) == 1
@@ -49,18 +59,84 @@ def test_kernels_are_compiled_once_for_each_shape(started):
     assert {"--num-qo-heads=32", "--query-len=1"} <= set(command)
     done = precompiling.done_file("kernels", command[4:-1])
     assert command[-1] == f"--done={done}"
-    done.parent.mkdir(parents=True)
     done.touch()
     precompiling.start_kernels(LAYER, CONFIG)
     assert len(started) == 1
     drafting = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
-    precompiling.start_kernels(LAYER, SimpleNamespace(speculative_config=drafting))
+    precompiling.start_kernels(LAYER, config(drafting=drafting))
     assert "--query-len=4" in started[1]
 
 
 def test_latents_are_compiled_for_their_own_kernel(started):
     precompiling.start_kernels(AttentionConfig(16, 1, 576, 64, kv_lora_rank=512), CONFIG)
     assert {"--head-dim=576", "--kv-lora-rank=512"} <= set(started[0])
+
+
+def test_the_kernel_is_that_of_the_kv_cache(started):
+    latents = AttentionConfig(16, 1, 576, 64, kv_lora_rank=512)
+    for cache in ("bfloat16", "fp8", "fp8_e4m3"):
+        precompiling.start_kernels(LAYER, config(cache))
+    widths = ["--kv-dtype=float8_e4m3fn" in command for command in started]
+    assert widths == [False, True, True]
+    for layer, cache in ((LAYER, "float16"), (LAYER, "fp8_e5m2"), (latents, "fp8")):
+        precompiling.start_kernels(layer, config(cache))
+    assert len(started) == 3, "such layers keep vLLM's backend"
+
+
+def fails(*_: object, **__: object) -> None:
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)  # a build of Triton under another name
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (subprocess, "Popen", fails),
+        (Thread, "start", fails),
+        (precompiling, "version", missing),
+        (type(current_platform), "get_device_capability", fails),
+    ],
+)
+def test_an_engine_starts_although_nothing_can_be_compiled_ahead(
+    started, monkeypatch, owner, name, fault
+):
+    monkeypatch.setattr(owner, name, fault)
+    precompiling.start_planning()
+    with precompiling.best_effort():
+        precompiling.start_kernels(LAYER, CONFIG)
+
+
+@pytest.mark.parametrize("folder", ["file", "a" * 300, "read-only", "of others"])
+def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(started, monkeypatch, tmp_path, folder):
+    (tmp_path / "file").touch()
+    compiled = tmp_path / "of others" / "compiled"
+    compiled.mkdir(parents=True)
+    compiled.chmod(0o777)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path / folder))
+    if folder == "read-only":  # not for root
+        monkeypatch.setattr(precompiling.os, "access", lambda path, mode: False)
+    precompiling.start_planning()
+    precompiling.start_kernels(LAYER, CONFIG)
+    assert started == []
+
+
+@pytest.mark.parametrize("fault", [AttributeError("head_size"), PrefixShareError("no kernel")])
+def test_an_engine_of_another_shape_starts(started, monkeypatch, fault):
+    """Whatever the model's configuration lacks."""
+
+    def unknown(_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda *_: False)
+    monkeypatch.setattr(selection, "_attention_of", unknown)
+    monkeypatch.setattr(selection.metrics, "expose", lambda: None)
+    monkeypatch.setattr(order, "order_requests", lambda *_: None)
+    parallel = SimpleNamespace(worker_extension_cls="own")
+    selection._check_engine_config(SimpleNamespace(parallel_config=parallel))
+    assert started == []
 
 
 @pytest.mark.parametrize(("use_mla", "head_size"), [(True, 576), (False, 192)])

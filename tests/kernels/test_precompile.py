@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm_prefixshare.config import AttentionConfig
+from numba import njit
+
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels import precompile as program
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.contract import Gpu
@@ -58,6 +60,35 @@ def test_the_cache_write_is_compiled_with_a_kernel(monkeypatch):
     monkeypatch.setattr(program, "compile_cache_write", compiled.append)
     assert program.main(["kernels", "--capability", "9.0", *LAYER]) == 0
     assert compiled == [AttentionConfig(32, 8, 128, 16)]
+
+
+def test_a_quantised_cache_has_a_kernel_of_its_own_and_no_cache_write(monkeypatch):
+    seen = []
+
+    def first_that_compiles(attention, *_):
+        seen.append(attention)
+        return Choice(SimpleNamespace(name="hopper"), None)
+
+    monkeypatch.setattr(program, "stand_in", lambda capability: Gpu(capability, 132, 227 << 10))
+    monkeypatch.setattr(program, "first_that_compiles", first_that_compiles)
+    monkeypatch.setattr(program, "compile_cache_write", seen.append)
+    assert program.main(["kernels", "--capability", "9.0", *LAYER, "--kv-dtype", FP8]) == 0
+    assert seen == [AttentionConfig(32, 8, 128, 16, kv_dtype=FP8, query_dtype=FP8)]
+
+
+def test_planning_is_not_compiled_where_nobody_would_find_it(monkeypatch, capsys):
+    monkeypatch.setattr(program, "longest_first", njit(lambda: 0))
+    monkeypatch.setattr(program, "warm_up_planning", None)
+    monkeypatch.setattr(program, "stand_in", lambda capability: Gpu(capability, 132, 227 << 10))
+    assert program.main(["planning", "--capability", "9.0"]) == 2
+    assert capsys.readouterr().err == "Numba has no folder for what it compiles\n"
+
+
+def test_a_mark_that_cannot_be_made_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(program, "stand_in", lambda capability: Gpu(capability, 132, 227 << 10))
+    monkeypatch.setattr(program, "warm_up_planning", lambda *_: None)
+    assert program.main(["planning", "--capability", "9.0", "--done", "/dev/null/x"]) == 2
+    assert "/dev/null" in capsys.readouterr().err
 
 
 def test_an_engine_does_without_a_cache_write_that_cannot_be_compiled(monkeypatch, capsys):

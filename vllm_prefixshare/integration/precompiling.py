@@ -1,7 +1,7 @@
 """Compiling while vLLM starts, so that a fresh machine does not wait for it.
 
-The processes end by themselves, touch no GPU and only fill caches: if one fails, the worker
-compiles what is missing and logs what is wrong.
+The processes end by themselves, touch no GPU and only fill caches: if one fails or is killed, the
+worker compiles what is missing and logs what is wrong.
 """
 
 import contextlib
@@ -10,13 +10,16 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
+from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.trusted import own_folder
 
 if TYPE_CHECKING:
     from vllm_prefixshare.kernels.contract import Kernel
@@ -30,17 +33,22 @@ def start_planning() -> None:
     It is the same for every model, so it need not wait until vLLM has read the model's
     configuration, and takes about as long as what vLLM does before its first plan.
     """
-    _start("planning", {})
+    with best_effort():
+        _start("planning", {})
 
 
 def start_kernels(attention: AttentionConfig, config: Any) -> None:
     """Compile the kernels for the layers of a ``VllmConfig`` in the background, unless an earlier
-    start on this machine has.
+    start on this machine has, or layers with such a KV cache are not served.
 
     Args:
         attention: shape of the full-attention layers on one rank.
     """
-    shape = {
+    cache, latent = config.cache_config.cache_dtype, attention.kv_lora_rank is not None
+    quantised = cache in FP8_CACHES
+    if cache not in (None, "auto", attention.dtype) and (latent or not quantised):
+        return
+    shape: dict[str, Any] = {
         "num-qo-heads": attention.num_qo_heads,
         "num-kv-heads": attention.num_kv_heads,
         "head-dim": attention.head_dim,
@@ -48,9 +56,22 @@ def start_kernels(attention: AttentionConfig, config: Any) -> None:
         "dtype": attention.dtype,
         "query-len": decode_query_len(config),
     }
-    if attention.kv_lora_rank is not None:
+    if latent:
         shape["kv-lora-rank"] = attention.kv_lora_rank
+    if quantised:
+        shape["kv-dtype"] = FP8
     _start("kernels", shape)
+
+
+@contextlib.contextmanager
+def best_effort() -> Iterator[None]:
+    """Go on without compiling ahead, whatever has failed: a worker that meets it, too, reports
+    it.
+    """
+    try:
+        yield
+    except Exception:
+        logger().debug("Nothing is compiled ahead.", exc_info=True)
 
 
 def _start(what: str, shape: dict[str, Any]) -> None:
@@ -65,7 +86,9 @@ def _start(what: str, shape: dict[str, Any]) -> None:
     }
     arguments = [f"--{name}={value}" for name, value in (gpu | shape).items()]
     done = done_file(what, arguments)
-    if done.exists():
+    folder = own_folder(done.parent)
+    # where nothing can be kept, an engine would wait for what it compiles anew
+    if folder is None or done.exists() or not os.access(folder, os.W_OK):
         return
     process = subprocess.Popen(
         [

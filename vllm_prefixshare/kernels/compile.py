@@ -1,7 +1,6 @@
 """Compile an executor's launches ahead of time, and find out whether the kernel works here."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from vllm_prefixshare.kernels.launching import only_compile
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
-from vllm_prefixshare.trusted import distrusted
+from vllm_prefixshare.trusted import own_folder
 
 Result = TypeVar("Result")
 
@@ -108,7 +107,7 @@ def _kept(compiling: Callable[[], Result]) -> Result:
     """Call ``compiling``; binaries are looked for and kept in a folder of this package if it can be
     used, else where Triton keeps them.
     """
-    folder = _folder()
+    folder = own_folder(settings().cache / "compiled")
     if folder is None:
         return compiling()
     try:
@@ -119,16 +118,6 @@ def _kept(compiling: Callable[[], Result]) -> Result:
             return compiling()
     except OSError:  # the folder is full, or may not be written to
         return compiling()
-
-
-def _folder() -> Path | None:
-    """Where binaries are kept; None if it cannot be made, or others may write there."""
-    folder = settings().cache / "compiled"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder if distrusted(folder) is None else None
-    except OSError:
-        return None
 
 
 def _compiled(kernel: Kernel, t: Tensors, query_len: int) -> list[CompiledKernel]:

@@ -18,7 +18,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.compiled import is_kept
+from vllm_prefixshare.config import FP8, AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
@@ -29,6 +30,7 @@ from vllm_prefixshare.kernels.registry import (
     first_that_compiles,
     make_kernel,
 )
+from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
 
@@ -107,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--kv-lora-rank", type=int, help="of a latent KV cache (MLA)")
+    parser.add_argument("--kv-dtype", choices=(FP8,), help="of the KV cache, and of queries")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--query-len", type=int, default=1, help="1 + speculative tokens")
@@ -118,9 +121,13 @@ def main(arguments: list[str] | None = None) -> int:
         gpu = stand_in((int(major), int(minor or 0)))
         heads = args.num_qo_heads, args.num_kv_heads
         attention = AttentionConfig(
-            *heads, args.head_dim, args.block_size, args.dtype, kv_lora_rank=args.kv_lora_rank
-        )
+            *heads, args.head_dim, args.block_size, args.dtype, args.kv_dtype, args.kv_dtype,
+            kv_lora_rank=args.kv_lora_rank,
+        )  # fmt: skip
         if args.what == "planning":
+            if not is_kept(longest_first):  # an engine would wait for the lock, then compile
+                print("Numba has no folder for what it compiles", file=sys.stderr)
+                return 2
             name = candidates(attention, gpu, args.kernel, args.query_len)[0]
             warm_up_planning(make_kernel(name, attention, args.query_len, gpu), attention)
             print(f"compiled planning for kernel '{name}'")
@@ -128,16 +135,17 @@ def main(arguments: list[str] | None = None) -> int:
             choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
             if choice.passed_over:
                 print(choice.passed_over, file=sys.stderr)
-            compile_cache_write(attention)
+            if attention.kv_dtype is None:  # as in an engine
+                compile_cache_write(attention)
             print(
                 f"compiled kernel '{choice.kernel.name}' for compute capability {args.capability}"
             )
-    except (PrefixShareError, ValueError) as e:
+        if args.done is not None:
+            args.done.parent.mkdir(parents=True, exist_ok=True)
+            args.done.touch()
+    except (PrefixShareError, ValueError, OSError) as e:
         print(e, file=sys.stderr)
         return 2
-    if args.done is not None:
-        args.done.parent.mkdir(parents=True, exist_ok=True)
-        args.done.touch()
     return 0
 
 

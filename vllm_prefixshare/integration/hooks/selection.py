@@ -1,6 +1,5 @@
 """Hooks that let the backend be chosen, and refuse at start-up what would fail later."""
 
-import contextlib
 import difflib
 import functools
 import os
@@ -221,7 +220,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
                 "VLLM_PREFIXSHARE_KERNEL=hopper needs a GPU of compute capability 9.0: set it to "
                 "auto."
             )
-        with contextlib.suppress(PrefixShareError):  # a shape that no layer has: nothing to compile
+        with precompiling.best_effort():  # as where no kernel serves the model's shape
             attention = _attention_of(config)
             if attention.kv_lora_rank is None or not latent_refusal(attention.num_qo_heads):
                 precompiling.start_kernels(attention, config)
