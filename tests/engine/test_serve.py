@@ -244,5 +244,22 @@ def test_a_wrong_setting_is_one_sentence_and_exit_status_2(model, variable, valu
         timeout=300,
     )
     assert done.returncode == 2
-    assert sentence in done.stderr
+    assert sentence in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_so_it_is_in_the_module_that_starts_a_server(model):
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    done = subprocess.run(
+        [*server, "--model", str(model), "--port", str(free_port())],
+        env={**ENVIRONMENT, "VLLM_PREFIXSHARE_TRACE": "/nowhere/trace.jsonl"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "vllm: error: VLLM_PREFIXSHARE_TRACE=/nowhere/trace.jsonl cannot be written (No such file "
+        "or directory): name another file, or unset it."
+    )
     assert "Traceback" not in done.stderr

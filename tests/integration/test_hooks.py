@@ -467,9 +467,25 @@ assert hasattr(BlockTable.__init__, "__wrapped__")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_under_the_vllm_command_a_refusal_is_one_line_and_status_2(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "/usr/bin/vllm",
+        "/lib/vllm/entrypoints/cli/main.py",
+        "/lib/vllm/entrypoints/openai/api_server.py",
+    ],
+)
+def test_in_a_program_of_vllm_a_refusal_is_one_line_and_status_2(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program, "serve"])
     with pytest.raises(SystemExit) as ended:
         selection.refuse(PrefixShareError("vLLM 0.9.0 is not supported."))
     assert ended.value.code == 2
     assert capsys.readouterr().err == "vllm: error: vLLM 0.9.0 is not supported.\n"
+
+
+@pytest.mark.parametrize("program", ["/home/vllm/train.py", "-c", ""])
+def test_in_a_program_of_the_user_a_refusal_is_an_exception(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(PrefixShareError, match="is not supported"):
+        selection.refuse(PrefixShareError("vLLM 0.9.0 is not supported."))
+    assert capsys.readouterr().err == ""

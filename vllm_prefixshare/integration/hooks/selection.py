@@ -163,9 +163,11 @@ def _chosen_in(attention_config: Any) -> bool:
 
 
 def refuse(error: PrefixShareError) -> NoReturn:
-    """Raise ``error``, or, under the ``vllm`` command, print it and exit with status 2."""
-    command = sys.argv[0]
-    if os.path.basename(command) != "vllm" and not command.endswith("vllm/entrypoints/cli/main.py"):
+    """Raise ``error``, or, in a program of vLLM's, print it and exit with status 2: a traceback
+    says nothing to those who did not write the program.
+    """
+    program = sys.argv[0]
+    if os.path.basename(program) != "vllm" and "/vllm/entrypoints/" not in program:
         raise error
     print(f"vllm: error: {error}", file=sys.stderr)
     raise SystemExit(2) from None
