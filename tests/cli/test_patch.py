@@ -94,6 +94,12 @@ def test_an_unknown_release_is_refused(root, capsys):
     refused(capsys, root, "status", "holds no package vllm: name a checkout")
 
 
+@pytest.mark.parametrize("nowhere", [f"/tmp/{300 * 'a'}", "~no-such-user/vllm"])
+def test_a_checkout_that_cannot_be_looked_up_is_refused(nowhere, capsys):
+    assert main(["patch", "status", "--checkout", nowhere]) == 2
+    assert "holds no package vllm: name a checkout" in capsys.readouterr().err
+
+
 def test_a_file_that_was_changed_is_refused(root, capsys):
     assert main(on(root, "apply")) == 0
     file = root / FILES[0]

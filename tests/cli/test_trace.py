@@ -130,6 +130,8 @@ def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
     [
         (["/nowhere/t", "--", "true"], "/nowhere/t cannot be written (No such file"),
         (["/dev/zero", "--", "true"], "/dev/zero is not a regular file: name another."),
+        ([f"/tmp/{300 * 'a'}", "--", "true"], "cannot be written (File name too long)."),
+        (["~no-such-user/t", "--", "true"], "/~no-such-user/t cannot be written (No such file"),
         (["{file}", "--", "/nowhere/vllm"], "/nowhere/vllm cannot be run (No such file"),
     ],
 )

@@ -85,7 +85,8 @@ def find_tree(checkout: Path | None) -> "Tree":
         PrefixShareError: there is none, its release is unknown or has no series.
     """
     if checkout is not None:
-        root = checkout.expanduser().resolve()
+        # the functions of pathlib raise for an unknown user and for what cannot be looked up
+        root = Path(os.path.realpath(os.path.expanduser(checkout)))
     else:
         from importlib.util import find_spec
 
@@ -93,7 +94,7 @@ def find_tree(checkout: Path | None) -> "Tree":
         if spec is None or not spec.submodule_search_locations:
             raise PrefixShareError("vLLM is not installed here: name a checkout with --checkout.")
         root = Path(next(iter(spec.submodule_search_locations))).parent
-    if not (root / "vllm" / "__init__.py").is_file():
+    if not os.path.isfile(root / "vllm" / "__init__.py"):
         raise PrefixShareError(f"{root} holds no package vllm: name a checkout of vLLM.")
     release = _release(root)
     known = sorted(p.name for p in patches_folder().iterdir() if p.is_dir())

@@ -28,8 +28,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the program with tracing on; the exit status is its own."""
-    path: Path = args.file.expanduser().absolute()
-    if path.exists() and not path.is_file():  # a device has no end, and a pipe waits for a reader
+    # the functions of pathlib raise for an unknown user and for what cannot be looked up
+    path = Path(os.path.expanduser(args.file)).absolute()
+    # a device has no end, and a pipe waits for a reader
+    if os.path.exists(path) and not os.path.isfile(path):
         raise PrefixShareError(f"{path} is not a regular file: name another.")
     try:
         path.open("wb").close()
