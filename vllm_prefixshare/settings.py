@@ -77,8 +77,15 @@ def _optional_seconds(value: str) -> float | None:
     return seconds
 
 
+def _path(value: str) -> Path:
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("a path without ~, as no such home folder is known") from None
+
+
 def _optional_path(value: str) -> Path | None:
-    return Path(value).expanduser() if value else None
+    return _path(value) if value else None
 
 
 def _experimental(value: str) -> frozenset[str]:
@@ -91,7 +98,7 @@ def _experimental(value: str) -> frozenset[str]:
 def _folder(value: str) -> Path:
     if not value:
         raise ValueError("a folder, or unset it")
-    return Path(value).expanduser()
+    return _path(value)
 
 
 VARIABLES: dict[str, Variable] = {
@@ -166,7 +173,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         text = environment.get(name, variable.default)
         try:
             values[name.removeprefix(PREFIX).lower()] = variable.parse(text)
-        except (ValueError, RuntimeError) as e:
+        except ValueError as e:
             raise PrefixShareError(f"{name}={text!r} is not valid: set it to {e}.") from None
     return Settings(**values)
 

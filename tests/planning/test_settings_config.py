@@ -97,8 +97,17 @@ def test_a_bad_value_is_refused_with_what_would_be_good(name, text, allowed):
 
 
 def test_a_path_of_an_unknown_user_is_refused_by_the_name_of_the_variable():
-    with pytest.raises(PrefixShareError, match="VLLM_PREFIXSHARE_COST_TABLE"):
-        read({"VLLM_PREFIXSHARE_COST_TABLE": "~no-such-user-here/table.json"})
+    sentence = "COST_TABLE='~no-such-user-here/t' is not valid: set it to a path without ~, as no"
+    with pytest.raises(PrefixShareError, match=sentence):
+        read({"VLLM_PREFIXSHARE_COST_TABLE": "~no-such-user-here/t"})
+
+
+def test_a_user_without_a_home_folder_is_told_to_name_the_cache(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)  # has no entry in /etc/passwd
+    with pytest.raises(PrefixShareError, match=r"_CACHE=.* set it to a path without ~, as no such"):
+        read({})
+    assert read({"VLLM_PREFIXSHARE_CACHE": "/tmp/cache"}).cache == Path("/tmp/cache")
 
 
 def test_an_unknown_variable_is_refused_and_the_known_ones_are_named():
