@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,18 @@ import pytest
 
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
-from vllm_prefixshare.cli.model import attention_of, attention_shape, layer_kinds, read_config
+from vllm_prefixshare.cli.model import (
+    LayerKind,
+    attention_of,
+    attention_shape,
+    layer_kinds,
+    read_config,
+)
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup
 from vllm_prefixshare.costs.table import CostTable, Grid
-from vllm_prefixshare.integration import compat, signatures
+from vllm_prefixshare.integration import compat, signatures, support
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
@@ -79,7 +86,8 @@ def test_doctor_says_as_json_all_that_is_wrong(tmp_path):
     assert layer["falls_back"] == "multi-head latent attention"
 
 
-MACHINE = doctor.Machine(AttentionConfig(8, 2, 64, 16), from_model=True, on_cpu=True)
+LAYER = LayerKind("full attention", 4, 64, 8, 2, "bfloat16")
+MACHINE = doctor.Machine([LAYER], on_cpu=True)
 
 
 def test_doctor_names_a_wrong_variable(monkeypatch):
@@ -132,10 +140,24 @@ def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkey
 
 
 GPU = "NVIDIA H200 x132"
-FP8_LAYER = replace(MACHINE.attention, kv_dtype=FP8, query_dtype=FP8)
+SHAPE = AttentionConfig(8, 2, 64, 16)
+FP8_SHAPE = replace(SHAPE, kv_dtype=FP8, query_dtype=FP8)
 
 
-@pytest.mark.parametrize("of", [MACHINE.attention, FP8_LAYER], ids=["16 bits", "8 bits"])
+def on_a_gpu(monkeypatch, **checks):
+    """Let ``doctor`` find a GPU with FlashAttention-3, and make ``checks`` of it."""
+
+    def platform(machine: doctor.Machine) -> str:
+        machine.on_cpu = False
+        return GPU
+
+    monkeypatch.setattr(doctor, "CHECKS", {"platform": platform, **checks})
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", Path("/nowhere"))
+    monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: support.GPU_EXTRAS)
+    monkeypatch.setattr(lookup, "gpu", lambda: GPU)
+
+
+@pytest.mark.parametrize("of", [SHAPE, FP8_SHAPE], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e4m3", "bfloat16"])
 def test_doctor_compares_a_table_with_the_cache_that_an_engine_has(
     tmp_path, monkeypatch, capsys, of, cache
@@ -146,34 +168,84 @@ def test_doctor_compares_a_table_with_the_cache_that_an_engine_has(
     monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", str(path))
     settings.cache_clear()
 
-    def platform(machine: doctor.Machine) -> str:
-        machine.on_cpu = False
-        return GPU
-
-    def forget(machine: doctor.Machine) -> str:
-        machine.on_cpu = None  # which layers a GPU serves cannot be asked here
-        return ""
-
-    checks = {"platform": platform, "cost table": doctor.cost_table, "": forget}
-    monkeypatch.setattr(doctor, "CHECKS", checks)
-    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", Path("/nowhere"))
-    monkeypatch.setattr(doctor, "gpu_kernel", lambda attention: "hopper")
-    monkeypatch.setattr(lookup, "gpu", lambda: GPU)
+    on_a_gpu(monkeypatch, **{"cost table": doctor.cost_table})
+    monkeypatch.setattr(doctor, "gpu_kernel", lambda *of: ("hopper", None))
     write_model(tmp_path, quantization_config={**MODELOPT, "kv_cache_scheme": SCHEME})
     main(["doctor", "--json", "--model", str(tmp_path), "--kv-cache-dtype", cache])
     checks = {c["check"]: c for c in json.loads(capsys.readouterr().out)["checks"]}
-    fits = (of is FP8_LAYER) == (cache != "bfloat16")
+    fits = (of is FP8_SHAPE) == (cache != "bfloat16")
     assert checks["cost table"]["ok"] == fits
     if not fits:
-        have, want = ("8-bit", "16-bit") if of is FP8_LAYER else ("16-bit", "8-bit")
+        have, want = ("8-bit", "16-bit") if of is FP8_SHAPE else ("16-bit", "8-bit")
         says = checks["cost table"]["says"]
         assert says.startswith(f"{path} was measured for kv_dtype '{have}' instead of '{want}'")
 
 
-def test_doctor_takes_an_fp8_cache_for_served_on_gpus_only():
-    machine = replace(MACHINE, attention=FP8_LAYER)
-    assert doctor.kernel(machine).split()[0] == cpu_executor(MACHINE.attention).name
-    assert machine.attention == replace(MACHINE.attention, block_size=128)
+@pytest.mark.parametrize(
+    ("fields", "options", "expected"),
+    [
+        ({}, [], [SHAPE]),
+        ({}, ["--tensor-parallel-size", "4"], [AttentionConfig(2, 1, 64, 16)]),
+        ({"torch_dtype": "float16"}, [], [replace(SHAPE, dtype="float16")]),
+        ({}, ["--kv-cache-dtype", "fp8"], [FP8_SHAPE]),
+        ({"model_type": "gpt_oss"}, [], [replace(SHAPE, features=("sinks",))]),
+        ({"attn_logit_softcapping": 50.0}, [], [replace(SHAPE, features=("soft_cap",))]),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, [],
+         [AttentionConfig(8, 1, 576, 16, kv_lora_rank=512)]),
+        ({"sliding_window": 4096, "sliding_window_pattern": 2, "head_dim": 128,
+          "global_head_dim": 256}, [],
+         [AttentionConfig(8, 2, 128, 16, sliding_window=4096), AttentionConfig(8, 2, 256, 16)]),
+        ({}, ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"],
+         [AttentionConfig(4, 1, 64, 16)]),
+        ({"head_dim": 48}, [], []),
+    ],
+)  # fmt: skip
+def test_doctor_looks_for_kernels_for_what_one_gpu_has(
+    tmp_path, monkeypatch, capsys, fields, options, expected
+):
+    on_a_gpu(monkeypatch, kernel=doctor.kernel)
+    asked = []
+
+    def kernel(shape: AttentionConfig, query_len: int) -> doctor.Choice:
+        asked.append((shape, query_len))
+        return "hopper", None
+
+    monkeypatch.setattr(doctor, "gpu_kernel", kernel)
+    monkeypatch.setattr(doctor, "falls_back", partial(served_anywhere, falls_back))
+    main(["doctor", "--json", "--model", str(write_model(tmp_path, **fields)), *options])
+    checks = {c["check"]: c["says"] for c in json.loads(capsys.readouterr().out)["checks"]}
+    assert asked == [(shape, 1) for shape in expected]
+    assert checks["kernel"] == ("hopper" if expected else "none: no layer would be served")
+
+
+def served_anywhere(falls_back, layer, on_cpu, engine):
+    """Whether some GPU serves a layer: what the cost table says of windows is not asked."""
+    return falls_back(layer, None, engine)
+
+
+def test_doctor_looks_for_a_kernel_that_takes_the_drafts(tmp_path, monkeypatch):
+    on_a_gpu(monkeypatch, kernel=doctor.kernel)
+    asked = []
+    monkeypatch.setattr(doctor, "gpu_kernel", lambda *of: asked.append(of) or ("hopper", None))
+    main(["doctor", "--model", str(write_model(tmp_path)), "--num-speculative-tokens", "3"])
+    assert asked == [(SHAPE, 4)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (LAYER, replace(SHAPE, block_size=128)),
+        (on_one_gpu(LAYER, 2), AttentionConfig(4, 1, 64, 128)),
+        (replace(LAYER, dtype="float16"), AttentionConfig(8, 2, 64, 128, "float16")),
+        (replace(LAYER, kv_cache_dtype="fp8"), None),
+    ],
+    ids=["whole", "half", "float16", "fp8"],
+)
+def test_doctor_looks_for_the_executor_of_a_cpu(layer, expected):
+    machine = replace(MACHINE, layers=[layer], kernels={})
+    said = doctor.kernel(machine).split()[0]
+    assert said == ("none:" if expected is None else cpu_executor(expected).name)
+    assert list(machine.kernels) == ([] if expected is None else [expected])
 
 
 def test_doctor_names_a_plugin_that_is_left_out(monkeypatch):
@@ -217,7 +289,7 @@ def test_doctor_needs_a_model_that_can_be_read(capsys):
 )
 def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
     kinds = layer_kinds(tmp_path, read_config(write_model(tmp_path, **config)))
-    machine = replace(MACHINE, layers=kinds)
+    machine = doctor.Machine(kinds, on_cpu=True)
     served = sum(count for _, count, reason in expected if reason is None)
     assert doctor.layers(machine) == f"{served} of 4 would be served"
     assert [(k["kind"], k["count"], k["falls_back"]) for k in machine.served] == expected

@@ -926,9 +926,7 @@ def doctor_says(window: int, hybrid: bool = False, drafts: int = 0) -> str | Non
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", other],
     }
-    shape = AttentionConfig(HEADS, KV_HEADS, HEAD_DIM, BLOCK)
-    kinds = layer_kinds(Path(), config)
-    machine = doctor.Machine(shape, True, on_cpu=False, layers=kinds, drafts=drafts)
+    machine = doctor.Machine(layer_kinds(Path(), config), drafts=drafts, on_cpu=False)
     doctor.layers(machine)
     return machine.served[0]["falls_back"]
 

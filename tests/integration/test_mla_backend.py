@@ -24,7 +24,7 @@ from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.cli.served import falls_back
-from vllm_prefixshare.integration import host_tables, planner
+from vllm_prefixshare.integration import host_tables, planner, support
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import Engine
@@ -283,11 +283,15 @@ def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch
         raise PrefixShareError("this Triton is too old.")
 
     monkeypatch.setattr(mla, "kernels_that_may_serve", fail)
-    mla._kernel_refusal.cache_clear()
+    mla.kernel_refusal.cache_clear()
     assert not any(LatentGroup(monkeypatch).impl.shares for _ in range(3))
-    mla._kernel_refusal.cache_clear()
     reason = "multi-head latent attention without a kernel (this Triton is too old.)"
     assert STATS.fallbacks == {reason: 3} and len(asked) == 1
+    # doctor asks the same function
+    monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: support.GPU_EXTRAS)
+    kind = LayerKind("full attention", 1, WIDTH, HEADS, 1, "float16", use_mla=True)
+    assert falls_back(replace(kind, kv_lora_rank=RANK), on_cpu=False) == reason
+    mla.kernel_refusal.cache_clear()
 
 
 def test_a_group_of_another_kind_of_cache_keeps_its_parent(monkeypatch):

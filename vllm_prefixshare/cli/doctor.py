@@ -1,6 +1,7 @@
 """Check what an engine would check, and say which layers of a model would be served."""
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -17,12 +18,11 @@ from packaging.version import Version
 from vllm_prefixshare.cli.model import (
     LayerKind,
     add_cache_argument,
-    attention_shape,
     layer_kinds,
     read_config,
 )
-from vllm_prefixshare.cli.served import falls_back, on_one_gpu
-from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -35,6 +35,10 @@ Each line is a check that an engine makes when it starts. The exit status is 0 i
 be chosen, 1 if not."""
 #: exists while the driver is loaded, except on WSL; there the kernel is chosen in sequence
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+#: a layer of Llama-3.1-8B, for which a kernel is chosen without a model
+USUAL = LayerKind("full attention", 1, 128, 32, 8, "bfloat16")
+#: name of a kernel, and why another that comes before it does not serve
+Choice = tuple[str, str | None]
 #: far more than any method proposes
 MOST_DRAFTS = 1024
 
@@ -67,23 +71,25 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 class Machine:
     """Results of earlier checks that later ones use.
 
-    attention: the shape to choose a kernel for. from_model: whether the shape is the model's.
-    on_cpu: whether vLLM runs on its CPU platform; None until it is known.
-    gpu_kernel: the kernel that would serve the shape on a GPU, chosen in another process meanwhile;
-        None where there is no NVIDIA driver.
-    layers: the kinds of layers of the model, if one is named. served: what becomes of those that
-        have a KV cache; ``falls_back`` is why a layer would not be served, None if it would.
+    layers: the kinds of layers of the model, as one GPU has them; a usual one without a model.
+    from_model: whether a model is named.
     drafts, shards: ``--num-speculative-tokens`` and ``--decode-context-parallel-size``.
+    on_cpu: whether vLLM runs on its CPU platform; None until it is known.
+    chosen: the kernel for each shape that a GPU may serve, chosen in another process meanwhile;
+        nothing where there is no NVIDIA driver.
+    kernels: the name of the kernel for each shape that would be served here.
+    served: what becomes of the model's layers that have a KV cache; ``falls_back`` is why a layer
+        would not be served, None if it would.
     """
 
-    attention: AttentionConfig
-    from_model: bool
-    on_cpu: bool | None = None
-    gpu_kernel: Future[str] | None = None
-    layers: list[LayerKind] = field(default_factory=list)
-    served: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[LayerKind]
+    from_model: bool = True
     drafts: int = 0
     shards: int = 1
+    on_cpu: bool | None = None
+    chosen: dict[AttentionConfig, Future[Choice]] = field(default_factory=dict)
+    kernels: dict[AttentionConfig, str] = field(default_factory=dict)
+    served: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,22 +118,20 @@ def _run(args: argparse.Namespace) -> int:
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    machine = Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
+    machine = Machine([USUAL], from_model=False)
     if config is not None:
         kinds = layer_kinds(args.model, config, _release())
-        if any(kind.attention and not kind.use_mla for kind in kinds):
-            machine = _machine_for(args.model, config)
-        machine.layers = [on_one_gpu(kind, gpus, shards) for kind in kinds]
-        machine.drafts, machine.shards = drafts, shards
+        kinds = [on_one_gpu(kind, gpus, shards) for kind in kinds]
         if args.kv_cache_dtype != "auto":
-            cache = args.kv_cache_dtype
-            machine.layers = [replace(kind, kv_cache_dtype=cache) for kind in machine.layers]
-        if machine.from_model and machine.layers[0].kv_cache_dtype in FP8_CACHES:
-            machine.attention = replace(machine.attention, kv_dtype=FP8, query_dtype=FP8)
+            kinds = [replace(kind, kv_cache_dtype=args.kv_cache_dtype) for kind in kinds]
+        machine = Machine(kinds, drafts=drafts, shards=shards)
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
-            machine.gpu_kernel = beside.submit(gpu_kernel, machine.attention)
+            machine.chosen = {
+                shape: beside.submit(gpu_kernel, shape, 1 + machine.drafts)
+                for shape in _shapes(machine)
+            }
         results = [_try(name, check, machine) for name, check in CHECKS.items()]
     if config is not None:
         results.append(_try("layers", layers, machine))
@@ -172,16 +176,14 @@ def _release() -> Version | None:
         return None
 
 
-def _machine_for(model: Path, config: dict[str, Any]) -> Machine:
-    """A machine for the model's attention shape, or for the default shape where no kernel serves
-    the model's; the check of the layers reports that.
-    """
-    try:
-        return Machine(attention_shape(model, config, 16, "bfloat16"), from_model=True)
-    except PrefixShareError as e:
-        if "does not describe" in str(e):
-            raise
-        return Machine(AttentionConfig(32, 8, 128, 16), from_model=False)
+def _shapes(machine: Machine) -> list[AttentionConfig]:
+    """Shapes of layers that a GPU may serve; what rules them out otherwise is not yet known."""
+    shapes = []
+    for layer in machine.layers:
+        with contextlib.suppress(PrefixShareError):
+            if layer.attention:
+                shapes.append(shape_of(layer, machine.shards))
+    return list(dict.fromkeys(shapes))
 
 
 def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result:
@@ -250,37 +252,42 @@ def platform(machine: Machine) -> str:
 
 
 def kernel(machine: Machine) -> str:
-    """The kernel that serves the shape; compiles it, as in an engine."""
+    """The kernels that serve the layers; compiles them, as in an engine."""
     if machine.on_cpu is None:
         raise PrefixShareError("not known without a platform: see above.")
-    if machine.on_cpu:
-        from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+    block_size = 128 if machine.on_cpu else 16  # vLLM's
+    passed_over: list[str] = []
+    served = [layer for layer, reason in _refusals(machine) if reason is None]
+    for shape in {shape_of(layer, machine.shards, block_size): None for layer in served}:
+        if machine.on_cpu:
+            from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
-        # vLLM's block size on CPUs; layers with an fp8 cache are not served there
-        machine.attention = replace(
-            machine.attention, block_size=128, kv_dtype=None, query_dtype=None
-        )
-        reasons: list[str] = []
-        name = cpu_executor(machine.attention, reasons.append).name
-        return " ".join([name, *reasons])
-    if machine.gpu_kernel is not None:
-        return machine.gpu_kernel.result()
-    return gpu_kernel(machine.attention)
+            machine.kernels[shape] = cpu_executor(shape, passed_over.append).name
+        else:
+            found = machine.chosen.get(shape)
+            choice = found.result() if found else gpu_kernel(shape, 1 + machine.drafts)
+            machine.kernels[shape] = choice[0]
+            passed_over += filter(None, choice[1:])
+    names = ", ".join(dict.fromkeys(machine.kernels.values()))
+    return " ".join([names or "none: no layer would be served", *dict.fromkeys(passed_over)])
 
 
-def gpu_kernel(attention: AttentionConfig) -> str:
+def gpu_kernel(attention: AttentionConfig, query_len: int) -> Choice:
     """The kernel that serves this shape on the first GPU; compiles it.
 
     Raises:
         PrefixShareError: no kernel serves it, or none compiles.
     """
-    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+    import torch
 
-    return GpuExecutor(attention, "cuda", kernel=settings().kernel).name
+    from vllm_prefixshare.kernels.registry import choose_kernel
+
+    choice = choose_kernel(attention, torch.device("cuda", 0), settings().kernel, query_len)
+    return choice.kernel.name, choice.passed_over
 
 
 def cost_table(machine: Machine) -> str:
-    """Whether the table that is named was measured on this machine, for this shape."""
+    """Whether the table that is named was measured on this machine, for the layers' shapes."""
     from vllm_prefixshare.costs.lookup import fingerprint
     from vllm_prefixshare.costs.table import CostTable
 
@@ -289,8 +296,11 @@ def cost_table(machine: Machine) -> str:
         return "none named"
     if not machine.from_model:
         return f"{path}, not compared with a model: give --model"
-    name = kernel(machine).split()[0]
-    CostTable.load(path, fingerprint(machine.attention, name))
+    kernel(machine)  # if it failed, this is why nothing is known
+    if not machine.kernels:
+        return f"{path}, which no layer would read"
+    for shape, name in machine.kernels.items():
+        CostTable.load(path, fingerprint(shape, name))
     return str(path)
 
 
@@ -305,25 +315,29 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 }
 
 
-def layers(machine: Machine) -> str:
-    """How many layers of the model would be served; for each kind, ``Machine.served``."""
+def _refusals(machine: Machine) -> list[tuple[LayerKind, str | None]]:
+    """The kinds of layers that have a KV cache, and why an engine would not serve each."""
     from vllm_prefixshare.integration import invariance
     from vllm_prefixshare.integration.support import Engine
 
     is_hybrid = not all(layer.attention for layer in machine.layers)
     engine = Engine(1 + machine.drafts, machine.shards, is_hybrid)
     invariant = invariance.wanted()
-    machine.layers = [replace(kind, use_batch_invariant=invariant) for kind in machine.layers]
+    kinds = [replace(x, use_batch_invariant=invariant) for x in machine.layers if x.attention]
+    return [(kind, falls_back(kind, machine.on_cpu, engine)) for kind in kinds]
+
+
+def layers(machine: Machine) -> str:
+    """How many layers of the model would be served; for each kind, ``Machine.served``."""
     machine.served = [
         {
             "kind": layer.name,
             "count": layer.count,
             "head_dim": layer.head_size,
             "kv_cache_dtype": layer.kv_cache_dtype,
-            "falls_back": falls_back(layer, machine.on_cpu, engine),
+            "falls_back": reason,
         }
-        for layer in machine.layers
-        if layer.attention
+        for layer, reason in _refusals(machine)
     ]
     count = sum(kind["count"] for kind in machine.served if kind["falls_back"] is None)
     return f"{count} of {sum(layer.count for layer in machine.layers)} would be served"

@@ -150,19 +150,11 @@ def attention_shape(
             "command 'doctor' knows: leave out --model."
         )
     try:
-        heads = _number(config, "num_attention_heads", MOST_HEADS)
-        if not heads:
-            raise ValueError("it has no num_attention_heads")
-        kv_heads = _kv_heads(config) or heads
-        if heads % kv_heads:
-            raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-        head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
-        if not head_dim:
-            raise ValueError("it has no head_dim and no hidden_size")
+        heads = _heads(config)
     except ValueError as e:
         path = folder / "config.json"
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
-    return AttentionConfig(heads, kv_heads, head_dim, block_size, dtype)
+    return AttentionConfig(*heads, block_size, dtype)
 
 
 @dataclass(frozen=True)
@@ -252,6 +244,24 @@ def _kv_heads(config: dict[str, Any]) -> int:
     return next(filter(None, (_number(config, name, MOST_HEADS) for name in KV_HEADS)), 0)
 
 
+def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Query heads, KV heads and head_dim of attention without latents.
+
+    Raises:
+        ValueError: one is missing or out of range.
+    """
+    heads = _number(config, "num_attention_heads", MOST_HEADS)
+    if not heads:
+        raise ValueError("it has no num_attention_heads")
+    kv_heads = _kv_heads(config) or heads
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+    if not head_dim:
+        raise ValueError("it has no head_dim and no hidden_size")
+    return heads, kv_heads, head_dim
+
+
 def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
     count = _number(config, "num_hidden_layers", MOST_LAYERS) or 1
@@ -308,11 +318,15 @@ def _layer_kind(
     is_full, is_sliding = name == "full_attention", name == "sliding_attention"
     if is_sliding:
         config = for_sliding(config)
-    heads = _number(config, "num_attention_heads", MOST_HEADS) or 1
-    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
-    if is_full:
-        head_dim = _number(config, "global_head_dim") or head_dim
-    if latent := _number(config, "kv_lora_rank"):
+    attention = name in ("full_attention", "sliding_attention", "chunked_attention")
+    latent = _number(config, "kv_lora_rank")
+    if attention and not latent:
+        heads, kv_heads, head_dim = _heads(config)
+        if is_full:
+            head_dim = _number(config, "global_head_dim") or head_dim
+    else:
+        heads = _number(config, "num_attention_heads", MOST_HEADS) or 1
+        kv_heads = _kv_heads(config) or heads
         head_dim = latent + _number(config, "qk_rope_head_dim")
     window = _number(config, "sliding_window") if is_sliding else 0
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -324,10 +338,10 @@ def _layer_kind(
         count=count,
         head_size=head_dim,
         num_heads=heads,
-        num_kv_heads=_kv_heads(config) or heads,
+        num_kv_heads=kv_heads,
         # vLLM runs float32 checkpoints in 16 bits unless told otherwise
         dtype="bfloat16" if dtype.endswith("float32") else dtype,
-        attention=name in ("full_attention", "sliding_attention", "chunked_attention"),
+        attention=attention,
         use_mla=latent > 0,
         use_sparse="index_topk" in config,
         has_sink=has_sinks(config, is_sliding),

@@ -69,29 +69,44 @@ def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> s
     engine = engine or support.Engine()
     if layer.use_mla:
         shape = layer.head_size, layer.kv_lora_rank
-        return support.latent_layer_refusal(shape, engine) or support.invariance_refusal(engine)
-    attention = shape_of(layer, engine.shards)
-    reason = (
-        support.invariance_refusal(engine)
-        or support.shard_refusal(attention, engine)
-        or support.window_refusal(attention, engine)
-    )
-    if reason is None and layer.sliding_window is not None and not anywhere:
+        reason = support.latent_layer_refusal(shape, engine) or support.invariance_refusal(engine)
+    else:
+        attention = shape_of(layer, engine.shards)
+        reason = (
+            support.invariance_refusal(engine)
+            or support.shard_refusal(attention, engine)
+            or support.window_refusal(attention, engine)
+        )
+    if reason is not None or anywhere:
+        return reason
+    # these import half of vLLM, and compile the kernel, as an engine does
+    if layer.use_mla:
+        from vllm_prefixshare.integration.cuda.mla import kernel_refusal
+
+        return kernel_refusal(shape_of(layer))
+    if layer.sliding_window is not None:
         from vllm_prefixshare.integration.cuda.backend import short_window_refusal
 
-        reason = short_window_refusal(attention)
-    return reason
+        return short_window_refusal(attention)
+    return None
 
 
-def shape_of(layer: LayerKind, shards: int = 1) -> AttentionConfig:
-    """The shape of a layer, as the integration makes it from vLLM's."""
+def shape_of(layer: LayerKind, shards: int = 1, block_size: int = 16) -> AttentionConfig:
+    """The shape of a layer with the heads of one GPU, as the integration makes it from vLLM's.
+
+    Raises:
+        PrefixShareError: no kernel serves the shape.
+    """
+    if layer.use_mla:
+        shape = layer.num_heads, 1, layer.head_size, block_size, layer.dtype
+        return AttentionConfig(*shape, kv_lora_rank=layer.kv_lora_rank)
     features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
     kv_dtype = FP8 if "fp8" in layer.kv_cache_dtype else None
     return AttentionConfig(
         layer.num_heads * shards,
         layer.num_kv_heads,
         layer.head_size,
-        16,
+        block_size,
         layer.dtype,
         kv_dtype,
         kv_dtype,

@@ -206,11 +206,11 @@ class PrefixShareMLABackend(BackendMethods, FlashAttnMLABackend):
 
 def _no_kernel(impl: Any, config: Any) -> str | None:
     block_size = config.cache_config.block_size or 16  # may not be known yet
-    return _kernel_refusal(attention_of([impl], block_size, config.model_config.dtype))
+    return kernel_refusal(attention_of([impl], block_size, config.model_config.dtype))
 
 
 @cache
-def _kernel_refusal(attention: AttentionConfig) -> str | None:
+def kernel_refusal(attention: AttentionConfig) -> str | None:
     """Why no kernel serves latents here, or None. With plain attention the portable kernel steps in
     where a Triton does not compile the one for Hopper; here the parent does.
     """
