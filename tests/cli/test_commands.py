@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
@@ -246,6 +247,39 @@ def test_doctor_looks_for_the_executor_of_a_cpu(layer, expected):
     said = doctor.kernel(machine).split()[0]
     assert said == ("none:" if expected is None else cpu_executor(expected).name)
     assert list(machine.kernels) == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nMore."),
+         "the check ended with OutOfMemoryError (CUDA out of memory.): free memory"),
+        (RuntimeError("CUDA driver initialization failed"), "RuntimeError (CUDA driver"),
+        (MemoryError(), "MemoryError (no reason given)"),
+        (ImportError("No module named 'triton'"), "No module named 'triton': install what is"),
+    ],
+)  # fmt: skip
+def test_an_error_in_a_check_of_doctor_is_a_sentence(monkeypatch, capsys, error, sentence):
+    def kernel(*of):
+        raise error
+
+    on_a_gpu(monkeypatch, kernel=doctor.kernel)
+    monkeypatch.setattr(doctor, "gpu_kernel", kernel)
+    assert main(["doctor"]) == 1
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("failed  kernel ") and sentence in line
+
+
+def killed(*of: object) -> None:
+    os._exit(1)
+
+
+def test_a_helper_of_doctor_that_was_killed_is_a_failed_check(monkeypatch, capsys):
+    on_a_gpu(monkeypatch, kernel=doctor.kernel)
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", Path("/"))
+    monkeypatch.setattr(doctor, "gpu_kernel", killed)
+    assert main(["doctor"]) == 1
+    assert "the check ended with BrokenProcessPool (A process in" in capsys.readouterr().out
 
 
 def test_doctor_names_a_plugin_that_is_left_out(monkeypatch):

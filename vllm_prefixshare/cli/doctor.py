@@ -188,15 +188,23 @@ def _shapes(machine: Machine) -> list[AttentionConfig]:
 
 def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result:
     began = time.perf_counter()
-    ok = False
     try:
-        says = check(machine)
-        ok = True
-    except PrefixShareError as e:
-        says = str(e)
-    except ImportError as e:
-        says = f"{e}: install what is missing, or reinstall vLLM."
+        ok, says = True, check(machine)
+    except Exception as e:  # a GPU that is full or lost, a helper that was killed
+        ok, says = False, str(_as_sentence(e))
     return Result(name, ok, says, round(time.perf_counter() - began, 2))
+
+
+def _as_sentence(error: Exception) -> PrefixShareError:
+    if isinstance(error, PrefixShareError):
+        return error
+    if isinstance(error, ImportError):
+        return PrefixShareError(f"{error}: install what is missing, or reinstall vLLM.")
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return PrefixShareError(
+        f"the check ended with {type(error).__name__} ({lines[0]}): free memory on this GPU and "
+        "machine if it is full, else report it."
+    )
 
 
 def package(machine: Machine) -> str:
