@@ -163,6 +163,14 @@ def test_a_named_kernel_is_refused_before_weights_are_loaded(monkeypatch):
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match=r"KERNEL=hopper needs .* 9\.0: set it to auto"):
         selection._check_engine_config(SimpleNamespace())
+    monkeypatch.setattr(platform, "is_device_capability", lambda *_: True)
+
+    def without_gluon(name):
+        raise ImportError(f"{name} needs another Gluon")
+
+    monkeypatch.setattr("vllm_prefixshare.kernels.registry.import_module", without_gluon)
+    with pytest.raises(PrefixShareError, match=r"hopper cannot be used \(.* Gluon\): set it to"):
+        selection._check_engine_config(SimpleNamespace())
 
 
 def test_arguments_without_the_fields_of_a_choice_choose_nothing(monkeypatch):

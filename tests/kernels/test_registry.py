@@ -125,13 +125,20 @@ def test_auto_passes_over_a_kernel_that_does_not_compile(hopper, portable):
 
 def test_a_named_kernel_that_does_not_compile_is_refused(hopper):
     hopper.error = AttributeError("module 'gl' has no attribute 'barrier'")
-    with pytest.raises(PrefixShareError, match=r"no attribute 'barrier'.*Use kernel='auto'"):
+    with pytest.raises(PrefixShareError, match=r"no attribute 'barrier'\): use kernel='auto', in"):
         first_that_compiles(SHAPE, H100, "hopper", 1)
+
+
+def test_another_kernel_is_named_as_the_remedy_only_where_there_is_one(hopper, portable):
+    portable.error = hopper.error = RuntimeError("no compiler")
+    for gpu, remedy in ((H100, "use kernel='auto', in an engine"), (L40S, "install the Triton")):
+        with pytest.raises(PrefixShareError, match=rf"^[^.]+'portable' .*no compiler\): {remedy}"):
+            first_that_compiles(SHAPE, gpu, "portable", 1)
 
 
 def test_no_kernel_at_all(hopper, portable):
     hopper.error = portable.error = RuntimeError("no compiler")
-    with pytest.raises(PrefixShareError, match="'hopper' cannot be compiled"):
+    with pytest.raises(PrefixShareError, match=r"'hopper' cannot be compiled .*\): install the"):
         first_that_compiles(SHAPE, H100, "auto", 1)
 
 

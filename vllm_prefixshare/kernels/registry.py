@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -71,15 +72,24 @@ def first_that_compiles(
 ) -> Choice:
     """As ``choose_kernel``, for a GPU that need not be there (``precompile.stand_in``)."""
     failures: list[str] = []
-    for name in candidates(attention, gpu, kernel, query_len):
+    tried = candidates(attention, gpu, kernel, query_len)
+    for name in tried:
         try:
             chosen = make_kernel(name, attention, query_len, gpu)
             compile_launches(chosen, attention, query_len, gpu)
             return Choice(chosen, failures[0] if failures else None)
         except CompileError as e:
             failures.append(str(e))
-    remedy = "" if kernel in ("auto", "portable") else " Use kernel='auto' for another kernel."
-    raise PrefixShareError(failures[0] + remedy)
+    reason = failures[0].removesuffix(".")
+    if candidates(attention, gpu, "auto", query_len) != tried:
+        raise PrefixShareError(
+            f"kernel {kernel!r} does not serve this layer ({reason}): use kernel='auto', in an "
+            "engine VLLM_PREFIXSHARE_KERNEL=auto."
+        )
+    raise PrefixShareError(
+        f"no kernel serves this layer ({reason}): install the Triton that vLLM brings, or choose "
+        "another attention backend."
+    )
 
 
 def make_kernel(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu) -> Kernel:
@@ -88,12 +98,20 @@ def make_kernel(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu)
     Raises:
         CompileError: this Triton lacks what the kernel imports.
     """
+    kernel: Kernel = getattr(import_kernel(name), _ROOMS[name])(attention, query_len, gpu)
+    return kernel
+
+
+def import_kernel(name: str) -> ModuleType:
+    """The module with the launch of a kernel.
+
+    Raises:
+        CompileError: this Triton lacks what the kernel imports.
+    """
     try:
-        room = import_module(f"vllm_prefixshare.kernels.{name}.launch")
+        return import_module(f"vllm_prefixshare.kernels.{name}.launch")
     except (ImportError, AttributeError) as e:
         raise CompileError(f"kernel '{name}' cannot be imported with this Triton: {e}.") from e
-    kernel: Kernel = getattr(room, _ROOMS[name])(attention, query_len, gpu)
-    return kernel
 
 
 def candidates(

@@ -217,11 +217,8 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
     check_settings(functools.partial(_attention_of, config) if on_cpu else None)
     if not on_cpu:
         # a worker would refuse it once it has loaded the weights
-        if settings().kernel == "hopper" and not current_platform.is_device_capability(90):
-            raise PrefixShareError(
-                "VLLM_PREFIXSHARE_KERNEL=hopper needs a GPU of compute capability 9.0: set it to "
-                "auto."
-            )
+        if settings().kernel == "hopper":
+            _check_hopper(current_platform.is_device_capability(90))
         with precompiling.best_effort():  # as where no kernel serves the model's shape
             attention = _attention_of(config)
             if attention.kv_lora_rank is None or not latent_refusal(attention.num_qo_heads):
@@ -230,6 +227,25 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     metrics.expose()
     order_requests(config, offline)
+
+
+def _check_hopper(is_hopper: bool) -> None:
+    """Refuse a GPU or a Triton without the Hopper kernel, where it was named. Whether it compiles
+    takes a worker to know: here that would keep the engine waiting.
+    """
+    from vllm_prefixshare.kernels.registry import import_kernel
+
+    if not is_hopper:
+        raise PrefixShareError(
+            "VLLM_PREFIXSHARE_KERNEL=hopper needs a GPU of compute capability 9.0: set it to auto."
+        )
+    try:
+        import_kernel("hopper")
+    except PrefixShareError as e:
+        raise PrefixShareError(
+            f"VLLM_PREFIXSHARE_KERNEL=hopper cannot be used ({str(e).removesuffix('.')}): set it "
+            "to auto, or install the Triton that vLLM brings."
+        ) from e
 
 
 def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
