@@ -139,7 +139,13 @@ def tile_end(
     begin = runs.before[run] + done * runs.rate[run]
     if goal >= runs.before[stop]:
         return stop, 0, runs.before[stop] - begin
-    end = run + np.searchsorted(runs.before[run + 1 : stop], goal, "right")
+    end, after = run, stop  # a search by hand: with NumPy's, a cut took three times as long
+    while after - end > 1:
+        middle = (end + after) // 2
+        if runs.before[middle] <= goal:
+            end = middle
+        else:
+            after = middle
     size, kv_tile = limits.cut_size, limits.kv_tile
     tokens = (goal - runs.before[end]) / runs.rate[end]
     read = tokens - done if end == run else tokens
