@@ -224,9 +224,13 @@ _of_other_types = InterpreterBuilder.binary_op
 
 
 def _binary_op(builder, a: TensorHandle, b: TensorHandle, op) -> TensorHandle:
-    """The interpreter's own would take the bits of a bfloat16 for an integer."""
+    """The interpreter's own would take the bits of a bfloat16 for an integer. And it gives the
+    result of a comparison the type of what it compared: broadcast, such a mask is of integers,
+    which Triton 3.9 refuses.
+    """
     if a.dtype.scalar != tl.bfloat16:
-        return _of_other_types(builder, a, b, op)
+        result = _of_other_types(builder, a, b, op)
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
     x, y = ((each.data.astype(np.uint32) << 16).view(np.float32) for each in (a, b))
     rounded = torch.from_numpy(op(x, y)).bfloat16().view(torch.int16)
     return TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)

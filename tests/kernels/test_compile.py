@@ -100,9 +100,15 @@ def test_every_variant_compiles_and_fits(version):
 
 @pytest.mark.parametrize("version", [v for v in tritons.RELEASES if v != INSTALLED])
 def test_the_interpreter_of_another_triton(version):
-    names = ("cache_write", "merge_states", "partial_attention")
+    names = (
+        "cache_write", "extras", "hopper_source", "merge_states", "mla", "partial_attention",
+        "windows",
+    )  # fmt: skip
     tests = [f"tests/kernels/test_{name}.py" for name in names]
-    few = "test_matches_float64 and not 420 or every_head_shape and 96 or two_steps and 80"
+    few = (
+        "test_matches_float64 and not 420 or every_head_shape and 96 or two_steps and 80"
+        " or sinks_beyond or 1_700 or of_the_hopper_kernel or window_with_extras"
+    )
     some = [] if ALL else ["-k", few]
     done = tritons.run(version, "-m", "pytest", "-v", *some, *tests, timeout=3600)
     assert done.returncode == 0, done.stdout[-3000:]
