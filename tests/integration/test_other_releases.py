@@ -3,6 +3,7 @@ here: its modules import, the hooks find their targets, the backend works on its
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ RELEASES = {
 USUAL = ("0.29.0", "0.33.0")
 ALL = os.environ.get("PREFIXSHARE_RELEASES") == "all"
 CHOSEN = RELEASES if ALL else USUAL
-#: What runs on each of them.
+#: What runs on each of them. A test compares it with docs/releases.md.
 TESTS = (
     "test_context_parallel.py",
     "test_cuda_backend.py",
@@ -45,6 +46,8 @@ TESTS = (
 )
 #: Of these, what `make test` runs with the installed release only.
 SELDOM = ("test_context_parallel.py", "test_precompiling.py")
+#: The other files of this folder: nothing in them is vLLM's.
+WITHOUT_VLLM = ("test_other_releases.py", "test_planner.py", "test_ray_metrics.py")
 
 
 def python_files(version: str) -> Path:
@@ -71,6 +74,17 @@ def python_files(version: str) -> Path:
             wheel.extractall(unpacked, names)
         unpacked.rename(folder)
     return folder
+
+
+def test_every_file_runs_on_each_release_and_the_page_names_it():
+    here = Path(__file__).parent
+    assert {path.name for path in here.glob("test_*.py")} == {*TESTS, *WITHOUT_VLLM}
+    page = (here.parents[1] / "docs" / "releases.md").read_text()
+    (paragraph,) = re.findall(r"^\*\*Hook tests\.\*\*.*", page, re.MULTILINE)
+    all_of_them, _, seldom = paragraph.partition("`make test`")
+    assert re.findall(r"`(test_\w+\.py)`", all_of_them) == list(TESTS)
+    assert re.findall(r"`(test_\w+\.py)`", seldom) == list(SELDOM)
+    assert all(f"{version} " in seldom for version in USUAL)
 
 
 @pytest.mark.parametrize("version", CHOSEN)
