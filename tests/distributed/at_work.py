@@ -114,23 +114,26 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
 
     # from here on one rank is late or dead
     held = shard_of(table, lens, caches)
-    late, dead, passing, meeting = (
-        make(batch, way, SOON) for way in ("gather", "all_reduce", "ring", "gather")
+    refused, late, dead, passing, meeting = (
+        make(batch, way, SOON) for way in ("gather", "gather", "all_reduce", "ring", "gather")
     )
-    for decider in (late, dead, passing):
+    for decider in (refused, late, dead, passing):
         decider.plan(table, lens)
     passing.run(batch.q, *caches)
     group = dist.new_group([0])
     found["a group"] = sentence(lambda: make(batch, "gather", group=group))
     found["groups"] = len(dist.distributed_c10d._world.pg_names)
     found["other groups"] = sentence(lambda: make(batch, "gather"))
+    # one rank refuses its first call and makes the second, while the others wait in their first
+    for case, q in ("refused", batch.q[:, :2] if last else batch.q), ("refused, again", batch.q):
+        found[case] = timed_sentence(lambda q=q: refused.run(q, held))
     if not last:
         found["late"] = timed_sentence(lambda: late.run(batch.q, held))
         found["absent"] = timed_sentence(lambda: make(batch, "gather", SOON))
         found["stuck"] = timed_sentence(lambda: wait_for_a_stuck_gpu(late.ranks))
         found["unmet"] = timed_sentence(lambda: meeting.ranks._meet("passing KV on"))
     else:
-        time.sleep(4 * SOON + 1)
+        time.sleep(5 * SOON + 1)
     if last:
         results.send(found)
         os._exit(7)

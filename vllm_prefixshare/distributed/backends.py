@@ -47,9 +47,9 @@ def problem_of(backend: str, device: torch.device) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, without the places in gloo's source."""
+    """The first sentence of what went wrong, without the places in gloo's source."""
     lines = str(error).strip().splitlines()
     text = re.sub(r"^(\[\S+:\d+\] *)+", "", lines[0]) if lines else ""
     if late := re.match(r"Timed out waiting \d+ms for (recv|send) operation", text):
         return "no message came" if late[1] == "recv" else "no rank took the message"
-    return (text or type(error).__name__).rstrip(".")[:200]
+    return (text or type(error).__name__).split(". ")[0].rstrip(".")[:200]

@@ -92,7 +92,7 @@ class Ranks:
             dist.distributed_c10d._get_default_store(),
         )
         self._waits = 0  # of the GPU for other ranks, so far; equal on every rank
-        self._failed: tuple[str, str] | None = None  # what was done, and who did not come
+        self._failed: PrefixShareError | None = None  # why this rank joins no further call
         self._launched: set[tuple[str, int]] = set()  # collectives so far, and their bytes
         # torch names a group after its ranks and the number of groups so far
         groups = {"the number of process groups": len(dist.distributed_c10d._world.pg_names)}
@@ -169,6 +169,7 @@ class Ranks:
         Raises:
             PrefixShareError: a rank is missing, or makes another call.
         """
+        self._check()
         said: list[Any] = [None] * self.size
         with self.within_time(doing):
             dist.all_gather_object(said, (call, mine), group=self._host)
@@ -191,16 +192,35 @@ class Ranks:
 
     @contextmanager
     def within_time(self, doing: str) -> Iterator[None]:
-        """Turn a lost connection or a time-out into an error of one sentence."""
+        """Turn a lost connection or a time-out into an error of one sentence, for this and every
+        later call.
+        """
         try:
             yield
         except (RuntimeError, ValueError) as e:
             if isinstance(e, PrefixShareError):
                 raise
-            raise PrefixShareError(
+            self._failed = PrefixShareError(
                 f"rank {self.rank}: {doing} failed: another rank has ended, or was elsewhere for "
                 f"{self.timeout.total_seconds():g} s: restart all ranks ({one_line(e)})."
-            ) from None
+            )
+            raise self._failed from None
+
+    @contextmanager
+    def before_the_others(self) -> Iterator[None]:
+        """What this rank does by itself before a collective. If it is refused, the others may have
+        begun that collective, and the next one here would meet it: there is none.
+        """
+        self._check()
+        try:
+            yield
+        except PrefixShareError as e:
+            if self.size > 1:
+                self._failed = PrefixShareError(
+                    f"rank {self.rank}: an earlier call was refused here, while the others may "
+                    f"have gone on: restart all ranks ({one_line(e)})."
+                )
+            raise
 
     @contextmanager
     def _launching(self, doing: str, num_bytes: int) -> Iterator[None]:
@@ -296,16 +316,15 @@ class Ranks:
             who = f"rank {_listed(silent)}" if silent else who
         except RuntimeError:
             who = "the rank that holds the store of torch.distributed"
-        self._failed = doing, who
+        self._failed = PrefixShareError(
+            f"rank {self.rank}: {doing} failed: {who} has ended, or was elsewhere for "
+            f"{self.timeout.total_seconds():g} s: restart all ranks."
+        )
         self._check()
 
     def _check(self) -> None:
-        if self._failed:
-            doing, who = self._failed
-            raise PrefixShareError(
-                f"rank {self.rank}: {doing} failed: {who} has ended, or was elsewhere for "
-                f"{self.timeout.total_seconds():g} s: restart all ranks."
-            )
+        if self._failed is not None:
+            raise self._failed.with_traceback(None)
 
     def _abort(self) -> None:
         dist.distributed_c10d._abort_process_group(self.group)

@@ -52,7 +52,9 @@ class RingDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
         """
-        mine = host_integers(block_table, "block_table", 2), host_integers(seq_lens, "seq_lens", 1)
+        with self.ranks.before_the_others():
+            table = host_integers(block_table, "block_table", 2)
+            mine = table, host_integers(seq_lens, "seq_lens", 1)
         said = self.ranks.exchange(mine, "plan", "sending block tables")
         counts = [len(lens) for _, lens in said]
         if len(set(counts)) > 1:
@@ -83,11 +85,14 @@ class RingDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; ranks disagree, or are missing.
         """
-        planned = self._wrappers[0].last_plan.num_reqs
-        if len(q) != planned:
-            raise PrefixShareError(f"q must have {planned} rows, got {len(q)}.")
-        if not self._tables:
-            raise PrefixShareError("there is no plan yet: call plan(block_table, seq_lens) first.")
+        with self.ranks.before_the_others():
+            planned = self._wrappers[0].last_plan.num_reqs
+            if len(q) != planned:
+                raise PrefixShareError(f"q must have {planned} rows, got {len(q)}.")
+            if not self._tables:
+                raise PrefixShareError(
+                    "there is no plan yet: call plan(block_table, seq_lens) first."
+                )
         kind = list(k_cache.shape), list(v_cache.shape), str(k_cache.dtype), str(v_cache.dtype)
         if kind != self._agreed:
             self.ranks.agree({"the KV cache": kind})
@@ -99,7 +104,8 @@ class RingDecode:
             coming, wait = ([], None) if last else self.ranks.pass_on(caches)
             source = (self.ranks.rank - turn) % self.ranks.size
             wrapper, tables = self._wrappers[source], self._tables[source]
-            states.append(wrapper.run(q, caches[0], caches[1], *tables, return_lse=True))
+            with self.ranks.before_the_others():
+                states.append(wrapper.run(q, caches[0], caches[1], *tables, return_lse=True))
             if wait is not None:
                 wait()
             caches = coming

@@ -161,11 +161,13 @@ class TreeDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
         """
-        lens = host_integers(seq_lens, "seq_lens", 1)
+        with self.ranks.before_the_others():
+            lens = host_integers(seq_lens, "seq_lens", 1)
         if len(lens) != self._num_reqs:
             self.ranks.agree({"the number of requests": len(lens)})
             self._num_reqs = len(lens)
-        self._wrapper.plan(block_table, lens)
+        with self.ranks.before_the_others():
+            self._wrapper.plan(block_table, lens)
 
     def run(self, q: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer over all ranks' tokens.
@@ -181,9 +183,10 @@ class TreeDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.run``; a rank is missing.
         """
-        mine = self.partial(q, shard)
-        if len(q) != self._num_reqs:  # this rank refused the batch that the others planned
-            raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
+        with self.ranks.before_the_others():
+            mine = self.partial(q, shard)
+            if len(q) != self._num_reqs:  # this rank refused the batch that the others planned
+                raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
         if not len(q):  # on all ranks, which agree on the number of requests
             return mine.out, mine.lse
         return self._reduce(self.ranks, mine)
