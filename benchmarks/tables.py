@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,7 @@ from vllm_prefixshare.distributed.scaling import (
     Cluster,
     Layer,
     Link,
+    attention_us,
     gather_bytes,
     replicas_us,
     ring_bytes,
@@ -564,19 +565,58 @@ def startup_table() -> str:
     )
 
 
-#: A cluster of H200s, 8 to a node. Reading, and the fixed time: from kernel.json, whose `256_1024`
-#: takes 14 us more than its roof. Multiplying, and NVLink between two GPUs: from scale.json, where
-#: 64 requests reach 550 TFLOP/s, a small all-reduce takes 14 us, and the ring sends 350 GB/s.
-#: InfiniBand: the data sheet of NDR with one port per GPU; its latency is assumed.
-H200S = Cluster(4.35e6, 5.5e8, 14.0, 8, Link(14.0, 3.5e5), Link(20.0, 5e4))
+def h200s() -> Cluster:
+    """A cluster of H200s, 8 to a node. Reading, and the fixed time: from kernel.json, what its
+    `256_1024` takes beside its roof. Multiplying, and NVLink between two GPUs: from scale.json,
+    where 64 requests reach 550 TFLOP/s, a small all-reduce takes 14 us, and the ring sends 350
+    GB/s. InfiniBand: the data sheet of NDR with one port per GPU; its latency is assumed.
+    """
+    cell = anchor("256_1024")
+    fixed = 1e3 * (cell["peers"]["ours"]["ms"] - cell["roof_ms"])
+    return Cluster(4.35e6, 5.5e8, fixed, 8, Link(14.0, 3.5e5), Link(20.0, 5e4))
+
+
+def anchor(workload: str) -> dict:
+    """The cell of kernel.json with 32:8 heads."""
+    cells = published("kernel")["cells"]
+    return next(c for c in cells if c["workload"] == workload and c["heads"] == "32:8")
+
+
+def model_checked() -> str:
+    """What was measured beside what the model says, where that can be."""
+    cluster, result = h200s(), published("scale")
+    alone = [("1,64_32768,64", Layer(64, 1 << 15, 64)), ("1,32_122880,256", Layer(32, 122880, 256))]
+    times = (
+        f"{layer.num_reqs} requests on {layer.shared >> 10}k tokens take "
+        f"{1e3 * anchor(workload)['peers']['ours']['ms']:.0f} us, the model says "
+        f"{attention_us(layer, cluster):.0f}"
+        for workload, layer in alone
+    )
+
+    def spread(way: str, model: Callable[..., float], least: int = 0) -> str:
+        found = sorted(
+            row["us"][way] / model(Layer(row["requests"], row["tokens"]), cluster, result["ranks"])
+            for row in result["rows"]
+            if row["tokens"] >= least
+        )
+        return f"{found[0]:.2f} to {found[-1]:.2f}"
+
+    return (
+        f"Measured on one GPU: {'; '.join(times)}. On two, [in CUDA graphs](#tree-reduction), "
+        f"gather takes {spread('gather', tree_us)} times what the model says, from {LONG >> 10}k "
+        f"tokens on {spread('gather', tree_us, LONG)}; ring attention {spread('ring', ring_us)}, "
+        f"and {spread('ring', ring_us, LONG)}."
+    )
 
 
 def scale_table() -> str:
     """One layer's attention by the model: replicas against tree reduction on 1 to 64 GPUs, and tree
     reduction against ring attention on 2 to 128.
     """
-    gpus = (1, 2, 4, 8, 16, 64)
+    gpus, cluster = (1, 2, 4, 8, 16, 64), h200s()
     lines = [
+        model_checked(),
+        "",
         "One layer, 64 requests with 128 tokens of their own behind the shared prefix, 32:8 heads, "
         "head_dim 128, bfloat16. Microseconds: replicas / tree reduction.",
         "",
@@ -586,7 +626,7 @@ def scale_table() -> str:
     layers = [(tokens, Layer(64, tokens, 128)) for tokens in (1 << 10, 1 << 14, 1 << 17, 1 << 20)]
     for tokens, layer in layers:
         times = (
-            f"{replicas_us(layer, H200S, n):.0f} / {tree_us(layer, H200S, n):.0f}" for n in gpus
+            f"{replicas_us(layer, cluster, n):.0f} / {tree_us(layer, cluster, n):.0f}" for n in gpus
         )
         lines.append(
             f"| {tokens >> 10}k | {layer.kv_bytes / 2**20:.0f} MiB | {' | '.join(times)} |"
@@ -606,7 +646,7 @@ def scale_table() -> str:
         lines.append(f"| {tokens >> 10}k | {' | '.join(sent)} |")
     many = (2, 8, 16, 64, 128)
     longest = Layer(1, 5_120_000, 0, 16, 16, 128)
-    trees, rings = ([way(longest, H200S, n) for n in many] for way in (tree_us, ring_us))
+    trees, rings = ([way(longest, cluster, n) for n in many] for way in (tree_us, ring_us))
     ratios = (f"{ring / tree:.0f}" for tree, ring in zip(trees, rings, strict=True))
     lines += [
         "",
@@ -731,7 +771,7 @@ def not_run(experiment: Experiment) -> str:
 
 def scale_measured_table() -> str:
     """Tree reduction and ring attention on real ranks: times, the bound, memory."""
-    result = published("scale")
+    result, cluster = published("scale"), h200s()
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
     small = min(row["us"]["small all-reduce"] for row in result["rows"])
     others = [way for way in ["FlashAttention-3"] if way in result["rows"][0]["us"]]
@@ -776,7 +816,7 @@ def scale_measured_table() -> str:
             f"| {us['ring'] / best:.1f} | {best / bound:.2f} "
             f"| {us['own shard'] / row['roof_us']:.2f} | {best / us['own shard']:.2f} "
             f"| {launched:.0f} / {row['launched_us']['ring']:.0f} "
-            f"| {tree_us(layer, H200S, result['ranks']):.0f} | {' | '.join(peaks)} |"
+            f"| {tree_us(layer, cluster, result['ranks']):.0f} | {' | '.join(peaks)} |"
         )
     if long := [row for row in result["rows"] if row["tokens"] >= LONG]:
         lines += ["", long_contexts(long, trees, others, small)]
