@@ -25,19 +25,18 @@ WRITING = {
     "write_text", "write_bytes", "mkdir", "makedirs", "touch", "unlink", "os.remove", "rmdir",
     "rmtree", "rename", "symlink", "link", "chmod", "chown", "truncate", "ftruncate", "copy2",
     "copyfile", "copymode", "copytree", "move", "os.open", "os.replace", "TemporaryDirectory",
-    "mkstemp", "mkdtemp", "NamedTemporaryFile", "MmapedDict", "torch.save", "np.save",
-    "json.dump", "extractall", "symlink_to", "hardlink_to", "mkfifo", "mknod", "savez", "tofile",
-    "memmap", "mmap.mmap", "FileHandler",
+    "TemporaryFile", "mkstemp", "mkdtemp", "NamedTemporaryFile", "MmapedDict", "torch.save",
+    "np.save", "json.dump", "extractall", "symlink_to", "hardlink_to", "mkfifo", "mknod", "savez",
+    "tofile", "memmap", "mmap.mmap", "FileHandler",
 }  # fmt: skip
 #: Every module that writes: the calls, and a comment on where it writes.
 WRITERS = {
     # a lock on the cache folder, and on that of Numba's cache; neither is a file
     "compiled.py": {"os.open", "mkdir", "makedirs"},
-    # a file beside the one that a caller names, and in its place
-    "trusted.py": {"open for writing", "replace", "unlink"},
+    # a file beside the one that a caller names, and in its place; the cache folder
+    "trusted.py": {"open for writing", "replace", "unlink", "mkdir"},
     # the cache folder
     "kernels/cpu/native.py": {"mkdir", "TemporaryDirectory", "os.replace"},
-    "kernels/compile.py": {"mkdir"},
     "kernels/precompile.py": {"mkdir", "touch"},
     # the cache folder, or the file that --out names
     "costs/table.py": {"mkdir"},
@@ -47,7 +46,8 @@ WRITERS = {
     "cli/canvas.py": {"write_bytes"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "integration/metrics.py": {
-        "makedirs", "TemporaryDirectory", "MmapedDict", "open for writing", "rename", "unlink",
+        "mkdir", "TemporaryDirectory", "TemporaryFile", "MmapedDict", "open for writing", "rename",
+        "unlink",
     },
     # the copy of vLLM that the command names
     "cli/patch.py": {
