@@ -618,7 +618,8 @@ def scale_table() -> str:
         model_checked(),
         "",
         "One layer, 64 requests with 128 tokens of their own behind the shared prefix, 32:8 heads, "
-        "head_dim 128, bfloat16. Microseconds: replicas / tree reduction.",
+        "head_dim 128, bfloat16; a token of an 8B model takes 32 such layers. Microseconds: "
+        "replicas / tree reduction.",
         "",
         "| shared prefix | KV | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in gpus) + " |",
         "|" + "---|" * (2 + len(gpus)),
