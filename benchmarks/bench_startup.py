@@ -25,8 +25,8 @@ from results import versions, write
 from tests.support.dummy_model import write_llama_8b
 
 BACKENDS = {"stock": "FLASH_ATTN", "ours": "PREFIX_SHARE"}
-#: In the folder of temporary files is a lock under which the processes of a user compile in turn: a
-#: start would wait for another's.
+#: The folder VLLM_PREFIXSHARE_CACHE is locked while planning is compiled: a start would wait for
+#: another's.
 FOLDERS = (
     "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR",
     "VLLM_PREFIXSHARE_CACHE", "CUDA_CACHE_PATH", "TMPDIR",

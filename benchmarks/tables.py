@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import repository  # noqa: F401
+from accuracy import share_interval
 from charts import THEMES, engine_chart
 from engine_report import steady_us
 from kernel_report import OURS, best_peer
@@ -308,6 +310,11 @@ def interval(of: list[float], form: str) -> str:
     return f"{value} ({low} to {high})"
 
 
+def share(count: int, of: int) -> str:
+    """A part of a number, and its interval."""
+    return interval(share_interval(count, of), ".0%")
+
+
 def accuracy_table() -> str:
     """One column per backend: the results of ``bench_fidelity.py`` with a real model."""
     found = []
@@ -325,10 +332,10 @@ def accuracy_table() -> str:
         "perplexity of the given text": lambda r: interval(r["perplexity"], ".3f"),
         "questions answered right": lambda r: f"{interval(r['right'], '.0%')} of {r['questions']}",
         "copies of a prompt answered right (#22103)": lambda r: (
-            f"{r['copies_right']} of {r['copies']}"
+            f"{share(r['copies_right'], r['copies'])} of {r['copies']}"
         ),
         "copies answered as stock answers one alone": lambda r: (
-            f"{r['copies_same']} of {r['copies']}"
+            f"{share(r['copies_same'], r['copies'])} of {r['copies']}"
         ),
         "sampled tokens: mean ratio": lambda r: interval(r["sampled"]["ratio"], ".7g"),
         "smallest and largest ratio": lambda r: (
