@@ -20,7 +20,9 @@ from tests.support import tritons
 from .compile_matrix import CAPABILITIES
 
 ALL = bool(os.environ.get("PREFIXSHARE_ALL_KERNELS"))
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "published" / "kernel_resources.json"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "published" / "kernel_resources.json"
+PAGE = ROOT / "docs" / "kernel-resources.md"
 INSTALLED = triton.__version__
 #: Triton -> pairs of variants and compute capabilities to compile
 SHARE = {version: [("few", ("9.0",))] for version in tritons.RELEASES}
@@ -96,6 +98,25 @@ def test_every_variant_compiles_and_fits(version):
         found = pool.map(lambda i: compiled(version, "all", "--part", f"{i}/{parts}"), range(parts))
         rows = keep_resources(version, [row for part in found for row in part])
     assert {row["capability"] for row in rows} == set(CAPABILITIES)
+
+
+def test_the_page_lists_every_token_tree_that_spills_more_than_under_the_first_triton():
+    spilled: dict[tuple[str, str, int], dict[str, int]] = {}
+    for row in json.loads(RESULTS.read_text()):
+        if row["kernel"] == "portable" and row["tree"]:
+            heads = "{}:{}".format(*row["heads"])
+            of = spilled.setdefault((row["capability"], heads, row["head_dim"]), {})
+            of[row["triton"]] = row["spilled"]
+    first, *later = tritons.RELEASES
+    more = {of: used for of, used in spilled.items() if any(used[v] > used[first] for v in later)}
+    listed = {}
+    rows = PAGE.read_text().split("| in the loop |")[1].split("\n\n")[0].splitlines()[2:]
+    for row in rows:
+        gpu, heads, dims, *bytes_, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        for dim in dims.split(", "):
+            listed[gpu, heads, int(dim)] = [int(b) for b in bytes_]
+    assert listed == {of: [u["3.6.0"], u["3.7.1"], u["3.8.0"]] for of, u in more.items()}
+    assert all(used["3.8.0"] == used["3.9.0"] for used in more.values())
 
 
 @pytest.mark.parametrize("version", [v for v in tritons.RELEASES if v != INSTALLED])
