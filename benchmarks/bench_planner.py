@@ -159,9 +159,11 @@ def main() -> int:
         for name in KERNELS
         for b in budgets()
     ]
-    cases.append(
-        ("hopper", "256 requests, share=auto", documents(8, 32), "depth_first", "auto", None)
-    )
+    cases += [  # as engines plan unless told otherwise
+        (name, f"{b.name}, share=auto", b.work, kernel_of(name).divider, "auto", b)
+        for name in KERNELS
+        for b in budgets()
+    ]
     cases += [
         (
             name,
@@ -181,7 +183,7 @@ def main() -> int:
     ]
     rows, wrong = [], 0
     print(
-        f"{'kernel':<9} {'case':<28} {'scratch':>10} {'join/leave':>10} {'steady':>8} "
+        f"{'kernel':<9} {'case':<40} {'scratch':>10} {'join/leave':>10} {'steady':>8} "
         f"{'layout':>8}  microseconds"
     )
     for kernel, name, work, divider, share, budget in cases:
@@ -191,7 +193,7 @@ def main() -> int:
             row = measure(kernel_of(kernel), work, divider, repeats, share)
         except invariants.InvariantError as e:
             wrong += 1
-            print(f"{kernel:<9} {name:<28} WRONG: {e}")
+            print(f"{kernel:<9} {name:<40} WRONG: {e}")
             rows.append({"kernel": kernel, "case": name, "wrong": str(e)})
             continue
         limits = {"scratch_us": budget.scratch, "change_us": budget.change} if budget else {}
@@ -202,7 +204,7 @@ def main() -> int:
         ]
         note = f"over budget: {', '.join(late)}" if late else ""
         print(
-            f"{kernel:<9} {name:<28} {row['scratch_us']:10.1f} {row['change_us']:10.1f} "
+            f"{kernel:<9} {name:<40} {row['scratch_us']:10.1f} {row['change_us']:10.1f} "
             f"{row['steady_us']:8.1f} {row['layout_us']:8.1f}  {note}",
             flush=True,
         )
