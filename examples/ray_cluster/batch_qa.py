@@ -8,8 +8,8 @@ document's KV once. Shuffled questions, as a table of questions would have them,
     python examples/ray_cluster/batch_qa.py --address auto --model FOLDER --documents FOLDER
 
 Every replica counts what it reads in files of one folder: on a cluster, the folder must be seen by
-all nodes (--counters). It writes once a second and ends with its last answer, so its last second
-may be missing in the counts.
+all nodes (--counters). It writes once a second and when decodes stop, and ends with its last
+answer, so its last second may be missing in the counts.
 """
 
 import argparse

@@ -49,7 +49,8 @@ for name in ("batch_qa", "serve_qa"):
 
 def small_options(folder: Path) -> dict[str, object]:
     """A model that starts soon, and documents for it. The answers are so long that the questions
-    about a document are decoded together.
+    about a document are decoded together, and that a replica decodes for some seconds: it writes
+    its counters once a second.
     """
     chosen = random.Random(0)
     documents = folder / "documents"
@@ -61,7 +62,7 @@ def small_options(folder: Path) -> dict[str, object]:
         "--model": write_small_llama(folder / "model", num_layers=2),
         "--dtype": "float32",
         "--max-model-len": 1024,
-        "--max-tokens": 96,
+        "--max-tokens": 240,
         "--documents": documents,
     }
 

@@ -29,7 +29,7 @@ VARIABLE = "VLLM_PREFIXSHARE_METRICS"
 #: where it is set, as with several API servers, ``/metrics`` shows only the folder that it names
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 PREFIX = "vllm_prefixshare_"
-TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.1, 1.0, 60.0
+TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.02, 1.0, 60.0
 
 #: Key of ``BackendStats.as_dict`` -> help text on ``/metrics``.
 COUNTERS = {
@@ -185,7 +185,7 @@ class Publisher(threading.Thread):
 
     def run(self) -> None:
         """Write once a second and log once a minute, until the process ends. Write at once when
-        decodes stop: the process may be killed right after the last answer.
+        decodes stop: the process may be killed right after the last answer, as by Ray Data.
         """
         wrote = logged = time.monotonic()
         seen = written = STATS.decode_steps
