@@ -431,6 +431,22 @@ def test_large_token_trees_are_walked_by_several_tiles():
         assert PortableKernel(attention, tokens, H200).row_tiles == portable
 
 
+@pytest.mark.parametrize(
+    ("heads", "way", "most"),
+    [
+        ((32, 8), methods.OURS, 16),
+        ((32, 8), methods.PORTABLE, 32),
+        ((16, 1), methods.OURS, 66),
+        ((16, 1), methods.PORTABLE, 132),
+    ],
+)
+def test_a_long_request_has_the_partial_results_that_the_page_names(heads, way, most):
+    w = tree("1_65536")
+    planner, _ = methods.planner_of(way, w, heads)
+    plan = planner.update(w.block_table, w.seq_lens, 1)
+    assert np.diff(plan.merge_indptr).tolist() == [most]
+
+
 def test_merging_in_two_levels_is_merging():
     torch.manual_seed(0)
     indptr = torch.tensor([0, 3, 3, 20, 28], dtype=torch.int32)

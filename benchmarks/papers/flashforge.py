@@ -531,8 +531,10 @@ EXPERIMENTS = (
         time_reduction,
         reduction_sentence,
         "the paper does not time its combine kernels alone. Two levels are ahead where one request "
-        "has 64 partial results; in a layer with eight KV heads it has 16 at most, and "
-        "[inside layers](kernel-notes.md#small-layers) groups were slower with fewer than 66",
+        "has 64 partial results; in a layer with eight KV heads it has 16 at most in the Hopper "
+        "kernel, 32 in the portable one, and [inside layers](kernel-notes.md#small-layers) groups "
+        "were slower with fewer than 66. With one KV head (16:1) a request of 65536 tokens has 66 "
+        "and 132 by an H200's plans; two levels were not timed in such a layer",
         time_table,
         time_bars,
     ),
@@ -577,8 +579,10 @@ LEFT_OUT = (
     LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel weights eight "
             "partial results of a request at a time, in their order; groups merged side by side "
             "were [measured](kernel-notes.md#small-layers), gain inside a layer from 66 partial "
-            "results of a request on, of which a layer with eight KV heads has 16 at most, and "
-            "were left out. Merging alone, from an empty L2 cache, two launches gain at 64: see "
+            "results of a request on, and were left out: a layer with eight KV heads has 16 at "
+            "most in the Hopper kernel and 32 in the portable one. With one KV head (16:1) a "
+            "request of 65536 tokens has 66 and 132. Merging alone, from an empty L2 cache, two "
+            "launches gain at 64; they were not timed in a layer: see "
             "[flashforge-reduction](#flashforge-reduction)"),
     LeftOut(PAPER, "figure 10", "five kinds of GPUs; there was one"),
 )  # fmt: skip
