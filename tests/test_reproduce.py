@@ -825,6 +825,29 @@ def test_figure_13_follows_the_largest_sorting_run(tmp_path):
     assert tokens == [100, 24, 24]
 
 
+def test_table_7_pads_the_prompt_of_the_largest_sorting_run(tmp_path, monkeypatch):
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    assert not list(deft.time_prompts(setting)), "there is no recording"
+    nodes = {str(n["id"]): n for n in deft.TWO_THOUGHTS}
+    (tmp_path / "sorting128ToT.json").write_text(json.dumps([{"data": nodes}]))
+    timed = []
+
+    def time_methods(setting, w, heads, ways) -> dict:
+        timed.append(w)
+        times = {"ours": 1.0, "DeFT-Flatten": 2.0, "flash-decoding": w.seq_lens[0] / 1000}
+        assert list(times) == [m.title for m in ways]
+        return {"peers": {t: {"status": "ok", "ms": ms} for t, ms in times.items()}}
+
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    results = {p.name: p.run() for p in deft.time_prompts(setting)}
+    # both thoughts have one token of their own at step 1
+    assert [w.seq_lens.tolist() for w in timed] == [[n + 1] * 2 for n in deft.PADDED]
+    said = deft.prompts_sentence(results)
+    assert "DeFT-Flatten: 1000 0.50, 5000 2.50, 8000 4.00, 10000 5.00; ours: 1000 1.00" in said
+    assert deft.with_prompt(deft.TWO_THOUGHTS, 50) == deft.TWO_THOUGHTS
+    assert deft.busiest_step([*deft.TWO_THOUGHTS, {"id": 3, "start": 5, "end": 9}]) == 5
+
+
 def test_figure_13_correlates_the_ratio_with_the_spread():
     def step(spread: float, node: float) -> dict:
         times = {"ours": 1.0, "DeFT-Node": node, "DeFT-Flatten": 1.0}
