@@ -425,7 +425,10 @@ def iterations_table(results: Results) -> list[str]:
 
 def count_use(setting: Setting) -> Iterator[Point]:
     """How busy 64 queries keep the GPU, with Nsight Compute where it is installed."""
-    if setting.device != "cuda" or setting.tiny or not counters.available():
+    if setting.tiny:
+        yield Point("few-shot 1,4_128,1", lambda: toy_use(setting))
+        return
+    if setting.device != "cuda" or not counters.available():
         return
     names = (SPECULATION, f"64 tokens x 1, context {PROMPT}")
     for name in names:
@@ -444,6 +447,17 @@ def count_use(setting: Setting) -> Iterator[Point]:
             return {**timing.time_methods(setting, w, HEADS, ways), "use": found}
 
         yield Point(name, run)
+
+
+def toy_use(setting: Setting) -> Figures:
+    """A point of ``count_use`` without counters: parts of the roofline stand for both."""
+    from papers import methods, timing
+    from vllm_prefixshare.workloads.trees import tree
+
+    ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
+    figures = timing.time_methods(setting, tree("1,4_128,1"), (8, 2), ways)
+    parts = {t: 100 * p.get("roofline", 0.0) for t, p in figures["peers"].items()}
+    return {**figures, "use": {t: {"compute": x, "memory": x} for t, x in parts.items()}}
 
 
 def use_sentence(results: Results) -> str:
