@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -82,6 +83,13 @@ def test_everything_runs_in_miniature(tmp_path, capsys):
         if experiment.table:
             lines = experiment.table(result["points"])
             assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_the_page_names_what_has_no_miniature():
+    page = (ROOT / "docs" / "papers.md").read_text()
+    sentence = re.search(r"^- `--tiny` .* all but (.*?), which", page, re.M)[1]
+    without = [n for n, e in EXPERIMENTS.items() if not list(e.points(TINY))]
+    assert re.findall(r"`(\S+)`", sentence) == without
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, capsys):
