@@ -585,6 +585,17 @@ def walks_table(results: Results) -> list[str]:
     ]
 
 
+def walks_bars(results: Results) -> Bars:
+    values = {
+        name: {
+            "distinct KV": f["distinct"] / 2**20,
+            **{t: (f[t]["read"] + f[t]["written"]) / 2**20 for t in ("ours", "portable")},
+        }
+        for name, f in results.items()
+    }
+    return Bars("MiB of one layer, read and written", values)
+
+
 def trees_table(results: Results) -> list[str]:
     """As ``time_table``; says whose the token trees are."""
     kinds = {n: f.get("tree") for n, f in results.items() if f["query_len"] > 1}
@@ -691,6 +702,18 @@ def chunks_table(results: Results) -> list[str]:
     ]
 
 
+def chunks_bars(results: Results) -> Bars:
+    values = {
+        name: {
+            title: (counted["queries"] + counted["partial"]) / 2**20
+            for title, counted in f.items()
+            if isinstance(counted, dict)
+        }
+        for name, f in results.items()
+    }
+    return Bars("MiB of one layer in one step, queries and partial results", values)
+
+
 def time_chunks(setting: Setting) -> Iterator[Point]:
     for name, w in chunk_workloads(setting).items():
 
@@ -763,6 +786,7 @@ EXPERIMENTS = (
         "first find most of the KV in the L2 cache. They are not fewer, because where there are "
         "many, the roofline is arithmetic: see [deft-table-16](#deft-table-16)",
         walks_table,
+        walks_bars,
         seconds=60 * counters.MINUTES,
         at_once=True,
     ),
@@ -896,6 +920,7 @@ EXPERIMENTS = (
         chunks_sentence,
         "the paper counts no bytes here",
         chunks_table,
+        chunks_bars,
         reads_recordings=True,
     ),
     Experiment(

@@ -6,6 +6,7 @@ from itertools import product
 from papers.experiment import (
     CPU,
     GPU,
+    Bars,
     Experiment,
     Figures,
     LeftOut,
@@ -113,6 +114,14 @@ def count_table(results: Results) -> list[str]:
     ]
 
 
+def count_bars(results: Results) -> Bars:
+    values = {
+        name: {t: moved(counted) / 2**20 for t, counted in f.items() if isinstance(counted, dict)}
+        for name, f in results.items()
+    }
+    return Bars("MiB of one layer, KV and partial results", values)
+
+
 def time_trees(setting: Setting) -> Iterator[Point]:
     from vllm_prefixshare.workloads.trees import tree
 
@@ -198,6 +207,7 @@ EXPERIMENTS = (
         count_sentence,
         "the paper counts no bytes",
         count_table,
+        count_bars,
     ),
     Experiment(
         "fasttree-figure-10",

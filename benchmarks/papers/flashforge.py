@@ -422,6 +422,19 @@ def estimator_table(results: Results) -> list[str]:
     ]
 
 
+def estimator_bars(results: Results) -> Bars:
+    """Tiles of the fewest rows and of the most."""
+    values = {}
+    for kernel, f in results.items():
+        for i, tokens in enumerate(f["tokens"]):
+            values[f"{kernel}, {tokens} tokens"] = {
+                f"{which} rows, {way}": f[f"{way}_us"][row][i]
+                for which, row in (("fewest", 0), ("most", -1))
+                for way in ("measured", "estimated")
+            }
+    return Bars("microseconds of a tile", values)
+
+
 EXPERIMENTS = (
     Experiment(
         "flashforge-figure-5",
@@ -577,6 +590,7 @@ EXPERIMENTS = (
         estimator_sentence,
         "the paper's times are those of one thread block alone on the GPU, launch included",
         estimator_table,
+        estimator_bars,
     ),
 )
 
