@@ -290,7 +290,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"folder of results (default: {OUT}, with --tiny {TINY_OUT})",
     )
     parser.add_argument("--minutes", type=float, help="begin nothing that would end later")
-    parser.add_argument("--tiny", action="store_true", help="everything in miniature, on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="in miniature, on a CPU")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="default: the GPU, if there is one"
     )

@@ -1,8 +1,8 @@
 """Questions about one document: ``make demo``.
 
-All questions share the document's KV blocks. Every decode step reads these blocks once for all
-questions instead of once per question. Answers are checked against the text, tokens against stock
-vLLM's.
+All questions share the document's KV blocks. Every decode step reads these blocks from memory once
+for all questions instead of once per question. Answers are checked against the text, tokens against
+stock vLLM's.
 
     python examples/document_qa.py                       the handbook beside this file
     python examples/document_qa.py --document F --questions F    your own

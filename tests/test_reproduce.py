@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -82,6 +83,13 @@ def test_everything_runs_in_miniature(tmp_path, capsys):
         if experiment.table:
             lines = experiment.table(result["points"])
             assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_the_page_names_what_has_no_miniature():
+    page = (ROOT / "docs" / "papers.md").read_text()
+    sentence = re.search(r"^- `--tiny` .* all but (.*?), which", page, re.M)[1]
+    without = [n for n, e in EXPERIMENTS.items() if not list(e.points(TINY))]
+    assert re.findall(r"`(\S+)`", sentence) == without
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, capsys):
@@ -431,6 +439,22 @@ def test_large_token_trees_are_walked_by_several_tiles():
         assert PortableKernel(attention, tokens, H200).row_tiles == portable
 
 
+@pytest.mark.parametrize(
+    ("heads", "way", "most"),
+    [
+        ((32, 8), methods.OURS, 16),
+        ((32, 8), methods.PORTABLE, 32),
+        ((16, 1), methods.OURS, 66),
+        ((16, 1), methods.PORTABLE, 132),
+    ],
+)
+def test_a_long_request_has_the_partial_results_that_the_page_names(heads, way, most):
+    w = tree("1_65536")
+    planner, _ = methods.planner_of(way, w, heads)
+    plan = planner.update(w.block_table, w.seq_lens, 1)
+    assert np.diff(plan.merge_indptr).tolist() == [most]
+
+
 def test_merging_in_two_levels_is_merging():
     torch.manual_seed(0)
     indptr = torch.tensor([0, 3, 3, 20, 28], dtype=torch.int32)
@@ -735,8 +759,10 @@ def test_figure_6_is_counted_in_a_run_for_each_workload(monkeypatch):
     points = list(flashforge.count_dram(replace(TINY, device="cuda", tiny=False)))
     assert len(points) == 50
     published = tables.ran("flashforge-figure-6-dram")
-    assert published["of_points"] == 50 and not published["complete"]
-    assert set(published["points"]) < {p.name for p in points}
+    assert published["of_points"] == 50
+    every = {p.name for p in points}
+    assert set(published["points"]) <= every
+    assert published["complete"] == (set(published["points"]) == every)
     found = [point.run() for point in points[:4]]
     assert len(set(asked)) == 2, "one run for both shapes of heads, which is kept"
     assert len(asked[0]) == 2 * len(methods.COUNTED)
@@ -805,6 +831,29 @@ def test_figure_13_follows_the_largest_sorting_run(tmp_path):
     assert points[-1].name == f"step {40 * deft.ITERATIONS // (deft.ITERATIONS + 1)}"
     _, tokens = sets.recorded_tree(deft.TWO_THOUGHTS, 24)
     assert tokens == [100, 24, 24]
+
+
+def test_table_7_pads_the_prompt_of_the_largest_sorting_run(tmp_path, monkeypatch):
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    assert not list(deft.time_prompts(setting)), "there is no recording"
+    nodes = {str(n["id"]): n for n in deft.TWO_THOUGHTS}
+    (tmp_path / "sorting128ToT.json").write_text(json.dumps([{"data": nodes}]))
+    timed = []
+
+    def time_methods(setting, w, heads, ways) -> dict:
+        timed.append(w)
+        times = {"ours": 1.0, "DeFT-Flatten": 2.0, "flash-decoding": w.seq_lens[0] / 1000}
+        assert list(times) == [m.title for m in ways]
+        return {"peers": {t: {"status": "ok", "ms": ms} for t, ms in times.items()}}
+
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    results = {p.name: p.run() for p in deft.time_prompts(setting)}
+    # both thoughts have one token of their own at step 1
+    assert [w.seq_lens.tolist() for w in timed] == [[n + 1] * 2 for n in deft.PADDED]
+    said = deft.prompts_sentence(results)
+    assert "DeFT-Flatten: 1000 0.50, 5000 2.50, 8000 4.00, 10000 5.00; ours: 1000 1.00" in said
+    assert deft.with_prompt(deft.TWO_THOUGHTS, 50) == deft.TWO_THOUGHTS
+    assert deft.busiest_step([*deft.TWO_THOUGHTS, {"id": 3, "start": 5, "end": 9}]) == 5
 
 
 def test_figure_13_correlates_the_ratio_with_the_spread():

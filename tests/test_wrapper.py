@@ -2,16 +2,21 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
+from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states, operator
+from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 
 SHAPE = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
 TABLE = np.array([[1, 2, 3], [1, 2, 4]], np.int32)
 LENS = np.array([40, 41], np.int32)
+H200 = Gpu((9, 0), 132, 227 << 10)
 
 
 def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
@@ -188,6 +193,23 @@ def test_stats_count_kv_tokens_and_plans():
     assert stats.kv_tokens_read == 83 - 32  # two shared blocks are read once
     assert (stats.updates, stats.plans, stats.work_tiles, stats.partials) == (2, 1, 3, 4)
     assert stats.plan_seconds > 0
+    assert stats.row_tiles == 1, "on a CPU nothing is walked by tiles of rows"
+
+
+@pytest.mark.parametrize(("queries", "tiles"), [(1, 1), (64, 1), (65, 2), (256, 4)])
+def test_stats_have_the_row_tiles_of_the_wrappers_queries(queries, tiles, monkeypatch):
+    """The Hopper kernel's tiles have 128 rows, two for each query here; the plan has one query."""
+
+    def executor_for(attention, device, *, query_len, num_workers, **_) -> TorchExecutor:
+        executor = TorchExecutor(attention, num_workers)
+        on_gpu = replace(attention, dtype="bfloat16")
+        executor.row_tiles = HopperKernel(on_gpu, query_len, H200).row_tiles
+        return executor
+
+    monkeypatch.setattr(operator, "executor_for", executor_for)
+    w = wrapper(max_query_len=queries)
+    w.plan(TABLE, LENS)
+    assert w.stats().row_tiles == tiles
 
 
 def test_importing_the_package_loads_neither_torch_nor_vllm():

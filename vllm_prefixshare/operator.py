@@ -27,9 +27,9 @@ class DecodeStats:
     """Figures of the last plan at the last lengths, and the time that planning took.
 
     kv_tokens_read: KV tokens the plan reads in one layer, each run of tokens once.
-    row_tiles: tiles that the query rows of one request fill, on a GPU: 1 up to 128 rows a KV head
-        (64 in the portable kernel), more for larger token trees. Every tile walks the runs that
-        the request reads; all but one find them in the L2 cache.
+    row_tiles: tiles that the query rows of ``max_query_len`` tokens fill, on a GPU: 1 up to 128
+        rows a KV head (64 in the portable kernel), more for larger token trees. Every tile walks
+        the runs that the request reads; all but one find them in the L2 cache.
     kv_tokens_per_request: KV tokens a kernel that shares nothing reads.
     plan_seconds: time of all plans so far; updates: calls of ``plan``; plans: those of them
         that had to make a new one.

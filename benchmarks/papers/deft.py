@@ -1,4 +1,4 @@
-"""DeFT, both versions of the paper: tables 6, 12, 14, 16 and 17, figures 13, 14, 15 and 18."""
+"""DeFT, both versions of the paper: tables 6, 7, 12, 14, 16 and 17, figures 13, 14, 15 and 18."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -19,7 +19,7 @@ from papers.experiment import (
     rows,
     span,
 )
-from papers.flashforge import against, methods_of, time_bars, time_table
+from papers.flashforge import against, methods_of, ratios, time_bars, time_table
 from papers.token_trees import kind_of_tree, token_tree
 
 PAPER = "DeFT"
@@ -33,6 +33,10 @@ TOKEN_TREES = (32, 64, 128, 256)
 CONTEXT, ACCEPTED, STEPS, EVERY = 1000, 4, 1000, 10
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
 PROMPTS = (1000, 5000, 10000, 20000)
+#: tokens that the prompt of sorting is padded to; the first stands for its own, about as many
+PADDED = (1000, 5000, 8000, 10000)
+#: most tokens of an answer to token trees, by the paper's table 4
+LONGEST = 6000
 #: samples of a recorded run; steps of sorting that are timed
 SAMPLES, ITERATIONS = 12, 24
 #: queries of a speculation on one prompt: a request with a token of its own for each
@@ -65,6 +69,22 @@ TASKS = {
     "keywordToT": "keyword",
     "set128ToT": "set intersection",
 }
+
+
+def unshared_terabytes(tree: int, mean_context: float) -> float:
+    """What flash-decoding reads in ``STEPS`` steps of a token tree, the KV for each query head."""
+    return tree * mean_context * STEPS * 2 * 128 * 2 * HEADS[0] * LAYERS / 1e12
+
+
+def lengths_of_token_trees() -> str:
+    """What the lengths in the paper's table 4 give beside its terabytes."""
+    paper = PUBLISHED["token tree 64"][0]
+    return (
+        f"Its table 4 has about {STEPS} steps of token trees and at most {LONGEST} tokens: at the "
+        f"longest in every step, flash-decoding of 64 tokens would read "
+        f"{unshared_terabytes(64, LONGEST):.0f} TB, where the paper has {paper}, which takes "
+        f"{paper / unshared_terabytes(64, 1):.0f} tokens in the mean of {STEPS} steps"
+    )
 
 
 def per_kind(counted: dict[str, int], scale: int) -> dict[str, int]:
@@ -285,17 +305,74 @@ def time_recorded(setting: Setting) -> Iterator[Point]:
         yield Point(w.name, run)
 
 
-def time_iterations(setting: Setting) -> Iterator[Point]:
-    """Evenly spaced steps of the largest recorded run of sorting."""
+def sorting_run(setting: Setting) -> list[dict] | None:
+    """Nodes of the largest recorded run of sorting; a miniature's; None without the recording."""
     import json
 
-    nodes, count = TWO_THOUGHTS, 3
-    if not setting.tiny:
-        file = setting.recordings / "sorting128ToT.json" if setting.recordings else None
-        if not (file and file.exists()):
-            return
-        runs = [list(run["data"].values()) for run in json.loads(file.read_text())]
-        nodes, count = max(runs, key=len), ITERATIONS
+    if setting.tiny:
+        return TWO_THOUGHTS
+    file = setting.recordings / "sorting128ToT.json" if setting.recordings else None
+    if not (file and file.exists()):
+        return None
+    runs = [list(run["data"].values()) for run in json.loads(file.read_text())]
+    return max(runs, key=len)
+
+
+def with_prompt(nodes: list[dict], tokens: int) -> list[dict]:
+    """The run with its prompt, which ends at step 0, padded to ``tokens``; unchanged if the prompt
+    has as many.
+    """
+    prompts = [n["id"] for n in nodes if n["end"] == 0]
+    start = 1 - tokens
+    return [{**n, "start": min(n["start"], start)} if n["id"] in prompts else n for n in nodes]
+
+
+def busiest_step(nodes: list[dict]) -> int:
+    """The first of the steps at which most branches grow."""
+    starts = sorted({n["start"] for n in nodes if n["start"] > 0})
+    return max(starts, key=lambda step: sum(n["start"] <= step <= n["end"] for n in nodes))
+
+
+def time_prompts(setting: Setting) -> Iterator[Point]:
+    """The largest recorded run of sorting with longer prompts, at the step with most branches."""
+    from vllm_prefixshare.workloads.sets import recorded_step
+
+    nodes = sorting_run(setting)
+    if nodes is None:
+        return
+    step = busiest_step(nodes)
+    for tokens in (200,) if setting.tiny else PADDED:
+        w = recorded_step(f"prompt of {tokens}", with_prompt(nodes, tokens), step, 16)
+
+        def run(w=w) -> Figures:
+            from papers import methods, timing
+
+            heads = (8, 2) if setting.tiny else HEADS
+            flatten = next(m for m in strategies() if m.title == "DeFT-Flatten")
+            ways = [methods.OURS, flatten, methods.FLASH_DECODING]
+            return timing.time_methods(setting, w, heads, ways)
+
+        yield Point(w.name, run)
+
+
+def prompts_sentence(results: Results) -> str:
+    over = {
+        m: ", ".join(
+            f"{name.removeprefix('prompt of ')} {ratios({name: f}, 'flash-decoding', m)[0]:.2f}"
+            for name, f in results.items()
+            if ratios({name: f}, "flash-decoding", m)
+        )
+        for m in ("DeFT-Flatten", "ours")
+    }
+    found = "; ".join(f"{m}: {x or 'no point ran'}" for m, x in over.items())
+    return f"time of flash-decoding over each, by the tokens of the prompt: {found}"
+
+
+def time_iterations(setting: Setting) -> Iterator[Point]:
+    """Evenly spaced steps of the largest recorded run of sorting."""
+    nodes, count = sorting_run(setting), 3 if setting.tiny else ITERATIONS
+    if nodes is None:
+        return
     final = max(node["end"] for node in nodes)
     for step in (final * n // (count + 1) for n in range(1, count + 1)):
 
@@ -348,7 +425,10 @@ def iterations_table(results: Results) -> list[str]:
 
 def count_use(setting: Setting) -> Iterator[Point]:
     """How busy 64 queries keep the GPU, with Nsight Compute where it is installed."""
-    if setting.device != "cuda" or setting.tiny or not counters.available():
+    if setting.tiny:
+        yield Point("few-shot 1,4_128,1", lambda: toy_use(setting))
+        return
+    if setting.device != "cuda" or not counters.available():
         return
     names = (SPECULATION, f"64 tokens x 1, context {PROMPT}")
     for name in names:
@@ -367,6 +447,17 @@ def count_use(setting: Setting) -> Iterator[Point]:
             return {**timing.time_methods(setting, w, HEADS, ways), "use": found}
 
         yield Point(name, run)
+
+
+def toy_use(setting: Setting) -> Figures:
+    """A point of ``count_use`` without counters: parts of the roofline stand for both."""
+    from papers import methods, timing
+    from vllm_prefixshare.workloads.trees import tree
+
+    ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
+    figures = timing.time_methods(setting, tree("1,4_128,1"), (8, 2), ways)
+    parts = {t: 100 * p.get("roofline", 0.0) for t, p in figures["peers"].items()}
+    return {**figures, "use": {t: {"compute": x, "memory": x} for t, x in parts.items()}}
 
 
 def use_sentence(results: Results) -> str:
@@ -494,6 +585,17 @@ def walks_table(results: Results) -> list[str]:
     ]
 
 
+def walks_bars(results: Results) -> Bars:
+    values = {
+        name: {
+            "distinct KV": f["distinct"] / 2**20,
+            **{t: (f[t]["read"] + f[t]["written"]) / 2**20 for t in ("ours", "portable")},
+        }
+        for name, f in results.items()
+    }
+    return Bars("MiB of one layer, read and written", values)
+
+
 def trees_table(results: Results) -> list[str]:
     """As ``time_table``; says whose the token trees are."""
     kinds = {n: f.get("tree") for n, f in results.items() if f["query_len"] > 1}
@@ -505,6 +607,28 @@ def trees_table(results: Results) -> list[str]:
         lines[0] += f" Quaternary token trees: {'; '.join(quaternary)}."
     elif kinds:
         lines[0] += " The token trees are Medusa's."
+    return lines
+
+
+def verified_table(results: Results) -> list[str]:
+    """As ``trees_table``; says what bounds ours where four tiles of rows or more load the KV of
+    several token trees: with 512 rows to a token that is arithmetic.
+    """
+    parts, rates = [], []
+    for f in results.values():
+        ours = f["peers"]["ours"]
+        if ours["status"] == "ok" and f["row_tiles"] >= 4 and f["batch"] >= 8:
+            walked = f["row_tiles"] * f["kv_tokens"] * 2 * HEADS[1] * 128 * 2
+            parts.append(ours["roofline"])
+            rates.append(walked / ours["ms"] / 1e9)
+    lines = trees_table(results)
+    if parts:
+        lines[0] += (
+            " With four tiles of rows or more at batches of 8 and 32 ours reaches "
+            f"{min(parts):.0%} to {max(parts):.0%} of its roofline, which there is the arithmetic; "
+            f"for all tiles to load the KV takes {min(rates):.1f} to {max(rates):.1f} TB/s, mostly "
+            "from the L2 cache, where the memory alone delivers 4.35."
+        )
     return lines
 
 
@@ -578,6 +702,18 @@ def chunks_table(results: Results) -> list[str]:
     ]
 
 
+def chunks_bars(results: Results) -> Bars:
+    values = {
+        name: {
+            title: (counted["queries"] + counted["partial"]) / 2**20
+            for title, counted in f.items()
+            if isinstance(counted, dict)
+        }
+        for name, f in results.items()
+    }
+    return Bars("MiB of one layer in one step, queries and partial results", values)
+
+
 def time_chunks(setting: Setting) -> Iterator[Point]:
     for name, w in chunk_workloads(setting).items():
 
@@ -616,17 +752,20 @@ EXPERIMENTS = (
         "table 17 (12): KV, partial results and masks",
         "73% to 99.6% less KV read than flash-decoding, 99.7% to 100% less partial results than "
         "Medusa's tree attention",
-        "Counted from plans as an H200 would have them, step by step; few-shot prompts of 4000 "
-        "tokens. Token trees: 1000 steps from 1000 to 5000 tokens, four accepted in a step, on a "
-        "quaternary tree where Medusa's is not among `--deft-recordings FOLDER`. The recorded "
-        "tasks are the `*ToT.json` of that folder, each the mean of its runs.",
+        "Counted from plans as an H200 would have them. Few-shot prompts of 4000 tokens: at each "
+        "of 400 steps. Token trees: at every tenth of 1000 steps, which stands for ten, from 1000 "
+        "to 5000 tokens, four accepted in a step, on a quaternary tree where Medusa's is not among "
+        "`--deft-recordings FOLDER`. The recorded tasks are the `*ToT.json` of that folder, each "
+        f"the mean of its runs, each run counted at {SAMPLES} steps, which stand for all.",
         CPU,
         count_tasks,
         tasks_sentence,
         "the paper counts the KV once for each query head, also where four share a KV head: "
-        "counted so, few-shot comes out to the last digit. It does not give the lengths of its "
-        "answers to token trees, nor which recorded runs it averages. Ours divides a "
-        "token tree among all workers: that costs partial results and saves up to half of the time",
+        "counted so, few-shot comes out to the last digit. "
+        f"{lengths_of_token_trees()}. It does not say which recorded runs it averages. Ours "
+        "divides a token tree among all workers: that costs partial results and saves about a "
+        "third of the time for 64 tokens on 1297, 42.6 us -> 27.4 "
+        "([notes](kernel-notes.md#small-layers)), and half of it on 4000, 75.5 -> 36.0",
         tasks_table,
         tasks_bars,
         reads_recordings=True,
@@ -644,8 +783,10 @@ EXPERIMENTS = (
         count_walks,
         walks_sentence,
         "the paper counts by formula; the tiles of a request run side by side, and all but the "
-        "first find most of the KV in the L2 cache",
+        "first find most of the KV in the L2 cache. They are not fewer, because where there are "
+        "many, the roofline is arithmetic: see [deft-table-16](#deft-table-16)",
         walks_table,
+        walks_bars,
         seconds=60 * counters.MINUTES,
         at_once=True,
     ),
@@ -707,6 +848,25 @@ EXPERIMENTS = (
         reads_recordings=True,
     ),
     Experiment(
+        "deft-table-7",
+        PAPER,
+        "4.4",
+        "table 7: prompt lengths in sorting, attention",
+        "attention of Radix Attention over DeFT-Flatten 1.39 (a prompt of 1k tokens), 1.71 (5k), "
+        "1.97 (8k) and 1.84 times (10k)",
+        "Attention of one layer at the step of the largest sorting run in `--deft-recordings "
+        "FOLDER` at which most branches grow, instead of whole runs; its prompt, of 1104 tokens in "
+        "DeFT's own recording, is the first and is padded for the others. Both dividers in the "
+        "same kernel, ours; Radix Attention is flash-decoding in it.",
+        GPU,
+        time_prompts,
+        prompts_sentence,
+        "another GPU; one step of one run; the dividers share our kernel, which the paper's do not",
+        time_table,
+        time_bars,
+        reads_recordings=True,
+    ),
+    Experiment(
         "deft-figure-13",
         PAPER,
         "A.7",
@@ -740,8 +900,11 @@ EXPERIMENTS = (
         token_trees_sentence,
         "another GPU; the tiles of rows of a tree run side by side and read the KV from memory "
         "once: at a batch of 1, eight times the tokens take ours about twice as long, and expanded "
-        "branches seven times; at a batch of 32 both take time in proportion",
-        trees_table,
+        "branches seven times; at a batch of 32 both take time in proportion. With 128 and 256 "
+        "tokens at batches of 8 and 32 the roofline is arithmetic, and all tiles of rows together "
+        "load the KV no faster than the memory could deliver it, mostly from the L2 cache: fewer "
+        "of them are not expected to save time",
+        verified_table,
         time_bars,
         reads_recordings=True,
     ),
@@ -757,6 +920,7 @@ EXPERIMENTS = (
         chunks_sentence,
         "the paper counts no bytes here",
         chunks_table,
+        chunks_bars,
         reads_recordings=True,
     ),
     Experiment(
@@ -777,7 +941,8 @@ EXPERIMENTS = (
 )
 
 LEFT_OUT = (
-    LeftOut(PAPER, "tables 5, 7, 8, 18, figures 4, 16, 17, and 13 of the first version",
+    LeftOut(PAPER, "tables 5, 8, 18, the second row of table 7, figures 4, 16, 17, and 13 of the "
+            "first version",
             "latencies of a whole engine: "
             "[performance](performance.md) has recorded trees, with vLLM itself on both sides"),
     LeftOut(PAPER, "table 14, the part of the time in which the multiprocessors are hardly used",

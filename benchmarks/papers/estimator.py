@@ -1,14 +1,17 @@
 """The cost table's interpolation beside times measured at other shapes (FlashForge, table 2)."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from papers.experiment import Figures
 from papers.timing import machine
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.costs.lookup import cost_model
-from vllm_prefixshare.costs.profile_gpu import TileBench, measure_gpu
-from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.costs.profile_gpu import ROWS, TileBench, measure_gpu
+from vllm_prefixshare.costs.profile_gpu import TOKENS as TABLE_TOKENS
+from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.costs.table import CostTable, Grid
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
 #: requests of a tile, of four query rows each; those that a kernel has no room for are left out
@@ -38,6 +41,23 @@ def errors(kernel: str) -> Figures:
     measured = np.array([[bench.tile(n, tokens, False) for tokens in TOKENS] for n in requests])
     query_rows = np.array(requests) * bench.attention.gqa_group_size
     estimated = table.tile(query_rows[:, None], np.array(TOKENS))
+    return compared(source, query_rows, measured, estimated)
+
+
+def toy_errors() -> Figures:
+    """As ``errors`` without a GPU: what the table interpolates is an estimate at the table's
+    shapes, and what is measured is the same estimate at the others.
+    """
+    attention = AttentionConfig(32, 8, 128, 16)
+    cost = analytic_cost(attention, "hopper")
+    rows, tokens = np.array(ROWS, np.float64), np.array(TABLE_TOKENS, np.float64)
+    table = Grid(rows, tokens, cost.tile(rows[:, None], tokens))
+    query_rows = np.array(REQUESTS) * attention.gqa_group_size
+    grid = query_rows[:, None], np.array(TOKENS)
+    return compared("of an estimate", query_rows, cost.tile(*grid), table(*grid))
+
+
+def compared(source: str, query_rows: NDArray, measured: NDArray, estimated: NDArray) -> Figures:
     error = np.abs(estimated - measured) / measured
     return {
         "table": source,

@@ -382,6 +382,11 @@ def reduction_sentence(results: Results) -> str:
 
 
 def estimator_points(setting: Setting) -> Iterator[Point]:
+    if setting.tiny:
+        from papers.estimator import toy_errors
+
+        yield Point("estimate", toy_errors)
+        return
     for kernel in ("hopper", "portable"):
 
         def run(kernel=kernel) -> Figures:
@@ -389,7 +394,7 @@ def estimator_points(setting: Setting) -> Iterator[Point]:
 
             return errors(kernel)
 
-        if setting.device == "cuda" and not setting.tiny:
+        if setting.device == "cuda":
             yield Point(kernel, run)
 
 
@@ -415,6 +420,19 @@ def estimator_table(results: Results) -> list[str]:
         "",
         *rows(" | ".join(["kernel", "query rows", *tokens]), lines),
     ]
+
+
+def estimator_bars(results: Results) -> Bars:
+    """Tiles of the fewest rows and of the most."""
+    values = {}
+    for kernel, f in results.items():
+        for i, tokens in enumerate(f["tokens"]):
+            values[f"{kernel}, {tokens} tokens"] = {
+                f"{which} rows, {way}": f[f"{way}_us"][row][i]
+                for which, row in (("fewest", 0), ("most", -1))
+                for way in ("measured", "estimated")
+            }
+    return Bars("microseconds of a tile", values)
 
 
 EXPERIMENTS = (
@@ -506,7 +524,9 @@ EXPERIMENTS = (
         "give its trees' nodes. Steps: neither, tree, division, both (FlashForge's divider), ours. "
         "Both run twice under the same plan: with partial results merged serially, in a launch for "
         "each request, one after the other; then as in all other steps, in one launch for all "
-        "requests, which is the parallel reduction. flashforge-reduction times merging alone.",
+        "requests, which is the parallel reduction. flashforge-reduction times merging alone. With "
+        "32:32 heads the Hopper kernel has four workers on an H200, so that there is little or "
+        "nothing to divide.",
         GPU,
         time_steps,
         steps_sentence,
@@ -529,8 +549,10 @@ EXPERIMENTS = (
         time_reduction,
         reduction_sentence,
         "the paper does not time its combine kernels alone. Two levels are ahead where one request "
-        "has 64 partial results; in a layer with eight KV heads it has 16 at most, and "
-        "[inside layers](kernel-notes.md#small-layers) groups were slower with fewer than 66",
+        "has 64 partial results; in a layer with eight KV heads it has 16 at most in the Hopper "
+        "kernel, 32 in the portable one, and [inside layers](kernel-notes.md#small-layers) groups "
+        "were slower with fewer than 66. With one KV head (16:1) a request of 65536 tokens has 66 "
+        "and 132 by an H200's plans; two levels were not timed in such a layer",
         time_table,
         time_bars,
     ),
@@ -561,12 +583,14 @@ EXPERIMENTS = (
         "The cost table has 3 x 8 shapes, up to 128 rows and 8192 tokens. The paper's grid is "
         "measured and compared with what the table interpolates. Rows are multiples of four "
         "heads, and end at the 64 of the portable kernel's tiles. All multiprocessors are busy, as "
-        "in a batch.",
+        "in a batch. In the published run the Hopper kernel's table is the shipped one, which is "
+        "older than the kernel; the portable kernel's was measured in the run.",
         GPU,
         estimator_points,
         estimator_sentence,
         "the paper's times are those of one thread block alone on the GPU, launch included",
         estimator_table,
+        estimator_bars,
     ),
 )
 
@@ -574,8 +598,10 @@ LEFT_OUT = (
     LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel weights eight "
             "partial results of a request at a time, in their order; groups merged side by side "
             "were [measured](kernel-notes.md#small-layers), gain inside a layer from 66 partial "
-            "results of a request on, of which a layer with eight KV heads has 16 at most, and "
-            "were left out. Merging alone, from an empty L2 cache, two launches gain at 64: see "
+            "results of a request on, and were left out: a layer with eight KV heads has 16 at "
+            "most in the Hopper kernel and 32 in the portable one. With one KV head (16:1) a "
+            "request of 65536 tokens has 66 and 132. Merging alone, from an empty L2 cache, two "
+            "launches gain at 64; they were not timed in a layer: see "
             "[flashforge-reduction](#flashforge-reduction)"),
     LeftOut(PAPER, "figure 10", "five kinds of GPUs; there was one"),
 )  # fmt: skip

@@ -94,6 +94,12 @@ def volume_table(results: Results) -> list[str]:
     ]
 
 
+def volume_bars(results: Results) -> Bars:
+    titles = {"ring": "ring attention", "gather": "one all-gather", "all_reduce": "algorithm 3"}
+    values = {n: {titles[way]: f[way] / 1024 for way in titles} for n, f in results.items()}
+    return Bars("KiB that a GPU sends", values)
+
+
 def count_peaks(setting: Setting) -> Iterator[Point]:
     for hidden in (2048, 4096):
 
@@ -242,6 +248,7 @@ EXPERIMENTS = (
         "the time to send agrees; a shard of 655 MB cannot be read in 1e-5 s: at an H100's 3.35 "
         "TB/s it takes twenty times as long",
         volume_table,
+        volume_bars,
     ),
     Experiment(
         "tree-attention-figure-4",
