@@ -2,8 +2,10 @@ r"""The whole engine on a GPU: stock FLASH_ATTN against PREFIX_SHARE, with the s
 
 Both engines live on the GPU at once and take turns; the waiting engine is stopped. (--apart: each
 engine has its own GPU, and the long workloads run on both at the same time.) Unless a checkpoint is
-given, the model has Llama-3.1-8B's shape and random weights. Greedy tokens are compared in an
-untimed call; the exit status is 1 if they differ where stock's token had a clear lead.
+given, the model has random weights in Llama-3.1-8B's shape, or in another of ``engine_shapes.py``.
+Greedy tokens are compared in an untimed call; the exit status is 1 if they differ where stock's
+token had a clear lead. Where a model chooses experts, rounding may choose others, so tokens may
+differ at larger gaps.
 
     python benchmarks/bench_engine.py --mooncake TRACE.jsonl --deft keywordToT.json \
         --out benchmarks/published/engine.json
@@ -36,6 +38,7 @@ import engine_workloads as work
 import repository  # noqa: F401
 import torch
 from engine_report import Row
+from engine_shapes import SHAPES
 from results import versions, write
 
 from tests.support.dummy_model import write_llama_8b
@@ -52,37 +55,6 @@ from vllm_prefixshare.costs.lookup import processor
 Engines = dict[str, EngineProcess]
 
 RECORDED = ("mooncake", "deft")
-#: models by ``--shape``, and what they have other than Llama-3.1-8B
-MODELS = {"8b": "Llama-3.1-8B", "70b": "Llama-3.1-70B", "gemma3-12b": "Gemma-3-12B"}
-SHAPES: dict[str, Row] = {
-    "8b": {},
-    "70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-    "gemma3-12b": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 1024,
-        "sliding_window_pattern": 6,
-        "vocab_size": 262144,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    },
-}
 WORKLOADS = (*work.FIXED, *work.QUESTIONS, "grpo", *RECORDED)
 #: the KV cache's part of an engine's memory where both start together: they would count each
 #: other's memory if they measured what is free
@@ -283,6 +255,7 @@ class Bench:
 
 def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Engines, Row]:
     """Both engines, stopped, and the GPU memory that they hold."""
+    config = json.loads((model / "config.json").read_text())
     settings: Row = {
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
@@ -294,11 +267,15 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         "worker_extension_cls": "bench_worker.BenchWorker",
     }
     stock: Row = {}
+    if "linear_num_value_heads" in config:
+        # FlashInfer's kernel for the prefill of gated delta nets need not be installed
+        settings["additional_config"] = {"gdn_prefill_backend": "triton"}
     if args.cuda:
         settings["gpu_memory_utilization"] = args.memory
         if args.start_together and not args.apart:
             settings["kv_cache_memory_bytes"] = int(KV_PART * args.memory * gpu_bytes())
-        stock = {"attention_backend": "FLASH_ATTN"}
+        is_latent = bool(config.get("kv_lora_rank"))
+        stock = {"attention_backend": "FLASH_ATTN_MLA" if is_latent else "FLASH_ATTN"}
     if own_weights:
         settings["load_format"] = "dummy"
     environment = {}
@@ -445,15 +422,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def layers(args: argparse.Namespace) -> Row:
-    """What ``--layers`` changes in the model's configuration."""
-    return {} if args.layers is None else {"num_hidden_layers": args.layers}
+def fields(args: argparse.Namespace) -> Row:
+    """The model's configuration, where it differs from Llama-3.1-8B's."""
+    changed = dict(SHAPES[args.shape].fields)
+    if args.layers is not None:
+        changed["num_hidden_layers"] = args.layers
+        if "layer_types" in changed:
+            changed["layer_types"] = changed["layer_types"][: args.layers]
+    return changed
 
 
 def described(args: argparse.Namespace) -> str:
     """The model with random weights, in words."""
     fewer = "" if args.layers is None else f" with {args.layers} layers"
-    return f"{MODELS[args.shape]}'s shape{fewer}, random weights, bfloat16"
+    return f"{SHAPES[args.shape].title}{fewer}, random weights, bfloat16"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -463,7 +445,7 @@ def main(argv: list[str] | None = None) -> int:
             model = args.model
             if model is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                model = write_llama_8b(folder, **{**SHAPES[args.shape], **layers(args)})
+                model = write_llama_8b(folder, **fields(args))
             elif not (model / "config.json").is_file():
                 raise PrefixShareError(f"model {model} is not a checkpoint folder.")
             engines, started = start(args, model, own_weights=args.model is None)

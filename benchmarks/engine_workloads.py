@@ -86,11 +86,16 @@ GRPO_SAMPLES = 16
 
 
 def kv_bytes_per_token(config: dict[str, Any], bytes_per_number: int = 2) -> int:
-    """Bytes per token in all layers and ranks. config: the model's ``config.json``."""
+    """Bytes per token in all layers and ranks. config: the model's ``config.json``. Layers of
+    linear attention have no KV; those with latents have one for all heads.
+    """
+    layers = config["num_hidden_layers"] // config.get("full_attention_interval", 1)
+    if rank := config.get("kv_lora_rank"):
+        return layers * (rank + config["qk_rope_head_dim"]) * bytes_per_number
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * bytes_per_number
+    return 2 * layers * kv_heads * head_dim * bytes_per_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,16 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.registry import candidates
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import on_gpu
@@ -125,3 +130,59 @@ def test_the_list_has_commands_that_a_shell_takes(tmp_path, capsys):
 def test_figures_that_were_not_published_yet_have_commands_too(tmp_path):
     steps = [on_gpu.figure(name, tmp_path, {}) for name in on_gpu.NEW]
     assert all(step.command.endswith(f"--out {tmp_path}/{step.name}.json") for step in steps)
+    assert {step.name for step in steps} == {*ENGINES, *KERNELS}
+
+
+def arguments_of(name: str) -> list[str]:
+    """What the program of a figure that was not published yet is given."""
+    return shlex.split(on_gpu.figure(name, Path("results"), {}).command)[1:]
+
+
+#: figures of engines that were not published yet -> the shape of the model
+ENGINES = {
+    "engine_long": "8b",
+    "engine_gpt_oss": "gpt-oss-20b",
+    "engine_qwen3_next": "qwen3-next",
+    "engine_mla": "deepseek-v2-lite",
+}
+#: figures of layers -> blocks, head_dim, heads, and the kernel that serves them on an H200
+KERNELS = {
+    "kernel_soft_cap": (16, 128, [(32, 16)], "hopper"),
+    "kernel_alibi": (16, 128, [(32, 32)], "portable"),
+    "kernel_head_dim_512": (16, 512, [(16, 2), (16, 8)], "portable"),
+    "kernel_hybrid": (544, 256, [(16, 2), (24, 4)], "hopper"),
+    "kernel_mla_heads": (64, LATENT_SHAPE[0], [(24, 1), (32, 1), (64, 1)], "mla_hopper"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_take_the_commands_of_new_figures(name):
+    import bench_engine
+
+    args = bench_engine.parse(arguments_of(name))
+    assert args.shape == ENGINES[name]
+    assert "doc32k" in args.workloads
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_serve_the_layers_of_new_figures(name):
+    import bench_kernel
+
+    args = bench_kernel.parse(arguments_of(name))
+    block_size, head_dim, heads, kernel = KERNELS[name]
+    assert (args.block_size, args.head_dim, args.heads) == (block_size, head_dim, heads)
+    assert args.peers[0] == "ours"
+    features = {"sinks": args.sinks, "soft_cap": args.soft_cap, "alibi": args.alibi}
+    for num_qo_heads, num_kv_heads in args.heads:
+        attention = AttentionConfig(
+            num_qo_heads,
+            num_kv_heads,
+            args.head_dim,
+            args.block_size,
+            args.dtype,
+            kv_dtype=FP8 if args.kv_dtype else None,
+            features=tuple(name for name, there in features.items() if there),
+            kv_lora_rank=LATENT_SHAPE[1] if args.mla else None,
+        )
+        assert candidates(attention, Gpu((9, 0), 132, 1 << 18))[0] == kernel
+    assert [w.block_size for w in bench_kernel.workloads(args)] == [block_size] * len(args.tree)
