@@ -367,7 +367,7 @@ def accuracy_table() -> str:
 SOAKS = (
     "soak_engine", "soak_lora", "soak_server",
     "soak_engine_gpu", "soak_engine_gpu_shared", "soak_server_gpu", "soak_server_gpu_long",
-    "soak_server_gpu_shared",
+    "soak_server_gpu_shared", "soak_server_gpu_default",
 )  # fmt: skip
 
 
