@@ -11,6 +11,8 @@ FloatArray = NDArray[np.float64]
 
 #: ``kv_end`` of a run that reads up to the current length of its only request.
 OPEN_END = -1
+#: Exit status of ``kernels.precompile`` where Triton compiles no kernel that would serve the layer.
+NOT_COMPILED = 3
 
 
 class PrefixShareError(ValueError):

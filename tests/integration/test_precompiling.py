@@ -1,7 +1,9 @@
 """Code that an engine compiles while it starts, and when no compilation is needed."""
 
 import errno
+import os
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from threading import Thread
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import order, precompiling
 from vllm_prefixshare.integration.hooks import selection
 from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.settings import settings
 
 LAYER = AttentionConfig(32, 8, 128, 16)
 
@@ -107,6 +110,68 @@ def test_an_engine_starts_although_nothing_can_be_compiled_ahead(
     precompiling.start_planning()
     with precompiling.best_effort():
         precompiling.start_kernels(LAYER, CONFIG)
+
+
+#: for ``sitecustomize``: a Triton without what the Hopper kernel imports
+WITHOUT_GLUON = """
+import sys
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.startswith("triton.experimental.gluon"):
+            raise ImportError(f"{name} has moved")
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.fixture
+def named(monkeypatch, tmp_path) -> None:
+    """The Hopper kernel named, on a GPU that has it; folders for what is compiled."""
+    hopper = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: hopper)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
+    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "hopper")
+    settings.cache_clear()
+
+
+def test_a_named_kernel_that_does_not_compile_is_refused(named, monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_GLUON)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    sentence = (
+        r"^kernel 'hopper' does not serve this layer \(.*has moved\): use kernel='auto', in an"
+    )
+    for _ in range(2):  # nothing says that it is compiled
+        process = precompiling.start_kernels(LAYER, CONFIG)
+        assert process is not None
+        with pytest.raises(PrefixShareError, match=sentence):
+            precompiling.refuse_what_does_not_compile(process)
+
+
+@pytest.mark.parametrize("end", ["exit(0)", "exit(1)", "exit(2)", "os.kill(os.getpid(), 9)"])
+def test_a_named_kernel_is_not_refused_for_another_reason(named, end):
+    """Such as a full disk, or no memory: then a worker compiles."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import os; {end}"], stderr=subprocess.PIPE, text=True
+    )
+    precompiling.refuse_what_does_not_compile(process)
+    assert process.returncode is not None
+
+
+def test_an_engine_waits_no_longer_than_it_should_for_a_named_kernel(named, monkeypatch):
+    monkeypatch.setattr(precompiling, "MOST_SECONDS", 0.1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1)"], stderr=subprocess.PIPE, text=True
+    )
+    precompiling.refuse_what_does_not_compile(process)
+    assert process.poll() is None
+    process.wait()
+
+
+def test_nobody_waits_under_auto(started):
+    assert precompiling.start_kernels(LAYER, CONFIG) is None
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("folder", ["file", "a" * 300, "read-only", "of others"])

@@ -18,13 +18,18 @@ from typing import TYPE_CHECKING, Any
 from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.records import NOT_COMPILED, PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import own_folder
 
 if TYPE_CHECKING:
     from vllm_prefixshare.kernels.contract import Kernel
 
+    Process = subprocess.Popen[str]
+
 LIBRARIES = ("triton", "numba")
+#: seconds after which an engine starts without knowing whether a kernel that was named compiles
+MOST_SECONDS = 120.0
 
 
 def start_planning() -> None:
@@ -37,17 +42,20 @@ def start_planning() -> None:
         _start("planning", {})
 
 
-def start_kernels(attention: AttentionConfig, config: Any) -> None:
+def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
     """Compile the kernels for the layers of a ``VllmConfig`` in the background, unless an earlier
     start on this machine has, or layers with such a KV cache are not served.
 
     Args:
         attention: shape of the full-attention layers on one rank.
+
+    Returns:
+        Where a kernel was named, the process that compiles it, if one was started.
     """
     cache, latent = config.cache_config.cache_dtype, attention.kv_lora_rank is not None
     quantised = cache in FP8_CACHES
     if cache not in (None, "auto", attention.dtype) and (latent or not quantised):
-        return
+        return None
     shape: dict[str, Any] = {
         "num-qo-heads": attention.num_qo_heads,
         "num-kv-heads": attention.num_kv_heads,
@@ -60,7 +68,23 @@ def start_kernels(attention: AttentionConfig, config: Any) -> None:
         shape["kv-lora-rank"] = attention.kv_lora_rank
     if quantised:
         shape["kv-dtype"] = FP8
-    _start("kernels", shape)
+    return _start("kernels", shape)
+
+
+def refuse_what_does_not_compile(process: "Process") -> None:
+    """Wait for the process of ``start_kernels``, where a kernel was named: an engine that found
+    out in a worker would have loaded its weights.
+
+    Raises:
+        PrefixShareError: Triton cannot compile the kernel.
+    """
+    try:
+        _, said = process.communicate(timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        _reap(process)  # the worker compiles what is missing
+        return
+    if process.returncode == NOT_COMPILED:
+        raise PrefixShareError(said.strip().splitlines()[-1])
 
 
 @contextlib.contextmanager
@@ -74,12 +98,16 @@ def best_effort() -> Iterator[None]:
         logger().debug("Nothing is compiled ahead.", exc_info=True)
 
 
-def _start(what: str, shape: dict[str, Any]) -> None:
+def _reap(process: "Process") -> None:
+    threading.Thread(target=process.wait, daemon=True).start()
+
+
+def _start(what: str, shape: dict[str, Any]) -> "Process | None":
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
     if capability is None:
-        return
+        return None
     gpu = {
         "capability": f"{capability.major}.{capability.minor}",
         "kernel": settings().kernel,
@@ -89,7 +117,8 @@ def _start(what: str, shape: dict[str, Any]) -> None:
     folder = own_folder(done.parent)
     # where nothing can be kept, an engine would wait for what it compiles anew
     if folder is None or done.exists() or not os.access(folder, os.W_OK):
-        return
+        return None
+    waited_for = what == "kernels" and settings().kernel != "auto"
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments),
@@ -97,9 +126,13 @@ def _start(what: str, shape: dict[str, Any]) -> None:
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE if waited_for else subprocess.DEVNULL,
+        text=True,
     )
-    threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
+    if waited_for:
+        return process
+    _reap(process)
+    return None
 
 
 def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:

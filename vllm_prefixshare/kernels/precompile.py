@@ -32,7 +32,7 @@ from vllm_prefixshare.kernels.registry import (
 )
 from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.records import NOT_COMPILED, PrefixShareError
 
 #: KiB of shared memory that a thread block may have (CUDA's programming guide, "Technical
 #: specifications per compute capability")
@@ -100,7 +100,9 @@ def compile_cache_write(attention: AttentionConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; 0 once all is compiled, 2 with one sentence on standard error."""
+    """Run the program; 0 once all is compiled, 2 with one sentence on standard error, or
+    ``NOT_COMPILED``.
+    """
     parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
     parser.add_argument("what", choices=("kernels", "planning"))
     parser.add_argument("--capability", required=True, help="of the GPU, as in 9.0")
@@ -132,7 +134,12 @@ def main(arguments: list[str] | None = None) -> int:
             warm_up_planning(make_kernel(name, attention, args.query_len, gpu), attention)
             print(f"compiled planning for kernel '{name}'")
         else:
-            choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
+            candidates(attention, gpu, args.kernel, args.query_len)  # refuses other layers
+            try:
+                choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
+            except PrefixShareError as e:
+                print(e, file=sys.stderr)
+                return NOT_COMPILED
             if choice.passed_over:
                 print(choice.passed_over, file=sys.stderr)
             if attention.kv_dtype is None:  # as in an engine

@@ -219,10 +219,13 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
         # a worker would refuse it once it has loaded the weights
         if settings().kernel == "hopper":
             _check_hopper(current_platform.is_device_capability(90))
+        compiling = None
         with precompiling.best_effort():  # as where no kernel serves the model's shape
             attention = _attention_of(config)
             if attention.kv_lora_rank is None or not latent_refusal(attention.num_qo_heads):
-                precompiling.start_kernels(attention, config)
+                compiling = precompiling.start_kernels(attention, config)
+        if compiling is not None:  # a kernel was named
+            precompiling.refuse_what_does_not_compile(compiling)
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     metrics.expose()
@@ -230,9 +233,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
 
 
 def _check_hopper(is_hopper: bool) -> None:
-    """Refuse a GPU or a Triton without the Hopper kernel, where it was named. Whether it compiles
-    takes a worker to know: here that would keep the engine waiting.
-    """
+    """Refuse a GPU or a Triton without the Hopper kernel, where it was named."""
     from vllm_prefixshare.kernels.registry import import_kernel
 
     if not is_hopper:
