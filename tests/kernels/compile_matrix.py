@@ -63,6 +63,9 @@ def extras(which: str) -> Iterator[Variant]:
         yield Extra((32, 8), 128, 4, True, features=features)
     yield Extra((64, 8), 64, features=("sinks",))  # gpt-oss
     yield Extra((16, 8), 256, features=("soft_cap",))  # Gemma 2
+    for heads, dim in (((32, 8), 112), ((32, 32), 192)):  # the others that are not a power of two
+        yield Extra(heads, dim)
+        yield Extra(heads, dim, 4, True)
     yield Extra((16, 2), 512)
     yield Extra((16, 2), 512, 4, True)
     yield Extra((32, 8), 128, kv_dtype=FP8)
