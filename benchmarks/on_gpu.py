@@ -5,7 +5,8 @@
     python benchmarks/on_gpu.py figures kernel_fp8 kernel_mla
     python benchmarks/on_gpu.py figures kernel --path FASTTREE=~/FastTree-Artifact ...
 
-Tests and trust runs share the GPU and the cores, since nothing of them is timed. A larger
+Tests and trust runs share the GPUs and the cores, since nothing of them is timed; on several GPUs
+a step that needs one gets that with the fewest steps. A larger
 ``--cores`` than the machine has does not help: processes take turns on the GPU, and many engines at
 once run into their time limits. Figures run one after the other: each by the command in its
 published file, which writes to ``--out`` instead. Whatever a step prints is in ``--out`` too. Steps
@@ -21,7 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,8 @@ PARTS = {
     "test_engine_extras": ("scale or questions or differs",),
     "test_engine_hybrid": ("fp8 or drafts",),
 }
+#: files with tests for two GPUs, and what such a part of a file has in its name
+ON_TWO = ("test_ranks", "test_ray", "test_engine_mla", "two_gpus")
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
 ENGINE, KERNEL = "benchmarks/bench_engine.py --start-together", "benchmarks/bench_kernel.py"
 SHARED = "--tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256"
@@ -73,11 +77,14 @@ GRACE = 10.0
 
 @dataclass
 class Step:
-    """One command, and how many cores it keeps busy."""
+    """One command, how many cores it keeps busy, and how many GPUs it needs: one, or more, and
+    then it sees all.
+    """
 
     name: str
     command: str
     cores: int = 1
+    gpus: int = 1
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -86,6 +93,7 @@ class Running:
     step: Step
     process: subprocess.Popen[bytes]
     began: float
+    gpu: str | None = None
     interrupted: bool = False
 
 
@@ -99,11 +107,13 @@ def tests(out: Path) -> Iterator[Step]:
         command = f"-m pytest -q {path.relative_to(ROOT)}"
         named = PARTS.get(path.stem)
         if named is None:
-            yield Step(path.stem, command, cores)
+            yield Step(path.stem, command, cores, 1 + (path.stem in ON_TWO))
             continue
         parts = [*named, f"not ({' or '.join(named)})"]
         for i, part in enumerate(parts, 1):
-            yield Step(f"{path.stem}_{i}", f"{command} -k {shlex.quote(part)}", cores)
+            on_two = any(part.startswith(name) for name in ON_TWO)
+            what = f"{command} -k {shlex.quote(part)}"
+            yield Step(f"{path.stem}_{i}", what, cores, 1 + on_two)
 
 
 def trust(out: Path) -> Iterator[Step]:
@@ -116,7 +126,7 @@ def trust(out: Path) -> Iterator[Step]:
     yield Step("graph", f"{pytest} graph")
     for seed in range(1, FOREST_RUNS + 1):
         environment = {"TRUST_SEED": str(seed), "TRUST_FORESTS": str(FORESTS)}
-        yield Step(f"forests_{seed}", f"{pytest} random", 1, environment)
+        yield Step(f"forests_{seed}", f"{pytest} random", environment=environment)
 
 
 def figure(name: str, out: Path, paths: dict[str, str]) -> Step:
@@ -136,7 +146,7 @@ def figure(name: str, out: Path, paths: dict[str, str]) -> Step:
     words[words.index("--out") + 1] = f"{out}/{name}.json"
     if missing := [w for w in words if w.isupper() and not w.startswith("-")]:
         raise ValueError(f"{name}: where is {missing[0]}? Pass --path {missing[0]}=FOLDER.")
-    return Step(name, shlex.join(words), cores=sys.maxsize)
+    return Step(name, shlex.join(words), cores=sys.maxsize, gpus=2)
 
 
 def threads(step: Step) -> dict[str, str]:
@@ -146,19 +156,29 @@ def threads(step: Step) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(min(step.cores, os.cpu_count() or 1))}
 
 
-def start(step: Step, out: Path) -> Running:
+def visible_gpus() -> list[str]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def start(step: Step, out: Path, gpu: str | None = None) -> Running:
+    one = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
     with (out / f"{step.name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *shlex.split(step.command)],
             cwd=ROOT,
-            env={**os.environ, **threads(step), "PYTHONUNBUFFERED": "1", **step.environment},
+            env={**os.environ, **threads(step), "PYTHONUNBUFFERED": "1", **step.environment, **one},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that the engines that it starts can be ended with it
             preexec_fn=_take_interrupts,
         )
-    return Running(step, process, time.monotonic())
+    return Running(step, process, time.monotonic(), gpu)
 
 
 def _take_interrupts() -> None:
@@ -166,9 +186,11 @@ def _take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(steps: list[Step], out: Path, cores: int, seconds: float) -> list[str]:
+def run(
+    steps: list[Step], out: Path, cores: int, seconds: float, gpus: Sequence[str] = ()
+) -> list[str]:
     """Run ``steps`` in their order, as many at once as ``cores`` can; the names of those that
-    failed or did not end.
+    failed or did not end. Without ``gpus`` every step sees what this process sees.
     """
     waiting, running, wrong = list(steps), [], []
     deadline = time.monotonic() + seconds
@@ -177,7 +199,9 @@ def run(steps: list[Step], out: Path, cores: int, seconds: float) -> list[str]:
         fitting = [step for step in waiting if step.cores <= free or not running]
         if fitting:
             waiting.remove(fitting[0])
-            running.append(start(fitting[0], out))
+            busy = Counter(r.gpu for r in running)
+            one = min(gpus, key=busy.__getitem__) if gpus and fitting[0].gpus == 1 else None
+            running.append(start(fitting[0], out, one))
             continue
         time.sleep(0.1)
         for r in [r for r in running if r.process.poll() is not None]:
@@ -250,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{step.name}: {variables}python {step.command}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    wrong = run(steps, out, args.cores, 60 * args.minutes)
+    wrong = run(steps, out, args.cores, 60 * args.minutes, visible_gpus())
     print(f"{len(steps) - len(wrong)} of {len(steps)} steps passed", *wrong, sep="\n")
     return int(bool(wrong))
 

@@ -80,6 +80,30 @@ def test_what_does_not_end_in_time_can_say_where_it_is(tmp_path, capsys):
     assert "slow: time was up, 3 s: 2 passed, interrupted in the third" in capsys.readouterr().out
 
 
+def test_steps_are_spread_over_the_gpus(tmp_path, monkeypatch):
+    """Four that need one GPU run at once, two on each; one that needs several sees all."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    code = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
+    meet = (
+        f"{code}; import pathlib, time; pathlib.Path('{tmp_path}/here{{0}}').touch()\n"
+        f"while len(list(pathlib.Path('{tmp_path}').glob('here*'))) < 4: time.sleep(0.01)"
+    )
+    four = steps(**{f"one_{i}": meet.format(i) for i in range(4)})
+    several = on_gpu.Step("several", f'-c "{code}"', gpus=2)
+    assert on_gpu.run([*four, several], tmp_path, 4, 60, ["4", "7"]) == []
+    saw = [(tmp_path / f"{step.name}.log").read_text().strip() for step in four]
+    assert sorted(saw) == ["4", "4", "7", "7"]
+    assert (tmp_path / "several.log").read_text().strip() == "all"
+
+
+def test_what_needs_two_gpus_sees_all(tmp_path):
+    several = {step.name for step in on_gpu.tests(tmp_path) if step.gpus > 1}
+    assert several == {"test_ranks", "test_ray", "test_engine_mla", "test_engine_3"}
+    for path in Path(__file__).parent.glob("gpu/test_*.py"):
+        if "two_gpus" in path.read_text() or "TWO_GPUS" in path.read_text():
+            assert any(name.startswith(path.stem) for name in several), path
+
+
 def test_every_test_file_that_needs_a_gpu_has_a_step(tmp_path):
     commands = " ".join(step.command for step in on_gpu.tests(tmp_path))
     files = sorted(Path(__file__).parent.glob("gpu/test_*.py"))
