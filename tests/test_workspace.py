@@ -8,7 +8,7 @@ from tests.planning.strategies import make_planner
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels import gpu_executor as gpu
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.contract import Gpu, HostBatch
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.registry import Choice
@@ -66,6 +66,8 @@ def test_arrays_are_right_after_memory_ran_out(monkeypatch, failing):
         with pytest.raises(torch.OutOfMemoryError):
             arrays.load({"a": np.full(99, 3, np.int32), "b": np.full(8, 4, np.int32)})
     assert loaded(arrays) == before
+    arrays.reserve({"a": 500, "b": 800})  # what was in force still is
+    assert {name: held[: len(before[name])] for name, held in loaded(arrays).items()} == before
     for n in (8, 99):  # with and without another buffer
         arrays.load({"a": np.full(n, 5, np.int32), "b": np.full(8, 6, np.int32)})
         assert arrays.arrays["a"][:n].tolist() == [5] * n
@@ -104,6 +106,33 @@ def test_captured_arrays_and_partial_results_do_not_grow():
     partials.captured = True
     with pytest.raises(PrefixShareError, match="partial results exceed"):
         partials.reserve(len(partials.lse))
+
+
+@pytest.mark.parametrize("exceeded", ["plan", "queries"])
+def test_a_refused_plan_leaves_the_last_one_with_its_queries(monkeypatch, exceeded):
+    attention = AttentionConfig(4, 2, 64, 16, "float16")
+    choice = Choice(PortableKernel(attention, 4, H100), None)
+    monkeypatch.setattr(gpu, "choose_kernel", lambda *_: choice)
+    executor = gpu.GpuExecutor(attention, CPU, query_len=4)
+    cost = analytic_cost(attention, executor.name)
+    planner = DecodePlanner(executor.planner_config(), cost, 16, attention.gqa_group_size)
+
+    def prepare(num_reqs: int) -> None:
+        table = np.arange(1, 12 * num_reqs + 1, dtype=np.int32).reshape(num_reqs, 12)
+        lens = np.full(num_reqs, 100, np.int32)
+        starts = 4 * np.arange(num_reqs + 1, dtype=np.int32)
+        executor.prepare(planner.update(table, lens, 4), HostBatch(table, lens, starts))
+
+    prepare(2)
+    workspace = executor.workspace
+    room = workspace.plan if exceeded == "queries" else workspace.queries
+    room.reserve(dict.fromkeys(room.arrays, 4000))
+    workspace.partials.reserve(400)
+    before = loaded(workspace.plan), loaded(workspace.queries)
+    workspace.plan.captured = workspace.queries.captured = workspace.partials.captured = True
+    with pytest.raises(PrefixShareError, match="exceed the workspace that a CUDA graph"):
+        prepare(60)
+    assert (loaded(workspace.plan), loaded(workspace.queries)) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -93,6 +93,8 @@ def _locked(folder: str, how: int, patience: float = 10.0) -> Iterator[None]:
             break
         yield
     finally:
+        with contextlib.suppress(OSError):  # closing alone leaves it to a child that was forked
+            fcntl.flock(opened, fcntl.LOCK_UN)
         os.close(opened)
 
 

@@ -1,5 +1,6 @@
 """``trace`` records the batches of an engine in a bounded file that ``inspect`` reads."""
 
+import errno
 import json
 import os
 import subprocess
@@ -82,6 +83,36 @@ def test_a_disk_that_is_full_ends_the_trace_and_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing.os, "pwrite", lambda f, data, at: written(f, data[:10], at))
     assert made.update(TABLE, LENS).num_reqs == 3
     assert (tmp_path / "t.jsonl").read_bytes() == b""
+
+
+def test_a_disk_that_fails_altogether_ends_no_step(tmp_path, monkeypatch):
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tracing.os, "pwrite", fails)
+    monkeypatch.setattr(tracing.os, "ftruncate", fails)
+    assert made.update(TABLE, LENS).num_reqs == 3
+
+
+def test_a_file_system_without_locks_records(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tracing.fcntl, "flock", no_locks)
+    path = tmp_path / "t.jsonl"
+    planner(monkeypatch, path).update(TABLE, LENS)
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_emptied_is_refused(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tracing.os, "ftruncate", fails)
+    with pytest.raises(PrefixShareError, match=r"cannot be written \(Read-only file system\)"):
+        tracing.Trace(tmp_path / "t.jsonl")
 
 
 def test_of_two_processes_the_first_records(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from tests.batches import PagedBatch, paged_batch
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
-from vllm_prefixshare.distributed import scaling
+from vllm_prefixshare.distributed import scaling, tree_reduction
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
@@ -30,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 WAYS = (*REDUCTIONS, "ring")
 PATIENCE = 60.0  # seconds; long, for the cases in which no rank is late on purpose
 SOON = 3.0
+FINE = "nothing was refused"
 
 
 def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
@@ -114,12 +116,16 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
 
     # from here on one rank is late or dead
     held = shard_of(table, lens, caches)
-    refused, late, dead, passing, meeting = (
-        make(batch, way, SOON) for way in ("gather", "gather", "all_reduce", "ring", "gather")
-    )
-    for decider in (refused, late, dead, passing):
+    refused, late, dead, passing, meeting, before, between, turning = (
+        make(batch, way, SOON)
+        for way in (
+            "gather", "gather", "all_reduce", "ring", "gather", "gather", "all_reduce", "ring",
+        )
+    )  # fmt: skip
+    for decider in (refused, late, dead, passing, before, between, turning):
         decider.plan(table, lens)
-    passing.run(batch.q, *caches)
+    for decider in (passing, turning):
+        decider.run(batch.q, *caches)
     group = dist.new_group([0])
     found["a group"] = sentence(lambda: make(batch, "gather", group=group))
     found["groups"] = len(dist.distributed_c10d._world.pg_names)
@@ -127,6 +133,23 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     # one rank refuses its first call and makes the second, while the others wait in their first
     for case, q in ("refused", batch.q[:, :2] if last else batch.q), ("refused, again", batch.q):
         found[case] = timed_sentence(lambda q=q: refused.run(q, held))
+    # one rank runs out of memory before its collective, between two, or between two turns
+    for case, of, name, call in (
+        ("memory before", before._wrapper, "run", lambda: before.run(batch.q, held)),
+        ("memory between", tree_reduction, "_weighted", lambda: between.run(batch.q, held)),
+        (
+            "memory in the ring",
+            turning._wrappers[rank - 1],
+            "run",
+            lambda: turning.run(batch.q, *caches),
+        ),
+    ):
+        dist.barrier()
+        fault = mock.Mock(side_effect=torch.OutOfMemoryError("planted"))
+        with mock.patch.object(of, name, fault) if last else nullcontext():
+            found[case] = timed_sentence(call)
+        found[f"{case}, again"] = timed_sentence(call)
+    dist.barrier()  # the ranks have waited for different times
     if not last:
         found["late"] = timed_sentence(lambda: late.run(batch.q, held))
         found["absent"] = timed_sentence(lambda: make(batch, "gather", SOON))
@@ -219,12 +242,12 @@ def shard_of(table: np.ndarray, lens: np.ndarray, caches: list[torch.Tensor]) ->
 
 
 def sentence(call: Callable[[], object]) -> str:
-    """The error message with which ``call`` is refused."""
+    """The error message with which ``call`` is refused, or fails for want of memory."""
     try:
         call()
-    except PrefixShareError as e:
+    except (PrefixShareError, torch.OutOfMemoryError) as e:
         return str(e)
-    return "nothing was refused"
+    return FINE
 
 
 def timed_sentence(call: Callable[[], object]) -> tuple[str, float]:

@@ -17,7 +17,7 @@ from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 
-from .at_work import CASES, SOON, WAYS, rank_at_work
+from .at_work import CASES, FINE, SOON, WAYS, rank_at_work
 
 SIZES = (2, 3, 8)
 #: relative error of the output: its own rounding, and for bfloat16 the rounding of each rank's
@@ -102,7 +102,7 @@ def test_every_rank_says_what_disagrees(world, case, text):
 
 def test_only_ranks_of_a_group_use_it(world):
     inside, *others = (found["a group"] for found in world)
-    assert inside == "nothing was refused"
+    assert inside == FINE
     for rank, said in enumerate(others, 1):
         assert said == f"rank {rank} is not in the group: call it on the group's ranks only."
 
@@ -129,6 +129,19 @@ def test_a_rank_that_refused_a_call_meets_no_earlier_one_of_the_others(world):
         assert "failed: another rank has ended, or was elsewhere" in first[0]
         assert again[0] == first[0]
         assert first[1] < 10 * SOON and again[1] < SOON
+
+
+@pytest.mark.parametrize("where", ["before", "between", "in the ring"])
+def test_a_rank_that_ran_out_of_memory_meets_no_earlier_call_of_the_others(world, where):
+    case = f"memory {where}"
+    *others, (first, again) = ((found[case], found[f"{case}, again"]) for found in world)
+    assert first[0] == "planted"
+    text = "an earlier call failed here, while the others may have gone on: restart all ranks"
+    assert again[0] == f"rank {len(world) - 1}: {text} (planted)."
+    for first, again in others:
+        assert "failed: another rank has ended, or was elsewhere" in again[0]
+        # a ring's shards may have gone round before
+        assert again[0] == first[0] or (where == "in the ring" and first[0] == FINE)
 
 
 @pytest.mark.parametrize(

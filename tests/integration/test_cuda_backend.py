@@ -4,6 +4,7 @@ Our portable kernel runs under Triton's interpreter. FlashAttention does not run
 prefill rows only the metadata that it would get is checked.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -611,6 +612,28 @@ def test_images_stay_with_their_requests(monkeypatch):
     monkeypatch.setattr(group.builder, "_build_part", parts.append)
     assert group.builder.build(0, common).num_planned_tokens == 1
     assert [part.mm_req_doc_ranges for part in parts] == [{1: [(72, 76)]}]
+
+
+def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
+    for module in ("vllm.utils.torch_utils", "vllm.v1.attention.backends.flash_attn"):
+        monkeypatch.setattr(f"{module}.PIN_MEMORY", False, raising=False)
+    config = vllm_config()
+    config.model_config.is_mm_prefix_lm = True
+    config.scheduler_config.max_num_batched_tokens = 256
+    monkeypatch.setattr(sys.modules[__name__], "vllm_config", lambda *_: config)
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 80], [1, 60, 10])
+    group.start(batch)
+    common = group.common(batch)
+    common.mm_req_doc_ranges = {2: [(72, 76)]}
+    prefill = group.builder.build(0, common).prefill_metadata
+    if not hasattr(prefill, "mm_prefix_query_range_tensor"):
+        pytest.skip("before vLLM 0.28 ranges are no tensor")
+    ranges = prefill.mm_prefix_query_range_tensor
+    assert len(ranges) == 70, "of the tokens in prefill"
+    assert (ranges[:, 0] >= 0).nonzero().flatten().tolist() == list(range(62, 67))
+    common.mm_req_doc_ranges = None
+    assert group.builder.build(0, common).prefill_metadata.mm_prefix_query_range_tensor is None
 
 
 @pytest.mark.usefixtures("worth_it")

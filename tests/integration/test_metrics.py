@@ -95,6 +95,24 @@ def test_a_folder_in_which_no_file_can_be_made_is_refused(monkeypatch, tmp_path,
             check()
 
 
+def test_the_variable_that_named_the_folder_is_in_the_sentence(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(metrics.SHARED, str(tmp_path / "file"))
+    with pytest.raises(PrefixShareError, match=f"^{metrics.SHARED}='.*file' is not a usable"):
+        metrics.named_folder()
+
+
+def test_the_share_factor_is_of_whole_seconds(counted, tmp_path):
+    publisher = metrics.Publisher(tmp_path, LABELS)
+    publisher.write(tmp_path)
+    before = publisher._share_factor
+    counted.note_step(900, 899)  # such a step alone would have another factor
+    publisher.write(tmp_path, share_factor_too=False)
+    assert publisher._share_factor == before
+    publisher.write(tmp_path)
+    assert publisher._share_factor == 900.0
+
+
 def test_the_front_end_and_the_workers_have_one_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(metrics.VARIABLE, "~/counters")

@@ -35,7 +35,7 @@ def started(monkeypatch, tmp_path) -> list[list[str]]:
 
     def popen(command: list[str], **options: object) -> SimpleNamespace:
         found.append(command)
-        return SimpleNamespace(wait=lambda: 0)
+        return SimpleNamespace(communicate=lambda: None)
 
     monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
     monkeypatch.setattr(subprocess, "Popen", popen)
@@ -153,7 +153,7 @@ def test_a_named_kernel_that_does_not_compile_is_refused(named, monkeypatch, tmp
 def test_a_named_kernel_is_not_refused_for_another_reason(named, end):
     """Such as a full disk, or no memory: then a worker compiles."""
     process = subprocess.Popen(
-        [sys.executable, "-c", f"import os; {end}"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", f"import os; {end}"], stdout=subprocess.PIPE, text=True
     )
     precompiling.refuse_what_does_not_compile(process)
     assert process.returncode is not None
@@ -162,16 +162,29 @@ def test_a_named_kernel_is_not_refused_for_another_reason(named, end):
 def test_an_engine_waits_no_longer_than_it_should_for_a_named_kernel(named, monkeypatch):
     monkeypatch.setattr(precompiling, "MOST_SECONDS", 0.1)
     process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(1)"], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", "import time; time.sleep(1)"], stdout=subprocess.PIPE, text=True
     )
     precompiling.refuse_what_does_not_compile(process)
     assert process.poll() is None
     process.wait()
 
 
-def test_nobody_waits_under_auto(started):
+def test_nobody_waits_under_auto_or_for_latents(started, monkeypatch):
+    """Without a kernel, layers with latents keep the parent's backend."""
     assert precompiling.start_kernels(LAYER, CONFIG) is None
-    assert len(started) == 1
+    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "hopper")
+    settings.cache_clear()
+    latents = AttentionConfig(16, 1, 576, 64, kv_lora_rank=512)
+    assert precompiling.start_kernels(latents, CONFIG) is None
+    assert len(started) == 2
+
+
+def test_a_process_that_is_not_waited_for_may_write_a_lot(named, monkeypatch):
+    monkeypatch.setattr(precompiling, "MOST_SECONDS", 0.1)
+    code = "import sys, time; time.sleep(0.5); sys.stdout.write('x' * (1 << 20))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    precompiling.refuse_what_does_not_compile(process)
+    assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize("folder", ["file", "a" * 300, "read-only", "of others"])

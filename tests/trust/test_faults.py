@@ -1,9 +1,11 @@
 """Damaged files on the disk: each is refused in one sentence, or the package works without it."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -666,3 +668,27 @@ def test_a_users_mistake_is_not_a_failure_of_the_planner():
     with pytest.raises(PrefixShareError, match="remedy"):
         planner.update(np.ones((1, 1), np.int32), np.ones(1, np.int32))
     assert planner.counters.fallbacks[PLANNING_FAILED] == 0
+
+
+def test_a_lock_is_released_although_a_forked_child_lives(tmp_path):
+    with compiled._locked(str(tmp_path), fcntl.LOCK_EX):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with compiled._locked(str(tmp_path), fcntl.LOCK_EX, patience=0.0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_picture_is_written_to_what_a_link_names(tmp_path):
+    """As /dev/stdout is a link to a file that a shell has opened."""
+    file, link = tmp_path / "file.svg", tmp_path / "link.svg"
+    with file.open("wb") as opened:
+        link.symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        Canvas(10, "plan").write_svg(link)
+    assert link.is_symlink()
+    assert file.read_bytes().startswith(b"<svg")

@@ -147,11 +147,11 @@ def _svg_of(shape: Shape) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all. What is no plain file, such as /dev/stdout, is
-    written to and not replaced.
+    """Write a file that appears whole or not at all. What is no plain file, such as /dev/stdout,
+    or a link to a file, is written to and not replaced.
     """
     try:
-        if path.exists() and not path.is_file():
+        if path.is_symlink() or (path.exists() and not path.is_file()):
             path.write_bytes(data)
         else:
             write_whole(path, data)

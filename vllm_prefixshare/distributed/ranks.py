@@ -208,17 +208,18 @@ class Ranks:
 
     @contextmanager
     def before_the_others(self) -> Iterator[None]:
-        """What this rank does by itself before a collective. If it is refused, the others may have
-        begun that collective, and the next one here would meet it: there is none.
+        """What this rank does by itself before a collective, or between two. If that fails, the
+        others may have begun the collective, and the next one here would meet it: there is none.
         """
         self._check()
         try:
             yield
-        except PrefixShareError as e:
-            if self.size > 1:
+        except BaseException as e:  # out of memory and interrupts, too: a caller may go on
+            if self.size > 1 and self._failed is None:
+                how = "was refused" if isinstance(e, PrefixShareError) else "failed"
                 self._failed = PrefixShareError(
-                    f"rank {self.rank}: an earlier call was refused here, while the others may "
-                    f"have gone on: restart all ranks ({one_line(e)})."
+                    f"rank {self.rank}: an earlier call {how} here, while the others may have gone "
+                    f"on: restart all ranks ({one_line(e)})."
                 )
             raise
 

@@ -97,17 +97,17 @@ class RingDecode:
         if kind != self._agreed:
             self.ranks.agree({"the KV cache": kind})
             self._agreed = kind
-        caches = [k_cache.contiguous(), v_cache.contiguous()]
-        states: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for turn in range(self.ranks.size):
-            last = turn == self.ranks.size - 1
-            coming, wait = ([], None) if last else self.ranks.pass_on(caches)
-            source = (self.ranks.rank - turn) % self.ranks.size
-            wrapper, tables = self._wrappers[source], self._tables[source]
-            with self.ranks.before_the_others():
+        with self.ranks.before_the_others():
+            caches = [k_cache.contiguous(), v_cache.contiguous()]
+            states: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for turn in range(self.ranks.size):
+                last = turn == self.ranks.size - 1
+                coming, wait = ([], None) if last else self.ranks.pass_on(caches)
+                source = (self.ranks.rank - turn) % self.ranks.size
+                wrapper, tables = self._wrappers[source], self._tables[source]
                 states.append(wrapper.run(q, caches[0], caches[1], *tables, return_lse=True))
-            if wait is not None:
-                wait()
-            caches = coming
-        outs, lses = zip(*states, strict=True)
-        return merge_states(outs, lses)
+                if wait is not None:
+                    wait()
+                caches = coming
+            outs, lses = zip(*states, strict=True)
+            return merge_states(outs, lses)

@@ -187,9 +187,9 @@ class TreeDecode:
             mine = self.partial(q, shard)
             if len(q) != self._num_reqs:  # this rank refused the batch that the others planned
                 raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
-        if not len(q):  # on all ranks, which agree on the number of requests
-            return mine.out, mine.lse
-        return self._reduce(self.ranks, mine)
+            if not len(q):  # on all ranks, which agree on the number of requests
+                return mine.out, mine.lse
+            return self._reduce(self.ranks, mine)
 
     def partial(self, q: torch.Tensor, shard: Shard) -> Partial:
         """The result over the rank's own tokens; arguments as in ``run``."""

@@ -112,9 +112,10 @@ def named_folder() -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
+        name = SHARED if shared else VARIABLE
         raise PrefixShareError(
-            f"{VARIABLE}={str(folder)!r} is not a usable folder ({e.strerror}): name another or "
-            "unset it."
+            f"{name}={str(folder)!r} is not a usable folder ({e.strerror}): name another or unset "
+            "it."
         ) from None
     return folder
 
@@ -185,7 +186,8 @@ class Publisher(threading.Thread):
 
     def run(self) -> None:
         """Write once a second and log once a minute, until the process ends. Write at once when
-        decodes stop: the process may be killed right after the last answer, as by Ray Data.
+        decodes stop, or a step takes long: the process may be killed right after the last answer,
+        as by Ray Data.
         """
         wrote = logged = time.monotonic()
         seen = written = STATS.decode_steps
@@ -193,10 +195,13 @@ class Publisher(threading.Thread):
             time.sleep(TICK_SECONDS)
             now, before, seen = time.monotonic(), seen, STATS.decode_steps
             stopped = seen == before != written
-            if self._folder is not None and (stopped or now - wrote >= WRITE_SECONDS):
-                wrote, written = now, seen
+            due = now - wrote >= WRITE_SECONDS
+            if self._folder is not None and (stopped or due):
+                written = seen
+                if due:
+                    wrote = now
                 try:
-                    self.write(self._folder)
+                    self.write(self._folder, due)
                 except OSError as e:  # the folder is on another machine, or the disk is full
                     self._folder = None
                     logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
@@ -205,17 +210,21 @@ class Publisher(threading.Thread):
                 if (line := self.log_line()) is not None:
                     logger().info("%s", line)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, share_factor_too: bool = True) -> None:
         """Bring the files up to date.
+
+        Args:
+            share_factor_too: else it stays that of the time before the last call with it.
 
         Raises:
             OSError: a file cannot be written.
         """
         from prometheus_client.mmap_dict import mmap_key
 
-        since = self._since_write.take()
-        if since["decode_steps"]:
-            self._share_factor = share_factor(since["kv_tokens_stock"], since["kv_tokens_read"])
+        if share_factor_too:
+            since = self._since_write.take()
+            if since["decode_steps"]:
+                self._share_factor = share_factor(since["kv_tokens_stock"], since["kv_tokens_read"])
         for sample in samples(self._share_factor):
             if sample.kind not in self._files:
                 self._files[sample.kind] = self._new_file(folder, sample.kind)

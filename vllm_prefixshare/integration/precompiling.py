@@ -79,7 +79,7 @@ def refuse_what_does_not_compile(process: "Process") -> None:
         PrefixShareError: Triton cannot compile the kernel.
     """
     try:
-        _, said = process.communicate(timeout=MOST_SECONDS)
+        said, _ = process.communicate(timeout=MOST_SECONDS)
     except subprocess.TimeoutExpired:
         _reap(process)  # the worker compiles what is missing
         return
@@ -99,7 +99,7 @@ def best_effort() -> Iterator[None]:
 
 
 def _reap(process: "Process") -> None:
-    threading.Thread(target=process.wait, daemon=True).start()
+    threading.Thread(target=process.communicate, daemon=True).start()
 
 
 def _start(what: str, shape: dict[str, Any]) -> "Process | None":
@@ -118,16 +118,19 @@ def _start(what: str, shape: dict[str, Any]) -> "Process | None":
     # where nothing can be kept, an engine would wait for what it compiles anew
     if folder is None or done.exists() or not os.access(folder, os.W_OK):
         return None
-    waited_for = what == "kernels" and settings().kernel != "auto"
+    # a worker decides for latents: without a kernel they keep the parent's
+    named = settings().kernel != "auto"
+    waited_for = what == "kernels" and named and "kv-lora-rank" not in shape
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments),
             f"--done={done}",
         ],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE if waited_for else subprocess.DEVNULL,
+        stdout=subprocess.PIPE if waited_for else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         text=True,
+        errors="replace",
     )
     if waited_for:
         return process

@@ -73,7 +73,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
         "query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
         "num_reqs", "num_actual_tokens", "max_query_len", "block_table_tensor", "slot_mapping",
-        "causal", "replace", "dcp_local_seq_lens", "is_prefilling",
+        "causal", "replace", "dcp_local_seq_lens", "is_prefilling", "mm_req_doc_ranges",
     ),
     "vllm.v1.attention.selector.AttentionSelectorConfig": (
         "head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sink", "use_sparse",

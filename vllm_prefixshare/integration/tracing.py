@@ -1,5 +1,6 @@
 """A record of the batches that an engine plans for, as ``vllm-prefixshare inspect`` reads it."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -34,10 +35,14 @@ def open_file(path: Path) -> int:
         os.close(file)
         raise OSError(errno.EINVAL, "not a regular file")
     except OSError as e:
-        raise PrefixShareError(
-            f"VLLM_PREFIXSHARE_TRACE={path} cannot be written ({e.strerror}): name another "
-            "file, or unset it."
-        ) from None
+        raise _unusable(path, e) from None
+
+
+def _unusable(path: Path, e: OSError) -> PrefixShareError:
+    return PrefixShareError(
+        f"VLLM_PREFIXSHARE_TRACE={path} cannot be written ({e.strerror}): name another file, or "
+        "unset it."
+    )
 
 
 class Trace:
@@ -55,8 +60,14 @@ class Trace:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as the process lasts
         except BlockingIOError:
             self._open = False
-        else:
+            return
+        except OSError:  # a file system without locks
+            pass
+        try:
             os.ftruncate(self._file, 0)
+        except OSError as e:
+            os.close(self._file)
+            raise _unusable(path, e) from None
 
     def record(
         self,
@@ -104,7 +115,8 @@ class Trace:
                 raise OSError("the disk is full")
         except OSError as e:
             self._open = False
-            os.ftruncate(self._file, self._size)  # drop a partial line
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)  # drop a partial line
             logger().warning("The trace %s ends here: %s.", self._path, e)
         else:
             self._size += len(line)

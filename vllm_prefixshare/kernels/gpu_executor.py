@@ -142,10 +142,20 @@ class GpuExecutor:
                 f"the plan is for {plan.num_workers} workers, this executor has "
                 f"{self.num_workers}: plan with num_workers={self.num_workers}."
             )
+        queries = None
         if batch is not None and self.query_len > 1:
-            self.set_queries(batch.query_start_loc, batch.tree_mask)
-        if plan is self._plan:
-            return
+            queries = self._queries_of(batch)
+            # a plan and its queries come into force together, or neither does
+            self.workspace.queries.reserve({name: array.size for name, array in queries.items()})
+        if plan is not self._plan:
+            self._load(plan)
+        if batch is not None and queries is not None:
+            self.workspace.queries.load(queries)
+            self._has_tree = batch.tree_mask is not None
+            self._num_tokens = int(batch.query_start_loc[-1])
+            self._checked.clear()
+
+    def _load(self, plan: DecodePlan) -> None:
         self._plan = None  # what follows may fail half way
         self.workspace.partials.reserve(max(1, plan.num_partials))
         self.workspace.plan.load(self._kernel.layout(plan))
@@ -155,25 +165,18 @@ class GpuExecutor:
             self._num_tokens = plan.num_reqs
         self._checked.clear()
 
-    def set_queries(self, query_start_loc: IntArray, tree_mask: IntArray | None = None) -> None:
-        """Keep the queries of a batch on the device, for callers that hold them on the host.
-
-        Args:
-            query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
-            tree_mask: ``[num_tokens, words]``, see ``run``.
-        """
+    def _queries_of(self, batch: HostBatch) -> dict[str, IntArray]:
         mask = np.zeros((0, self._mask_words), np.int32)
-        if tree_mask is not None:
-            mask = np.zeros((len(tree_mask), self._mask_words), np.int32)
-            mask[:, : tree_mask.shape[1]] = tree_mask
-        self._has_tree = tree_mask is not None
-        self.workspace.queries.load({"query_start_loc": query_start_loc, "tree_mask": mask})
-        self._num_tokens = int(query_start_loc[-1])
-        self._checked.clear()
+        if batch.tree_mask is not None:
+            mask = np.zeros((len(batch.tree_mask), self._mask_words), np.int32)
+            mask[:, : batch.tree_mask.shape[1]] = batch.tree_mask
+        return {"query_start_loc": batch.query_start_loc, "tree_mask": mask}
 
     @property
     def query_start_loc(self) -> torch.Tensor:
-        """The argument of ``set_queries`` on the device; its address is fixed once captured."""
+        """That of the last batch that ``prepare`` got, on the device; its address is fixed once
+        captured.
+        """
         return self.workspace.queries.arrays["query_start_loc"]
 
     @property
@@ -239,7 +242,7 @@ class GpuExecutor:
             block_table: int32 ``[num_reqs, max_blocks]``.
             seq_lens: int32 ``[num_reqs]``, the queries included.
             out: like ``q``, V's width.
-            query_start_loc: int32 ``[num_reqs + 1]``; that of ``set_queries`` if None.
+            query_start_loc: int32 ``[num_reqs + 1]``; that of ``prepare`` if None.
             tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
                 that it sees query token ``j`` of its request. If both this and ``query_start_loc``
                 are None, that of the prepared batch; causal if it has none.

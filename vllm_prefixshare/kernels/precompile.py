@@ -101,7 +101,7 @@ def compile_cache_write(attention: AttentionConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; 0 once all is compiled, 2 with one sentence on standard error, or
-    ``NOT_COMPILED``.
+    ``NOT_COMPILED`` with one on standard output.
     """
     parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
     parser.add_argument("what", choices=("kernels", "planning"))
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
             except PrefixShareError as e:
-                print(e, file=sys.stderr)
+                print(e)  # alone on standard output: compilers write to the other
                 return NOT_COMPILED
             if choice.passed_over:
                 print(choice.passed_over, file=sys.stderr)

@@ -33,9 +33,14 @@ class DeviceArrays:
         Raises:
             PrefixShareError: there is less room, and a CUDA graph holds the buffer.
         """
+        if self._grow(sizes) and self._loaded:
+            self._copy()
+
+    def _grow(self, sizes: Mapping[str, int]) -> bool:
+        """Whether there is a new buffer, empty and with room for arrays of these lengths."""
         short = [name for name, n in sizes.items() if n > self._sizes.get(name, -1)]
         if not short:
-            return
+            return False
         require_free(self.captured, f"{short[0]} of {sizes[short[0]]} entries")
         # half as much again to grow, in multiples of 32 bytes
         wanted = {name: -(-(n + n // 2 + 1) // 8) * 8 for name, n in sizes.items()}
@@ -48,8 +53,7 @@ class DeviceArrays:
         buffer = torch.zeros(total, dtype=torch.int32, device=self.device)
         self._sizes, self._ring, self._buffer = grown, ring, buffer
         self.arrays = dict(zip(grown, buffer.split(list(grown.values())), strict=True))
-        if self._loaded:
-            self._copy()
+        return True
 
     def load(self, arrays: Mapping[str, IntArray]) -> None:
         """Copy new contents, after all work queued on this stream before. Does not wait for
@@ -58,8 +62,7 @@ class DeviceArrays:
         Raises:
             PrefixShareError: see ``reserve``.
         """
-        self._loaded = {}  # `reserve` need not copy the old contents
-        self.reserve({name: array.size for name, array in arrays.items()})
+        self._grow({name: array.size for name, array in arrays.items()})
         self._loaded = arrays
         self._copy()
 

@@ -116,6 +116,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             singles, single_rows = self._build_single_prefills(common, num_decodes)
         # the whole batch in FLASH_ATTN: only for layers that are not served
         stock = FlashAttentionMetadataBuilder.build(self, 0, common, fast_build=self._all_layers)
+        _take_image_ranges(stock, (prefill, slice(num_tokens, None)), (singles, single_rows))
         return PrefixShareCUDAMetadata(
             **vars(stock),
             executor=executor,
@@ -198,6 +199,20 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         if built.dcp_context_kv_lens is not None:
             built.dcp_context_kv_lens = built.dcp_context_kv_lens.clone()
         return built
+
+
+def _take_image_ranges(
+    whole: FlashAttentionMetadata,
+    *parts: tuple[FlashAttentionMetadata | None, slice | torch.Tensor | None],
+) -> None:
+    """Give parts of a batch their tokens' image ranges, of those of all tokens: vLLM from 0.28 on
+    has one buffer for them, which the whole batch is the last to fill.
+    """
+    name = "mm_prefix_query_range_tensor"
+    ranges = getattr(whole, name, None)
+    for part, tokens in parts:
+        if part is not None and hasattr(part, name):
+            setattr(part, name, None if ranges is None else ranges[tokens])
 
 
 def _ranges_of(
