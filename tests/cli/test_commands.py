@@ -607,6 +607,32 @@ def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, gpus, capsys
     assert f"must divide the model's 8 query heads, got {gpus}." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("fields", "gpus", "expected"),
+    [
+        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 4, None),  # Phi-4
+        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 5, (8, 2)),
+        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 20, (2, 1)),
+        ({"num_attention_heads": 24, "num_key_value_heads": 4}, 6, None),
+        # latents are not divided, and other layers have no KV heads
+        ({"num_attention_heads": 40, "num_key_value_heads": 10, "kv_lora_rank": 512}, 4, (10, 2)),
+        ({"num_attention_heads": 40, "num_key_value_heads": 10, "layer_types": ["mamba"]}, 4,
+         (10, 2)),
+    ],
+)  # fmt: skip
+def test_gpus_divide_the_kv_heads_or_hold_copies_of_one(tmp_path, fields, gpus, expected):
+    model = write_model(tmp_path, **fields)
+    (kind,) = layer_kinds(model, read_config(model))
+    if expected is None:
+        with pytest.raises(
+            PrefixShareError, match=f"KV heads or be a multiple of them, got {gpus}."
+        ):
+            on_one_gpu(kind, gpus)
+    else:
+        found = on_one_gpu(kind, gpus)
+        assert (found.num_heads, found.num_kv_heads) == expected
+
+
 def test_inspect_shows_every_divider(capsys):
     assert main(["inspect", "--tree", "1,4_256,64"]) == 0
     lines = capsys.readouterr().out.splitlines()
