@@ -232,6 +232,17 @@ def test_doctor_looks_for_a_kernel_that_takes_the_drafts(tmp_path, monkeypatch):
     assert asked == [(SHAPE, 4)]
 
 
+def test_drafts_and_the_cache_count_without_a_model(monkeypatch):
+    on_a_gpu(monkeypatch, kernel=doctor.kernel)
+    asked = []
+    monkeypatch.setattr(doctor, "gpu_kernel", lambda *of: asked.append(of) or ("hopper", None))
+    usual = AttentionConfig(32, 8, 128, 16)
+    gpus = ["--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"]
+    for options in (["--num-speculative-tokens", "3"], ["--kv-cache-dtype", "fp8"], gpus):
+        assert main(["doctor", *options]) == 0
+    assert asked == [(usual, 4), (replace(usual, kv_dtype=FP8, query_dtype=FP8), 1), (usual, 1)]
+
+
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
@@ -600,11 +611,10 @@ def test_nothing_is_promised_for_caches_that_are_not_served(tmp_path, capsys, co
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("gpus", ["0", "3"])
-def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, gpus, capsys):
+def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, capsys):
     model = str(write_model(tmp_path))
-    assert main(["doctor", "--model", model, "--tensor-parallel-size", gpus]) == 2
-    assert f"must divide the model's 8 query heads, got {gpus}." in capsys.readouterr().err
+    assert main(["doctor", "--model", model, "--tensor-parallel-size", "3"]) == 2
+    assert "must divide the model's 8 query heads, got 3." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -165,13 +165,16 @@ def test_doctor_knows_what_drafts_and_shards_rule_out(
          "at most --tensor-parallel-size 2 divided by the model's 2 KV heads, got 2."),
         (["--num-speculative-tokens", "-1"], "must be from 0 to 1024, got -1."),
         (["--num-speculative-tokens", "9999"], "must be from 0 to 1024, got 9999."),
-        (["--tensor-parallel-size", "0"], "must divide the model's 8 query heads, got 0."),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be 1 or more, got 0."),
+        (["--tensor-parallel-size", "-2"], "--tensor-parallel-size must be 1 or more, got -2."),
     ],
 )  # fmt: skip
 def test_doctor_refuses_numbers_that_vllm_refuses(tmp_path, capsys, options, sentence):
-    assert main(["doctor", "--model", str(write_model(tmp_path)), *options]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1
+    asked_of_a_model = "the model's" in sentence
+    for model in (["--model", str(write_model(tmp_path))], *([] if asked_of_a_model else [[]])):
+        assert main(["doctor", *model, *options]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
