@@ -151,8 +151,11 @@ def figure(name: str, out: Path, paths: dict[str, str]) -> Step:
 
 def threads(step: Step) -> dict[str, str]:
     """As many threads as the step has cores: references in float64 run on the CPU, and sixteen
-    processes with a thread for each core would wait for one another.
+    processes with a thread for each core would wait for one another. What has all cores keeps the
+    environment of its published command.
     """
+    if step.cores == sys.maxsize:
+        return {}
     return {"OMP_NUM_THREADS": str(min(step.cores, os.cpu_count() or 1))}
 
 

@@ -358,6 +358,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             args.max_gap = chaos.GPU_MAX_GAP if has_gpu() else chaos.MAX_GAP
         if "eagle" in args.variants and not (has_gpu() and args.model is None):
             parser.error("--variants eagle has a drafter for the GPU's default model only")
+    if not runs(args):
+        parser.error("nothing would run: drafts need the runner V1, or name another of --variants")
     return args
 
 

@@ -96,6 +96,16 @@ def test_steps_are_spread_over_the_gpus(tmp_path, monkeypatch):
     assert (tmp_path / "several.log").read_text().strip() == "all"
 
 
+def test_figures_have_the_threads_of_their_published_commands(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code = "import os; print(os.environ.get('OMP_NUM_THREADS', 'as by default'))"
+    figure = on_gpu.figure("kernel_mla_heads", tmp_path, {})
+    figure.command = f'-c "{code}"'
+    assert on_gpu.run([*steps(test=code), figure], tmp_path, 1, 60) == []
+    assert (tmp_path / "test.log").read_text().strip() == "1"
+    assert (tmp_path / f"{figure.name}.log").read_text().strip() == "as by default"
+
+
 def test_what_needs_two_gpus_sees_all(tmp_path):
     several = {step.name for step in on_gpu.tests(tmp_path) if step.gpus > 1}
     assert several == {"test_ranks", "test_ray", "test_engine_mla", "test_engine_3"}

@@ -140,6 +140,16 @@ def test_what_chaos_runs_at_once_is_shared_by_default_on_a_gpu(gpu, variant):
 # -- seeds, rows and dates
 
 
+def test_runs_of_which_none_is_left_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "has_gpu", lambda: True)
+    asked = ["engine", "--variants", "drafts", "--runners"]
+    with pytest.raises(SystemExit) as ended:
+        soak.parse([*asked, "V2"])
+    assert ended.value.code == 2
+    assert "nothing would run: drafts need the runner V1" in capsys.readouterr().err
+    assert len(soak.runs(soak.parse([*asked, "V2", "V1"]))) == 1
+
+
 def test_a_server_runs_once_for_each_seed():
     args = soak.parse(["server", "--seeds", "3", "4", "5"])
     assert [run.keywords for run in soak.runs(args)] == [{"seed": s} for s in (3, 4, 5)]

@@ -232,6 +232,17 @@ def test_doctor_looks_for_a_kernel_that_takes_the_drafts(tmp_path, monkeypatch):
     assert asked == [(SHAPE, 4)]
 
 
+def test_drafts_and_the_cache_count_without_a_model(monkeypatch):
+    on_a_gpu(monkeypatch, kernel=doctor.kernel)
+    asked = []
+    monkeypatch.setattr(doctor, "gpu_kernel", lambda *of: asked.append(of) or ("hopper", None))
+    usual = AttentionConfig(32, 8, 128, 16)
+    gpus = ["--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"]
+    for options in (["--num-speculative-tokens", "3"], ["--kv-cache-dtype", "fp8"], gpus):
+        assert main(["doctor", *options]) == 0
+    assert asked == [(usual, 4), (replace(usual, kv_dtype=FP8, query_dtype=FP8), 1), (usual, 1)]
+
+
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
@@ -600,11 +611,36 @@ def test_nothing_is_promised_for_caches_that_are_not_served(tmp_path, capsys, co
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("gpus", ["0", "3"])
-def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, gpus, capsys):
+def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, capsys):
     model = str(write_model(tmp_path))
-    assert main(["doctor", "--model", model, "--tensor-parallel-size", gpus]) == 2
-    assert f"must divide the model's 8 query heads, got {gpus}." in capsys.readouterr().err
+    assert main(["doctor", "--model", model, "--tensor-parallel-size", "3"]) == 2
+    assert "must divide the model's 8 query heads, got 3." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus", "expected"),
+    [
+        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 4, None),  # Phi-4
+        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 5, (8, 2)),
+        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 20, (2, 1)),
+        ({"num_attention_heads": 24, "num_key_value_heads": 4}, 6, None),
+        # latents are not divided, and other layers have no KV heads
+        ({"num_attention_heads": 40, "num_key_value_heads": 10, "kv_lora_rank": 512}, 4, (10, 2)),
+        ({"num_attention_heads": 40, "num_key_value_heads": 10, "layer_types": ["mamba"]}, 4,
+         (10, 2)),
+    ],
+)  # fmt: skip
+def test_gpus_divide_the_kv_heads_or_hold_copies_of_one(tmp_path, fields, gpus, expected):
+    model = write_model(tmp_path, **fields)
+    (kind,) = layer_kinds(model, read_config(model))
+    if expected is None:
+        with pytest.raises(
+            PrefixShareError, match=f"KV heads or be a multiple of them, got {gpus}."
+        ):
+            on_one_gpu(kind, gpus)
+    else:
+        found = on_one_gpu(kind, gpus)
+        assert (found.num_heads, found.num_kv_heads) == expected
 
 
 def test_inspect_shows_every_divider(capsys):
@@ -719,6 +755,16 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
         {"linear_attn_config": {"kda": 4}},
         {"linear_attn_config": {"kda_layers": [[1]]}},
         {"hybrid_override_pattern": 4},
+        {"layers_block_type": 4},
+        {"num_hidden_layers": None, "layers_block_type": 4},
+        {"per_layer_config": [4]},
+        {"per_layer_config": {"first": {}}},
+        {"per_layer_config": {"0": {"head_dim": [64]}}},
+        {"per_layer_config": {str(i): {"head_dim": i} for i in range(99)}, "num_hidden_layers": 99},
+        {"model_type": "gemma4_text", "global_head_dim": "wide"},
+        {"model_type": "minicpm3", "qk_nope_head_dim": None},
+        {"model_type": "zamba2", "attention_head_dim": -1},
+        {"thinker_config": 4},
         {"attn_type_list": {"0": 1}},
         {"attn_layer_indices": 4},
         {"attn_layer_period": "8"},

@@ -7,9 +7,10 @@ from packaging.version import Version
 
 from tests.cli.test_commands import write_model
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.model import layer_kinds, read_config
+from vllm_prefixshare.cli.model import attention_shape, layer_kinds, read_config
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu
 from vllm_prefixshare.integration.support import Engine
+from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 ALIBI = "ALiBi slopes"
@@ -110,7 +111,8 @@ def test_mimo_has_a_backend_of_its_own_where_values_are_narrower(tmp_path):
 def test_which_layers_let_the_tokens_of_an_image_see_each_other(
     tmp_path, release, fields, expected
 ):
-    (kind, *_) = kinds_of(tmp_path, release and Version(release), head_dim=64, **fields)
+    fields = {"head_dim": 64, "global_head_dim": 64, **fields}
+    (kind, *_) = kinds_of(tmp_path, release and Version(release), **fields)
     wanted = "bidirectional multimodal prefixes" if expected else None
     assert falls_back(kind, None) == wanted
 
@@ -163,13 +165,16 @@ def test_doctor_knows_what_drafts_and_shards_rule_out(
          "at most --tensor-parallel-size 2 divided by the model's 2 KV heads, got 2."),
         (["--num-speculative-tokens", "-1"], "must be from 0 to 1024, got -1."),
         (["--num-speculative-tokens", "9999"], "must be from 0 to 1024, got 9999."),
-        (["--tensor-parallel-size", "0"], "must divide the model's 8 query heads, got 0."),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be 1 or more, got 0."),
+        (["--tensor-parallel-size", "-2"], "--tensor-parallel-size must be 1 or more, got -2."),
     ],
 )  # fmt: skip
 def test_doctor_refuses_numbers_that_vllm_refuses(tmp_path, capsys, options, sentence):
-    assert main(["doctor", "--model", str(write_model(tmp_path)), *options]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1
+    asked_of_a_model = "the model's" in sentence
+    for model in (["--model", str(write_model(tmp_path))], *([] if asked_of_a_model else [[]])):
+        assert main(["doctor", *model, *options]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -200,3 +205,112 @@ def test_doctor_knows_what_batch_invariance_rules_out(
 def test_latents_of_another_rank_are_not_served(tmp_path):
     (kind,) = kinds_of(tmp_path, **LATENT | {"kv_lora_rank": 256, "qk_rope_head_dim": 320})
     assert falls_back(on_one_gpu(kind, 1), None, Engine()) == "head_dim 576"
+
+
+def saved(folder, model_type, **fields):
+    """A model's configuration, as transformers saves it, and what transformers reads there."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type, **fields)
+    (folder / "config.json").write_text(theirs.to_json_string(use_diff=False))
+    return read_config(folder), theirs
+
+
+def shapes(kinds):
+    return [(k.count, k.num_heads, k.num_kv_heads, k.head_size) for k in kinds if k.attention]
+
+
+@pytest.mark.parametrize(
+    ("fields", "full_kv_heads"),
+    [({}, 4), ({"num_global_key_value_heads": 2}, 4),
+     ({"num_global_key_value_heads": 2, "attention_k_eq_v": True}, 2)],
+)  # fmt: skip
+def test_full_layers_of_gemma_4_have_a_shape_of_their_own(tmp_path, fields, full_kv_heads):
+    """In the words of the published files, and as transformers 5.19 saves them."""
+    fields = {"num_hidden_layers": 12, "num_attention_heads": 16, "head_dim": 256,
+              "global_head_dim": 512, **fields}  # fmt: skip
+    config, theirs = saved(tmp_path, "gemma4_text", num_key_value_heads=4, **fields)
+    types = theirs.layer_types
+    expected = [(10, 16, 4, 256), (2, 16, full_kv_heads, 512)]
+    if hasattr(theirs, "per_layer_config"):
+        layers = {(t, x.num_key_value_heads, x.head_dim) for t, x in
+                  zip(types, theirs.per_layer_config, strict=True)}  # fmt: skip
+        assert layers == {("sliding_attention", 4, 256), ("full_attention", full_kv_heads, 512)}
+    assert shapes(layer_kinds(tmp_path, config)) == expected
+    published = {"model_type": "gemma4_text", "num_key_value_heads": 4, **fields}
+    assert shapes(kinds_of(tmp_path, layer_types=types, **published)) == expected
+    del published["global_head_dim"]
+    assert shapes(kinds_of(tmp_path, layer_types=types, **published)) == expected
+
+
+def test_layers_that_differ_are_kinds_of_their_own(tmp_path):
+    own = {"1": {"head_dim": 128}, "2": {"head_dim": 128, "intermediate_size": 8}}
+    kinds = kinds_of(tmp_path, per_layer_config=own)
+    assert shapes(kinds) == [(2, 8, 2, 64), (2, 8, 2, 128)]
+
+
+@pytest.mark.parametrize(("hidden_size", "head_dim"), [(2560, 160), (3584, 224)])
+def test_zamba_2_has_wide_heads(tmp_path, hidden_size, head_dim):
+    config, theirs = saved(tmp_path, "zamba2", hidden_size=hidden_size, num_attention_heads=32)
+    assert theirs.attention_head_dim == head_dim
+    expected = [(theirs.layers_block_type.count("hybrid"), 32, 32, head_dim)]
+    assert shapes(layer_kinds(tmp_path, config)) == expected
+    del config["attention_head_dim"]
+    assert shapes(layer_kinds(tmp_path, config)) == expected
+
+
+def test_minicpm3_has_plain_attention(tmp_path):
+    config, theirs = saved(tmp_path, "minicpm3")
+    assert theirs.qk_nope_head_dim + theirs.qk_rope_head_dim == 96
+    kinds = layer_kinds(tmp_path, config)
+    assert shapes(kinds) == [(62, 40, 40, 96)]
+    assert not kinds[0].use_mla and falls_back(kinds[0], None) is None
+    assert attention_shape(tmp_path, config, 16, "bfloat16").head_dim == 96
+    with pytest.raises(PrefixShareError, match="does not describe a model"):
+        attention_shape(tmp_path, config | {"qk_nope_head_dim": None}, 16, "bfloat16")
+
+
+def test_nemotron_h_may_list_its_layers_alone(tmp_path):
+    blocks = ["linear_attention", "moe", "full_attention", "mlp", "full_attention"]
+    config, theirs = saved(tmp_path, "nemotron_h", layers_block_type=blocks)
+    assert "num_hidden_layers" not in config and theirs.num_hidden_layers == 5
+    kinds = layer_kinds(tmp_path, config)
+    assert shapes(kinds) == [(2, 32, 8, 128)]
+    assert sum(kind.count for kind in kinds) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"hidden_size_per_head": 128}, (4, 8, 2, 128)),  # PLaMo 2
+     ({"num_key_value_heads": None, "num_attention_groups": 4}, (4, 8, 4, 64))],  # Step 3.5
+)  # fmt: skip
+def test_shapes_in_the_words_of_a_family(tmp_path, fields, expected):
+    assert shapes(kinds_of(tmp_path, **fields)) == [expected]
+
+
+@pytest.mark.parametrize("text", [{"model_type": "llama"}, {"model_type": "mistral"}])
+def test_text_models_that_are_as_by_default_say_nothing(tmp_path, text):
+    """As llava-1.5-7b-hf and pixtral-12b are published."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(**text)
+    whole = {"model_type": "llava", "text_config": {"vocab_size": 32064, **text}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (kind,) = layer_kinds(tmp_path, read_config(tmp_path))
+    heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
+    assert shapes([kind]) == [(theirs.num_hidden_layers, heads, kv_heads, theirs.head_dim)]
+    assert kind.sliding_window == getattr(theirs, "sliding_window", None)
+    whole["text_config"] |= {"sliding_window": None, "hidden_size": 5120, "head_dim": 160}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (kind,) = layer_kinds(tmp_path, read_config(tmp_path))
+    assert (kind.head_size, kind.name) == (160, "full attention")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_the_text_model_of_one_that_speaks_is_found(tmp_path, model_type):
+    text = {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "hidden_size": 2048}  # fmt: skip
+    config, theirs = saved(tmp_path, model_type, thinker_config={"text_config": text})
+    assert theirs.get_text_config().num_hidden_layers == 6
+    assert config["whole_model_type"] == model_type
+    assert shapes(layer_kinds(tmp_path, config)) == [(6, 16, 2, 128)]

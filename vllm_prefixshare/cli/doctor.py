@@ -50,13 +50,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size",
         type=int,
         default=1,
-        help="GPUs that divide the model's heads among them",
+        help="GPUs that divide the model's heads among them; needs --model",
     )
     command.add_argument(
         "--decode-context-parallel-size",
         type=int,
         default=1,
-        help="those of them among which each request's KV is divided",
+        help="those of them among which each request's KV is divided; needs --model",
     )
     command.add_argument(
         "--num-speculative-tokens",
@@ -118,13 +118,14 @@ def _run(args: argparse.Namespace) -> int:
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    machine = Machine([USUAL], from_model=False)
-    if config is not None:
+    if config is None:  # how a model's heads are divided says nothing about a usual layer
+        kinds, shards = [USUAL], 1
+    else:
         kinds = layer_kinds(args.model, config, _release())
         kinds = [on_one_gpu(kind, gpus, shards) for kind in kinds]
-        if args.kv_cache_dtype != "auto":
-            kinds = [replace(kind, kv_cache_dtype=args.kv_cache_dtype) for kind in kinds]
-        machine = Machine(kinds, drafts=drafts, shards=shards)
+    if args.kv_cache_dtype != "auto":
+        kinds = [replace(kind, kv_cache_dtype=args.kv_cache_dtype) for kind in kinds]
+    machine = Machine(kinds, config is not None, drafts, shards)
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
@@ -154,6 +155,8 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
     """
     gpus, shards = args.tensor_parallel_size, args.decode_context_parallel_size
     drafts = args.num_speculative_tokens
+    if gpus < 1:
+        raise PrefixShareError(f"--tensor-parallel-size must be 1 or more, got {gpus}.")
     if shards < 1 or gpus % shards:
         raise PrefixShareError(
             f"--decode-context-parallel-size must divide --tensor-parallel-size {gpus}, got "

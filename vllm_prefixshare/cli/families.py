@@ -20,6 +20,14 @@ OTHER_NAMES = {
 }
 #: Fields that published files leave out where they are as in transformers' class.
 LEFT_OUT: dict[str, Config] = {
+    "llama": {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
+    "mistral": {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "sliding_window": 4096,
+    },
     "gemma2": {
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
@@ -44,6 +52,26 @@ LEFT_OUT: dict[str, Config] = {
 def family(config: Config) -> str:
     """The ``model_type`` of the text model; "" if the file does not say."""
     return str(config.get("model_type") or "").removesuffix("_text")
+
+
+def latent_rank_field(config: Config) -> str:
+    """The field with the rank of the latents of MLA; "" for MiniCPM3, whose latents vLLM turns into
+    keys and values before it calls plain attention.
+    """
+    return "" if family(config) == "minicpm3" else "kv_lora_rank"
+
+
+def as_plain(config: Config) -> Config:
+    """The fields as plain attention has them, for families that say them in other words."""
+    match family(config):
+        case "minicpm3":  # head_dim is the part of a key that rotates; each head has its own KV
+            head_dim = config.get("qk_nope_head_dim", 64) + config.get("qk_rope_head_dim", 32)
+            return config | {"head_dim": head_dim, "num_key_value_heads": None}
+        case "zamba2":  # it attends over the hidden state beside the model's input
+            width = 2 * (config.get("hidden_size") or 0)
+            return config | {"head_dim": config.get("attention_head_dim"), "hidden_size": width}
+        case _:
+            return config
 
 
 #: Families whose scores get ALiBi slopes.
@@ -98,6 +126,32 @@ def for_sliding(config: Config) -> Config:
         "sliding_window": "sliding_window_size",
     }
     return config | {name: config[theirs] for name, theirs in own.items() if theirs in config}
+
+
+def for_full(config: Config) -> Config:
+    """The fields as a layer without a window has them: in Gemma 4 it has a shape of its own."""
+    name = family(config)
+    is_gemma4 = name.startswith(("gemma4", "diffusion_gemma"))
+    if "per_layer_config" in config:  # it says all that is special
+        return config
+    own = {"head_dim": config.get("global_head_dim") or (512 if is_gemma4 else None)}
+    # DiffusionGemma always has keys that are values, too
+    if is_gemma4 and config.get("attention_k_eq_v", name.startswith("diffusion")):
+        own["num_key_value_heads"] = config.get("num_global_key_value_heads")
+    return config | {field: value for field, value in own.items() if value is not None}
+
+
+#: Fields that transformers 5.19 saves for single layers, of those that are read.
+OF_ONE_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def own_fields(config: Config) -> dict[int, tuple[tuple[str, Any], ...]]:
+    """Index of a layer -> the fields in which it differs from the others."""
+    layers = config.get("per_layer_config") or {}
+    return {
+        int(i): tuple((name, fields[name]) for name in OF_ONE_LAYER if name in fields)
+        for i, fields in layers.items()
+    }
 
 
 def value_field(config: Config) -> str:

@@ -12,11 +12,15 @@ from packaging.version import Version
 from vllm_prefixshare.cli.families import (
     LEFT_OUT,
     OTHER_NAMES,
+    as_plain,
     family,
+    for_full,
     for_sliding,
     has_alibi,
     has_mm_prefix,
     has_sinks,
+    latent_rank_field,
+    own_fields,
     value_field,
 )
 from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
@@ -26,9 +30,15 @@ from vllm_prefixshare.trusted import read_text
 #: Largest ``config.json`` that is read, and numbers that no model reaches: a hostile file must not
 #: make a command take all memory.
 MOST_BYTES = 1 << 20
-MOST_HEADS, MOST_LAYERS, MOST_BLOCK_SIZE = 4096, 4096, 1 << 16
+MOST_HEADS, MOST_LAYERS, MOST_KINDS, MOST_BLOCK_SIZE = 4096, 4096, 64, 1 << 16
 #: Fields with the number of KV heads, the first of them that vLLM finds.
-KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
+KV_HEADS = (
+    "n_head_kv",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
 
 
 def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> None:
@@ -104,8 +114,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         whole = _object(path)
-        # a multimodal model keeps them one level down
-        config = {**whole, **(whole.get("text_config") or {})}
+        # a multimodal model keeps them one level down, and one that speaks two
+        config = {**whole, **(whole.get("thinker_config") or {})}
+        config = {**config, **(config.get("text_config") or {})}
         for theirs, name in OTHER_NAMES.items():
             if theirs in config:
                 config.setdefault(name, config[theirs])
@@ -144,14 +155,14 @@ def attention_shape(
         PrefixShareError: a field is missing or out of range, the layers have latents (MLA), or
             ``AttentionConfig`` does not take the shape.
     """
-    if config.get("kv_lora_rank"):
+    if config.get(latent_rank_field(config)):
         raise PrefixShareError(
             f"{folder / 'config.json'} has multi-head latent attention, whose shape only the "
             "command 'doctor' knows: leave out --model."
         )
     try:
         heads = _heads(config)
-    except ValueError as e:
+    except (ValueError, TypeError) as e:
         path = folder / "config.json"
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
     return AttentionConfig(*heads, block_size, dtype)
@@ -207,8 +218,13 @@ def layer_kinds(
         PrefixShareError: a field has another type, or is out of range.
     """
     try:
-        counts = Counter(_layer_types(config))
-        return [_layer_kind(config, name, n, release) for name, n in counts.items()]
+        own = own_fields(config)
+        counts = Counter((name, own.get(i, ())) for i, name in enumerate(_layer_types(config)))
+        if len(counts) > MOST_KINDS:
+            raise ValueError(f"it has {len(counts)} kinds of layers, more than {MOST_KINDS}")
+        return [
+            _layer_kind(config, name, fields, n, release) for (name, fields), n in counts.items()
+        ]
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         path = folder / "config.json"
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
@@ -250,13 +266,15 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     Raises:
         ValueError: one is missing or out of range.
     """
+    config = as_plain(config)
     heads = _number(config, "num_attention_heads", MOST_HEADS)
     if not heads:
         raise ValueError("it has no num_attention_heads")
     kv_heads = _kv_heads(config) or heads
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-    head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+    head_dim = _number(config, "head_dim") or _number(config, "hidden_size_per_head")
+    head_dim = head_dim or _number(config, "hidden_size") // heads
     if not head_dim:
         raise ValueError("it has no head_dim and no hidden_size")
     return heads, kv_heads, head_dim
@@ -264,7 +282,9 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
 
 def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
-    count = _number(config, "num_hidden_layers", MOST_LAYERS) or 1
+    count = _number(config, "num_hidden_layers", MOST_LAYERS)
+    # Nemotron-H, for which transformers 5 saves no number
+    count = count or min(MOST_LAYERS, len(config.get("layers_block_type") or [None]))
     if listed := config.get("layer_types"):
         # hybrid models with one kind of attention call it so
         names = ["full_attention" if name == "attention" else str(name) for name in listed]
@@ -302,10 +322,11 @@ def _attending_layers(config: dict[str, Any], count: int) -> list[bool] | None:
     if kinds := config.get("attn_type_list"):  # MiniMax-01
         return [kind == 1 for kind in kinds[:count]]
     if kinds := config.get("layers_block_type"):  # Zamba 2: hybrid layers have both
-        return [kind in ("attention", "hybrid") for kind in kinds[:count]]
+        there = ("attention", "full_attention", "hybrid")
+        return [kind in there for kind in kinds[:count]]
     if (places := config.get("attn_layer_indices")) is not None:  # Bamba
-        there = set(places)
-        return [i in there for i in range(count)]
+        found = set(places)
+        return [i in found for i in range(count)]
     if every := _number(config, "attn_layer_period", MOST_LAYERS):  # Jamba
         first = _number(config, "attn_layer_offset", MOST_LAYERS)
         return [i % every == first for i in range(count)]
@@ -313,17 +334,22 @@ def _attending_layers(config: dict[str, Any], count: int) -> list[bool] | None:
 
 
 def _layer_kind(
-    config: dict[str, Any], name: str, count: int, release: Version | None
+    config: dict[str, Any],
+    name: str,
+    own: tuple[tuple[str, Any], ...],
+    count: int,
+    release: Version | None,
 ) -> LayerKind:
     is_full, is_sliding = name == "full_attention", name == "sliding_attention"
     if is_sliding:
         config = for_sliding(config)
+    elif is_full:
+        config = for_full(config)
+    config = config | dict(own)
     attention = name in ("full_attention", "sliding_attention", "chunked_attention")
-    latent = _number(config, "kv_lora_rank")
+    latent = _number(config, latent_rank_field(config))
     if attention and not latent:
         heads, kv_heads, head_dim = _heads(config)
-        if is_full:
-            head_dim = _number(config, "global_head_dim") or head_dim
     else:
         heads = _number(config, "num_attention_heads", MOST_HEADS) or 1
         kv_heads = _kv_heads(config) or heads

@@ -24,6 +24,12 @@ def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:
             f"{gpus}."
         )
     heads = layer.num_kv_heads
+    shared = layer.attention and not layer.use_mla  # latents are on every GPU
+    if shared and max(heads, gpus) % min(heads, gpus):
+        raise PrefixShareError(
+            f"--tensor-parallel-size must divide the model's {heads} KV heads or be a multiple of "
+            f"them, got {gpus}."
+        )
     fits = gpus // heads >= shards and layer.num_heads // heads % shards == 0
     if shards > 1 and not (fits or layer.use_mla):
         raise PrefixShareError(
