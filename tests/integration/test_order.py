@@ -133,6 +133,18 @@ def test_only_some_prefills_are_followed():
     assert len(level._computing) == FOLLOWED
 
 
+def test_a_document_whose_requests_keep_starting_stays_followed():
+    cache = Cache()
+    a1, a2, a3 = (Waiting("a") for _ in range(3))
+    *others, last, old = (Waiting(i) for i in range(FOLLOWED + 1))
+    fill(cache, a1, *others, a2, last, old, a3)
+    for _ in range(FOLLOWED + 2):
+        cache.queue.begin_step()
+        assert cache.queue.pop_request() is not old  # and is not computed
+    cache.update(a1.block_hashes)
+    assert cache.take() is a3
+
+
 def test_what_was_seen_is_taken_although_the_cache_changed():
     cache = Cache()
     a, b = Waiting("a"), Waiting("b")

@@ -146,6 +146,7 @@ class _Level:
             self._overtakes |= request is not next(iter(self._waiting))
             hashes = self._forget(request)
             if hashes:
+                self._computing.pop(hashes[-1], None)  # else it would keep its old place
                 self._computing[hashes[-1]] = hashes, 0
                 if len(self._computing) > FOLLOWED:
                     del self._computing[next(iter(self._computing))]
