@@ -133,6 +133,18 @@ def test_only_some_prefills_are_followed():
     assert len(level._computing) == FOLLOWED
 
 
+def test_a_document_whose_requests_keep_starting_stays_followed():
+    cache = Cache()
+    a1, a2, a3 = (Waiting("a") for _ in range(3))
+    *others, last, old = (Waiting(i) for i in range(FOLLOWED + 1))
+    fill(cache, a1, *others, a2, last, old, a3)
+    for _ in range(FOLLOWED + 2):
+        cache.queue.begin_step()
+        assert cache.queue.pop_request() is not old  # and is not computed
+    cache.update(a1.block_hashes)
+    assert cache.take() is a3
+
+
 def test_what_was_seen_is_taken_although_the_cache_changed():
     cache = Cache()
     a, b = Waiting("a"), Waiting("b")
@@ -229,16 +241,16 @@ class Oracle:
         self.age: dict[Waiting, int] = {}
         self.lost: Counter[Waiting] = Counter()
         self.put_back: list[Waiting] = []
+        #: when those came that overtook others and were skipped
+        self.skipped: dict[Waiting, int] = {}
         #: priority -> overtaken in the last step that took one of it that had not been put back
         self.behind: dict[int, set[Waiting]] = {}
 
-    def older(self, taken: Waiting) -> list[Waiting]:
+    def older(self, taken: Waiting, came: int) -> list[Waiting]:
         return [
             r
             for r in self.age
-            if r.priority == taken.priority
-            and r not in self.put_back
-            and self.age[r] < self.age[taken]
+            if r.priority == taken.priority and r not in self.put_back and self.age[r] < came
         ]
 
 
@@ -248,9 +260,15 @@ SKIPPING = [
     *(HOT, ("take", 1, 0.0), ("add", [1], 0), HOT, ("take", 1, 0.125), ("skip", 0, 3.0, 1)),
     *(HOT, ("skip", 1, 3.0, 0), HOT, ("skip", 1, 3.0, 0)),
 ]
+#: One overtakes and is skipped, the oldest starts, and then a step is long in which that one does.
+LATE = [
+    *(HOT, ("take", 1, 0.0), ("add", [1], 0), ("add", [1, 0], 0), HOT, ("skip", 0, 0.125, 0)),
+    *(("skip", 1, 0.125, 0), ("take", 1, 3.0), HOT, ("take", 1, 0.125)),
+]
 
 
 @hypothesis.example(steps=SKIPPING, bound=2.0)
+@hypothesis.example(steps=LATE, bound=2.0)
 @given(steps=STEPS, bound=st.sampled_from([0.0, 0.25, 2.0, math.inf]))
 def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, bound):
     cache, oracle = Cache(bound, by_priority=True), Oracle()
@@ -259,7 +277,9 @@ def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, 
 
     def take(count: int, seconds: float, skip: int = 0) -> None:
         overtaken: dict[int, set[Waiting]] = {}
+        late: list[tuple[Waiting, int]] = []
         skipped: list[Waiting] = []
+        started: list[Waiting] = []
         for i in range(min(skip + count, len(oracle.age))):
             urgent = min(r.priority for r in oracle.age)
             if i == 0:
@@ -268,16 +288,25 @@ def test_every_request_is_served_once_and_none_loses_more_than_the_bound(steps, 
             assert request.priority == urgent
             if request in oracle.put_back:
                 oracle.put_back.remove(request)
+                if i >= skip and request in oracle.skipped:
+                    late.append((request, oracle.skipped.pop(request)))
             else:
                 assert not [r for r in oracle.put_back if r.priority == urgent]
-                assert all(oracle.lost[r] < bound for r in oracle.older(request))
-                overtaken.setdefault(urgent, set()).update(oracle.older(request))
+                older = oracle.older(request, oracle.age[request])
+                assert all(oracle.lost[r] < bound for r in older)
+                overtaken.setdefault(urgent, set()).update(older)
+                if i < skip:
+                    oracle.skipped[request] = oracle.age[request]
             del oracle.age[request]
-            (skipped if i < skip else served).append(request)
+            (skipped if i < skip else started).append(request)
         cache.queue.prepend_requests(reversed(skipped))
+        cache.queue.end_step(started)
+        served.extend(started)
         oracle.put_back += skipped
         oracle.age.update(dict.fromkeys(skipped, 0))
         oracle.behind.update(overtaken)
+        for request, came in late:
+            oracle.behind.setdefault(request.priority, set()).update(oracle.older(request, came))
         cache.now += seconds
         for requests in oracle.behind.values():
             for r in requests:
@@ -351,6 +380,56 @@ def test_a_bound_of_zero_is_first_come_first_served():
     requests = [Waiting("ab"[i % 2], i) for i in range(8)]
     fill(cache, *requests)
     assert [cache.take() for _ in range(8)] == requests
+
+
+@pytest.mark.parametrize("put_back", [True, False])
+def test_who_overtook_and_was_skipped_counts_when_it_starts(put_back):
+    """The oldest starts in between. vLLM puts what it skips back, or keeps it in another queue."""
+    cache, lost = Cache(bound=2.0), 0.0
+    queue = cache.queue
+    old = [Waiting(i) for i in range(5)]
+    fill(cache, *old, Waiting("behind"))
+    cache.update(Waiting("hot").block_hashes)
+    for oldest in old:
+        fill(cache, hot := Waiting("hot", oldest))
+        queue.begin_step()
+        if queue.pop_request() is not hot:
+            break
+        if put_back:
+            queue.prepend_request(hot)
+        queue.end_step([])
+        cache.now += 0.01
+        queue.begin_step()
+        assert not put_back or queue.pop_request() is hot
+        assert queue.pop_request() is oldest
+        if put_back:
+            queue.prepend_request(hot)
+        queue.end_step([oldest])
+        cache.now += 0.01
+        queue.begin_step()
+        assert not put_back or queue.pop_request() is hot
+        queue.end_step([hot])
+        cache.now += 30.0
+        lost += 30.0
+    assert lost == 30.0, "the step that exceeds the bound"
+
+
+def test_who_was_pre_empted_overtakes_nobody():
+    cache = Cache(bound=2.0)
+    cache.update(Waiting("hot").block_hashes)
+    old, hot = Waiting("old"), Waiting("hot", 1)
+    fill(cache, Waiting("older"), old, hot)
+    cache.queue.begin_step()
+    assert cache.queue.pop_request() is hot
+    cache.queue.end_step([hot])
+    cache.take()
+    cache.queue.prepend_request(hot)
+    cache.queue.begin_step()
+    assert cache.queue.pop_request() is hot
+    cache.queue.end_step([hot])  # a model runner of vLLM's has resumed requests among the new ones
+    cache.now += 30.0
+    fill(cache, late := Waiting("hot", 2))
+    assert cache.take() is late
 
 
 # -- inside vLLM's schedulers --
@@ -567,6 +646,49 @@ def test_the_bound_holds_while_the_scheduler_skips_a_request(model_config):
         answer_step(scheduler, step)
     # some seconds for the bound, and then until there is room; by far more without a bound
     assert clock.now - came < bound + 2
+
+
+def test_a_skipped_request_counts_when_the_scheduler_starts_it(model_config):
+    """Requests on a cached document wait for their grammar, while two of the oldest start."""
+    config = make_config(model_config, 60)
+    config.scheduler_config.max_num_seqs = 1
+    scheduler = make_scheduler(PrefixOrderScheduler, config)
+    clock, names = Cache(), itertools.count()
+    cached = scheduler.waiting._new_level.args[0]
+    scheduler.waiting = PrefixQueue(cached, 2.0, clock=lambda: clock.now)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+
+    def add(token: int) -> Request:
+        prompt = [token] * (2 * BLOCK + 1)
+        params = SamplingParams(max_tokens=9)
+        request = Request(str(next(names)), prompt, params, None, block_hasher=hasher)
+        scheduler.add_request(request)
+        return request
+
+    def step(seconds: float) -> list[str]:
+        output = scheduler.schedule()
+        clock.now += seconds
+        answer_step(scheduler, output)
+        started = [r.req_id for r in output.scheduled_new_reqs]
+        scheduler.finish_requests(started, RequestStatus.FINISHED_ABORTED)
+        return started
+
+    add(1)
+    step(0.0)
+    old = [add(2 + i).request_id for i in range(10)]
+    lost = 0.0
+    while old:
+        hot = add(1)
+        hot.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        hot.structured_output_request = SimpleNamespace(grammar=None, is_grammar_ready=False)
+        assert step(0.01) == [old.pop(0)]
+        assert step(0.01) == [old.pop(0)]
+        hot.status, hot.structured_output_request = RequestStatus.WAITING, None
+        if step(30.0) != [hot.request_id]:
+            break
+        lost += 30.0
+    assert lost == 30.0, "the step that exceeds the bound"
 
 
 @hypothesis.settings(max_examples=60)

@@ -6,11 +6,13 @@ trie. It holds four depths for each doubling (``DEPTHS``) instead of every depth
 is known to within a fifth, with some thirty entries instead of thousands.
 """
 
+import bisect
 import functools
 import heapq
 import math
 import time
-from collections import OrderedDict, deque
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -66,7 +68,8 @@ class _Level:
         #: requests that the scheduler put back, pre-empted or skipped; they go first, as in vLLM
         self._front: deque[Request] = deque()
         self._waiting: OrderedDict[Request, _Waiting] = OrderedDict()  # by age
-        self._sharing: dict[bytes, OrderedDict[Request, None]] = {}  # hash -> requests, by age
+        #: hash -> requests, by age
+        self._sharing: defaultdict[bytes, OrderedDict[Request, None]] = defaultdict(OrderedDict)
         #: for each depth: hashes with waiting requests that were cached when last seen, the most
         #: recently used last
         self._warm: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in DEPTHS]
@@ -80,6 +83,8 @@ class _Level:
         self._taken_in = -1
         self._taken_at = 0.0
         self._overtakes = False
+        #: requests that overtook others and were skipped: put back, or kept by vLLM elsewhere
+        self._late: weakref.WeakSet[Request] = weakref.WeakSet()
 
     def __len__(self) -> int:
         return len(self._front) + len(self._waiting)
@@ -92,9 +97,7 @@ class _Level:
         hashes = self._hashes(request)
         self._waiting[request] = _Waiting(hashes, self.given())
         for key in hashes:
-            if (sharing := self._sharing.get(key)) is None:
-                sharing = self._sharing[key] = OrderedDict()
-            sharing[request] = None
+            self._sharing[key][request] = None
         for warm, key in zip(self._warm, hashes, strict=False):
             if key not in warm:
                 if not self._cached(key):
@@ -107,8 +110,9 @@ class _Level:
 
     def given(self) -> float:
         """Total seconds given to requests that overtook others: each from when the first request of
-        its step was taken until one of a later step was, those put back not counted. The oldest
-        request lost at most the increase since it came, and others no more.
+        its step was taken until one of a later step was, those put back not counted; where it was
+        skipped, again from the step in which it starts. The oldest request lost at most the
+        increase since it came, and others no more.
         """
         return self._given + (self._clock() - self._taken_at if self._overtakes else 0.0)
 
@@ -135,7 +139,7 @@ class _Level:
         ``step`` counts from 0.
         """
         if self._front and self._front[0] is request:
-            # it overtakes nobody, and may be skipped once more: lost time goes on
+            # it may be skipped once more: lost time goes on
             self._front.popleft()
             hashes = self._hashes(request)
         else:
@@ -143,13 +147,23 @@ class _Level:
                 self._given = self.given()
                 self._taken_in, self._taken_at = step, self._clock()
                 self._overtakes = False
-            self._overtakes |= request is not next(iter(self._waiting))
+            if request is not next(iter(self._waiting)):
+                self._overtakes = True
+                self._late.add(request)
             hashes = self._forget(request)
             if hashes:
+                self._computing.pop(hashes[-1], None)  # else it would keep its old place
                 self._computing[hashes[-1]] = hashes, 0
                 if len(self._computing) > FOLLOWED:
                     del self._computing[next(iter(self._computing))]
         self._list(hashes, 0, len(hashes))
+
+    def start(self, request: Request, began: float) -> None:
+        """Note that ``request`` runs, from the step on that began then."""
+        if request in self._late:
+            self._late.remove(request)
+            if not self._overtakes:
+                self._taken_at, self._overtakes = began, True
 
     def _follow(self) -> None:
         """List what requests taken in earlier steps have computed since."""
@@ -174,8 +188,7 @@ class _Level:
         """Remove those of ``requests`` that wait here."""
         for request in requests & self._waiting.keys():
             self._forget(request)
-        if any(request in requests for request in self._front):
-            self._front = deque(r for r in self._front if r not in requests)
+        self._front = deque(r for r in self._front if r not in requests)
 
     def _forget(self, request: Request) -> list[bytes]:
         hashes = self._waiting.pop(request).hashes
@@ -188,22 +201,16 @@ class _Level:
         return hashes
 
     def _hashes(self, request: Request) -> list[bytes]:
-        found = request.block_hashes
-        end = len(found) // self._stride
-        stride = self._stride
-        hashes = []
-        for depth in DEPTHS:
-            if depth > end:
-                break
-            hashes.append(found[depth * stride - 1])
-        return hashes
+        found, stride = request.block_hashes, self._stride
+        end = bisect.bisect_right(DEPTHS, len(found) // stride)
+        return [found[depth * stride - 1] for depth in DEPTHS[:end]]
 
 
 class PrefixQueue(RequestQueue):
     """A queue whose next request is the one with the longest cached prefix, else the oldest.
 
-    Requests that were put back go first. Priorities come before all this, and no request loses more
-    than the bound to later requests of its priority.
+    Requests that were put back go first. Priorities come before all this. Once a request has lost
+    the bound to later ones of its priority, no more of these are chosen before it.
 
     Args:
         cached: whether the block with this hash is in the KV cache.
@@ -221,14 +228,14 @@ class PrefixQueue(RequestQueue):
         stride: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._new_level = functools.partial(_Level, cached, bound, stride, clock)
         self._by_priority = by_priority
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # a heap of the keys above
-        #: (request, its level) last peeked at, which must be the one taken even if the cache has
-        #: changed since
+        #: (request, its level) last peeked at, to be taken even if the cache has changed since
         self._seen: tuple[Request, _Level] | None = None
-        self._step = 0
+        self._step, self._began = 0, clock()
 
     def _level_of(self, request: Request) -> _Level:
         self._seen = None
@@ -250,7 +257,12 @@ class PrefixQueue(RequestQueue):
 
     def begin_step(self) -> None:
         """Requests taken from now on start in another step: only time between steps is lost."""
-        self._step += 1
+        self._step, self._began = self._step + 1, self._clock()
+
+    def end_step(self, started: Iterable[Request]) -> None:
+        """The requests in ``started`` run from this step on. The others taken were skipped."""
+        for request in started:
+            self._level_of(request).start(request, self._began)
 
     def add_request(self, request: Request) -> None:
         """Let ``request`` wait."""
@@ -367,10 +379,14 @@ class _PrefixOrder:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's: start requests and choose the tokens of a step."""
         scheduler: Any = self
-        if isinstance(scheduler.waiting, PrefixQueue):
-            scheduler.waiting.begin_step()
         parent: Any = super()
-        return parent.schedule(*args, **kwargs)
+        queue = scheduler.waiting
+        if not isinstance(queue, PrefixQueue):
+            return parent.schedule(*args, **kwargs)
+        queue.begin_step()
+        step = parent.schedule(*args, **kwargs)
+        queue.end_step(scheduler.requests[new.req_id] for new in step.scheduled_new_reqs)
+        return step
 
 
 # Module-level classes instead of closures: a configuration is pickled for the engine core's
