@@ -102,15 +102,19 @@ def test_the_variable_that_named_the_folder_is_in_the_sentence(monkeypatch, tmp_
         metrics.named_folder()
 
 
-def test_the_share_factor_is_of_whole_seconds(counted, tmp_path):
+def test_the_share_factor_is_of_whole_seconds_also_where_decodes_pause(counted, tmp_path):
     publisher = metrics.Publisher(tmp_path, LABELS)
     publisher.write(tmp_path)
-    before = publisher._share_factor
-    counted.note_step(900, 899)  # such a step alone would have another factor
-    publisher.write(tmp_path, share_factor_too=False)
-    assert publisher._share_factor == before
-    publisher.write(tmp_path)
-    assert publisher._share_factor == 900.0
+    counted.note_step(900, 600)
+    publisher.write(tmp_path, second_over=False)
+    assert publisher._share_factor == 3.0
+    counted.note_step(900, 0)
+    for second_over in (False, True):
+        publisher.write(tmp_path, second_over)
+        assert publisher._share_factor == 1.5
+    counted.note_step(900, 600)
+    publisher.write(tmp_path, second_over=False)
+    assert publisher._share_factor == 3.0, "of the next second"
 
 
 def test_the_front_end_and_the_workers_have_one_folder(monkeypatch, tmp_path):

@@ -210,21 +210,20 @@ class Publisher(threading.Thread):
                 if (line := self.log_line()) is not None:
                     logger().info("%s", line)
 
-    def write(self, folder: Path, share_factor_too: bool = True) -> None:
+    def write(self, folder: Path, second_over: bool = True) -> None:
         """Bring the files up to date.
 
         Args:
-            share_factor_too: else it stays that of the time before the last call with it.
+            second_over: the share factor's next second begins here.
 
         Raises:
             OSError: a file cannot be written.
         """
         from prometheus_client.mmap_dict import mmap_key
 
-        if share_factor_too:
-            since = self._since_write.take()
-            if since["decode_steps"]:
-                self._share_factor = share_factor(since["kv_tokens_stock"], since["kv_tokens_read"])
+        since = self._since_write.take(restart=second_over)
+        if since["decode_steps"]:
+            self._share_factor = share_factor(since["kv_tokens_stock"], since["kv_tokens_read"])
         for sample in samples(self._share_factor):
             if sample.kind not in self._files:
                 self._files[sample.kind] = self._new_file(folder, sample.kind)

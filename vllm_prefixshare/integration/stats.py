@@ -97,10 +97,13 @@ class Since:
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
-    def take(self) -> dict[str, float]:
-        """Increase of each counter since the last call; after a reset, its value."""
+    def take(self, restart: bool = True) -> dict[str, float]:
+        """Increase of each counter since the last call with ``restart``; after a reset, its
+        value.
+        """
         now, before = STATS.counters(), self._before
-        self._before = now
+        if restart:
+            self._before = now
         return {
             name: value - before.get(name, 0) if value >= before.get(name, 0) else value
             for name, value in now.items()
