@@ -243,7 +243,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("tests", "trust", "figures"))
-    parser.add_argument("names", nargs="*", help="of steps, or of published files; default: all")
+    parser.add_argument(
+        "names", nargs="*", help="of steps, or of published files, in their order; default: all"
+    )
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for all output")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="that steps may share")
@@ -270,7 +272,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{unknown[0]} is none of {', '.join(known)}")
     if args.what == "figures" and not steps:
         parser.error("name the published files whose figures to take anew, such as kernel_fp8")
-    steps = [step for step in steps if not args.names or step.name in args.names]
+    if args.names:  # in the order of their names
+        steps = [steps[known.index(name)] for name in args.names]
     if args.list:
         for step in steps:
             variables = "".join(f"{k}={v} " for k, v in step.environment.items())
