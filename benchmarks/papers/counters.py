@@ -28,7 +28,7 @@ USE = {
 }
 #: the first kernel of every layer, and the one that may follow; others prepare the tensors
 FIRST, SECOND = "partial_attention", "merge_states"
-MINUTES = 3
+MINUTES = 4
 
 #: title of a method; tree, or FlashForge's workloads and token trees by their names; query heads;
 #: KV heads
