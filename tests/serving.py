@@ -128,12 +128,9 @@ def metrics(url: str) -> list[Sample]:
         return [sample for family in families for sample in family.samples]
 
 
-def metrics_at(url: str, steps_before: float = 0.0) -> dict[str, float]:
+def metrics_at(url: str) -> dict[str, float]:
     """The backend's metrics, by name without prefix and summed over labels. Waits until
-    ``/metrics`` has every step that the worker counted.
-
-    Args:
-        steps_before: decode steps in ``/metrics`` when the worker's counts were last reset.
+    ``/metrics`` has every step that the worker counted; a reset of the worker's counts resets both.
     """
     for _ in range(50):
         found: dict[str, float] = {}
@@ -142,7 +139,7 @@ def metrics_at(url: str, steps_before: float = 0.0) -> dict[str, float]:
                 assert sample.labels["model_name"] == NAME and sample.labels["engine"] == "0"
                 name = sample.name.removeprefix(PREFIX)
                 found[name] = found.get(name, 0) + sample.value
-        if found.get("decode_steps_total") == steps_before + stats(url)["decode_steps"]:
+        if found.get("decode_steps_total") == stats(url)["decode_steps"]:
             return found
         time.sleep(0.2)
     pytest.fail(f"/metrics has {found}, the worker {stats(url)}")
