@@ -4,6 +4,7 @@ import statistics
 from typing import Any, Literal
 
 import repository  # noqa: F401
+from engine_breakdown import ATTENTION
 
 from tests.support.engine import PREFIX_SHARE, STOCK, Batch
 from vllm_prefixshare import PrefixShareError
@@ -75,6 +76,7 @@ def make_row(
         "floor_ms": None,
         "agreement": None,
         "metadata_us": None,
+        "breakdown": None,
         "host": host_times(found[PREFIX_SHARE]),
         **sides,
     }
@@ -112,6 +114,25 @@ def steady_us(row: Row, separator: str) -> str:
     """Mean host time of a steady step in microseconds: stock's and ours."""
     sides = (row["metadata_us"] or {}).values()
     return separator.join(f"{m['mean']:.0f}" if m else "-" for m in sides) or "-"
+
+
+def attention_ms(row: Row, engine: str) -> tuple[float, float] | None:
+    """GPU milliseconds of attention in a profiled decode step, and of the whole step; None if the
+    row has no profile. Rows of files from before there was one have none.
+    """
+    found = (row.get("breakdown") or {}).get(engine)
+    return (found["ms"][ATTENTION], sum(found["ms"].values())) if found else None
+
+
+def breakdown_line(row: Row) -> str:
+    parts = []
+    for engine, title in ((STOCK, "stock"), (PREFIX_SHARE, "ours")):
+        found = row["breakdown"][engine]
+        kinds = ", ".join(
+            f"{kind} {ms:.2f} ({found['launches'][kind]:.0f})" for kind, ms in found["ms"].items()
+        )
+        parts.append(f"{title} {kinds}, idle {found['idle_ms']:.2f}")
+    return f"{row['workload']}: GPU ms of a step (launches): {'; '.join(parts)}"
 
 
 def heading(result: Row) -> str:
