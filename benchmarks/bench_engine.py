@@ -132,11 +132,12 @@ class Bench:
         w = DECODED[name].scaled(self.args.scale)
         documents = w.cached_prompts(self.vocab)
         prompts = w.prompts(self.vocab, seed=self.args.repeats + 1)
+        tokens = max(self.args.tokens, breakdown.TOKENS)
         found: Row = {}
         for title, engine in self.engines.items():
             engine.generate(documents, 1, **SAMPLING)
             engine.collective_rpc("begin_breakdown", w.num_reqs)
-            engine.generate(prompts, breakdown.TOKENS, together=True, **SAMPLING)
+            engine.generate(prompts, tokens, together=True, **SAMPLING)
             found[title] = engine.collective_rpc("end_breakdown")[0]
             if reason := found[title].get("failed"):
                 raise PrefixShareError(f"{title}: {reason}.")
@@ -528,7 +529,7 @@ def main(argv: list[str] | None = None) -> int:
                     try:
                         timed[name]["breakdown"] = bench.breakdown(name)
                     except (PrefixShareError, RuntimeError) as e:  # the engine may have ended
-                        reason = str(e).strip().splitlines()[-1]
+                        reason = (str(e).strip().splitlines() or [type(e).__name__])[-1]
                         result["no_breakdown"][name] = reason
                         print(f"{name}: no breakdown: {reason}", flush=True)
                     else:

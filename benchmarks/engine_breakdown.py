@@ -69,6 +69,14 @@ def by_kind(spans: Iterable[Span], steps: int) -> dict[str, Any]:
     }
 
 
+def attention_ms(row: dict[str, Any], engine: str) -> tuple[float, float] | None:
+    """GPU milliseconds of attention in a row's profiled decode step, and of the whole step; None if the
+    row has no profile. Rows of files from before there was one have none.
+    """
+    found = (row.get("breakdown") or {}).get(engine)
+    return (found["ms"][ATTENTION], sum(found["ms"].values())) if found else None
+
+
 class StepProfiler:
     """Profiles steps of a model runner in which each of ``num_reqs`` requests has one token.
 

@@ -4,7 +4,6 @@ import statistics
 from typing import Any, Literal
 
 import repository  # noqa: F401
-from engine_breakdown import ATTENTION
 
 from tests.support.engine import PREFIX_SHARE, STOCK, Batch
 from vllm_prefixshare import PrefixShareError
@@ -114,14 +113,6 @@ def steady_us(row: Row, separator: str) -> str:
     """Mean host time of a steady step in microseconds: stock's and ours."""
     sides = (row["metadata_us"] or {}).values()
     return separator.join(f"{m['mean']:.0f}" if m else "-" for m in sides) or "-"
-
-
-def attention_ms(row: Row, engine: str) -> tuple[float, float] | None:
-    """GPU milliseconds of attention in a profiled decode step, and of the whole step; None if the
-    row has no profile. Rows of files from before there was one have none.
-    """
-    found = (row.get("breakdown") or {}).get(engine)
-    return (found["ms"][ATTENTION], sum(found["ms"].values())) if found else None
 
 
 def breakdown_line(row: Row) -> str:
