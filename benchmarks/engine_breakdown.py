@@ -31,6 +31,8 @@ SKIPPED = 3
 WARM = 2
 #: then those that are profiled
 PROFILED = 8
+#: names of each kind that a result has, so that a reader can check the kinds, and their length
+EXAMPLES, NAME = 5, 120
 #: output tokens of a request that give it enough decode steps
 TOKENS = SKIPPED + WARM + PROFILED + 3
 
@@ -45,7 +47,8 @@ def kind_of(kernel: str) -> str:
 
 
 def by_kind(spans: Iterable[Span], steps: int) -> dict[str, Any]:
-    """Milliseconds and launches of a step by kind, means over ``steps``. Empty without spans.
+    """Milliseconds and launches of a step by kind, means over ``steps``, and the names that took
+    longest. Empty without spans.
 
     Where kernels overlap, the time is that of the one that began first, so that the kinds add up to
     the time in which the GPU was busy. idle_ms: the rest, from the first kernel to the last one's
@@ -55,23 +58,30 @@ def by_kind(spans: Iterable[Span], steps: int) -> dict[str, Any]:
     if not ordered or steps < 1:
         return {}
     us, launches = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0)
+    named: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     first = until = ordered[0][1]
     for name, start, end in ordered:
         kind = kind_of(name)
-        us[kind] += max(0.0, end - max(start, until))
+        alone = max(0.0, end - max(start, until))
+        us[kind] += alone
+        named[kind][name] = named[kind].get(name, 0.0) + alone
         launches[kind] += 1
         until = max(until, end)
     return {
         "steps": steps,
         "ms": {kind: t / steps / 1e3 for kind, t in us.items()},
         "launches": {kind: n / steps for kind, n in launches.items()},
+        "longest": {
+            kind: [name[:NAME] for name in sorted(of, key=lambda n, of=of: -of[n])[:EXAMPLES]]
+            for kind, of in named.items()
+        },
         "idle_ms": (until - first - sum(us.values())) / steps / 1e3,
     }
 
 
 def attention_ms(row: dict[str, Any], engine: str) -> tuple[float, float] | None:
-    """GPU milliseconds of attention in a row's profiled decode step, and of the whole step; None if the
-    row has no profile. Rows of files from before there was one have none.
+    """GPU milliseconds of attention in the decode step that a row's profile has, and of the whole
+    step. None without a profile, which rows of older files do not have.
     """
     found = (row.get("breakdown") or {}).get(engine)
     return (found["ms"][ATTENTION], sum(found["ms"].values())) if found else None
@@ -109,8 +119,12 @@ class StepProfiler:
         found: dict[str, Any] = {}
         if not self._failed and self._steps:
             found = self._try(lambda: by_kind(self._spans(), self._steps)) or {}
-        reason = self._failed or f"no kernels were recorded in {self._steps} steps"
-        return found or {"failed": reason}
+        if not found:
+            reason = self._failed or f"no kernels were recorded in {self._steps} steps"
+            return {"failed": reason}
+        if not found["launches"][ATTENTION]:
+            return {"failed": f"no attention among the kernels, but {found['longest']}"}
+        return found
 
     def _try(self, function: Any, *args: Any) -> Any:
         try:

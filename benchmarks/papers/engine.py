@@ -117,12 +117,8 @@ def profiled_table(results: Results) -> list[str]:
     for row in results.values():
         times = [f"{row[e]['ms']:.2f}" for e in ENGINES]
         ratio = row["stock"]["ms"] / row["PREFIX_SHARE"]["ms"]
-        parts = []
-        for found in (attention_ms(row, engine) for engine in ENGINES):
-            share = (
-                f"{found[0] / found[1]:.0%} ({found[0]:.2f} of {found[1]:.2f})" if found else "-"
-            )
-            parts.append(share)
+        found = [attention_ms(row, engine) for engine in ENGINES]
+        parts = [f"{of[0] / of[1]:.0%} ({of[0]:.2f} of {of[1]:.2f})" if of else "-" for of in found]
         lines.append(
             " | ".join([row["workload"], *times, f"{ratio:.2f}", f"{row['floor_ms']:.2f}", *parts])
         )
