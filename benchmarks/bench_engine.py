@@ -17,7 +17,8 @@ and output tokens per second of the whole call. Questions on cached documents ha
 step that gives every request its only token. The floor is the time of as many requests with
 16-token contexts in the stock engine, plus the time to read every KV token once at --bandwidth-tbs.
 Host time is the time to build each engine's attention metadata, in decode-only steps that made no
-plan.
+plan. With --breakdown, further runs at the end, which are not timed, say how long the GPU's kernels
+take in a decode step, by kind: see ``engine_breakdown.py``.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import engine_breakdown as breakdown
 import engine_report as report
 import engine_workloads as work
 import repository  # noqa: F401
@@ -55,7 +57,9 @@ from vllm_prefixshare.costs.lookup import processor
 Engines = dict[str, EngineProcess]
 
 RECORDED = ("mooncake", "deft")
-WORKLOADS = (*work.FIXED, *work.QUESTIONS, "grpo", *RECORDED)
+WORKLOADS = (*work.FIXED, *work.QUESTIONS, *work.SWEEP, "grpo", *RECORDED)
+#: workloads in which all requests decode at once
+DECODED = {**work.FIXED, **work.SWEEP}
 #: the KV cache's part of an engine's memory where both start together: they would count each
 #: other's memory if they measured what is free
 KV_PART = 0.65
@@ -86,8 +90,8 @@ class Bench:
         """
         if name in work.QUESTIONS:
             return self.questions(work.QUESTIONS[name].scaled(self.args.scale))
-        if name in work.FIXED:
-            return self.fixed(work.FIXED[name].scaled(self.args.scale))
+        if name in DECODED:
+            return self.fixed(DECODED[name].scaled(self.args.scale))
         measures = {"grpo": self.grpo, "mooncake": self.mooncake, "deft": self.deft}
         return measures[name]()
 
@@ -118,6 +122,26 @@ class Bench:
             "agreement": agreement,
             "metadata_us": {name: report.spread(times) for name, times in metadata.items()},
         }
+
+    def breakdown(self, name: str) -> Row:
+        """GPU time of a decode step by kind of kernel, of each engine, in a run that is not timed.
+
+        Raises:
+            PrefixShareError: nothing was recorded.
+        """
+        w = DECODED[name].scaled(self.args.scale)
+        documents = w.cached_prompts(self.vocab)
+        prompts = w.prompts(self.vocab, seed=self.args.repeats + 1)
+        tokens = max(self.args.tokens, breakdown.TOKENS)
+        found: Row = {}
+        for title, engine in self.engines.items():
+            engine.generate(documents, 1, **SAMPLING)
+            engine.collective_rpc("begin_breakdown", w.num_reqs)
+            engine.generate(prompts, tokens, together=True, **SAMPLING)
+            found[title] = engine.collective_rpc("end_breakdown")[0]
+            if reason := found[title].get("failed"):
+                raise PrefixShareError(f"{title}: {reason}.")
+        return found
 
     def questions(self, w: work.SharedDocuments) -> Row:
         """The time of the step that gives every request its only token."""
@@ -358,10 +382,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    usual = "all but the questions, with their files given"
+    usual = "all but questions and sweep, recorded ones with their files given"
     add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")
+    add(
+        "--breakdown",
+        action="store_true",
+        help="profile the kernels of a decode step in runs of their own (shared documents)",
+    )
     add("--trace-repeats", type=int, default=1, help="timed runs of the other workloads")
     # more than fits on one H200 beside another engine, so that both pre-empt
     add("--grpo-tokens", type=int, default=4096, help="output tokens of each GRPO sample")
@@ -395,7 +424,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.workloads:
         args.workloads = args.workloads.split(",")
     else:
-        others = [n for n in WORKLOADS if n not in work.QUESTIONS]
+        others = [n for n in WORKLOADS if n not in {*work.QUESTIONS, *work.SWEEP}]
         args.workloads = [n for n in others if n not in RECORDED or given[n]]
     for name in args.workloads:
         if name not in WORKLOADS:
@@ -416,10 +445,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         # in runs of bench_fidelity.py, TRITON_ATTN differed from FLASH_ATTN at gaps of 0.25 to
         # 0.28; with fp8, whose keys and values keep 3 bits for 7, FLASH_ATTN rounds its weights too
         args.max_gap = 0.5 if args.kv_cache_dtype == "fp8" else 0.3
+    for name in args.workloads:
+        if (needed := longest(name, args)) > args.max_model_len:
+            parser.error(f"the workload {name} needs --max-model-len {needed} or more")
     args.cuda = torch.cuda.is_available()
     if args.apart and len(visible_gpus()) < gpus_needed(args):
         parser.error(f"--apart needs {gpus_needed(args)} GPUs, here are {len(visible_gpus())}")
     return args
+
+
+def longest(name: str, args: argparse.Namespace) -> int:
+    """Tokens of the workload's longest request; 0 where it is made to fit."""
+    shared = {**DECODED, **work.QUESTIONS}.get(name)
+    if shared is None:
+        return 0
+    w = shared.scaled(args.scale)
+    answer = 1 if name in work.QUESTIONS else args.tokens
+    if args.breakdown and name in DECODED:
+        answer = max(answer, breakdown.TOKENS)
+    return w.document_tokens + w.own_tokens + answer
 
 
 def fields(args: argparse.Namespace) -> Row:
@@ -467,6 +511,7 @@ def main(argv: list[str] | None = None) -> int:
             }
             print(report.heading(result), flush=True)
             bench = Bench(args, model, engines)
+            timed: dict[str, Row] = {}
             for name in args.workloads:
                 try:
                     row = bench.measure(name)
@@ -475,8 +520,21 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"{name}: left out: {e}", flush=True)
                 else:
                     result["rows"].append(row)
+                    timed[name] = row
                     print(report.line(row), flush=True)
                 write(args.out, result)
+            if args.breakdown:  # last, because a profiler may leave later steps slower
+                result["no_breakdown"] = {}
+                for name in (n for n in timed if n in DECODED):
+                    try:
+                        timed[name]["breakdown"] = bench.breakdown(name)
+                    except (PrefixShareError, RuntimeError) as e:  # the engine may have ended
+                        reason = (str(e).strip().splitlines() or [type(e).__name__])[-1]
+                        result["no_breakdown"][name] = reason
+                        print(f"{name}: no breakdown: {reason}", flush=True)
+                    else:
+                        print(report.breakdown_line(timed[name]), flush=True)
+                    write(args.out, result)
         except PrefixShareError as e:
             print(f"bench_engine: error: {e}", file=sys.stderr)
             return 2

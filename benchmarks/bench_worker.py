@@ -4,6 +4,8 @@ import time
 import zlib
 from typing import Any, NamedTuple
 
+from engine_breakdown import StepProfiler
+
 from vllm_prefixshare.integration.stats import STATS, PrefixShareWorkerExtension
 
 #: Standard deviation of attention scores. With 3, the softmax over a long random context picks a
@@ -108,6 +110,20 @@ class BenchWorker(PrefixShareWorkerExtension):
         if "execute_model" not in vars(runner):
             runner.execute_model = _timed_step(runner.execute_model, runner)
         return times
+
+    def begin_breakdown(self, num_reqs: int) -> None:
+        """Profile the GPU's kernels in some of the next steps in which each of ``num_reqs``
+        requests has one query token.
+        """
+        worker: Any = self
+        runner = worker.model_runner
+        runner.bench_profiler = StepProfiler(runner, num_reqs)
+
+    def end_breakdown(self) -> dict[str, Any]:
+        """What was profiled since ``begin_breakdown``: see ``StepProfiler.end``."""
+        worker: Any = self
+        found: dict[str, Any] = worker.model_runner.bench_profiler.end()
+        return found
 
 
 def _timed_step(execute_model: Any, runner: Any) -> Any:

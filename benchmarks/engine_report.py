@@ -75,6 +75,7 @@ def make_row(
         "floor_ms": None,
         "agreement": None,
         "metadata_us": None,
+        "breakdown": None,
         "host": host_times(found[PREFIX_SHARE]),
         **sides,
     }
@@ -112,6 +113,17 @@ def steady_us(row: Row, separator: str) -> str:
     """Mean host time of a steady step in microseconds: stock's and ours."""
     sides = (row["metadata_us"] or {}).values()
     return separator.join(f"{m['mean']:.0f}" if m else "-" for m in sides) or "-"
+
+
+def breakdown_line(row: Row) -> str:
+    parts = []
+    for engine, title in ((STOCK, "stock"), (PREFIX_SHARE, "ours")):
+        found = row["breakdown"][engine]
+        kinds = ", ".join(
+            f"{kind} {ms:.2f} ({found['launches'][kind]:.0f})" for kind, ms in found["ms"].items()
+        )
+        parts.append(f"{title} {kinds}, idle {found['idle_ms']:.2f}")
+    return f"{row['workload']}: GPU ms of a step (launches): {'; '.join(parts)}"
 
 
 def heading(result: Row) -> str:

@@ -80,6 +80,12 @@ QUESTIONS = {
     "questions32k": SharedDocuments("128 questions of 8 tokens on 32k", 1, 128, 32768, 8),
     "questions4k": SharedDocuments("128 questions of 8 tokens on 4k", 1, 128, 4096, 8),
 }
+#: one document of growing length, up to the 120k tokens of FlashForge's sweep (section 6.1); the
+#: longer ones need a larger --max-model-len
+SWEEP = {
+    f"sweep{n}k": SharedDocuments(f"32 requests on one {n}k document", 1, 32, n << 10, 64)
+    for n in (8, 32, 64, 120)
+}
 #: prompts and their tokens; each is sampled ``GRPO_SAMPLES`` times
 GRPO = SharedDocuments("GRPO, 32 prompts x 16 samples, 1k", 32, 16, 1024, 0)
 GRPO_SAMPLES = 16

@@ -28,6 +28,8 @@ from vllm_prefixshare.workloads.trees import forest, tree
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench_engine  # noqa: E402
+import engine_workloads  # noqa: E402
 import reproduce  # noqa: E402
 import tables  # noqa: E402
 from bench_kernel import make_case, reference, relative_error  # noqa: E402
@@ -940,6 +942,48 @@ def test_engines_are_started_by_the_published_command(tmp_path, monkeypatch):
     published = tables.published("engine")["command"].split()
     options = {word for word in published if word == "--start-together"}
     assert options and options <= set(asked[0])
+    args = bench_engine.parse(asked[0][2:])
+    assert args.breakdown and args.repeats == 2
+    assert args.workloads == list(engine_workloads.SWEEP)
+
+
+def engine_row(name: str, stock: float, ours: float, attention: tuple | None) -> dict:
+    """A row of ``bench_engine.py``: times of a token, and what attention takes of a 10 ms step."""
+    profile = attention and {
+        title: {"ms": {"attention": ms, "matrix products": 10 - ms}}
+        for title, ms in zip(("stock", "PREFIX_SHARE"), attention, strict=True)
+    }
+    sides = {"stock": {"ms": stock}, "PREFIX_SHARE": {"ms": ours}}
+    return {"workload": name, "floor_ms": 5.0, "breakdown": profile, **sides}
+
+
+def test_figure_7_has_the_profiled_part_of_attention():
+    some = {
+        "a": engine_row("8k", 12.0, 6.0, (4.0, 1.0)),
+        "b": engine_row("120k", 40.0, 8.0, (9.0, 2.0)),
+    }
+    assert engine.engines_sentence(some).endswith(
+        "attention's part of a decode step's GPU time: stock's 40% to 90% and ours 10% to 20%"
+    )
+    table = engine.engines_table(some)
+    assert (
+        "| 120k | 40.00 | 8.00 | 5.00 | 5.00 | 90% (9.00 of 10.00) | 20% (2.00 of 10.00) |" in table
+    )
+    some["c"] = engine_row("32k", 20.0, 10.0, None)
+    assert "| 32k | 20.00 | 10.00 | 2.00 | 5.00 | - | - |" in engine.engines_table(some)
+    assert "stock's 40% to 90%" in engine.engines_sentence(some)
+
+
+def test_figure_7_estimates_the_part_of_attention_without_a_profile():
+    old = engine_row("8k", 12.0, 6.0, None)
+    del old["breakdown"]
+    for row in (old, engine_row("8k", 12.0, 6.0, None)):
+        assert engine.engines_sentence({"a": row}).endswith(
+            "stock's 58% to 58% and ours 17% to 17%, by an estimate"
+        )
+        assert "| 8k | 12.00 (7.00) | 6.00 (1.00) | 5.00 | 2.00 |" in engine.engines_table(
+            {"a": row}
+        )
 
 
 def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():

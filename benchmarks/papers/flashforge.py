@@ -509,11 +509,11 @@ EXPERIMENTS = (
         "figures 7 and 1b: time per output token, and attention's part",
         "3.75 times as fast as vLLM 0.6.6 on average; attention takes 90% of the time with prompts "
         "of 100k tokens",
-        "By `bench_engine.py`: vLLM's own attention and this project's in the same engine, batches "
-        "on shared documents of 2k to 32k tokens, Llama-3.1-8B's shape; the paper gives no sizes. "
-        "Its sweep up to 120k tokens is left out: prefilling those for each point takes an engine "
-        "longer than the rest together. Until this experiment has a run of its own, the table "
-        "shows the benchmark's published run: see [performance](performance.md).",
+        "By `bench_engine.py`: vLLM's own attention and this project's in the same engine, "
+        "Llama-3.1-8B's shape, 32 requests on one document of 8k, 32k, 64k and 120k tokens; the "
+        "paper gives no sizes. Attention's part is measured by a profiler. Until a run of this "
+        "sweep is published, the table shows the benchmark's published run, on documents of 2k to "
+        "32k tokens, in which attention's part is an estimate: see [performance](performance.md).",
         GPU,
         time_engines,
         engines_sentence,
