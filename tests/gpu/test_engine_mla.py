@@ -39,16 +39,16 @@ TWO_GPUS = pytest.mark.skipif(
 ON_TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-@pytest.mark.parametrize("runner", ["V2", "V1"])
-def test_as_exact_as_stock(runner, tmp_path, note):
-    model = write_small_deepseek_v2(tmp_path / "model")
+@pytest.mark.parametrize(("heads", "runner"), [(16, "V2"), (16, "V1"), (64, "V2")])
+def test_as_exact_as_stock(heads, runner, tmp_path, note):
+    model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
     assert_as_exact(model, runner, OPTIONS, note)
 
 
 @TWO_GPUS
 @pytest.mark.parametrize(("heads", "runner"), [(32, "V2"), (32, "V1"), (16, "V2")])
 def test_two_gpus(heads, runner, tmp_path, note):
-    """With 32 heads a layer is served only because each GPU has 16."""
+    """Each GPU has half of the heads, and the latents of all."""
     model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
     assert_as_exact(model, runner, {**OPTIONS, **ON_TWO}, note)
 
