@@ -1038,7 +1038,15 @@ TABLES = {
         lambda: engine_table("engine_gemma3"),
     ),
     "engine long": ("docs/performance.md", "engine_long", lambda: engine_table("engine_long")),
-    "kernel mla": ("docs/kernel-results.md", "kernel_mla", lambda: kernel_table("kernel_mla")),
+    "engine mla": ("docs/performance.md", "engine_mla", lambda: engine_table("engine_mla")),
+    **{
+        f"kernel {what.replace('_', ' ')}": (
+            "docs/kernel-results.md",
+            f"kernel_{what}",
+            partial(kernel_table, f"kernel_{what}"),
+        )
+        for what in ("mla", "mla_heads", "hybrid", "soft_cap", "alibi", "head_dim_512")
+    },
     "kernel first step": (
         "docs/kernel-results.md",
         "kernel_first_step",
