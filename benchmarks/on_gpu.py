@@ -197,20 +197,30 @@ def run(
     """
     waiting, running, wrong = list(steps), [], []
     deadline = time.monotonic() + seconds
-    while (waiting or running) and time.monotonic() < deadline:
-        free = cores - sum(r.step.cores for r in running)
-        fitting = [step for step in waiting if step.cores <= free or not running]
-        if fitting:
-            waiting.remove(fitting[0])
-            busy = Counter(r.gpu for r in running)
-            one = min(gpus, key=busy.__getitem__) if gpus and fitting[0].gpus == 1 else None
-            running.append(start(fitting[0], out, one))
-            continue
-        time.sleep(0.1)
-        for r in [r for r in running if r.process.poll() is not None]:
-            running.remove(r)
-            if not report(r, out):
-                wrong.append(r.step.name)
+    try:
+        while (waiting or running) and time.monotonic() < deadline:
+            free = cores - sum(r.step.cores for r in running)
+            fitting = [step for step in waiting if step.cores <= free or not running]
+            if fitting:
+                waiting.remove(fitting[0])
+                busy = Counter(r.gpu for r in running)
+                one = min(gpus, key=busy.__getitem__) if gpus and fitting[0].gpus == 1 else None
+                running.append(start(fitting[0], out, one))
+                continue
+            time.sleep(0.1)
+            for r in [r for r in running if r.process.poll() is not None]:
+                running.remove(r)
+                if not report(r, out):
+                    wrong.append(r.step.name)
+    finally:  # also after an interrupt: engines of its own sessions would keep the GPUs' memory
+        end(running, out)
+    for step in waiting:
+        print(f"{step.name}: not started", flush=True)
+    return wrong + [r.step.name for r in running] + [step.name for step in waiting]
+
+
+def end(running: list[Running], out: Path) -> None:
+    """Interrupt steps, and end by force what is left of them after ``GRACE``."""
     for r in running:
         r.interrupted = True
         r.process.send_signal(signal.SIGINT)
@@ -222,9 +232,6 @@ def run(
             os.killpg(r.process.pid, signal.SIGKILL)
         r.process.wait()
         report(r, out)
-    for step in waiting:
-        print(f"{step.name}: not started", flush=True)
-    return wrong + [r.step.name for r in running] + [step.name for step in waiting]
 
 
 def report(ended: Running, out: Path) -> bool:

@@ -3,6 +3,8 @@
 import json
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,17 +59,39 @@ def test_what_does_not_end_in_time_is_ended_with_its_children(tmp_path, capsys):
     assert found == ["endless", "never"]
     said = capsys.readouterr().out
     assert "endless: time was up" in said and "never: not started" in said
-    pid = int(child.read_text())
-    for _ in range(100):  # the child is reaped by whoever adopted it
+    assert_ended(int(child.read_text()))
+
+
+def test_an_interrupt_ends_what_runs(tmp_path):
+    """The steps' processes are in sessions of their own, which an interrupt does not reach."""
+    child = tmp_path / "child"
+    code = f"import os, pathlib, time; pathlib.Path('{child}').write_text(str(os.getpid()))"
+    command = f'-c "{code}; time.sleep(600)"'
+    runner = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.path[:0] = {sys.path!r}\nimport on_gpu, pathlib\n"
+        f"step = on_gpu.Step('endless', {command!r})\n"
+        f"on_gpu.run([step], pathlib.Path({str(tmp_path)!r}), 1, 600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", runner], stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not (child.exists() and child.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    assert_ended(int(child.read_text()))
+
+
+def assert_ended(pid: int) -> None:
+    for _ in range(100):  # the process is reaped by whoever adopted it
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
-            break
+            return
         if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-            break
+            return
         time.sleep(0.05)
-    else:
-        raise AssertionError("the child still runs")
+    raise AssertionError("the process still runs")
 
 
 def test_what_does_not_end_in_time_can_say_where_it_is(tmp_path, capsys):
