@@ -154,6 +154,9 @@ def line(row: Row) -> str:
     same = f"{agreement['same']:.0%}, {agreement['largest_gap']:.3f}" if agreement else "-"
     if agreement:
         same += f" (median of all {agreement['median_gap_of_all_tokens']:.3f})"
+        if "tokens_in_common" in agreement:
+            both = (agreement[name] for name in ("tokens_in_common", "tokens_in_common_stock"))
+            same += ", tokens in common {:.1f}, stock's in halves {:.1f}".format(*both)
     return (
         f"{row['workload']:40} {stock['ms']:8.2f} {ours['ms']:8.2f} {row['ratio']:6.2f} {floor} "
         f"            | {stock['tokens_per_second']:8.0f} {ours['tokens_per_second']:8.0f} "

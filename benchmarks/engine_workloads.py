@@ -104,6 +104,14 @@ def kv_bytes_per_token(config: dict[str, Any], bytes_per_number: int = 2) -> int
     return 2 * layers * kv_heads * head_dim * bytes_per_number
 
 
+def chooses_experts(config: dict[str, Any]) -> bool:
+    """Whether a model's layers choose some of several experts for each token. config: the model's
+    ``config.json``.
+    """
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return any((config.get(name) or 0) > 1 for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """A batch of unequal requests: prompts and the lengths of their answers."""

@@ -226,6 +226,9 @@ def engine_table(name: str) -> str:
             if agreement
             else "- | -"
         )
+        if agreement and "tokens_in_common" in agreement:
+            both = (agreement[name] for name in ("tokens_in_common", "tokens_in_common_stock"))
+            same += " ({:.1f} tokens in common, stock's own in half batches {:.1f})".format(*both)
         lines.append(
             f"| {row['workload']}{MARKS[row['kind']]} "
             f"| {engine_time(row['stock'])} | {engine_time(row['PREFIX_SHARE'])} "

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from tests.support.dummy_model import write_llama_8b
+from tests.support.engine import Answer, Batch
 from vllm_prefixshare.cli.model import layer_kinds, read_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import bench_engine
 from engine_shapes import SHAPES
-from engine_workloads import kv_bytes_per_token
+from engine_workloads import chooses_experts, kv_bytes_per_token
 
 PUBLISHED = json.loads((Path(__file__).parent / "docs" / "models.json").read_text())
 #: shape -> the model with its published configuration, and bytes of a token in 16 bits
@@ -202,3 +204,51 @@ def test_host_time_is_that_of_full_attention():
     for (each,) in groups:
         each.get_metadata_builder().build()
     assert len(BenchWorker.metadata_times(worker)) == 1
+
+
+def test_which_shapes_choose_experts(tmp_path):
+    found = set()
+    for shape in MODELS:
+        write_llama_8b(tmp_path / shape, **SHAPES[shape].fields)
+        if chooses_experts(json.loads((tmp_path / shape / "config.json").read_text())):
+            found.add(shape)
+    assert found == {"gpt-oss-20b", "qwen3-next", "deepseek-v2-lite"}
+
+
+class Rounding:
+    """An engine whose answers part from the others' at a token that depends on its batch."""
+
+    def __init__(self, parts_at: dict[int, int]) -> None:
+        self.parts_at = parts_at
+
+    def generate(self, prompts: list[list[int]], tokens: int, **options: Any) -> Batch:
+        at = self.parts_at[len(prompts)]
+        ids = tuple(range(at)) + (900 + len(prompts),) * (tokens - at)
+        answer = Answer("", ids, 1, 0, (1.0,) * tokens)
+        return Batch((answer,) * len(prompts), 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ours", "in_common", "wrong"),
+    [
+        ("gpt-oss-20b", 3, (3, 6), False),
+        ("gpt-oss-20b", 2, (2, 6), True),
+        ("8b", 16, None, False),
+        ("8b", 12, None, True),
+    ],
+)
+def test_tokens_of_experts_are_compared_with_stocks_own(tmp_path, shape, ours, in_common, wrong):
+    """A lead of 1.0 is clear. Stock's answers part after 6 tokens if its batch is half as large;
+    those of PREFIX_SHARE, in the whole batch, after ``ours``.
+    """
+    write_llama_8b(tmp_path, **SHAPES[shape].fields)
+    engines = {
+        bench_engine.STOCK: Rounding({8: 16, 4: 6}),
+        bench_engine.PREFIX_SHARE: Rounding({8: ours}),
+    }
+    bench = bench_engine.Bench(bench_engine.parse([]), tmp_path, engines)
+    agreement = bench.compare([[1]] * 8)
+    names = ("tokens_in_common", "tokens_in_common_stock")
+    assert tuple(agreement[name] for name in names if name in agreement) == (in_common or ())
+    assert agreement["largest_gap"] == (1.0 if ours < 16 else 0.0)
+    assert bench_engine.is_wrong(agreement, 0.3) == wrong
