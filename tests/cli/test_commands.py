@@ -452,8 +452,8 @@ def test_a_head_dim_that_is_not_served_is_named_as_such(tmp_path, monkeypatch, h
     ("heads", "gpus", "kernel", "expected"),
     [
         (16, 1, "auto", None),
-        (128, 1, "auto", "multi-head latent attention of more than 64 heads a GPU"),
-        (128, 2, "auto", None),
+        (128, 1, "auto", "multi-head latent attention of more than 32 heads a GPU"),
+        (128, 4, "auto", None),
         (16, 1, "portable", "multi-head latent attention and kernel 'portable'"),
     ],
 )

@@ -39,7 +39,7 @@ TWO_GPUS = pytest.mark.skipif(
 ON_TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-@pytest.mark.parametrize(("heads", "runner"), [(16, "V2"), (16, "V1"), (64, "V2")])
+@pytest.mark.parametrize(("heads", "runner"), [(16, "V2"), (16, "V1"), (32, "V2")])
 def test_as_exact_as_stock(heads, runner, tmp_path, note):
     model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
     assert_as_exact(model, runner, OPTIONS, note)

@@ -242,7 +242,7 @@ def test_the_parents_schedule_is_made_where_a_layer_needs_it(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "drafts", "changes", "reason"),
     [
-        (65, 0, {}, "multi-head latent attention of more than 64 heads a GPU"),
+        (33, 0, {}, "multi-head latent attention of more than 32 heads a GPU"),
         (4, 2, {}, "drafts with multi-head latent attention"),
         (4, 0, {"decode_context_parallel_size": 2}, "decode context parallelism"),
         (4, 0, {"use_ubatching": True}, "micro-batches"),

@@ -21,9 +21,9 @@ from vllm_prefixshare.settings import settings
 CUDA_DTYPES = ("bfloat16", "float16")
 #: largest head_dim served unless the experimental ``head_dim`` is asked for
 USUAL_HEAD_DIM = 256
-#: most query heads of a layer with latents (MLA) on a GPU. With 128, arithmetic takes longer than
-#: reading the cache for each request
-MOST_LATENT_HEADS = 64
+#: most query heads of a layer with latents (MLA) on a GPU: with more, a work tile of 64 rows holds
+#: one request, and nothing is shared
+MOST_LATENT_HEADS = 32
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
 GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "mla", "sinks", "softcap", "windows"})
 NOTHING: frozenset[str] = frozenset()
