@@ -577,9 +577,10 @@ def startup_table() -> str:
 
 def h200s() -> Cluster:
     """A cluster of H200s, 8 to a node. Reading, and the fixed time: from kernel.json, what its
-    `256_1024` takes beside its roof. Multiplying, and NVLink between two GPUs: from scale.json,
-    where 64 requests reach 550 TFLOP/s, a small all-reduce takes 14 us, and the ring sends 350
-    GB/s. InfiniBand: the data sheet of NDR with one port per GPU; its latency is assumed.
+    `256_1024` takes beside its roof. Multiplying, and NVLink between two GPUs: from scale.json of
+    22 November 2026, in which 64 requests reach 550 TFLOP/s, a small all-reduce takes 14 us, and
+    the ring sends 350 GB/s. InfiniBand: the data sheet of NDR with one port per GPU; its latency is
+    assumed.
     """
     cell = anchor("256_1024")
     fixed = 1e3 * (cell["peers"]["ours"]["ms"] - cell["roof_ms"])
