@@ -16,10 +16,11 @@ from statistics import median
 import repository  # noqa: F401
 from accuracy import share_interval
 from charts import THEMES, engine_chart
+from engine_breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
 from engine_report import steady_us
 from kernel_report import OURS, best_peer
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
-from papers.engine import from_engine
+from papers.engine import ENGINES, from_engine
 from papers.experiment import Experiment, Setting, good_points, span
 from papers.fasttree import trees
 from papers.picture import draw
@@ -238,6 +239,37 @@ def engine_table(name: str) -> str:
             f"| {host.get('share_factor', 1.0):.1f} "
             f"| {host['plans']} / {host['decode_steps']} | {host['plan_ms']:.2f} "
             f"| {steady_us(row, ' / ')} | {same} |"
+        )
+    return "\n".join(lines)
+
+
+def sweep_table() -> str:
+    """Times by the length of the document, and a step's GPU time by kind of kernel."""
+    result = published("engine_sweep")
+    kinds = {"attention": (ATTENTION,), "matrix products": (PRODUCTS,), "others": (WRITTEN, OTHER)}
+    steps = result["rows"][0]["breakdown"][ENGINES[0]]["steps"]
+    lines = [
+        f"{result['gpu']}; {result['model']}; {versions(result)}. `{result['command']}`: "
+        "milliseconds per output token while all requests decode (median and range of "
+        f"{result['repeats']} runs), and tokens per second of the whole call, prefill included. "
+        "Floor: as above. GPU: milliseconds of a decode step by kind of kernel, stock / ours, by "
+        f"torch's profiler in {steps} steps of a run that is not timed, without the GPU's idle "
+        "time; others include writing the KV.",
+        "",
+        "| workload | stock, ms a token | PREFIX_SHARE | speed-up | floor "
+        f"| {' | '.join(f'GPU, {kind}' for kind in kinds)} | tokens/s, stock / ours |",
+        "|" + "---|" * (6 + len(kinds)),
+    ]
+    for row in result["rows"]:
+        both = [row[engine] for engine in ENGINES]
+        spent = [row["breakdown"][engine]["ms"] for engine in ENGINES]
+        parts = (
+            " / ".join(f"{sum(ms[k] for k in of):.2f}" for ms in spent) for of in kinds.values()
+        )
+        rates = " / ".join(f"{side['tokens_per_second']:.0f}" for side in both)
+        lines.append(
+            f"| {row['workload']} | {' | '.join(engine_time(side) for side in both)} "
+            f"| {row['ratio']:.2f} | {row['floor_ms']:.2f} | {' | '.join(parts)} | {rates} |"
         )
     return "\n".join(lines)
 
@@ -759,7 +791,7 @@ def fasttree_kernels_table() -> str:
 
 #: experiments that another benchmark measures: its published results, and how to read them
 OTHER_RUNS = {
-    "flashforge-figure-7": ("engine", from_engine),
+    "flashforge-figure-7": ("engine_sweep", from_engine),
     "tree-attention-figure-3": ("scale", from_scale),
 }
 
@@ -1005,6 +1037,7 @@ TABLES = {
     "chart": ("README.md", "engine", chart_configuration),
     "engine": ("docs/performance.md", "engine", lambda: engine_table("engine")),
     "engine grpo": ("docs/performance.md", "engine_grpo", lambda: engine_table("engine_grpo")),
+    "engine sweep": ("docs/performance.md", "engine_sweep", sweep_table),
     "kernel": ("docs/performance.md", "kernel", kernel_summary),
     "cpu": ("docs/performance.md", "cpu", cpu_table),
     "fidelity": ("docs/fidelity.md", "fidelity", fidelity_table),

@@ -79,7 +79,7 @@ def attention_share(row: Figures, engine: str) -> float | None:
 
 
 def profiled(results: Results) -> bool:
-    """Whether a row has a profile: those of ``from_engine`` have none."""
+    """Whether a row has a profile: those of a run without ``--breakdown`` have none."""
     return any(row.get("breakdown") for row in results.values())
 
 
