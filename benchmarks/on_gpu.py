@@ -45,8 +45,7 @@ PARTS = {
 #: files with tests for two GPUs, and what such a part of a file has in its name
 ON_TWO = ("test_ranks", "test_ray", "test_engine_mla", "two_gpus")
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
-ENGINE, KERNEL = "benchmarks/bench_engine.py --start-together", "benchmarks/bench_kernel.py"
-SHARED = "--tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256"
+ENGINE = "benchmarks/bench_engine.py --start-together"
 #: figures that were not published yet; later their commands are in their files
 NEW = {
     "engine_long": f"{ENGINE} --workloads doc32k,few,single --tokens 512 --repeats 2",
@@ -55,18 +54,6 @@ NEW = {
     "--workloads doc32k,doc4k,unshared --repeats 2",
     "engine_qwen3_next": f"{ENGINE} --shape qwen3-next --memory 0.36 --max-num-seqs 256 "
     "--workloads doc32k,doc4k,unshared --repeats 2",
-    "engine_mla": f"{ENGINE} --shape deepseek-v2-lite --memory 0.3 "
-    "--workloads doc32k,doc4k,unshared --repeats 2",
-    "kernel_soft_cap": f"{KERNEL} --soft-cap 50 --heads 32:16 {SHARED} --tree 128_2048 "
-    "--peers ours,portable,fa3",
-    # FlashAttention-3 has neither of the next two, so the portable kernel is alone
-    "kernel_alibi": f"{KERNEL} --alibi --heads 32:32 {SHARED} --tree 128_2048 --peers ours",
-    "kernel_head_dim_512": f"{KERNEL} --head-dim 512 --heads 16:2,16:8 {SHARED} --tree 128_2048 "
-    "--peers ours",
-    "kernel_hybrid": f"{KERNEL} --head-dim 256 --heads 16:2,24:4 --block-size 544 {SHARED} "
-    "--tree 128_2048 --peers ours,portable,fa3",
-    "kernel_mla_heads": f"{KERNEL} --mla --heads 24:1,32:1,64:1 --block-size 64 {SHARED} "
-    "--tree 64_4096 --peers ours,fa3,flashmla",
 }
 CHAOS = "benchmarks/soak.py engine --requests 1440 --minutes 1.6 --longest 48"
 
