@@ -57,6 +57,7 @@ def extras(which: str) -> Iterator[Variant]:
     yield Extra((16, 1), 576, block_size=64, kv_lora_rank=512)  # MLA
     if which == "few-extras":
         return
+    yield from (Extra((n, 1), 576, block_size=64, kv_lora_rank=512) for n in (8, 24, 32))
     yield Extra((32, 8), 128, features=("sinks", "soft_cap"))
     for features in (("sinks",), ("soft_cap",), ("alibi",), ("alibi", "sinks", "soft_cap")):
         yield Extra((32, 8), 128, features=features)
