@@ -147,6 +147,17 @@ def heading(result: Row) -> str:
     return "\n".join(lines)
 
 
+def in_common(agreement: Row) -> str:
+    """How long answers agree with stock's: ours, and stock's own in other batches."""
+    again = {"halves": "in half batches", "alone": "alone"}
+    gaps = agreement.get("largest_gap_stock", {})
+    stock = ", ".join(
+        f"{again[name]} {tokens:.1f}" + (f", gap {gaps[name]:.3f}" if name in gaps else "")
+        for name, tokens in agreement["tokens_in_common_stock"].items()
+    )
+    return f"{agreement['tokens_in_common']:.1f} tokens in common; stock's own {stock}"
+
+
 def line(row: Row) -> str:
     stock, ours, host = row[STOCK], row[PREFIX_SHARE], row["host"]
     floor = f"{row['floor_ms']:7.2f}" if row["floor_ms"] is not None else f"{'-':>7}"
@@ -155,8 +166,7 @@ def line(row: Row) -> str:
     if agreement:
         same += f" (median of all {agreement['median_gap_of_all_tokens']:.3f})"
         if "tokens_in_common" in agreement:
-            both = (agreement[name] for name in ("tokens_in_common", "tokens_in_common_stock"))
-            same += ", tokens in common {:.1f}, stock's in halves {:.1f}".format(*both)
+            same += f", {in_common(agreement)}"
     return (
         f"{row['workload']:40} {stock['ms']:8.2f} {ours['ms']:8.2f} {row['ratio']:6.2f} {floor} "
         f"            | {stock['tokens_per_second']:8.0f} {ours['tokens_per_second']:8.0f} "

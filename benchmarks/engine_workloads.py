@@ -109,7 +109,8 @@ def chooses_experts(config: dict[str, Any]) -> bool:
     ``config.json``.
     """
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return any((config.get(name) or 0) > 1 for name in names)
+    chosen = config.get("num_experts_per_tok") or 1
+    return any((config.get(name) or 0) > chosen for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import repository  # noqa: F401
 from accuracy import share_interval
 from charts import THEMES, engine_chart
 from engine_breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
-from engine_report import steady_us
+from engine_report import in_common, steady_us
 from kernel_report import OURS, best_peer
 from papers import EXPERIMENTS, LEFT_OUT, PAPERS
 from papers.engine import ENGINES, from_engine
@@ -228,8 +228,7 @@ def engine_table(name: str) -> str:
             else "- | -"
         )
         if agreement and "tokens_in_common" in agreement:
-            both = (agreement[name] for name in ("tokens_in_common", "tokens_in_common_stock"))
-            same += " ({:.1f} tokens in common, stock's own in half batches {:.1f})".format(*both)
+            same += f" ({in_common(agreement)})"
         lines.append(
             f"| {row['workload']}{MARKS[row['kind']]} "
             f"| {engine_time(row['stock'])} | {engine_time(row['PREFIX_SHARE'])} "

@@ -19,6 +19,7 @@ from vllm_prefixshare.cli.model import layer_kinds, read_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_engine
+import engine_report as report
 from engine_shapes import SHAPES
 from engine_workloads import chooses_experts, kv_bytes_per_token
 
@@ -208,7 +209,7 @@ def test_host_time_is_that_of_full_attention():
 
 def test_which_shapes_choose_experts(tmp_path):
     found = set()
-    for shape in MODELS:
+    for shape in SHAPES:
         write_llama_8b(tmp_path / shape, **SHAPES[shape].fields)
         if chooses_experts(json.loads((tmp_path / shape / "config.json").read_text())):
             found.add(shape)
@@ -229,26 +230,35 @@ class Rounding:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ours", "in_common", "wrong"),
+    ("shape", "ours", "alone", "wrong"),
     [
-        ("gpt-oss-20b", 3, (3, 6), False),
-        ("gpt-oss-20b", 2, (2, 6), True),
-        ("8b", 16, None, False),
-        ("8b", 12, None, True),
+        ("gpt-oss-20b", 3, 8, False),
+        ("gpt-oss-20b", 2, 8, True),
+        ("gpt-oss-20b", 2, 4, False),
+        ("gpt-oss-20b-4-experts", 2, 4, True),
+        ("8b", 16, 8, False),
+        ("8b", 12, 8, True),
     ],
 )
-def test_tokens_of_experts_are_compared_with_stocks_own(tmp_path, shape, ours, in_common, wrong):
-    """A lead of 1.0 is clear. Stock's answers part after 6 tokens if its batch is half as large;
-    those of PREFIX_SHARE, in the whole batch, after ``ours``.
+def test_tokens_of_experts_are_compared_with_stocks_own(tmp_path, shape, ours, alone, wrong):
+    """A lead of 1.0 is clear. Stock's answers part after 6 tokens if its batch is half as large,
+    after ``alone`` in one of a single request; those of PREFIX_SHARE, in the whole batch, after
+    ``ours``.
     """
     write_llama_8b(tmp_path, **SHAPES[shape].fields)
     engines = {
-        bench_engine.STOCK: Rounding({8: 16, 4: 6}),
+        bench_engine.STOCK: Rounding({8: 16, 4: 6, 1: alone}),
         bench_engine.PREFIX_SHARE: Rounding({8: ours}),
     }
     bench = bench_engine.Bench(bench_engine.parse([]), tmp_path, engines)
     agreement = bench.compare([[1]] * 8)
-    names = ("tokens_in_common", "tokens_in_common_stock")
-    assert tuple(agreement[name] for name in names if name in agreement) == (in_common or ())
     assert agreement["largest_gap"] == (1.0 if ours < 16 else 0.0)
     assert bench_engine.is_wrong(agreement, 0.3) == wrong
+    if shape == "gpt-oss-20b":
+        assert agreement["tokens_in_common"] == ours
+        assert agreement["tokens_in_common_stock"] == {"halves": 6, "alone": alone}
+        assert agreement["largest_gap_stock"] == {"halves": 1.0, "alone": 1.0}
+        assert report.in_common(agreement) == (
+            f"{ours}.0 tokens in common; stock's own in half batches 6.0, gap 1.000, "
+            f"alone {alone}.0, gap 1.000"
+        )
