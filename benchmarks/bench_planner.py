@@ -81,6 +81,7 @@ def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanne
         num_workers=kernel.num_workers,
         max_tile_requests=kernel.max_tile_requests,
         max_tile_runs=kernel.max_tile_runs,
+        spread=kernel.spread,
         null_block_id=0,
     )
     cost = analytic_cost(ATTENTION, kernel.name)

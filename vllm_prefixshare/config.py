@@ -131,6 +131,8 @@ class PlannerConfig:
     query_cut_size: tokens of which pieces are whole multiples, rounded up, where a tile holds
         several queries of one request: the rest of a kernel's step would be masked for each query.
         None: as ``cut_size``.
+    spread: ``depth_first`` may give each piece of a window a part of what all of its requests
+        share and a part of what they do not.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a new plan is made where, by the cost model, the busiest of several workers
@@ -152,6 +154,7 @@ class PlannerConfig:
     grouping: bool = True
     cut_size: int | None = None
     query_cut_size: int | None = None
+    spread: bool = False
     num_splits: int = 4
     kv_chunk_size: int = 512
     rebalance_factor: float = 1.05

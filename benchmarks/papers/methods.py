@@ -106,6 +106,7 @@ def planner_of(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[Dec
         num_workers=kernel.num_workers,
         max_tile_requests=kernel.max_tile_requests,
         max_tile_runs=kernel.max_tile_runs,
+        spread=kernel.spread,
         **method.options,
     )
     cost = costs(method, attention, kernel.name, PLANNED_GPU)

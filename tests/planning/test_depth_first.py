@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.depth_first import KV_TILE
+from vllm_prefixshare.planning.dividers.pieces import KV_TILE
 from vllm_prefixshare.planning.dividers.windows import list_runs
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END
@@ -54,6 +54,7 @@ LIMITS = {
     "num_workers": st.sampled_from([1, 2, 7, 16, 132]),
     "max_tile_requests": st.sampled_from([1, 2, 8, 32]),
     "max_tile_runs": st.sampled_from([1, 3, 63, 1 << 30]),
+    "spread": st.booleans(),
 }
 
 
@@ -119,6 +120,42 @@ def test_the_requests_of_a_tile_are_neighbours(work, limits):
     plan = plan_of(work, **limits)
     for tile in range(plan.num_tiles):
         assert np.all(np.diff(position[tile_rows(plan, tile)]) == 1)
+
+
+@pytest.mark.parametrize("spec", ["1,64_32768,128", "1,32_16384,256", "1,4,64_8192,256,150"])
+def test_spread_pieces_share_out_what_all_read_and_what_one_reads(spec):
+    work = tree(spec)
+    spread = {"num_workers": 32, "max_tile_requests": 16, "spread": True}
+    plan = plan_of(work, **spread)
+    assert plan.num_tiles == 32 and np.all(np.diff(plan.tile_req_indptr) == 16)
+    of_all, of_some = [], []
+    for tile in range(plan.num_tiles):
+        lengths = [
+            (stop - start, len(r)) for _, start, stop, r in tile_runs(plan, tile, work.seq_lens)
+        ]
+        of_all.append(sum(n for n, readers in lengths if readers == 16))
+        of_some.append(sum(n for n, readers in lengths if readers < 16))
+    for found in (of_all, of_some):
+        assert max(found) - min(found) <= 2 * KV_TILE
+        assert min(found) >= KV_TILE
+    apart = plan_of(work, **{**spread, "spread": False})
+    assert plan.tile_cost.sum() == pytest.approx(apart.tile_cost.sum(), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "1,256_2048,256",  # private parts of a window are longer than what it shares
+        "1,64_32768,16",  # less than a KV tile of them for some piece
+        "2,32_1000,400",  # windows of two trees
+        "1_100000",
+        "64_2048",
+    ],
+)
+def test_what_is_not_spread_is_divided_as_before(spec):
+    found = [plan_of(tree(spec), spread=spread) for spread in (False, True)]
+    for name in ("tile_req_indices", "run_row", "run_kv_start", "run_kv_end", "work_indptr"):
+        assert np.array_equal(*(getattr(plan, name) for plan in found))
 
 
 def test_windows_below_one_node_read_it_in_step():

@@ -44,6 +44,7 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
         num_workers=kernel.num_workers,
         max_tile_requests=kernel.max_tile_requests,
         max_tile_runs=kernel.max_tile_runs,
+        spread=kernel.spread,
         null_block_id=0,
     )
     from vllm_prefixshare.costs.lookup import cost_model

@@ -188,7 +188,8 @@ class Kernel(Protocol):
     """A GPU kernel for partial attention.
 
     divider: the divider that measures best with this kernel.
-    num_workers, max_tile_requests, max_tile_runs: values that its plans are made with.
+    num_workers, max_tile_requests, max_tile_runs, spread: values that its plans are made with, see
+        ``PlannerConfig``.
     row_tiles: see ``Executor.row_tiles``.
     starts_merging: the launch that follows may begin before this kernel has ended, see
         ``dependent`` of ``merge_states``.
@@ -200,6 +201,7 @@ class Kernel(Protocol):
     num_workers: int
     max_tile_requests: int
     max_tile_runs: int
+    spread: bool
     row_tiles: int
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:

@@ -107,6 +107,7 @@ class GpuExecutor:
             sliding_window=self.attention.sliding_window,
             cut_size=self._cut_size,
             query_cut_size=KV_TILE if self.name == "hopper" else None,
+            spread=self._kernel.spread,
             **options,
         )
         room = self._capacity

@@ -83,6 +83,7 @@ def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
         num_workers=kernel.num_workers,
         max_tile_requests=kernel.max_tile_requests,
         max_tile_runs=kernel.max_tile_runs,
+        spread=kernel.spread,
         sliding_window=attention.sliding_window,
     )
     cost = analytic_cost(attention, "hopper")

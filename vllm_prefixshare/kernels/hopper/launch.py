@@ -134,7 +134,7 @@ class HopperKernel:
     """``kernels.hopper.kernel``, for compute capability 9.0."""
 
     name, divider = "hopper", "depth_first"
-    starts_merging = True
+    starts_merging, spread = True, False
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.shape = hopper_shape(attention, query_len)

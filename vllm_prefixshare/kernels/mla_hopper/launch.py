@@ -105,7 +105,7 @@ class LatentHopperKernel:
     """``kernels.mla_hopper.kernel``, for compute capability 9.0."""
 
     name, divider = "mla_hopper", "depth_first"
-    starts_merging = True
+    starts_merging, spread = True, False
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         rows = attention.num_qo_heads

@@ -195,7 +195,7 @@ class PortableKernel:
     """``kernels.portable.kernel``, for every NVIDIA GPU from compute capability 8.0 on."""
 
     name, divider = "portable", "depth_first"
-    starts_merging = False
+    starts_merging, spread = False, True
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.rows = query_len * attention.gqa_group_size

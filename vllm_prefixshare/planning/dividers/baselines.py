@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.planning.dividers.depth_first import Limits, as_tiles, tile_end
+from vllm_prefixshare.planning.dividers.pieces import Limits, as_tiles, tile_end
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, alone, by_chunk, split
 from vllm_prefixshare.planning.dividers.windows import list_runs
 from vllm_prefixshare.records import WorkTiles
@@ -49,7 +49,7 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     while run < len(runs.tokens):
         begun = run, done
         run, done, tokens = tile_end(runs, limits, run, done, runs.before[run] + done + chunk)
-        tiles.append((0, *begun, run, done))
+        tiles.append((0, *begun, run, done, 0, 0, 0))
         lengths.append(tokens)
     cut = np.array(tiles, np.int32)
     divided = WorkTiles(*as_tiles(runs, cut, np.array(lengths), problem.forest.request_rows)[:5])

@@ -12,6 +12,10 @@ from memory the others find in cache. Where the numbers of windows and workers d
 each worker, the target found by bisection (FlashForge's lower bound, section 5.1, with this
 cut as its test); a part that reaches into the next window is two tiles.
 
+A kernel may ask for even cuts to be spread (``PlannerConfig.spread``): each piece of a window then
+reads a part of the run that all of its requests share, and some of their private parts, so that
+pieces take equal times whatever the price of one is beside the other.
+
 The cost of a token depends on its readers. A kernel's tile is two halves, each with half of the
 requests: a run that both halves read is bound by arithmetic, a run that one half reads by memory,
 because the halves work in parallel. A run that several windows read comes from memory once. The
@@ -19,76 +23,34 @@ cost of a tile besides its tokens is taken from the cost table at the tile's siz
 """
 
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.planning.dividers.pieces import (
+    Cut,
+    Limits,
+    as_tiles,
+    reading_in,
+    tile_end,
+    tile_us,
+)
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.dividers.windows import Runs, ends_of_windows, list_runs
 from vllm_prefixshare.planning.plan import longest_first
-from vllm_prefixshare.records import OPEN_END, FloatArray, Forest, IntArray, WorkTiles
+from vllm_prefixshare.records import FloatArray, Forest, IntArray, WorkTiles
 
-#: tokens that a kernel multiplies at once
-KV_TILE = 128
 #: A worker may exceed its target by this part of it and this part of a tile's overhead.
 SLACK, OVERHEAD_SLACK = 0.02, 0.2
 #: bisection ends at this precision
 PRECISION = 0.005
 #: advantage of an even cut, whose windows read in step, as a part of the finish
 IN_STEP = 0.03
+#: the same of a cut whose pieces are spread
+SPREAD = 0.03
 #: tiles keep their order where their costs differ by less than this part of the largest
 ABOUT_EQUAL = 0.02
-
-
-class Limits(NamedTuple):
-    """Limits of a cut.
-
-    rows_per_request, rows_per_query: query rows of one request and of one of its query tokens, on
-        one KV head.
-    cut_size, kv_tile: tokens; long runs are cut at multiples of kv_tile, short ones of cut_size.
-    query_cut_size: as in ``PlannerConfig`` if tiles hold several queries of one request, else 0.
-    """
-
-    num_workers: int
-    max_tile_requests: int
-    max_tile_runs: int
-    rows_per_request: int
-    rows_per_query: int
-    cut_size: int
-    kv_tile: int
-    query_cut_size: int
-
-    @classmethod
-    def of(cls, problem: DivisionProblem, kv_tile: int = KV_TILE) -> "Limits":
-        """The limits of ``problem``; kv_tile is rounded up to a multiple of cut_size."""
-        size = problem.config.cut_size or problem.block_size
-        requests = min(problem.config.max_tile_requests, problem.forest.num_reqs)
-        alone = requests == 1 and problem.query_len > 1
-        return cls(
-            problem.config.num_workers,
-            requests,
-            problem.config.max_tile_runs,
-            problem.rows_per_request,
-            problem.rows_per_request // problem.query_len,
-            size,
-            (kv_tile + size - 1) // size * size,
-            -(-(problem.config.query_cut_size or 0) // size) * size if alone else 0,
-        )
-
-
-class Cut(NamedTuple):
-    """A way to cut the list.
-
-    finish: microseconds until the last result is merged.
-    tiles: ``[num_tiles, 5]``: worker; run and token where it begins; run and token where it ends.
-    cost: ``[num_tiles]`` microseconds.
-    """
-
-    finish: float
-    tiles: IntArray
-    cost: FloatArray
 
 
 def depth_first(problem: DivisionProblem) -> WorkTiles:
@@ -102,65 +64,6 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
 
 
 @compiled
-def _line(ends: FloatArray, value: float) -> int:
-    """The line of ``TileRates.lines`` for a value; the last first, because most tiles are long."""
-    at = len(ends) - 1
-    while at > 0 and ends[at - 1] > value:
-        at -= 1
-    return at
-
-
-@compiled
-def _tile_us(lines: FloatArray, reading: float) -> float:
-    """Microseconds of a tile whose runs take ``reading`` by their rates."""
-    at = _line(lines[0], reading)
-    return lines[2, at] + lines[3, at] * reading
-
-
-@compiled
-def _reading_in(lines: FloatArray, us: float) -> float:
-    """The inverse of ``_tile_us``: microseconds for reading in a tile of ``us`` microseconds,
-    negative where ``us`` is too little for any tile.
-    """
-    at = _line(lines[1], us)
-    return (us - lines[2, at]) / lines[3, at] if at else us - lines[1, 0]
-
-
-@compiled
-def tile_end(
-    runs: Runs, limits: Limits, run: int, done: int, goal: float
-) -> tuple[int, int, float]:
-    """The run and token where a tile ends that begins at token ``done`` of ``run``, and the cost
-    of its tokens. It ends at about ``goal`` microseconds of the whole list, after whole pieces of
-    ``cut_size``, or whole KV tiles if it is long; at the latest where its window or the room for
-    runs ends.
-    """
-    stop = min(runs.window_end[run], run + limits.max_tile_runs)
-    begin = runs.before[run] + done * runs.rate[run]
-    if goal >= runs.before[stop]:
-        return stop, 0, runs.before[stop] - begin
-    end, after = run, stop  # a search by hand: with NumPy's, a cut took three times as long
-    while after - end > 1:
-        middle = (end + after) // 2
-        if runs.before[middle] <= goal:
-            end = middle
-        else:
-            after = middle
-    size, kv_tile = limits.cut_size, limits.kv_tile
-    tokens = (goal - runs.before[end]) / runs.rate[end]
-    read = tokens - done if end == run else tokens
-    step = kv_tile if read >= 4 * kv_tile else size
-    at = int(tokens) // step * step
-    if end == run and limits.query_cut_size:
-        size = limits.query_cut_size
-        at = min(done + (int(read + 0.5) + size - 1) // size * size, runs.tokens[run])
-    if end == run and at <= done:  # no tile is empty
-        at = min(done + size, runs.tokens[run])
-    cost = runs.before[end] + at * runs.rate[end] - begin
-    return (end + 1, 0, cost) if at == runs.tokens[end] else (end, at, cost)
-
-
-@compiled
 def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> float:
     """Microseconds of merging. One program merges all partial results of a query token, and the
     tokens of a request are merged side by side.
@@ -168,7 +71,9 @@ def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> f
     num_reqs = runs.reader_end[-1]
     tiles_of = np.zeros(num_reqs + 1, np.int32)  # differences between neighbours
     for t in range(len(tiles)):
-        _, run, _, end, done = tiles[t]
+        _, run, _, end, done, head, _, head_end = tiles[t]
+        if head_end:  # its readers are all of the tile's
+            run, end, done = head, head + 1, 0
         tiles_of[runs.reader_start[run]] += 1  # in preorder the first run has the first reader
         tiles_of[runs.reader_end[run : end + (done > 0)].max()] -= 1
     most = np.cumsum(tiles_of).max()
@@ -177,11 +82,65 @@ def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> f
 
 
 @compiled
+def _can_spread(runs: Runs, limits: Limits, first: int, end: int, pieces: int) -> bool:
+    """Whether the window of the runs ``[first, end)`` may be spread: all of its requests read the
+    first run, which is at least as long as the others together, and every piece gets KV tiles of
+    both.
+    """
+    if pieces < 2 or end - first < 2 or end - first > limits.max_tile_runs:
+        return False
+    if runs.reader_end[first] != runs.reader_end[end - 1]:
+        return False
+    tokens, least = runs.tokens[first], pieces * limits.kv_tile
+    others = runs.tokens[first + 1 : end].sum()
+    return least <= tokens and 2 * least <= others <= tokens
+
+
+@compiled
+def _spread(
+    runs: Runs,
+    limits: Limits,
+    lines: FloatArray,
+    first: int,
+    end: int,
+    tiles: IntArray,
+    cost: FloatArray,
+) -> None:
+    """Cut the window of the runs ``[first, end)`` into tiles of about equal time, each with a part
+    of the first run and a part of the others.
+
+    Args:
+        lines: as in ``TileRates``.
+        tiles, cost: as in ``Cut``, for as many pieces as they have room for; written.
+    """
+    begin, load = runs.before[first], runs.before[end] - runs.before[first]
+    tokens, rate, pieces = runs.tokens[first], runs.rate[first], len(tiles)
+    read, run, done = 0, first + 1, 0
+    for piece in range(1, pieces + 1):
+        tile = tiles[piece - 1]
+        upto, goal = tokens, np.inf
+        if piece < pieces:
+            upto = tokens * piece // pieces // limits.kv_tile * limits.kv_tile
+            # on the list, where the whole first run comes before the others
+            goal = begin + load * piece / pieces + (tokens - upto) * rate
+        tile[1], tile[2] = run, done
+        reading = (upto - read) * rate
+        if run < end:
+            run, done, others = tile_end(runs, limits, run, done, goal)
+            reading += others
+        tile[3], tile[4] = run, done
+        tile[5], tile[6], tile[7] = first, read, upto
+        cost[piece - 1] = tile_us(lines, reading)
+        read = upto
+
+
+@compiled
 def _cut_evenly(
-    runs: Runs, limits: Limits, rates: TileRates, ends: IntArray, num_tiles: int
+    runs: Runs, limits: Limits, rates: TileRates, ends: IntArray, num_tiles: int, spread: bool
 ) -> Cut:
     """Cut each window (which ends before run ``ends[w]``) into equal pieces, about ``num_tiles``
-    in all, or leave it uncut where there are that many windows, and schedule the tiles.
+    in all, or leave it uncut where there are that many windows, and schedule the tiles. With
+    ``spread`` windows are spread where that is possible.
     """
     num_windows = len(ends)
     load = np.empty(num_windows)
@@ -197,10 +156,14 @@ def _cut_evenly(
         pieces[w] += 1
         heapq.heapreplace(longest, (-load[w] / pieces[w], w))
     room = len(runs.tokens) + pieces.sum()
-    tiles, cost = np.empty((room, 5), np.int32), np.empty(room)
+    tiles, cost = np.zeros((room, 8), np.int32), np.empty(room)
     count = run = done = 0
     for w in range(num_windows):
         begun, begin, piece = count, runs.before[run], 1
+        if spread and _can_spread(runs, limits, run, ends[w], pieces[w]):
+            count += pieces[w]
+            _spread(runs, limits, rates.lines, run, ends[w], tiles[begun:count], cost[begun:count])
+            run, done = ends[w], 0
         while run < ends[w]:
             goal = np.inf
             if piece < pieces[w]:
@@ -212,7 +175,7 @@ def _cut_evenly(
             tile[1], tile[2] = run, done
             run, done, reading = tile_end(runs, limits, run, done, goal)
             tile[3], tile[4] = run, done
-            cost[count] = _tile_us(rates.lines, reading)
+            cost[count] = tile_us(rates.lines, reading)
             count, piece = count + 1, piece + 1
         if count > begun + 1:
             cost[begun:count] += rates.partial_write
@@ -254,9 +217,9 @@ def _cut_through(
         writing = rates.partial_write if tiles_of_window else 0.0
         goal = np.inf
         left = target - load + slack - writing
-        if rest > left or _tile_us(rates.lines, rest) > left:
+        if rest > left or tile_us(rates.lines, rest) > left:
             # a piece of the window, with enough before and after it
-            room = _reading_in(rates.lines, target - load - rates.partial_write)
+            room = reading_in(rates.lines, target - load - rates.partial_write)
             part = min(max(room, least), rest - least)
             if load > 0.0 and (room < least or part < least):
                 worker, load = worker + 1, 0.0
@@ -267,7 +230,7 @@ def _cut_through(
         tile[0], tile[1], tile[2] = worker, run, done
         run, done, reading = tile_end(runs, limits, run, done, goal)
         tile[3], tile[4] = run, done
-        cost[count] = _tile_us(rates.lines, reading) + writing
+        cost[count] = tile_us(rates.lines, reading) + writing
         load += cost[count]
         finish = max(finish, load)
         count += 1
@@ -284,7 +247,7 @@ def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates, known: fl
     finishes before ``known``.
     """
     room = len(runs.tokens) + limits.num_workers
-    tiles, cost = np.empty((room, 5), np.int32), np.empty(room)
+    tiles, cost = np.zeros((room, 8), np.int32), np.empty(room)
     low = high = runs.before[-1] / limits.num_workers + rates.overhead
     best, best_finish = 0.0, np.inf
     while low < known and (high - low > PRECISION * high or best == 0.0):
@@ -329,44 +292,16 @@ def _divide(
             if runs.before[-1] >= best_score * at_once:
                 continue  # too few to finish sooner
             if num_tiles == 0 or num_tiles > len(ends):
-                cut = _cut_evenly(runs, limits, rates, ends, num_tiles)
+                cut = _cut_evenly(runs, limits, rates, ends, num_tiles, False)
                 if cut.finish < best_score:
                     best_score, best_runs, best = cut.finish, runs, cut
+                if limits.spread:
+                    cut = _cut_evenly(runs, limits, rates, ends, num_tiles, True)
+                    finish = cut.finish * (1 - SPREAD)
+                    if cut.tiles[:, 7].any() and finish < best_score:
+                        best_score, best_runs, best = finish, runs, cut
         if least * (1 + IN_STEP) < best_score:
             cut = _cut_through_at_best(runs, limits, rates, best_score / (1 + IN_STEP))
             if cut.finish * (1 + IN_STEP) < best_score:
                 best_score, best_runs, best = cut.finish * (1 + IN_STEP), runs, cut
     return as_tiles(best_runs, best.tiles, best.cost, forest.request_rows)
-
-
-@compiled
-def as_tiles(
-    runs: Runs, tiles: IntArray, cost: FloatArray, request_rows: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
-    """The arrays of ``WorkTiles``. tiles, cost: as in ``Cut``."""
-    num_tiles = len(tiles)
-    row_indptr, run_indptr = np.zeros((2, num_tiles + 1), np.int32)
-    for t in range(num_tiles):
-        run_indptr[t + 1] = run_indptr[t] + tiles[t, 3] - tiles[t, 1] + (tiles[t, 4] > 0)
-    out = np.empty((run_indptr[-1], 5), np.int32)
-    low = np.empty(num_tiles, np.int32)
-    for t in range(num_tiles):
-        _, run, done, last_run, last_done = tiles[t]
-        low[t] = runs.reader_start[run]  # in preorder the first run has the first reader
-        high = 0
-        for i in range(run_indptr[t], run_indptr[t + 1]):
-            end = last_done if run == last_run else runs.tokens[run]
-            high = max(high, runs.reader_end[run])
-            row = out[i]
-            row[0] = request_rows[runs.reader_start[run]]
-            row[1], row[2] = runs.start[run] + done, runs.start[run] + end
-            row[3], row[4] = runs.reader_start[run] - low[t], runs.reader_end[run] - low[t]
-            if row[4] - row[3] == 1 and end == runs.tokens[run]:
-                row[2] = OPEN_END
-            run, done = run + 1, 0
-        row_indptr[t + 1] = row_indptr[t] + high - low[t]
-    rows = np.empty(row_indptr[-1], np.int32)
-    for t in range(num_tiles):
-        size = row_indptr[t + 1] - row_indptr[t]
-        rows[row_indptr[t] : row_indptr[t + 1]] = request_rows[low[t] : low[t] + size]
-    return row_indptr, rows, run_indptr, out, cost, tiles[:, 0].copy()
