@@ -514,7 +514,8 @@ def triton_table() -> str:
     first, second = (published(f"kernel_triton/{triton}") for triton in ("3.6.0", "3.8.0"))
     lines = [
         f"{first['gpu']}, torch {first['versions']['torch']}; `{first['command']}` under one "
-        "Triton after the other: microseconds.",
+        f"Triton after the other, and `{first['further']['command']}` on {first['further']['date']}: "
+        "microseconds.",
         "",
         "| workload | heads | roof | 3.6.0 | 3.8.0 | 3.8.0 / 3.6.0 |",
         "|---|---|---|---|---|---|",
