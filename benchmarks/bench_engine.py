@@ -4,7 +4,7 @@ Both engines live on the GPU at once and take turns; the waiting engine is stopp
 engine has its own GPU, and the long workloads run on both at the same time.) Unless a checkpoint is
 given, the model has random weights in Llama-3.1-8B's shape, or in another of ``engine_shapes.py``.
 Greedy tokens are compared in an untimed call; the exit status is 1 if they differ where stock's
-token had a clear lead. Where a model chooses experts, rounding may choose others, so that no lead
+token had a clear lead. Where a model has experts, rounding may choose others, so that no lead
 is clear: stock then also answers in two halves of the batch, and some requests alone, which rounds
 otherwise from the first token on. The exit status is 1 if our answers have less than half as many
 tokens in common with its own before they part as the worse of these two.
@@ -71,7 +71,7 @@ KV_PART = 0.65
 FLOOR_CONTEXT = 16
 #: number of requests of the trace whose tokens are compared, and tokens of each answer
 CHECKED_REQUESTS, CHECKED_TOKENS = 16, 16
-#: requests that stock also answers alone, of a model that chooses experts
+#: requests that stock also answers alone, of a model that has experts
 ALONE = 32
 #: timed runs of a first step, at least: the host's part of it varies by a quarter
 FIRST_STEPS = 9
@@ -283,7 +283,7 @@ class Bench:
             "largest_gap": max((d.gap for d in parted), default=0.0),
             "median_gap_of_all_tokens": statistics.median(gaps),
         }
-        if not work.chooses_experts(self.config):
+        if not work.has_experts(self.config):
             return agreement
         middle = len(prompts) // 2
         stock_again = {

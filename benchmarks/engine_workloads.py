@@ -104,13 +104,10 @@ def kv_bytes_per_token(config: dict[str, Any], bytes_per_number: int = 2) -> int
     return 2 * layers * kv_heads * head_dim * bytes_per_number
 
 
-def chooses_experts(config: dict[str, Any]) -> bool:
-    """Whether a model's layers choose some of several experts for each token. config: the model's
-    ``config.json``.
-    """
+def has_experts(config: dict[str, Any]) -> bool:
+    """Whether a model's layers have several experts. config: the model's ``config.json``."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    chosen = config.get("num_experts_per_tok") or 1
-    return any((config.get(name) or 0) > chosen for name in names)
+    return any((config.get(name) or 0) > 1 for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,6 @@ ENGINE = "benchmarks/bench_engine.py --start-together"
 #: figures that were not published yet; later their commands are in their files
 NEW = {
     "engine_long": f"{ENGINE} --workloads doc32k,few,single --tokens 512 --repeats 2",
-    # --memory: the weights of both engines are beside their KV caches
-    "engine_gpt_oss": f"{ENGINE} --shape gpt-oss-20b --memory 0.25 "
-    "--workloads doc32k,doc4k,unshared --repeats 2",
-    "engine_qwen3_next": f"{ENGINE} --shape qwen3-next --memory 0.36 --max-num-seqs 256 "
-    "--workloads doc32k,doc4k,unshared --repeats 2",
 }
 CHAOS = "benchmarks/soak.py engine --requests 1440 --minutes 1.6 --longest 48"
 

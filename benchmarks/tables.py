@@ -514,8 +514,8 @@ def triton_table() -> str:
     first, second = (published(f"kernel_triton/{triton}") for triton in ("3.6.0", "3.8.0"))
     lines = [
         f"{first['gpu']}, torch {first['versions']['torch']}; `{first['command']}` under one "
-        f"Triton after the other, and `{first['further']['command']}` on {first['further']['date']}: "
-        "microseconds.",
+        f"Triton after the other, and `{first['further']['command']}` on "
+        f"{first['further']['date']}: microseconds.",
         "",
         "| workload | heads | roof | 3.6.0 | 3.8.0 | 3.8.0 / 3.6.0 |",
         "|---|---|---|---|---|---|",
@@ -1075,7 +1075,14 @@ TABLES = {
         lambda: engine_table("engine_gemma3"),
     ),
     "engine long": ("docs/performance.md", "engine_long", lambda: engine_table("engine_long")),
-    "engine mla": ("docs/performance.md", "engine_mla", lambda: engine_table("engine_mla")),
+    **{
+        f"engine {what.replace('_', ' ')}": (
+            "docs/performance.md",
+            f"engine_{what}",
+            partial(engine_table, f"engine_{what}"),
+        )
+        for what in ("mla", "gpt_oss", "qwen3_next")
+    },
     **{
         f"kernel {what.replace('_', ' ')}": (
             "docs/kernel-results.md",

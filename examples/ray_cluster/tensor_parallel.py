@@ -4,8 +4,8 @@ r"""One model over several GPUs with vLLM's Ray executor, and PREFIX_SHARE in ev
     python examples/ray_cluster/tensor_parallel.py --model FOLDER --address auto \
         --tensor-parallel-size 16
 
-It needs GPUs, because vLLM's Ray executor does; in this form it has not run on them yet. All ranks
-share alike, so the table has what the first one read.
+It needs GPUs, because vLLM's Ray executor does. All ranks share alike, so the table has what the
+first one read.
 """
 
 import os
