@@ -836,6 +836,29 @@ def test_figure_13_follows_the_largest_sorting_run(tmp_path):
     assert tokens == [100, 24, 24]
 
 
+def test_few_shot_is_added_up_over_all_steps():
+    def at(ours: float, other: float, status: str = "ok") -> dict:
+        peers = {"ours": {"status": "ok", "ms": ours}, "other": {"status": status, "ms": other}}
+        return {"peers": peers}
+
+    found = {
+        "few-shot 1,20_4000,400, 32:8": at(3.0, 30.0),
+        "few-shot 1,20_4000,16, 32:8": at(1.0, 10.0),
+        "few-shot 1,20_4000,16, 64:8": at(1.0, 2.0),
+        "few-shot 1,30_4000,16, 32:8": at(1.0, 2.0),
+        "few-shot 1,30_4000,400, 32:8": at(1.0, 2.0, "wrong"),
+    }
+    lines = deft.time_over_steps(found)
+    assert lines[: len(flashforge.time_table(found))] == flashforge.time_table(found)
+    # 1 up to step 16, then a line to 3 at step 400
+    ours = 16 + sum(1 + 2 * (step - 16) / 384 for step in range(17, 401))
+    (line,) = (line for line in lines if line.startswith("| 20 samples"))
+    assert line == f"| 20 samples, 32:8 | {ours:.1f} (1.00) | {10 * ours:.1f} (10.00) |"
+    assert not any("30 samples" in line or "64:8 |" in line.split("(")[0] for line in lines[-2:])
+    single = {name: f for name, f in found.items() if "64:8" in name}
+    assert deft.time_over_steps(single) == flashforge.time_table(single)
+
+
 def test_table_7_pads_the_prompt_of_the_largest_sorting_run(tmp_path, monkeypatch):
     setting = replace(TINY, tiny=False, recordings=tmp_path)
     assert not list(deft.time_prompts(setting)), "there is no recording"

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+import numpy as np
+
 from papers import counters
 from papers.experiment import (
     CPU,
@@ -500,6 +502,39 @@ def strategies_sentence(results: Results) -> str:
     return "time over ours: " + "; ".join(f"{m} {x}" for m, x in over.items())
 
 
+def time_over_steps(results: Results) -> list[str]:
+    """``time_table``, and the sum over all steps of a decoding, on straight lines between the steps
+    that were timed.
+    """
+    titles = methods_of(results)
+    timed: dict[str, dict[int, list[float]]] = {}
+    for name, f in results.items():
+        spec, heads = name.removeprefix("few-shot ").rsplit(", ", 1)
+        width, step = spec.split("_")[0].split(",")[1], int(spec.rsplit(",", 1)[1])
+        found = [f.get("peers", {}).get(title, {}) for title in titles]
+        if all(of.get("status") == "ok" for of in found):
+            timed.setdefault(f"{width} samples, {heads}", {})[step] = [of["ms"] for of in found]
+    lines = []
+    for name, of_step in timed.items():
+        steps = sorted(of_step)
+        if len(steps) < 2:
+            continue
+        columns = np.array([of_step[step] for step in steps]).T
+        every = np.arange(1, DECODED + 1)
+        sums = [np.interp(every, steps, column).sum() for column in columns]
+        lines.append(" | ".join([name, *(f"{ms:.1f} ({ms / sums[0]:.2f})" for ms in sums)]))
+    if not lines:
+        return time_table(results)
+    return [
+        *time_table(results),
+        "",
+        f"Milliseconds of one layer over all {DECODED} steps, on straight lines between those that "
+        f"were timed (over {titles[0]}).",
+        "",
+        *rows(" | ".join(["prompt and heads", *titles]), lines),
+    ]
+
+
 def time_token_trees(setting: Setting) -> Iterator[Point]:
     """Token trees over contexts of their own; and the same tokens as requests of one query each
     that share nothing.
@@ -835,7 +870,7 @@ EXPERIMENTS = (
         time_strategies,
         strategies_sentence,
         "another GPU; the strategies share our kernel, which the paper's do not",
-        time_table,
+        time_over_steps,
         time_bars,
     ),
     Experiment(
