@@ -7,7 +7,8 @@ Greedy tokens are compared in an untimed call; the exit status is 1 if they diff
 token had a clear lead. Where a model has experts, rounding may choose others, so that no lead
 is clear: stock then also answers in two halves of the batch, and some requests alone, which rounds
 otherwise from the first token on. The exit status is 1 if our answers have less than half as many
-tokens in common with its own before they part as the worse of these two.
+tokens in common with its own before they part as the worse of these two. That finds little where
+these have less than a token in common.
 
     python benchmarks/bench_engine.py --mooncake TRACE.jsonl --deft keywordToT.json \
         --out benchmarks/published/engine.json

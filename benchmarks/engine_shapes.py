@@ -154,7 +154,7 @@ SHAPES = {
         },
     ),
 }
-#: where every expert is chosen, rounding chooses no others
+#: to tell rounding that chooses other experts from the rest: here all are chosen
 SHAPES["gpt-oss-20b-4-experts"] = Shape(
     "gpt-oss-20b's shape with 4 of 32 experts, all chosen",
     {**SHAPES["gpt-oss-20b"].fields, "num_local_experts": 4},

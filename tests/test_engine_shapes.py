@@ -245,7 +245,9 @@ class Rounding:
         ("8b", 12, 8, True),
     ],
 )
-def test_tokens_of_experts_are_compared_with_stocks_own(tmp_path, shape, ours, alone, wrong):
+def test_tokens_of_experts_are_compared_with_stocks_own(
+    monkeypatch, tmp_path, shape, ours, alone, wrong
+):
     """A lead of 1.0 is clear. Stock's answers part after 6 tokens if its batch is half as large,
     after ``alone`` in one of a single request; those of PREFIX_SHARE, in the whole batch, after
     ``ours``.
@@ -259,6 +261,8 @@ def test_tokens_of_experts_are_compared_with_stocks_own(tmp_path, shape, ours, a
     agreement = bench.compare([[1]] * 8)
     assert agreement["largest_gap"] == (1.0 if ours < 16 else 0.0)
     assert bench_engine.is_wrong(agreement, 0.3) == wrong
+    monkeypatch.setattr(bench_engine, "ALONE", 3)
+    assert bench.compare([[1]] * 8) == agreement
     if shape != "8b":
         assert agreement["tokens_in_common"] == ours
         assert agreement["tokens_in_common_stock"] == {"halves": 6, "alone": alone}

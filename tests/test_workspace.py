@@ -1,16 +1,22 @@
 """The GPU executor's workspace: what is copied, what stays, and that reserved room suffices."""
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 from tests.planning.strategies import make_planner
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.costs.gpus import GPUS
+from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu, HostBatch
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialResults
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -166,12 +172,58 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(kernel, heads, div
             num_workers=k.num_workers,
             max_tile_requests=k.max_tile_requests,
             max_tile_runs=k.max_tile_runs,
+            spread=k.spread,
             **limits,
         )
         plan = planner.update(work.block_table, work.seq_lens)
         layout = k.layout(plan)
         assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
         assert plan.num_partials <= capacity.max_partials
+
+
+@pytest.mark.parametrize(
+    ("gpu", "heads", "head_dim"),
+    [
+        ("A100", (32, 8), 128),
+        ("A100", (16, 1), 128),
+        ("L40S", (8, 1), 128),
+        ("L40S", (16, 2), 256),
+        ("RTX5090", (8, 1), 128),
+        ("B200", (16, 1), 128),
+    ],
+    ids=str,
+)
+def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
+    """Batches as large as the room is for; a cut of a spread window divides two runs."""
+    sheet = GPUS[gpu]
+    shared = SHARED_MEMORY[sheet.capability] << 10
+    attention = AttentionConfig(*heads, head_dim, 16)
+    k = PortableKernel(attention, 1, Gpu(sheet.capability, sheet.multiprocessors, shared))
+    cost = cost_model(attention, k.name, device_name=f"{sheet.device} x{sheet.multiprocessors}")
+    config = PlannerConfig(
+        divider="depth_first",
+        share="always",
+        num_workers=k.num_workers,
+        max_tile_requests=k.max_tile_requests,
+        max_tile_runs=k.max_tile_runs,
+        spread=True,
+    )
+    spread = 0
+    for num_reqs in (8, 16, 64, 128):
+        capacity = k.capacity(num_reqs)
+        for document, private in product((4096, 32768, 131072), (100, 500, 2000)):
+            work = tree(f"1,{num_reqs}_{document},{private}")
+            plans = [
+                DecodePlanner(
+                    replace(config, spread=on), cost, 16, attention.gqa_group_size
+                ).update(work.block_table, work.seq_lens)
+                for on in (True, False)
+            ]
+            spread += plans[0].run_row.size > plans[1].run_row.size
+            assert plans[0].fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
+            layout = k.layout(plans[0])
+            assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
+    assert spread > 2
 
 
 @pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])

@@ -132,7 +132,7 @@ class PlannerConfig:
         several queries of one request: the rest of a kernel's step would be masked for each query.
         None: as ``cut_size``.
     spread: ``depth_first`` may give each piece of a window a part of what all of its requests
-        share and a part of what they do not.
+        share and a part of the rest.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a new plan is made where, by the cost model, the busiest of several workers

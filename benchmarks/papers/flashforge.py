@@ -462,8 +462,8 @@ EXPERIMENTS = (
         time_sweep,
         time_sentence,
         "another GPU; flash-decoding's requests read what they share at about the same time, and "
-        "in part from the L2 cache: of the 3856 MiB that they load of 1,2_122880,512 with 32:32 "
-        "heads the memory delivers 2204",
+        "in part from the L2 cache: of the 120 GiB that they load of 1,64_122880,256 with 32:32 "
+        "heads the memory delivers 53",
         time_sweep_table,
         time_sweep_bars,
     ),

@@ -27,7 +27,9 @@ def make_plan(
     workers: int = 3,
     max_requests: int | None = None,
     window: int | None = None,
+    spread: bool = False,
 ) -> DecodePlan:
+    """spread: as in ``PlannerConfig``, by the GPU's prices, at which so short runs are cut."""
     heads, head_dim = batch.q.shape[1:]
     block_size, kv_heads = batch.k_cache.shape[1:3]
     name = "float16" if batch.q.element_size() == 1 else str(batch.q.dtype).removeprefix("torch.")
@@ -42,9 +44,10 @@ def make_plan(
         share="always",
         cut_size=math.gcd(block_size, 128),
         sliding_window=window,
+        spread=spread,
         check_plans=True,
     )
-    cost = analytic_cost(attention, "torch")
+    cost = analytic_cost(attention, "portable" if spread else "torch")
     planner = DecodePlanner(config, cost, block_size, attention.gqa_group_size)
     return planner.update(batch.block_table, batch.seq_lens, query_len)
 

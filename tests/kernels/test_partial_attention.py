@@ -70,6 +70,25 @@ def test_long_runs_that_some_rows_read(divider, queries):
 
 
 @pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
+def test_pieces_that_are_spread(queries):
+    """Each of two pieces reads a part of the document and some of what requests have besides."""
+    batch = paged_batch(
+        seed=1,
+        documents=1,
+        document_blocks=64,
+        private_blocks=20,
+        query_lens=queries,
+        heads=(2, 2),
+        dtype=FP16,
+    )
+    plan = check(batch, "depth_first", workers=2, spread=True).plan
+    assert plan.num_tiles == 2 and plan.num_partials == 8
+    readers = plan.run_reader_end - plan.run_reader_start
+    for begin, end in zip(plan.tile_run_indptr[:-1], plan.tile_run_indptr[1:], strict=True):
+        assert readers[begin] == 4 and readers[begin + 1 : end].min() < 4
+
+
+@pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
 @pytest.mark.parametrize("divider", ["per_request", "deft_node"])
 def test_the_log_sum_exp(divider, queries):
     """Requests with one work tile, written with the output, and requests that are merged."""

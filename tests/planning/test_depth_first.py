@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.pieces import KV_TILE
+from vllm_prefixshare.planning.dividers.pieces import KV_TILE, tile_us
 from vllm_prefixshare.planning.dividers.windows import list_runs
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END
@@ -142,11 +142,39 @@ def test_spread_pieces_share_out_what_all_read_and_what_one_reads(spec):
     assert plan.tile_cost.sum() == pytest.approx(apart.tile_cost.sum(), rel=0.05)
 
 
+def test_spread_tiles_cost_what_they_read_and_are_cut_at_kv_tiles():
+    work = tree("1,64_32768,128")
+    plan = plan_of(work, num_workers=32, max_tile_requests=16, spread=True)
+    rates = TileRates.of(COST)
+    filled = ((work.seq_lens - 1) // work.block_size).astype(np.int32)
+    batch = forest_from_blocks(work.block_table, filled, work.block_size, 0)
+    runs = list_runs(batch, work.seq_lens, 16, ROWS_PER_REQUEST, work.block_size, rates)
+    lengths = plan.run_lengths(work.seq_lens)
+    for tile in range(plan.num_tiles):
+        first, last = plan.tile_run_indptr[tile : tile + 2]
+        assert plan.run_kv_start[first] % KV_TILE == plan.run_kv_end[first] % KV_TILE == 0
+        # the last run is an open one, or a part of one; the first is the document
+        reading = lengths[first] * runs.rate[0] + lengths[first + 1 : last].sum() * runs.rate[-1]
+        cost = tile_us(rates.lines, reading) + rates.partial_write
+        assert plan.tile_cost[tile] == pytest.approx(cost, rel=1e-3)
+
+
+@pytest.mark.parametrize("max_tile_runs", [3, 16, 17, 63])
+def test_spread_tiles_have_no_more_runs_than_they_may(max_tile_runs):
+    work = tree("1,64_32768,128")
+    limits = {"num_workers": 32, "max_tile_requests": 16, "max_tile_runs": max_tile_runs}
+    plan, apart = (plan_of(work, **limits, spread=spread) for spread in (True, False))
+    assert np.diff(plan.tile_run_indptr).max() <= max_tile_runs
+    same = np.array_equal(plan.run_kv_start, apart.run_kv_start)
+    assert same == (max_tile_runs < 17), "a window has 17 runs, and is spread if a tile takes all"
+
+
 @pytest.mark.parametrize(
     "spec",
     [
         "1,256_2048,256",  # private parts of a window are longer than what it shares
-        "1,64_32768,16",  # less than a KV tile of them for some piece
+        "1,64_32768,16",  # less than two KV tiles of them for a piece
+        "1,64_32768,48",
         "2,32_1000,400",  # windows of two trees
         "1_100000",
         "64_2048",

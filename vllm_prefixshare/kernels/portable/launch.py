@@ -175,8 +175,11 @@ def walk_capacity(
     max_tile_requests: int,
     grid: Grid,
     pieces: PieceLimits | None = None,
+    spread: bool = False,
 ) -> Capacity:
-    """Room for plans of up to ``num_reqs`` requests in ``PlanArrays``."""
+    """Room for plans of up to ``num_reqs`` requests in ``PlanArrays``; spread: as in
+    ``PlannerConfig``.
+    """
     # depth first makes a tile for every request at worst, and at most two for each worker
     # where windows are cut: only those leave partial results
     max_tiles = num_reqs + 2 * num_workers
@@ -184,7 +187,9 @@ def walk_capacity(
     if pieces is not None:
         max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, max_tile_requests))
         max_partials = max(max_partials, num_reqs * pieces.per_request)
-    max_runs = 2 * num_reqs + max_tiles  # n requests share at most n - 1 nodes
+    # n requests share at most n - 1 nodes, and a cut divides a run; one of a spread window divides
+    # two, and where windows are cut there are at most two tiles for each worker
+    max_runs = 2 * num_reqs + max(max_tiles, 4 * num_workers if spread else 0)
     max_parts = max_parts_of(grid, max_runs, max_tiles)
     slots = num_reqs + max_partials
     room = sizes(num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
@@ -220,7 +225,9 @@ class PortableKernel:
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
-        return walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, self.grid, pieces)
+        return walk_capacity(
+            num_reqs, self.num_workers, self.max_tile_requests, self.grid, pieces, self.spread
+        )
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""

@@ -84,16 +84,26 @@ def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> f
 @compiled
 def _can_spread(runs: Runs, limits: Limits, first: int, end: int, pieces: int) -> bool:
     """Whether the window of the runs ``[first, end)`` may be spread: all of its requests read the
-    first run, which is at least as long as the others together, and every piece gets KV tiles of
-    both.
+    first run, which is at least as long as the others together, and every piece gets two KV tiles
+    of either.
     """
     if pieces < 2 or end - first < 2 or end - first > limits.max_tile_runs:
         return False
     if runs.reader_end[first] != runs.reader_end[end - 1]:
         return False
-    tokens, least = runs.tokens[first], pieces * limits.kv_tile
     others = runs.tokens[first + 1 : end].sum()
-    return least <= tokens and 2 * least <= others <= tokens
+    return 2 * pieces * limits.kv_tile <= others <= runs.tokens[first]
+
+
+@compiled
+def _some_can_spread(runs: Runs, limits: Limits, ends: IntArray) -> bool:
+    """Whether any window may be spread, in two pieces if not in more."""
+    first = 0
+    for end in ends:
+        if _can_spread(runs, limits, first, end, 2):
+            return True
+        first = end
+    return False
 
 
 @compiled
@@ -287,6 +297,7 @@ def _divide(
         least = (runs.before[-1] + len(ends) * rates.overhead) / workers
         if least >= best_score:
             continue
+        spread = limits.spread and _some_can_spread(runs, limits, ends)
         for num_tiles in (workers, 2 * workers, workers // 2, 0):
             at_once = min(max(num_tiles, len(ends)), workers)
             if runs.before[-1] >= best_score * at_once:
@@ -295,7 +306,7 @@ def _divide(
                 cut = _cut_evenly(runs, limits, rates, ends, num_tiles, False)
                 if cut.finish < best_score:
                     best_score, best_runs, best = cut.finish, runs, cut
-                if limits.spread:
+                if spread:
                     cut = _cut_evenly(runs, limits, rates, ends, num_tiles, True)
                     finish = cut.finish * (1 - SPREAD)
                     if cut.tiles[:, 7].any() and finish < best_score:
