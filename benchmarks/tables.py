@@ -1081,7 +1081,7 @@ TABLES = {
             f"engine_{what}",
             partial(engine_table, f"engine_{what}"),
         )
-        for what in ("mla", "gpt_oss", "qwen3_next")
+        for what in ("mla", "gpt_oss", "gpt_oss_4_experts", "qwen3_next")
     },
     **{
         f"kernel {what.replace('_', ' ')}": (
@@ -1089,7 +1089,7 @@ TABLES = {
             f"kernel_{what}",
             partial(kernel_table, f"kernel_{what}"),
         )
-        for what in ("mla", "mla_heads", "hybrid", "soft_cap", "alibi", "head_dim_512")
+        for what in ("mla", "mla_heads", "hybrid", "soft_cap", "alibi", "head_dim_512", "h100")
     },
     "kernel first step": (
         "docs/kernel-results.md",
