@@ -1081,7 +1081,7 @@ TABLES = {
             f"engine_{what}",
             partial(engine_table, f"engine_{what}"),
         )
-        for what in ("mla", "gpt_oss", "gpt_oss_4_experts", "qwen3_next")
+        for what in ("mla", "gpt_oss", "gpt_oss_4_experts", "qwen3_next", "h100")
     },
     **{
         f"kernel {what.replace('_', ' ')}": (
