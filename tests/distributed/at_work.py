@@ -19,7 +19,7 @@ from vllm_prefixshare.distributed import scaling, tree_reduction
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
-from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
+from vllm_prefixshare.distributed.tree_reduction import COLLECTIVES, TreeDecode
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 CASES: dict[str, dict[str, Any]] = {
@@ -28,9 +28,9 @@ CASES: dict[str, dict[str, Any]] = {
     "long": {"document_blocks": 21, "private_blocks": 9, "heads": (6, 2), "head_dim": 80},
     "one short request": {"documents": 1, "requests": 1},
 }
-WAYS = (*REDUCTIONS, "ring")
+WAYS = (*COLLECTIVES, "ring")
 PATIENCE = 60.0  # seconds; long, for the cases in which no rank is late on purpose
-SOON = 3.0
+SOON = 5.0
 FINE = "nothing was refused"
 
 
@@ -80,6 +80,7 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
     dist.is_gloo_available = (lambda: False) if last else there  # type: ignore[assignment]
     found["no backend"] = sentence(lambda: make(batch, "gather"))
     dist.is_gloo_available = there  # type: ignore[assignment]
+    found["no GPUs"] = sentence(lambda: make(batch, "one_shot"))
     found["unknown backend"] = sentence(lambda: make(batch, "gather", backend="smoke"))
     table, lens, caches = own_part(batch, rank, size)
     few = slice(0, 2 if last else None)

@@ -20,15 +20,17 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from tests.batches import PagedBatch, paged_batch
-from tests.distributed.at_work import WAYS, own_part, timed_sentence, whole
+from tests.distributed.at_work import own_part, timed_sentence, whole
 from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.distributed.one_shot import OneShot
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard
-from vllm_prefixshare.distributed.tree_reduction import TreeDecode
+from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
 
 from .layer import ON_GPU
 
+WAYS = (*REDUCTIONS, "ring")
 RANKS = 2
 DEADLINE = 240  # seconds; a cold start takes a minute
 SOON = 5.0  # seconds within which a rank must come; nccl takes some of them to connect
@@ -51,6 +53,8 @@ ALONE = {
     "eager": "an all-reduce",
     "replay": "a collective in a CUDA graph",
     "connecting": "passing KV on",
+    "one shot": "a one-shot reduction",
+    "one shot, replay": "a collective in a CUDA graph",
 }
 SHAPE: dict[str, Any] = {"heads": (32, 8), "head_dim": 128, "dtype": torch.bfloat16}
 
@@ -117,23 +121,28 @@ def alone(rank: int, port: int, began: float, results: Any, kind: str) -> None:
     other, ranks = (Ranks(device, {}, timeout=SOON) for _ in range(2))
     other.all_reduce(x)
     ranks.all_reduce(x)
+    calls: dict[str, Callable[[], Any]] = {
+        "eager": lambda: ranks.all_reduce(x),
+        "connecting": lambda: ranks.pass_on([x]),  # for the first time
+        "again": lambda: ranks.all_reduce(x),
+    }
+    if kind.startswith("one shot"):
+        one_shot, lse = OneShot(ranks), torch.zeros(8, 1, device=device)
+        one_shot.reserve(8, 128, torch.float32, device)
+        calls["one shot"] = lambda: one_shot(x, x.view(8, 1, 128), lse)
+        calls["one shot"]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    if kind == "replay":
+    if kind.endswith("replay"):
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            ranks.all_reduce(x)
+            calls["eager" if kind == "replay" else "one shot"]()
 
     def replay() -> None:
         graph.replay()
         ranks.synchronize()
 
-    calls = {
-        "eager": lambda: ranks.all_reduce(x),
-        "replay": replay,
-        "connecting": lambda: ranks.pass_on([x]),  # for the first time
-        "again": lambda: ranks.all_reduce(x),
-    }
-    if kind == "replay":
+    if kind.endswith("replay"):
+        calls[kind] = replay
         replay()
     say(f"{kind}, connected")
     if rank == RANKS - 1:

@@ -53,3 +53,8 @@ def one_line(error: BaseException) -> str:
     if late := re.match(r"Timed out waiting \d+ms for (recv|send) operation", text):
         return "no message came" if late[1] == "recv" else "no rank took the message"
     return (text or type(error).__name__).split(". ")[0].rstrip(".")[:200]
+
+
+def listed(ranks: list[int]) -> str:
+    """Ranks in a sentence."""
+    return ", ".join(map(str, ranks))

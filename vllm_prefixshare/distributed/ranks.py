@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vllm_prefixshare.distributed.backends import errors_left_to_us, one_line, problem_of
+from vllm_prefixshare.distributed.backends import errors_left_to_us, listed, one_line, problem_of
 from vllm_prefixshare.records import PrefixShareError
 
 #: newer releases of torch rename it
@@ -49,6 +49,8 @@ class Ranks:
         rank, size: this rank, and how many there are.
         bytes_sent: bytes that this rank has sent so far if collectives are rings; messages
             on the host are not counted, and what a CUDA graph sends counts at its capture only.
+        gave_up: int32 ``[1]`` on the host, set by a kernel that has waited for another rank for too
+            long; None without a GPU.
 
     Raises:
         PrefixShareError: torch.distributed is not initialised, the backend is missing on a rank,
@@ -102,7 +104,9 @@ class Ranks:
         # takes one for the other
         self._host = self._new_group("gloo", self.timeout)
         self._over_nccl = backend == "nccl"
+        self.gave_up: torch.Tensor | None = None
         if self._over_nccl:
+            self.gave_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             with errors_left_to_us():
                 self.group = self._new_group(backend, timedelta(days=1))
             # nccl makes its communicator at the first use
@@ -141,7 +145,7 @@ class Ranks:
             ) from None
         if missing:
             raise PrefixShareError(
-                f"rank {self.rank}: rank {_listed(missing)} of {self.size} did not come within "
+                f"rank {self.rank}: rank {listed(missing)} of {self.size} did not come within "
                 f"{self.timeout.total_seconds():g} s: start all of them, and look at their logs."
             )
         self._compare(said)
@@ -288,6 +292,20 @@ class Ranks:
                 # the ranks that wait say so; the others are those that did not come
                 said = True
                 self._say_waiting()
+        if self.gave_up is not None and self.gave_up.item():
+            self._fail(doing)
+
+    @contextmanager
+    def on_gpu(self, doing: str, num_bytes: int) -> Iterator[None]:
+        """Launch kernels that send by themselves; see ``gave_up``.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        self._check()
+        yield
+        self._wait_for_gpu(doing)
+        self.bytes_sent += num_bytes
 
     def _give_up(self, doing: str) -> None:
         """End the connections, and with them the kernel that waits.
@@ -314,7 +332,7 @@ class Ranks:
         try:
             while (silent := self._silent()) and time.monotonic() < until:
                 time.sleep(0.05)
-            who = f"rank {_listed(silent)}" if silent else who
+            who = f"rank {listed(silent)}" if silent else who
         except RuntimeError:
             who = "the rank that holds the store of torch.distributed"
         self._failed = PrefixShareError(
@@ -399,7 +417,3 @@ class Ranks:
             self._wait_for_gpu("passing KV on")
 
         return received, wait
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

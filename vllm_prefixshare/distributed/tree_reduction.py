@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 
+from vllm_prefixshare.distributed.one_shot import OneShot
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.merging import merge_states
@@ -30,8 +31,9 @@ class Partial(NamedTuple):
     lse: torch.Tensor
 
 
-Reduction = Literal["gather", "all_reduce", "energy"]
-REDUCTIONS: tuple[Reduction, ...] = ("gather", "all_reduce", "energy")
+Reduction = Literal["gather", "all_reduce", "energy", "one_shot"]
+COLLECTIVES: tuple[Reduction, ...] = ("gather", "all_reduce", "energy")
+REDUCTIONS: tuple[Reduction, ...] = (*COLLECTIVES, "one_shot")
 
 
 def reduce_lse(ranks: Ranks, lse: torch.Tensor) -> torch.Tensor:
@@ -122,8 +124,8 @@ class TreeDecode:
 
     Args:
         wrapper: the operator for the shard.
-        reduction: "gather" (one collective), "all_reduce" (algorithm 3) or "energy"
-            (algorithms 1 and 2).
+        reduction: "gather" (one collective), "all_reduce" (algorithm 3), "energy" (algorithms 1
+            and 2), or "one_shot" (one launch without a collective, for GPUs of one host).
         group, timeout, backend: see ``Ranks``.
 
     Raises:
@@ -146,7 +148,8 @@ class TreeDecode:
             )
         describe = {**shape_of(wrapper), "reduction": reduction}
         self.ranks = Ranks(wrapper.device, describe, group=group, timeout=timeout, backend=backend)
-        self._reduce = _REDUCE[reduction]
+        self._one_shot = OneShot(self.ranks) if reduction == "one_shot" else None
+        self._reduce = _REDUCE.get(reduction, self._by_one_shot)
         self._wrapper = wrapper
         self._num_reqs = -1
 
@@ -165,6 +168,10 @@ class TreeDecode:
             lens = host_integers(seq_lens, "seq_lens", 1)
         if len(lens) != self._num_reqs:
             self.ranks.agree({"the number of requests": len(lens)})
+            if self._one_shot is not None:
+                a, w = self._wrapper.attention, self._wrapper
+                rows = len(lens) * a.num_qo_heads
+                self._one_shot.reserve(rows, a.head_dim, w.dtype, w.device)
             self._num_reqs = len(lens)
         with self.ranks.before_the_others():
             self._wrapper.plan(block_table, lens)
@@ -190,6 +197,10 @@ class TreeDecode:
             if not len(q):  # on all ranks, which agree on the number of requests
                 return mine.out, mine.lse
             return self._reduce(self.ranks, mine)
+
+    def _by_one_shot(self, _: Ranks, mine: Partial) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._one_shot is not None
+        return self._one_shot(*mine)
 
     def partial(self, q: torch.Tensor, shard: Shard) -> Partial:
         """The result over the rank's own tokens; arguments as in ``run``."""

@@ -1,0 +1,110 @@
+"""Tree reduction in one launch, over memory that the GPUs of one host write for each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_prefixshare.distributed.backends import one_line
+from vllm_prefixshare.distributed.ranks import Ranks
+from vllm_prefixshare.records import PrefixShareError
+
+#: of the ranks' time-out, that a GPU waits for another one: the host waits longer than the GPU
+OF_TIMEOUT = 0.9
+
+
+class Room(NamedTuple):
+    """Memory of all ranks for states; see ``kernels.one_shot``."""
+
+    memory: torch.Tensor
+    handle: Any  # keeps the other GPUs' memory within reach
+    addresses: torch.Tensor
+    rounds: torch.Tensor
+
+
+class OneShot:
+    """All ranks' states, exchanged and merged by one launch on each GPU (``kernels.one_shot``).
+
+    The memory is PyTorch's symmetric memory: GPUs of one host that reach each other over NVLink or
+    PCIe. A rank that waits for another one gives up by itself, within the time-out, also in the
+    replay of a CUDA graph. Memory is kept for as long as this object, because graphs may use it.
+
+    Args:
+        ranks: the ranks, on GPUs.
+
+    Raises:
+        PrefixShareError: the tensors are not on GPUs.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        if ranks.gave_up is None:
+            raise PrefixShareError(
+                'reduction "one_shot" needs GPUs, and tensors are on a CPU: take "gather".'
+            )
+        self._ranks = ranks
+        self._gave_up = ranks.gave_up
+        self._rooms: dict[int, Room] = {}  # by the rows that they hold
+        self._room: Room | None = None
+
+    def reserve(self, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for states of ``rows`` rows, one for each query and head; every rank must call
+        it, with the same.
+
+        Raises:
+            PrefixShareError: a rank is missing, or the GPUs do not reach each other's memory.
+        """
+        from vllm_prefixshare.kernels.one_shot import PROGRAMS, one_shot_bytes  # needs triton
+
+        enough = [held for held in self._rooms if held >= rows]
+        if enough or not rows:
+            self._room = self._rooms[min(enough)] if enough else None
+            return
+        num_bytes = one_shot_bytes(self._ranks.size, rows, head_dim, dtype.itemsize)
+        with self._on_all_ranks("memory for states"):
+            import torch.distributed._symmetric_memory as symmetric
+
+            memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+            rounds = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # before another rank writes
+        with self._on_all_ranks("connecting GPUs"):
+            handle = symmetric.rendezvous(memory, self._ranks.group)
+            addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._room = self._rooms[rows] = Room(memory, handle, addresses, rounds)
+
+    @contextmanager
+    def _on_all_ranks(self, doing: str) -> Iterator[None]:
+        """Do it on every rank, and raise on all of them if it fails on one."""
+        why = ""
+        try:
+            yield
+        except (ImportError, RuntimeError) as e:
+            why = one_line(e)
+        for rank, theirs in enumerate(self._ranks.exchange(why, doing, doing)):
+            if theirs:
+                raise PrefixShareError(
+                    f'rank {rank}: reduction "one_shot" needs GPUs that reach each other\'s '
+                    f'memory: take "gather" ({theirs}).'
+                )
+
+    def __call__(
+        self, packed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp over all ranks' tokens, on every rank, with the same bits.
+
+        Args:
+            packed, out, lse: as ``tree_reduction.Partial``, of as many rows as are reserved or
+                fewer.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        from vllm_prefixshare.kernels.one_shot import one_shot  # needs triton
+
+        ranks, room = self._ranks, self._room
+        assert room is not None, "reserve comes first"
+        patience = OF_TIMEOUT * ranks.timeout.total_seconds()
+        with ranks.on_gpu("a one-shot reduction", (ranks.size - 1) * packed.nbytes):
+            return one_shot(
+                out, lse, room.addresses, room.rounds, self._gave_up, ranks.rank, patience
+            )
