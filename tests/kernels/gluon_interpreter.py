@@ -169,7 +169,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     for each in ("constexpr", "float16", "float32", "int32", "int64", "uint32"):
         setattr(gl, each, getattr(tl, each))
     for each in ("load", "store", "where", "maximum", "minimum", "max", "min", "sum", "exp2",
-                 "log2", "ceil", "program_id", "multiple_of", "gather", "split"):  # fmt: skip
+                 "log2", "ceil", "program_id", "num_programs", "multiple_of", "gather",
+                 "split"):  # fmt: skip
         setattr(gl, each, late(each))
     for each in ("NVMMADistributedLayout", "NVMMASharedLayout", "BlockedLayout", "SliceLayout",
                  "DistributedLinearLayout", "SwizzledSharedLayout",

@@ -45,6 +45,7 @@ from vllm_prefixshare.kernels.hopper.producer import (
     RESULTS,
     TILE_ROWS,
     WORDS,
+    place_of_block,
     produce,
 )
 
@@ -73,7 +74,7 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDE_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = 64 * 32 * WIDE_WARPS // D  # 64 numbers a thread at a time
     count = 0
-    tile = gl.program_id(0) // (KV_HEADS * CHUNKS)
+    tile, _, _ = place_of_block(KV_HEADS, CHUNKS)
     while tile >= 0:
         num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
         next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
@@ -135,9 +136,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     Q_ROW: gl.constexpr = gl.SliceLayout(1, Q)
     dtype: gl.constexpr = out.dtype.element_ty
     weights: gl.constexpr = gl.float16 if FP8 else dtype
-    head = gl.program_id(0) % KV_HEADS
-    chunk = (gl.program_id(0) // KV_HEADS) % CHUNKS
-    worker = gl.program_id(0) // (KV_HEADS * CHUNKS)
+    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS)
     low = HALF * HALF_ROWS
     high = low + HALF_ROWS
     q_tile = q_smem.index(HALF)
@@ -330,7 +329,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
                       D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
                       PIECE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
                       RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
-    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
+    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, as ``place_of_block`` orders them.
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
     a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
@@ -367,7 +366,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
         for i in gl.static_range(WIDE_TILES):
             mbarrier.init(wide_bars.index(i), count=1)
             mbarrier.init(wide_bars.index(WIDE_TILES + i), count=2)
-        head = gl.program_id(0) % KV_HEADS
+        _, head, _ = place_of_block(KV_HEADS, CHUNKS)
         scale = gl.load(q_scale + head * q_scale_stride) * gl.load(k_scale + head * k_scale_stride)
         widening = (gl.load(v_scale + head * v_scale_stride), wide, wide_bars)
         if cap_rate is not None:

@@ -42,6 +42,24 @@ NEEDS_MASK = gl.constexpr(2)
 
 
 @gluon.jit
+def place_of_block(KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr):
+    """Worker, KV head and chunk of this thread block.
+
+    Thread blocks with neighbouring numbers run on neighbouring multiprocessors, whose requests for
+    the same bytes L2 answers together. So the chunks of a tile have neighbouring numbers, and so
+    have two workers, of which plans make neighbours read the same tokens at the same time.
+    """
+    chunk = gl.program_id(0) % CHUNKS
+    block = gl.program_id(0) // CHUNKS
+    paired = gl.num_programs(0) // (CHUNKS * KV_HEADS) // 2 * 2  # an odd worker comes last
+    worker = block // (2 * KV_HEADS) * 2 + block % 2
+    head = block // 2 % KV_HEADS
+    worker = gl.where(block < paired * KV_HEADS, worker, paired)
+    head = gl.where(block < paired * KV_HEADS, head, block % KV_HEADS)
+    return worker, head, chunk
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 
@@ -152,9 +170,7 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
     LOOK_AHEAD: gl.constexpr = (STAGES if STAGES < BATCH else BATCH) - 1
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, RUNS, WARP)
-    head = gl.program_id(0) % KV_HEADS
-    chunk = (gl.program_id(0) // KV_HEADS) % CHUNKS
-    worker = gl.program_id(0) // (KV_HEADS * CHUNKS)
+    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS)
     count = 0
     tile = worker
     for line in range((num_lengths + 1023) // 1024):  # 32 lines of 128 bytes at a time

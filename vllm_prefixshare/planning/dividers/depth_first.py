@@ -6,11 +6,11 @@ a work tile holds. The runs of KV tokens below a window, root to leaves, follow 
 preorder: then the readers of any piece of the list are neighbours, too.
 
 There are two ways to cut; the lower estimate wins. ``_cut_evenly`` gives each window a whole
-number of equal pieces: windows below the same node then read it in step, and what one fetches
-from memory the others find in cache. Where the numbers of windows and workers do not match,
-``_cut_through`` lays the windows end to end and cuts them into one part of equal time for
-each worker, the target found by bisection (FlashForge's lower bound, section 5.1, with this
-cut as its test); a part that reaches into the next window is two tiles.
+number of equal pieces: windows below the same node then read it in step, on neighbouring workers,
+and what one fetches from memory the others find in cache. Where the numbers of windows and workers
+do not match, ``_cut_through`` lays the windows end to end and cuts them into one part of equal time
+for each worker, the target found by bisection (FlashForge's lower bound, section 5.1, with this cut
+as its test); a part that reaches into the next window is two tiles.
 
 A kernel may ask for even cuts to be spread (``PlannerConfig.spread``): each piece of a window then
 reads a part of the run that all of its requests share, and some of their private parts, so that
@@ -167,6 +167,7 @@ def _cut_evenly(
         heapq.heapreplace(longest, (-load[w] / pieces[w], w))
     room = len(runs.tokens) + pieces.sum()
     tiles, cost = np.zeros((room, 8), np.int32), np.empty(room)
+    piece_of = np.empty(room, np.int32)
     count = run = done = 0
     for w in range(num_windows):
         begun, begin, piece = count, runs.before[run], 1
@@ -189,7 +190,10 @@ def _cut_evenly(
             count, piece = count + 1, piece + 1
         if count > begun + 1:
             cost[begun:count] += rates.partial_write
-    tiles, cost = tiles[:count], cost[:count]
+        piece_of[begun:count] = np.arange(count - begun)
+    # the same piece of every window, then the next: neighbouring workers read the same tokens
+    by_piece = np.argsort(piece_of[:count], kind="mergesort")
+    tiles, cost = tiles[by_piece], cost[by_piece]
     order, work_indptr, finish = longest_first(cost, limits.num_workers, ABOUT_EQUAL)
     for w in range(limits.num_workers):
         tiles[order[work_indptr[w] : work_indptr[w + 1]], 0] = w
