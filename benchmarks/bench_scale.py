@@ -9,12 +9,14 @@ last and the first request are compared with one rank's attention over all token
 all ways are timed in turns; the time of a row is the slowest rank's, and the median over the
 repeats.
 
-On GPUs each way is captured in a CUDA graph, as an engine would, and a replay is timed by events
-behind an all-reduce, with which the GPUs begin together; the L2 cache is overwritten before. The
-same calls launched from Python are timed by the host, from a barrier to the end of their work. The
-bound is the time in which a rank could read its shard and multiply, at the rates that a large copy
-and a large matrix product reach here, plus the measured time of one small all-reduce in a graph;
-what attention over a long context reaches with many queries is measured beside them, and so is
+On GPUs each way is captured in a CUDA graph of several calls, as the layers of a decode step are,
+and a replay is timed by events behind an all-reduce, with which the GPUs begin together; the time
+is that of one call. The L2 cache is overwritten before; each call reads a shard that is larger.
+The same calls launched from Python are timed by the host, from a barrier to the end of their work.
+
+The bound is the time in which a rank could read its shard and multiply, at the rates that a large
+copy and a large matrix product reach, plus that of one small all-reduce; these are timed in the
+same way, in turns with the others. So are attention over a long context with many queries, and
 vLLM's FlashAttention-3, where it is installed, on the rank's own shard, as one sequence with the
 queries of all requests. A CPU has no graphs; there the bound is the time of the rank's own shard
 and of the small all-reduce.
@@ -23,6 +25,7 @@ and of the small all-reduce.
 import argparse
 import json
 import os
+import random
 import socket
 import sys
 import time
@@ -31,7 +34,7 @@ from contextlib import closing
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import repository  # noqa: F401
@@ -48,13 +51,21 @@ from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_s
 from vllm_prefixshare.distributed import scaling
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
-from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
+from vllm_prefixshare.distributed.tree_reduction import COLLECTIVES, REDUCTIONS, TreeDecode
 
 BLOCK_SIZE = 16
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 TIMEOUT = 120.0
 SMALL = 1024  # bytes of the small all-reduce
+CALLS = 8  # in a CUDA graph
 FA3, FA3_SPLITS = "FlashAttention-3", 0  # 0: its own choice
+
+
+class Ceiling(NamedTuple):
+    """A call, and the bytes that it copies (read and written each) or its operations."""
+
+    run: Callable[[], Any]
+    amount: int
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -121,9 +132,8 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
     decoders, wrappers = make_decoders(args, device)
-    rates = None
-    if args.device == "cuda":
-        rates = ceilings(device)
+    limits = ceilings(device) if args.device == "cuda" else {}
+    if limits:
         # graphs hold a workspace, so it gets the room that the largest plan needs
         blocks = -(-max(args.tokens) // (BLOCK_SIZE * args.ranks)) + 1
         widest = np.tile(np.arange(blocks, dtype=np.int32), (max(args.requests), 1))
@@ -135,7 +145,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
         print_heading(args)
     for tokens in args.tokens:
         for num_reqs in args.requests:
-            rows.append(measure(rank, args, device, decoders, rates, tokens, num_reqs))
+            rows.append(measure(rank, args, device, decoders, limits, tokens, num_reqs))
             if rank == 0:
                 print_row(rows[-1])
     if rank == 0:
@@ -148,9 +158,6 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
                 "heads": args.heads,
                 "versions": versions(),
                 "repeats": args.repeats,
-                # a microsecond: bytes copied, read and written each; operations of a matrix
-                # product and of attention
-                "rates": rates,
                 "rows": rows,
             }
         )
@@ -161,24 +168,27 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def ceilings(device: torch.device) -> tuple[float, float, float]:
-    """What this GPU reaches: bytes a microsecond, in a copy of 4 GiB, and bfloat16 operations a
-    microsecond, in a product of 8192 x 8192 matrices, and in attention of 16384 queries over as
-    many tokens with 16 heads of 128, by cuDNN and without a mask.
+def ceilings(device: torch.device) -> dict[str, Ceiling]:
+    """What this GPU reaches: a copy of 4 GiB, a product of 8192 x 8192 bfloat16 matrices, and
+    attention of 16384 queries over as many tokens with 16 heads of 128, by cuDNN and without a
+    mask. All are timed in turns with the ways that are compared, because a GPU that has worked for
+    some milliseconds is slower than one that begins.
     """
     data = torch.randn(1 << 30, device=device)
     target = torch.empty_like(data)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in "ab")
     q, k, v = (torch.randn(1, 16, 16384, 128, device=device, dtype=torch.bfloat16) for _ in "qkv")
 
-    def attend() -> None:
+    def attend() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            scaled_dot_product_attention(q, k, v)
+            return scaled_dot_product_attention(q, k, v)
 
-    calls = (lambda: target.copy_(data)), (lambda: a @ b), attend
-    copying, product, attention = (median(gpu_seconds(call) for _ in range(10)) for call in calls)
-    operations = 2 * 8192**3 / product, 4 * 16 * 16384**2 * 128 / attention
-    return 2 * data.nbytes / (1e6 * copying), *(x / 1e6 for x in operations)
+    return {
+        # not copy_, which a graph gives to the slower copy engine
+        "copy": Ceiling(lambda: torch.neg(data, out=target), 2 * data.nbytes),
+        "matrix product": Ceiling(lambda: a @ b, 2 * 8192**3),
+        "dense attention": Ceiling(attend, 4 * 16 * 16384**2 * 128),
+    }
 
 
 def make_decoders(
@@ -201,7 +211,8 @@ def make_decoders(
         return wrappers[-1]
 
     decoders: dict[str, Any] = {
-        way: TreeDecode(wrapper(), reduction=way, timeout=TIMEOUT) for way in REDUCTIONS
+        way: TreeDecode(wrapper(), reduction=way, timeout=TIMEOUT)
+        for way in (REDUCTIONS if device.type == "cuda" else COLLECTIVES)
     }
     decoders["ring"] = RingDecode(wrapper, timeout=TIMEOUT)
     return decoders, wrappers
@@ -212,7 +223,7 @@ def measure(
     args: argparse.Namespace,
     device: torch.device,
     decoders: dict[str, Any],
-    rates: tuple[float, float, float] | None,
+    limits: dict[str, Ceiling],
     tokens: int,
     num_reqs: int,
 ) -> dict[str, Any]:
@@ -293,25 +304,33 @@ def measure(
             graphs[way].graph.replay()
             check(way, out)
         replays = {way: graph.graph.replay for way, graph in graphs.items()}
-        times = in_turns(replays, args.repeats, lambda run: gpu_seconds(run, begin_together))
+        graphs = {name: Captured(ceiling.run) for name, ceiling in limits.items()}
+        replays.update({name: graph.graph.replay for name, graph in graphs.items()})
+        times = in_turns(
+            replays, args.repeats, lambda run: gpu_seconds(run, begin_together) / CALLS
+        )
     everyone: list[Any] = [None] * args.ranks
     dist.all_gather_object(everyone, (times, launched, errors))
     us, launched_us = (
         {
             way: round(1e6 * median(max(t) for t in zip(*(r[way] for r in ranks), strict=True)), 2)
-            for way in runs
+            for way in ranks[0]
         }
         for ranks in ([of[i] for of in everyone] for i in range(2))
     )
+    rates = {name: ceiling.amount / us.pop(name) for name, ceiling in limits.items()}
     roof = us["own shard"]
-    if rates is not None:
-        roof = max(layer.kv_bytes / rates[0], layer.flops / rates[1]) / args.ranks
+    if rates:
+        roof = max(layer.kv_bytes / rates["copy"], layer.flops / rates["matrix product"])
+        roof /= args.ranks
     tolerance = TOLERANCE[str(dtype).removeprefix("torch.")]
     return {
         "tokens": tokens,
         "requests": num_reqs,
         "us": us,
         "launched_us": launched_us,
+        # a microsecond: bytes copied, operations
+        "rates": {name: round(rate) for name, rate in rates.items()},
         "roof_us": round(roof, 2),
         "bound_us": round(roof + us["small all-reduce"], 2),
         "errors": {way: max(of[2][way] for of in everyone) for way in errors},
@@ -319,6 +338,7 @@ def measure(
         "bytes_sent": sent,
         "bytes_model": {
             "gather": scaling.gather_bytes(layer, args.ranks),
+            "one_shot": scaling.gather_bytes(layer, args.ranks),
             "all_reduce": scaling.all_reduce_bytes(layer, args.ranks),
             # two all-reduces of logarithms and one of outputs, as many bytes as algorithm 3
             "energy": scaling.all_reduce_bytes(layer, args.ranks),
@@ -389,7 +409,7 @@ def flash_attention_3(
 
 
 class Captured:
-    """A call in a CUDA graph, and the tensors that it returned."""
+    """``CALLS`` calls in a CUDA graph, and the tensors that the last one returned."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         run()  # connects and compiles
@@ -397,7 +417,8 @@ class Captured:
         dist.barrier()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.result = run()
+            for _ in range(CALLS):
+                self.result = run()
         torch.cuda.synchronize()
 
 
@@ -406,11 +427,14 @@ def in_turns(
     repeats: int,
     seconds_of: Callable[[Callable[[], Any]], float],
 ) -> dict[str, list[float]]:
-    """Seconds of each repeat of each way, in turns, after two of each that do not count."""
+    """Seconds of each repeat of each way, after two of each that do not count. A GPU is the slower
+    the more power the way before took, so each repeat has an order of its own, on all ranks.
+    """
     times: dict[str, list[float]] = {way: [] for way in runs}
+    shuffle = random.Random(0)
     for repeat in range(-2, repeats):
-        for way, run in runs.items():
-            seconds = seconds_of(run)
+        for way in shuffle.sample(list(runs), len(runs)):
+            seconds = seconds_of(runs[way])
             if repeat >= 0:
                 times[way].append(seconds)
     return times
@@ -455,7 +479,9 @@ def print_heading(args: argparse.Namespace) -> None:
 
 def print_row(row: dict[str, Any]) -> None:
     us = row["us"]
-    best, launched = (min(x[way] for way in REDUCTIONS) for x in (us, row["launched_us"]))
+    best, launched = (
+        min(x[way] for way in REDUCTIONS if way in x) for x in (us, row["launched_us"])
+    )
     print(
         f"{row['tokens']:>9} {row['requests']:>5} "
         + " ".join(f"{x:10.1f}" for x in (*(us.get(way, nan) for way in WAYS), row["bound_us"]))

@@ -819,19 +819,26 @@ def scale_measured_table() -> str:
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
     small = min(row["us"]["small all-reduce"] for row in result["rows"])
     others = [way for way in ["FlashAttention-3"] if way in result["rows"][0]["us"]]
+    rates = {
+        name: f"{min(rates) / 1e6:.{digits}f} to {max(rates) / 1e6:.{digits}f}"
+        for name, digits in (("copy", 2), ("matrix product", 0), ("dense attention", 0))
+        for rates in [[row["rates"][name] for row in result["rows"]]]
+    }
     about_fa3 = f"{others[0]}: one sequence with all queries on the own shard. " if others else ""
     lines = [
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
         f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
-        f"{result['repeats']} replays of a CUDA graph in turns, the slowest rank's. Bound: the "
-        "time to read a rank's shard or to multiply with it, at the rates of a large copy "
-        f"({result['rates'][0] / 1e6:.2f} TB/s) and a large matrix product "
-        f"({result['rates'][1] / 1e6:.0f} TFLOP/s), and of one small all-reduce, the fastest of "
-        f"all rows ({small:.0f}). Own shard / its bound: the kernel without any reduction, over "
-        f"the bound without the all-reduce. {about_fa3}Launched: the best tree and the ring called "
-        "from Python, to the end of their work. Model: what [the model](#what-to-expect-at-scale) "
-        "says of gather. Memory: peak of a launched call beside shard and queries, MiB, gather / "
-        "ring, and by the paper's equations 9 and 8.",
+        f"{result['repeats']} replays of a CUDA graph of eight calls, in turns, the slowest "
+        "rank's. Bound: the time to read a rank's shard or to multiply with it, at the rates of a "
+        f"large copy ({rates['copy']} TB/s) and a large matrix product "
+        f"({rates['matrix product']} TFLOP/s) in the same row, and of one small all-reduce, the "
+        "fastest of all rows "
+        f"({small:.0f}). cuDNN's attention of 16384 queries takes turns with them, too: "
+        f"{rates['dense attention']} TFLOP/s. Own shard / its bound: the kernel without any "
+        f"reduction, over the bound without the all-reduce. {about_fa3}Launched: the best tree "
+        "and the ring called from Python, to the end of their work. Model: what "
+        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of a launched call "
+        "beside shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
         "",
         f"| tokens | requests | {' | '.join([*trees, 'ring', 'own shard', *others])} | bound "
         "| ring / best tree | best tree / bound | own shard / its bound | best tree / own shard "

@@ -197,7 +197,9 @@ def from_scale(scale: dict) -> dict:
 
 
 def ranks_sentence(results: Results) -> str:
-    found = [f["us"]["ring"] / min(f["us"][w] for w in WAYS) for f in results.values()]
+    found = [
+        f["us"]["ring"] / min(f["us"][w] for w in WAYS if w in f["us"]) for f in results.values()
+    ]
     return f"time of ring attention over tree reduction on two ranks: {span(found)}"
 
 
