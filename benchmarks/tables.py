@@ -819,11 +819,10 @@ def scale_measured_table() -> str:
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
     small = min(row["us"]["small all-reduce"] for row in result["rows"])
     others = [way for way in ["FlashAttention-3"] if way in result["rows"][0]["us"]]
-    rates = {
-        name: f"{min(rates) / 1e6:.{digits}f} to {max(rates) / 1e6:.{digits}f}"
-        for name, digits in (("copy", 2), ("matrix product", 0), ("dense attention", 0))
-        for rates in [[row["rates"][name] for row in result["rows"]]]
-    }
+    rates = {}
+    for name, digits in (("copy", 2), ("matrix product", 0), ("dense attention", 0)):
+        found = [f"{row['rates'][name] / 1e6:.{digits}f}" for row in result["rows"]]
+        rates[name] = " to ".join(dict.fromkeys((min(found, key=float), max(found, key=float))))
     about_fa3 = f"{others[0]}: one sequence with all queries on the own shard. " if others else ""
     lines = [
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "

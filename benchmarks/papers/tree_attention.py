@@ -198,19 +198,32 @@ def from_scale(scale: dict) -> dict:
 
 def ranks_sentence(results: Results) -> str:
     found = [
-        f["us"]["ring"] / min(f["us"][w] for w in WAYS if w in f["us"]) for f in results.values()
+        f["us"]["ring"] / min(f["us"][way] for way in TREES if way in f["us"])
+        for f in results.values()
     ]
     return f"time of ring attention over tree reduction on two ranks: {span(found)}"
 
 
-WAYS = ("gather", "all_reduce", "energy")
+#: reductions, and how tables call them; the last one runs on GPUs only
+TREES = {
+    "gather": "one all-gather",
+    "all_reduce": "algorithm 3",
+    "energy": "algorithms 1 and 2",
+    "one_shot": "one launch",
+}
+
+
+def ways_of(results: Results) -> dict[str, str]:
+    """The ways that were timed, and how tables call them."""
+    timed = next(iter(results.values()))["us"]
+    return {way: title for way, title in (*TREES.items(), ("ring", "ring")) if way in timed}
 
 
 def ranks_table(results: Results) -> list[str]:
-    lines = []
+    lines, ways = [], ways_of(results)
     for name, f in results.items():
         peak = f["peak_bytes"]
-        entries = [f"{f['us'][way]:.1f}" for way in (*WAYS, "ring")]
+        entries = [f"{f['us'][way]:.1f}" for way in ways]
         held = [mega(peak[way]) if peak else "-" for way in ("gather", "ring")]
         sent = [mega(f["bytes_sent"][way]) for way in ("gather", "ring")]
         lines.append(" | ".join([name, *entries, *held, *sent]))
@@ -218,18 +231,17 @@ def ranks_table(results: Results) -> list[str]:
         "Microseconds; MiB beside the shard at the peak, and sent.",
         "",
         *rows(
-            "context | one all-gather | algorithm 3 | algorithms 1 and 2 | ring | peak, tree "
-            "| peak, ring | sent, tree | sent, ring",
+            f"context | {' | '.join(ways.values())} | peak, tree | peak, ring | sent, tree "
+            "| sent, ring",
             lines,
         ),
     ]
 
 
 def ranks_bars(results: Results) -> Bars:
-    titles = ("one all-gather", "algorithm 3", "algorithms 1 and 2", "ring")
+    ways = ways_of(results)
     values = {
-        name: {title: f["us"][way] for title, way in zip(titles, (*WAYS, "ring"), strict=True)}
-        for name, f in results.items()
+        name: {title: f["us"][way] for way, title in ways.items()} for name, f in results.items()
     }
     return Bars("microseconds on two ranks", values)
 
