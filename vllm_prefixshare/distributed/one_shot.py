@@ -17,6 +17,7 @@ OF_TIMEOUT = 0.9
 class Room(NamedTuple):
     """Memory of all ranks for states; see ``kernels.one_shot``."""
 
+    most_rows: int
     memory: torch.Tensor
     handle: Any  # keeps the other GPUs' memory within reach
     addresses: torch.Tensor
@@ -70,7 +71,7 @@ class OneShot:
         with self._on_all_ranks("connecting GPUs"):
             handle = symmetric.rendezvous(memory, self._ranks.group)
             addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self._room = self._rooms[rows] = Room(memory, handle, addresses, rounds)
+        self._room = self._rooms[rows] = Room(rows, memory, handle, addresses, rounds)
 
     @contextmanager
     def _on_all_ranks(self, doing: str) -> Iterator[None]:
@@ -106,5 +107,6 @@ class OneShot:
         patience = OF_TIMEOUT * ranks.timeout.total_seconds()
         with ranks.on_gpu("a one-shot reduction", (ranks.size - 1) * packed.nbytes):
             return one_shot(
-                out, lse, room.addresses, room.rounds, self._gave_up, ranks.rank, patience
-            )
+                out, lse, room.addresses, room.rounds, self._gave_up, ranks.rank,
+                room.most_rows, patience,
+            )  # fmt: skip
