@@ -127,8 +127,8 @@ def alone(rank: int, port: int, began: float, results: Any, kind: str) -> None:
         "again": lambda: ranks.all_reduce(x),
     }
     if kind.startswith("one shot"):
-        one_shot, lse = OneShot(ranks), torch.zeros(8, 1, device=device)
-        one_shot.reserve(8, 128, torch.float32, device)
+        one_shot, lse = OneShot(ranks, 128, x.dtype, device), torch.zeros(8, 1, device=device)
+        one_shot.reserve(8)
         calls["one shot"] = lambda: one_shot(x, x.view(8, 1, 128), lse)
         calls["one shot"]()
     torch.cuda.synchronize()

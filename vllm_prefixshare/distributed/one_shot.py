@@ -1,10 +1,12 @@
 """Tree reduction in one launch, over memory that the GPUs of one host write for each other."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from vllm_prefixshare.distributed.backends import one_line
 from vllm_prefixshare.distributed.ranks import Ranks
@@ -27,51 +29,79 @@ class Room(NamedTuple):
 class OneShot:
     """All ranks' states, exchanged and merged by one launch on each GPU (``kernels.one_shot``).
 
-    The memory is PyTorch's symmetric memory: GPUs of one host that reach each other over NVLink or
-    PCIe. A rank that waits for another one gives up by itself, within the time-out, also in the
-    replay of a CUDA graph. Memory is kept for as long as this object, because graphs may use it.
+    The memory is PyTorch's symmetric memory: GPUs of one host that reach each other over NVLink. A
+    rank that waits for another one gives up by itself, within the time-out, also in the replay of a
+    CUDA graph. Memory is kept for as long as this object, because graphs may use it.
 
     Args:
         ranks: the ranks, on GPUs.
+        head_dim, dtype, device: of the outputs.
 
     Raises:
         PrefixShareError: the tensors are not on GPUs.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(
+        self, ranks: Ranks, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         if ranks.gave_up is None:
             raise PrefixShareError(
                 'reduction "one_shot" needs GPUs, and tensors are on a CPU: take "gather".'
             )
         self._ranks = ranks
         self._gave_up = ranks.gave_up
+        self._of = head_dim, dtype, device
         self._rooms: dict[int, Room] = {}  # by the rows that they hold
         self._room: Room | None = None
 
-    def reserve(self, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def reserve(self, rows: int) -> None:
         """Make room for states of ``rows`` rows, one for each query and head; every rank must call
         it, with the same.
 
         Raises:
             PrefixShareError: a rank is missing, or the GPUs do not reach each other's memory.
         """
-        from vllm_prefixshare.kernels.one_shot import PROGRAMS, one_shot_bytes  # needs triton
-
         enough = [held for held in self._rooms if held >= rows]
         if enough or not rows:
             self._room = self._rooms[min(enough)] if enough else None
             return
-        num_bytes = one_shot_bytes(self._ranks.size, rows, head_dim, dtype.itemsize)
+        hosts = self._ranks.exchange(socket.gethostname(), "hosts", "comparing hosts")
         with self._on_all_ranks("memory for states"):
-            import torch.distributed._symmetric_memory as symmetric
-
-            memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
-            rounds = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # before another rank writes
+            if len(set(hosts)) > 1:
+                raise RuntimeError(f"they are in hosts {', '.join(sorted(set(hosts)))}")
+            memory, rounds = self._allocate(rows)
         with self._on_all_ranks("connecting GPUs"):
-            handle = symmetric.rendezvous(memory, self._ranks.group)
-            addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+            handle, addresses = self._connect(memory)
         self._room = self._rooms[rows] = Room(rows, memory, handle, addresses, rounds)
+
+    def _allocate(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch.distributed._symmetric_memory as symmetric
+
+        from vllm_prefixshare.kernels.one_shot import PROGRAMS, one_shot_bytes  # needs triton
+
+        head_dim, dtype, device = self._of
+        num_bytes = one_shot_bytes(self._ranks.size, rows, head_dim, dtype.itemsize)
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+        rounds = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # before another rank writes
+        return memory, rounds
+
+    def _connect(self, memory: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """The handle, and the addresses of all ranks' memories."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        store = dist.distributed_c10d._get_process_group_store(self._ranks.group)
+        before = store.timeout  # type: ignore[attr-defined]
+        store.set_timeout(self._ranks.timeout)
+        try:
+            handle = symmetric.rendezvous(memory, self._ranks.group)
+        finally:
+            store.set_timeout(before)
+        # newer releases of torch may place several memories in one buffer
+        buffers = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
+        if buffers[self._ranks.rank] != memory.data_ptr():
+            raise RuntimeError("this torch says another address than that of the memory")
+        return handle, torch.tensor(buffers, dtype=torch.int64, device=memory.device)
 
     @contextmanager
     def _on_all_ranks(self, doing: str) -> Iterator[None]:
@@ -79,7 +109,7 @@ class OneShot:
         why = ""
         try:
             yield
-        except (ImportError, RuntimeError) as e:
+        except Exception as e:  # whatever it is: the others wait to hear of it
             why = one_line(e)
         for rank, theirs in enumerate(self._ranks.exchange(why, doing, doing)):
             if theirs:

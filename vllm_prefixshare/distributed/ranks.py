@@ -293,7 +293,8 @@ class Ranks:
                 said = True
                 self._say_waiting()
         if self.gave_up is not None and self.gave_up.item():
-            self._fail(doing)
+            self._say_waiting()
+            self._fail(doing, time.monotonic() + 0.1 * self.timeout.total_seconds())
 
     @contextmanager
     def on_gpu(self, doing: str, num_bytes: int) -> Iterator[None]:

@@ -148,7 +148,10 @@ class TreeDecode:
             )
         describe = {**shape_of(wrapper), "reduction": reduction}
         self.ranks = Ranks(wrapper.device, describe, group=group, timeout=timeout, backend=backend)
-        self._one_shot = OneShot(self.ranks) if reduction == "one_shot" else None
+        self._one_shot = None
+        if reduction == "one_shot":
+            shape = wrapper.attention.head_dim, wrapper.dtype, wrapper.device
+            self._one_shot = OneShot(self.ranks, *shape)
         self._reduce = _REDUCE.get(reduction, self._by_one_shot)
         self._wrapper = wrapper
         self._num_reqs = -1
@@ -169,9 +172,7 @@ class TreeDecode:
         if len(lens) != self._num_reqs:
             self.ranks.agree({"the number of requests": len(lens)})
             if self._one_shot is not None:
-                a, w = self._wrapper.attention, self._wrapper
-                rows = len(lens) * a.num_qo_heads
-                self._one_shot.reserve(rows, a.head_dim, w.dtype, w.device)
+                self._one_shot.reserve(len(lens) * self._wrapper.attention.num_qo_heads)
             self._num_reqs = len(lens)
         with self.ranks.before_the_others():
             self._wrapper.plan(block_table, lens)

@@ -150,7 +150,7 @@ def _one_shot(out, lse, merged, merged_lse, memories, rounds, gave_up, rank, row
                             late = 1
                             waits = 0
                         else:
-                            waits += 1
+                            waits = 1
                     else:
                         waits += 1
         if late != 0:
