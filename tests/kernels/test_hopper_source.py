@@ -24,7 +24,7 @@ pytestmark = [
     # rows without any token divide by zero and are then discarded, as on a GPU
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-HEADS, DIM, BLOCK = (4, 1), 64, 16
+GROUP, DIM, BLOCK = 4, 64, 16
 
 
 @pytest.fixture
@@ -35,23 +35,26 @@ def interpreted(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "query_len", "workers", "lengths"),
+    ("spec", "query_len", "kv_heads", "workers", "lengths"),
     [
-        ("1,3_300,40", 1, 4, None),  # both halves
-        ("1_700", 40, 2, None),  # several tiles of rows
-        ("1_600", 1, 3, None),  # partial results
+        ("1,3_300,40", 1, 1, 4, None),  # both halves
+        ("1_700", 40, 1, 2, None),  # several tiles of rows
+        ("1_600", 1, 1, 3, None),  # partial results
+        ("1_600", 1, 3, 3, None),  # a pair of workers and one more, each with three heads
+        ("1_300", 40, 2, 3, None),  # the same with several tiles of rows
         # shorter than planned: what is copied before the lengths are known is not read
-        ("6_300", 1, 8, [1, 100, 127, 128, 129, 299]),
-        ("6_300", 1, 8, [40] * 6),
-        ("1_600", 1, 3, [150]),
+        ("6_300", 1, 1, 8, [1, 100, 127, 128, 129, 299]),
+        ("6_300", 1, 1, 8, [40] * 6),
+        ("1_600", 1, 1, 3, [150]),
     ],
 )
 @pytest.mark.usefixtures("interpreted")
-def test_the_hopper_kernel(spec, query_len, workers, lengths):
+def test_the_hopper_kernel(spec, query_len, kv_heads, workers, lengths):
     work = tree(spec, BLOCK)
-    attention = AttentionConfig(*HEADS, DIM, BLOCK, "float16")
-    rows = -(-query_len * HEADS[0] // 128)
-    kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), workers * rows, 227 << 10))
+    heads = GROUP * kv_heads
+    attention = AttentionConfig(heads, kv_heads, DIM, BLOCK, "float16")
+    blocks = workers * kv_heads * -(-query_len * GROUP // 128)
+    kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), blocks, 227 << 10))
     config = PlannerConfig(
         divider=kernel.divider,
         share="always",
@@ -61,17 +64,17 @@ def test_the_hopper_kernel(spec, query_len, workers, lengths):
         cut_size=BLOCK,
     )
     cost = analytic_cost(attention, "hopper")
-    plan = DecodePlanner(config, cost, BLOCK, HEADS[0]).update(
+    plan = DecodePlanner(config, cost, BLOCK, GROUP).update(
         work.block_table, work.seq_lens, query_len
     )
     arrays = {name: torch.from_numpy(x.reshape(-1)) for name, x in kernel.layout(plan).items()}
     torch.manual_seed(0)
-    cache = work.num_blocks, BLOCK, HEADS[1], DIM
+    cache = work.num_blocks, BLOCK, kv_heads, DIM
     k_cache, v_cache = (torch.randn(cache, dtype=torch.float16) for _ in range(2))
-    q = torch.randn(work.num_reqs * query_len, HEADS[0], DIM, dtype=torch.float16)
+    q = torch.randn(work.num_reqs * query_len, heads, DIM, dtype=torch.float16)
     lens = work.seq_lens if lengths is None else np.array(lengths, np.int32)
     starts = torch.arange(work.num_reqs + 1, dtype=torch.int32) * query_len
-    shape = max(1, plan.num_partials) * query_len, HEADS[0]
+    shape = max(1, plan.num_partials) * query_len, heads
     partial_out, partial_lse = torch.full((*shape, DIM), torch.nan), torch.full(shape, torch.nan)
     out = torch.full_like(q, torch.nan)
     t = Tensors(
