@@ -37,3 +37,20 @@ def expected(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
     tensors = batch.q, batch.k_cache, batch.v_cache
     return reference_attention_and_lse(*tensors, *tables, sm_scale=SCALE)
+
+
+def let_scores_rise(
+    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor
+) -> None:
+    """Let scores rise from block to block in some heads, by up to ten powers of two, and fall in
+    others, so that running maxima change late, and in some rows only.
+
+    Args:
+        q: ``[num_reqs, heads, WIDTH]``. cache: ``[num_blocks, block_size, 1 (or none), WIDTH]``.
+    """
+    heads, block_size = q.shape[1], cache.shape[1]
+    q[..., -1] = torch.linspace(-100, 100, heads).to(q)
+    for row, length in zip(block_table.tolist(), seq_lens.tolist(), strict=True):
+        for i in range(-(-length // block_size)):
+            at = cache[row[i]][..., -1]
+            at[~at.isnan()] = i  # what no request reads holds NaN

@@ -14,7 +14,7 @@ from tests.gpu.layer import (
     at_boundaries,
     poison,
 )
-from tests.mla import RANK, SCALE, WIDTH
+from tests.mla import RANK, SCALE, WIDTH, let_scores_rise
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
@@ -72,6 +72,13 @@ class LatentLayer:
 @pytest.mark.parametrize("spec", ["1,64_4096,128", "1,8,64_1024,200,128", "9_17", "3_4096"])
 def test_matches_float64(heads, spec):
     layer = LatentLayer(tree(spec, 64), heads)
+    layer.check(*layer.run(layer.planned()))
+
+
+@pytest.mark.parametrize("heads", [8, 16, 24])
+def test_maxima_that_rise_late(heads):
+    layer = LatentLayer(tree("1,64_4096,128", 64), heads)
+    let_scores_rise(layer.q, layer.cache, layer.table, layer.lens)
     layer.check(*layer.run(layer.planned()))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.batches import PagedBatch
-from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch
+from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch, let_scores_rise
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
@@ -100,6 +100,14 @@ def test_the_hopper_kernel(heads, dtype, divider, block_size):
     latents = Latents(batch, divider)
     assert not len(latents.arrays["run_row"])
     latents.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_maxima_that_rise_late():
+    shape = {"documents": 1, "requests": 3, "document_blocks": 3, "private_blocks": 2}
+    b = latent_batch(16, dtype=torch.float16, block_size=64, **shape)
+    let_scores_rise(b.q, b.k_cache, b.block_table, b.seq_lens)
+    Latents(b, workers=1).check()
 
 
 @pytest.mark.usefixtures("interpreted")
