@@ -295,6 +295,12 @@ def test_equal_requests_that_share_nothing_are_written_directly():
     assert loads(plan).max() <= 1.02 * loads(plan).mean()
 
 
+def test_requests_that_share_nothing_are_cut_for_balance_alone():
+    plan = plan_of(forest("one long", [-1] * 64, [65536] + [512] * 63))
+    assert plan.num_tiles > plan.num_workers  # one worker ends a window and begins another
+    assert loads(plan).max() <= 1.01 * loads(plan).mean()
+
+
 def test_a_short_prefix_is_read_again_rather_than_merged():
     plan = plan_of(tree("1,256_256,32"))
     assert plan.num_partials == 0

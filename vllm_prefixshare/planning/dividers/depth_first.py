@@ -10,7 +10,8 @@ number of equal pieces: windows below the same node then read it in step, on nei
 and what one fetches from memory the others find in cache. Where the numbers of windows and workers
 do not match, ``_cut_through`` lays the windows end to end and cuts them into one part of equal time
 for each worker, the target found by bisection (FlashForge's lower bound, section 5.1, with this cut
-as its test); a part that reaches into the next window is two tiles.
+as its test); a part that reaches into the next window is two tiles. Reading in step counts for
+nothing where no tokens are shared.
 
 A kernel may ask for even cuts to be spread (``PlannerConfig.spread``): each piece of a window then
 reads a part of the run that all of its requests share, and some of their private parts, so that
@@ -291,6 +292,7 @@ def _divide(
     """
     best_score = np.inf
     workers, largest = limits.num_workers, limits.max_tile_requests
+    handicap = 1 + IN_STEP if len(forest.node_start) else 1.0  # of a cut that is not even
     tried = 0
     for window in (largest, max(1, largest // 2), max(1, largest // 4)):
         if window == tried:
@@ -315,8 +317,8 @@ def _divide(
                     finish = cut.finish * (1 - SPREAD)
                     if cut.tiles[:, 7].any() and finish < best_score:
                         best_score, best_runs, best = finish, runs, cut
-        if least * (1 + IN_STEP) < best_score:
-            cut = _cut_through_at_best(runs, limits, rates, best_score / (1 + IN_STEP))
-            if cut.finish * (1 + IN_STEP) < best_score:
-                best_score, best_runs, best = cut.finish * (1 + IN_STEP), runs, cut
+        if least * handicap < best_score:
+            cut = _cut_through_at_best(runs, limits, rates, best_score / handicap)
+            if cut.finish * handicap < best_score:
+                best_score, best_runs, best = cut.finish * handicap, runs, cut
     return as_tiles(best_runs, best.tiles, best.cost, forest.request_rows)
