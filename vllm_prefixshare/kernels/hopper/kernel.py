@@ -107,6 +107,25 @@ def _launch_merging(last):
 
 
 @gluon.jit
+def _add_values(acc, weights, v_tile, START: gl.constexpr, SIZE: gl.constexpr,
+                PARTS: gl.constexpr, P: gl.constexpr):
+    """Start the products of weights ``[HALF_ROWS, SIZE]`` and the values from ``START`` on, in
+    parts: each runs while the weights of the next are computed. A single one starts behind all of
+    them, and as Triton 3.8 orders the additions, behind their sums.
+    """
+    if PARTS == 1:
+        acc = warpgroup_mma(gl.convert_layout(weights, P), v_tile.slice(START, SIZE, 0), acc,
+                            is_async=True)
+    else:
+        HALF_SIZE: gl.constexpr = SIZE // 2
+        halves = weights.reshape([HALF_ROWS, 2, HALF_SIZE]).permute((0, 2, 1))
+        first, second = gl.split(halves)
+        acc = _add_values(acc, first, v_tile, START, HALF_SIZE, PARTS // 2, P)
+        acc = _add_values(acc, second, v_tile, START + HALF_SIZE, HALF_SIZE, PARTS // 2, P)
+    return acc
+
+
+@gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, meta,
               Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
               QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -121,6 +140,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
     NB: gl.constexpr = KV_TILE // PIECE
+    PARTS: gl.constexpr = 4 if D == 128 else 2  # of V's product, see docs/kernel-notes.md
     FP8: gl.constexpr = v_scale is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 32 if FP8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
@@ -253,17 +273,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 sums = sums * gl.convert_layout(alpha, L_ROW)[:, None]
                 sums += gl.convert_layout(columns, LANES, assert_trivial=True)
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                # Two products: the first runs while the weights of the second are computed. A
-                # single one starts behind all of them, and as Triton 3.8 orders the additions,
-                # behind their sums.
-                parts = p.to(weights).reshape([HALF_ROWS, 2, KV_TILE // 2])
-                p_first, p_second = gl.split(parts.permute((0, 2, 1)))
                 v_tile = wide.index(count % WIDE_TILES) if FP8 else v_smem.index(stage)
-                acc = warpgroup_mma(gl.convert_layout(p_first, P),
-                                    v_tile.slice(0, KV_TILE // 2, 0), acc, is_async=True)
-                acc = warpgroup_mma(gl.convert_layout(p_second, P),
-                                    v_tile.slice(KV_TILE // 2, KV_TILE // 2, 0), acc,
-                                    is_async=True)
+                acc = _add_values(acc, p.to(weights), v_tile, 0, KV_TILE, PARTS, P)
                 acc = warpgroup_mma_wait(0, [acc])
             elif FP8:
                 # else this half could arrive for a later KV tile before the other does for this
