@@ -22,11 +22,12 @@ from pathlib import Path
 from results import write
 
 from vllm_prefixshare import __version__
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import processor
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
@@ -75,15 +76,7 @@ def kernel_of(name: str) -> Kernel:
 
 
 def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanner:
-    config = PlannerConfig(
-        divider=divider,
-        share=share,
-        num_workers=kernel.num_workers,
-        max_tile_requests=kernel.max_tile_requests,
-        max_tile_runs=kernel.max_tile_runs,
-        spread=kernel.spread,
-        null_block_id=0,
-    )
+    config = planner_config(kernel, ATTENTION, divider, share, null_block_id=0)
     cost = analytic_cost(ATTENTION, kernel.name)
     return DecodePlanner(config, cost, 16, ATTENTION.gqa_group_size)
 

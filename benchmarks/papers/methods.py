@@ -12,7 +12,7 @@ from bench_planner import H200
 from peers import Case, Launch, Options, UnavailableError
 
 from papers.merging import Serially, merge_on_gpu
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.padding import PaddingCost
@@ -20,6 +20,7 @@ from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import HostBatch, Kernel
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import candidates, choose_kernel, make_kernel
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.tree.token_tree import ancestor_masks
@@ -100,15 +101,7 @@ def planner_of(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[Dec
     """
     attention = layer_of(w, heads)
     kernel = h200_kernel(method.kernel, attention, w.query_len)
-    config = PlannerConfig(
-        divider=method.divider or kernel.divider,
-        share=method.share,
-        num_workers=kernel.num_workers,
-        max_tile_requests=kernel.max_tile_requests,
-        max_tile_runs=kernel.max_tile_runs,
-        spread=kernel.spread,
-        **method.options,
-    )
+    config = planner_config(kernel, attention, method.divider, method.share, **method.options)
     cost = costs(method, attention, kernel.name, PLANNED_GPU)
     return DecodePlanner(config, cost, w.block_size, attention.gqa_group_size), kernel.row_tiles
 

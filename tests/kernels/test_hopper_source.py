@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Gpu, Tensors
 from vllm_prefixshare.kernels.hopper import launch as hopper
 from vllm_prefixshare.kernels.merge_states import merge_states
+from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import tree
@@ -55,14 +56,7 @@ def test_the_hopper_kernel(spec, query_len, kv_heads, workers, lengths):
     attention = AttentionConfig(heads, kv_heads, DIM, BLOCK, "float16")
     blocks = workers * kv_heads * -(-query_len * GROUP // 128)
     kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), blocks, 227 << 10))
-    config = PlannerConfig(
-        divider=kernel.divider,
-        share="always",
-        num_workers=workers,
-        max_tile_requests=kernel.max_tile_requests,
-        max_tile_runs=kernel.max_tile_runs,
-        cut_size=BLOCK,
-    )
+    config = planner_config(kernel, attention)
     cost = analytic_cost(attention, "hopper")
     plan = DecodePlanner(config, cost, BLOCK, GROUP).update(
         work.block_table, work.seq_lens, query_len

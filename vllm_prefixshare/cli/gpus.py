@@ -38,17 +38,10 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
     if gpu is None:
         raise PrefixShareError(f"GPU {name!r} is not known: use one of {', '.join(GPUS)}.")
     kernel = _kernel(gpu, attention)
-    config = PlannerConfig(
-        divider=kernel.divider,
-        share="always",  # as in the executor: depth_first compares both at every cut
-        num_workers=kernel.num_workers,
-        max_tile_requests=kernel.max_tile_requests,
-        max_tile_runs=kernel.max_tile_runs,
-        spread=kernel.spread,
-        null_block_id=0,
-    )
     from vllm_prefixshare.costs.lookup import cost_model
+    from vllm_prefixshare.kernels.plans import planner_config
 
+    config = planner_config(kernel, attention, null_block_id=0)
     cost = cost_model(attention, kernel.name, device_name=f"{gpu.device} x{gpu.multiprocessors}")
     if not isinstance(cost, AnalyticCost):
         return GpuPlanning(config, cost, f"cost table measured on {gpu.device}")

@@ -5,7 +5,6 @@ captured: its launches depend on the shapes of its tensors only, and what they d
 the plan in the workspace, so that one captured graph serves every plan that is loaded later.
 """
 
-import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,13 +15,12 @@ from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.kernels.contract import Capacity, HostBatch, Tensors
 from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.kernels.merge_states import merge_states
+from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
-#: most tokens that a kernel multiplies at once; a power of two
-KV_TILE = 128
 #: most ``LayerExtras`` that an executor remembers as checked
 MOST_EXTRAS = 1024
 
@@ -92,24 +90,7 @@ class GpuExecutor:
         Args:
             options: other fields of ``PlannerConfig``.
         """
-        divider = divider or self._kernel.divider
-        if share == "auto" and divider in ("depth_first", "batch_invariant"):
-            # unshared KV is read by the same kernel, and depth first weighs both at every cut:
-            # deciding beforehand as well takes a third of a plan's time and drops no tree. Pieces
-            # that are not shared would exceed the room for tiles.
-            share = "always"
-        config = PlannerConfig(
-            divider=divider,
-            share=share,
-            num_workers=self.num_workers,
-            max_tile_requests=self.max_tile_requests,
-            max_tile_runs=self.max_tile_runs,
-            sliding_window=self.attention.sliding_window,
-            cut_size=self._cut_size,
-            query_cut_size=KV_TILE if self.name == "hopper" else None,
-            spread=self._kernel.spread,
-            **options,
-        )
+        config = planner_config(self._kernel, self.attention, divider, share, **options)
         room = self._capacity
         if room is None:
             return config
@@ -119,12 +100,6 @@ class GpuExecutor:
             max_runs=room.max_runs,
             max_partials=room.max_partials,
         )
-
-    @property
-    def _cut_size(self) -> int | None:
-        """Where plans may cut blocks: all kernels for plain attention read such pieces."""
-        latent = self.attention.kv_lora_rank is not None
-        return None if latent else math.gcd(self.attention.block_size, KV_TILE)
 
     def prepare(self, plan: DecodePlan, batch: HostBatch | None = None) -> None:
         """Make ``plan`` the current one for the launches that follow on this stream; nothing is

@@ -19,11 +19,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_prefixshare.compiled import is_kept
-from vllm_prefixshare.config import FP8, AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.launching import only_compile
+from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import (
     KERNELS,
     candidates,
@@ -77,15 +78,7 @@ def stand_in(capability: tuple[int, int]) -> Gpu:
 
 def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
     """Compile the planning and layout functions for the default divider of ``kernel``."""
-    config = PlannerConfig(
-        divider=kernel.divider,
-        share="always",
-        num_workers=kernel.num_workers,
-        max_tile_requests=kernel.max_tile_requests,
-        max_tile_runs=kernel.max_tile_runs,
-        spread=kernel.spread,
-        sliding_window=attention.sliding_window,
-    )
+    config = planner_config(kernel, attention)
     cost = analytic_cost(attention, "hopper")
     planner = DecodePlanner(config, cost, attention.block_size, attention.gqa_group_size)
     planner.warm_up(then=kernel.layout)
