@@ -41,15 +41,15 @@ def update(planner: DecodePlanner, batch: Batch, query_len: int = 1) -> DecodePl
     return plan
 
 
-def least_tokens(batch: Batch, query_len: int = 1) -> int:
-    filled = filled_blocks(
-        batch.block_table, batch.seq_lens, batch.block_size, query_len, NULL_BLOCK
-    )
-    return distinct_tokens(filled, batch.seq_lens, batch.block_size)
-
-
 def assert_shares_all(plan: DecodePlan, batch: Batch, query_len: int = 1) -> None:
-    assert plan.kv_tokens_read(batch.seq_lens) == least_tokens(batch, query_len)
+    """The plan reads once what could be shared when it was made. A shared block that held one of
+    a reader's queries then is not worth a new plan once the queries have left it.
+    """
+    filled = filled_blocks(
+        batch.block_table, plan.planned_seq_lens, batch.block_size, query_len, NULL_BLOCK
+    )
+    least = distinct_tokens(filled, batch.seq_lens, batch.block_size)
+    assert plan.kv_tokens_read(batch.seq_lens) == least
 
 
 def sharing_planner(block_size: int = BLOCK_SIZE, **config: object) -> DecodePlanner:
