@@ -1,5 +1,6 @@
 """Frozen configuration, checked once where it is made."""
 
+import math
 from dataclasses import dataclass
 
 from vllm_prefixshare.records import PrefixShareError
@@ -112,6 +113,14 @@ class AttentionConfig:
     def gqa_group_size(self) -> int:
         """Query heads for each KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+
+def part_size(block_size: int) -> int:
+    """Tokens of a block that the GPU kernels for plain attention read at once: the largest power of
+    two up to 32 that divides it. Runs of tokens are padded to such parts: with parts of 64 tokens
+    trees of short nodes took 1.2 to 1.4 times as long (docs/kernel-notes.md).
+    """
+    return math.gcd(32, block_size)
 
 
 @dataclass(frozen=True, slots=True)

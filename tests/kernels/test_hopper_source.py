@@ -25,7 +25,7 @@ pytestmark = [
     # rows without any token divide by zero and are then discarded, as on a GPU
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-GROUP, DIM, BLOCK = 4, 64, 16
+GROUP, DIM = 4, 64
 
 
 @pytest.fixture
@@ -36,34 +36,38 @@ def interpreted(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "query_len", "kv_heads", "workers", "lengths"),
+    ("spec", "block_size", "query_len", "kv_heads", "workers", "lengths"),
     [
-        ("1,3_300,40", 1, 1, 4, None),  # both halves
-        ("1_700", 40, 1, 2, None),  # several tiles of rows
-        ("1_600", 1, 1, 3, None),  # partial results
-        ("1_600", 1, 3, 3, None),  # a pair of workers and one more, each with three heads
-        ("1_300", 40, 2, 3, None),  # the same with several tiles of rows
+        ("1,3_300,40", 16, 1, 1, 4, None),  # both halves
+        ("1_700", 16, 40, 1, 2, None),  # several tiles of rows
+        ("1_600", 16, 1, 1, 3, None),  # partial results
+        ("1_600", 16, 1, 3, 3, None),  # a pair of workers and one more, each with three heads
+        ("1_300", 16, 40, 2, 3, None),  # the same with several tiles of rows
         # shorter than planned: what is copied before the lengths are known is not read
-        ("6_300", 1, 1, 8, [1, 100, 127, 128, 129, 299]),
-        ("6_300", 1, 1, 8, [40] * 6),
-        ("1_600", 1, 1, 3, [150]),
+        ("6_300", 16, 1, 1, 8, [1, 100, 127, 128, 129, 299]),
+        ("6_300", 16, 1, 1, 8, [40] * 6),
+        ("1_600", 16, 1, 1, 3, [150]),
+        # parts of blocks, also as the first KV tile of a worker, inside and at the begin of a block
+        ("1,3_384,40", 64, 1, 1, 4, None),
+        ("1,3_256,70", 128, 1, 1, 5, None),
+        ("1_700", 96, 1, 2, 6, None),
     ],
 )
 @pytest.mark.usefixtures("interpreted")
-def test_the_hopper_kernel(spec, query_len, kv_heads, workers, lengths):
-    work = tree(spec, BLOCK)
+def test_the_hopper_kernel(spec, block_size, query_len, kv_heads, workers, lengths):
+    work = tree(spec, block_size)
     heads = GROUP * kv_heads
-    attention = AttentionConfig(heads, kv_heads, DIM, BLOCK, "float16")
+    attention = AttentionConfig(heads, kv_heads, DIM, block_size, "float16")
     blocks = workers * kv_heads * -(-query_len * GROUP // 128)
     kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), blocks, 227 << 10))
     config = planner_config(kernel, attention)
     cost = analytic_cost(attention, "hopper")
-    plan = DecodePlanner(config, cost, BLOCK, GROUP).update(
+    plan = DecodePlanner(config, cost, block_size, GROUP).update(
         work.block_table, work.seq_lens, query_len
     )
     arrays = {name: torch.from_numpy(x.reshape(-1)) for name, x in kernel.layout(plan).items()}
     torch.manual_seed(0)
-    cache = work.num_blocks, BLOCK, kv_heads, DIM
+    cache = work.num_blocks, block_size, kv_heads, DIM
     k_cache, v_cache = (torch.randn(cache, dtype=torch.float16) for _ in range(2))
     q = torch.randn(work.num_reqs * query_len, heads, DIM, dtype=torch.float16)
     lens = work.seq_lens if lengths is None else np.array(lengths, np.int32)

@@ -2,15 +2,13 @@
 once.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels.hopper_emulator import emulate, kv_tiles
 from tests.planning.strategies import document_qa, make_planner
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.arrays import NUM_RUNS, PLAIN_START, RESULTS
@@ -56,7 +54,7 @@ def walk(
         num_workers=workers,
         max_tile_requests=slots,
         max_tile_runs=runs,
-        cut_size=math.gcd(block_size, 128),
+        cut_size=part_size(block_size),
         sliding_window=window,
         check_plans=True,
     )

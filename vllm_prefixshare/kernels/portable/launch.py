@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.launching import launch, power_of_two
 from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
@@ -155,7 +155,7 @@ def portable_partial_attention(
         HEAD_DIM=head_dim,
         COLUMNS=min(tile.columns, power_of_two(head_dim)),
         BLOCK_SIZE=block_size,
-        UNIT=math.gcd(block_size, tile.kv_tile),
+        UNIT=math.gcd(tile.kv_tile, part_size(block_size)),
         QUERY_LEN=query_len,
         RAGGED=query_len > 1 and t.query_start_loc is not None,
         TREE=t.tree_mask is not None,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.config import part_size
 from vllm_prefixshare.kernels.portable.arrays import (
     END_RUN,
     FIRST_PART,
@@ -41,9 +42,9 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, kv_tile: int, block_size: int, query_len: int) -> "Grid":
-        """The grid for a KV tile, a block size and a number of query tokens."""
+        """The portable kernel's grid for a KV tile, a block size and a number of query tokens."""
         own = query_len if query_len > 1 else 0
-        return cls(kv_tile, math.gcd(kv_tile, block_size), own)
+        return cls(kv_tile, math.gcd(kv_tile, part_size(block_size)), own)
 
 
 @compiled
