@@ -1,13 +1,12 @@
 """Runs the portable kernels on a small batch, from the planner to the merged output."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tests.batches import PagedBatch
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
@@ -42,7 +41,7 @@ def make_plan(
         num_workers=workers,
         max_tile_requests=max_requests or limit,
         share="always",
-        cut_size=math.gcd(block_size, 128),
+        cut_size=part_size(block_size),
         sliding_window=window,
         spread=spread,
         check_plans=True,

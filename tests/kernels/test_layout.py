@@ -7,9 +7,13 @@ import pytest
 
 from tests.batches import paged_batch
 from tests.planning.strategies import make_planner
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
 from vllm_prefixshare.kernels.hopper.layout import first_request, linked_layout
+from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
+from vllm_prefixshare.kernels.registry import make_kernel
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END, PrefixShareError
@@ -36,6 +40,20 @@ def tile_in_plan(plan: DecodePlan, tile: int) -> tuple:
 
 
 MAX_SLOTS, MAX_RUNS = 40, 100
+
+
+@pytest.mark.parametrize(
+    ("block_size", "part"), [(16, 16), (32, 32), (48, 16), (64, 32), (128, 32), (544, 32)]
+)
+def test_large_blocks_are_read_and_cut_in_parts(block_size, part):
+    attention = AttentionConfig(32, 8, 128, block_size)
+    hopper, portable = (
+        make_kernel(name, attention, 1, Gpu((9, 0), 132, 227 << 10))
+        for name in ("hopper", "portable")
+    )
+    assert hopper.shape.piece == portable.grid.unit == part
+    assert planner_config(hopper, attention).cut_size == part
+    assert planner_config(portable, attention).cut_size == part
 
 
 def kind(run: tuple, half: int, rows: int) -> int:
