@@ -53,7 +53,6 @@ from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import COLLECTIVES, REDUCTIONS, TreeDecode
 
-BLOCK_SIZE = 16
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 TIMEOUT = 120.0
 SMALL = 1024  # bytes of the small all-reduce
@@ -75,6 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="65536,131072,262144,524288,1048576,2097152")
     parser.add_argument("--requests", default="1,8,64")
     parser.add_argument("--heads", default="32:8", help="query:KV heads")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     args = parser.parse_args(argv)
@@ -86,6 +86,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if min(values) < 1:
             parser.error(f"--{name} must be at least 1")
         setattr(args, name, values)
+    if args.block_size < 1:
+        parser.error("--block-size must be at least 1")
     try:
         args.qo_heads, args.kv_heads = (int(x) for x in args.heads.split(":"))
     except ValueError:
@@ -135,10 +137,10 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
     limits = ceilings(device) if args.device == "cuda" else {}
     if limits:
         # graphs hold a workspace, so it gets the room that the largest plan needs
-        blocks = -(-max(args.tokens) // (BLOCK_SIZE * args.ranks)) + 1
+        blocks = -(-max(args.tokens) // (args.block_size * args.ranks)) + 1
         widest = np.tile(np.arange(blocks, dtype=np.int32), (max(args.requests), 1))
         for wrapper in wrappers:
-            wrapper.plan(widest, np.full(len(widest), blocks * BLOCK_SIZE, np.int32))
+            wrapper.plan(widest, np.full(len(widest), blocks * args.block_size, np.int32))
             wrapper.reserve()
     rows = []
     if rank == 0:
@@ -203,7 +205,7 @@ def make_decoders(
                 num_qo_heads=args.qo_heads,
                 num_kv_heads=args.kv_heads,
                 head_dim=128,
-                block_size=BLOCK_SIZE,
+                block_size=args.block_size,
                 dtype=dtype_on(device),
                 device=device,
             )
@@ -230,15 +232,15 @@ def measure(
     """Measure one row; every rank runs the same."""
     dtype = dtype_on(device)
     layer = scaling.Layer(num_reqs, tokens, 0, args.qo_heads, args.kv_heads, 128, dtype.itemsize)
-    blocks = -(-tokens // BLOCK_SIZE)
+    blocks = -(-tokens // args.block_size)
     table = np.tile(np.arange(blocks, dtype=np.int32), (num_reqs, 1))
     lens = np.full(num_reqs, tokens, np.int32)
-    _, own_lens = shard(table, lens, BLOCK_SIZE, rank, args.ranks)
+    _, own_lens = shard(table, lens, args.block_size, rank, args.ranks)
     # each rank's cache holds only its own blocks, the same number on every rank
     held = -(-blocks // args.ranks)
     local = np.tile(np.arange(held, dtype=np.int32), (num_reqs, 1))
     generator = torch.Generator(device).manual_seed(rank)
-    shape = (held, BLOCK_SIZE, args.kv_heads, 128)
+    shape = (held, args.block_size, args.kv_heads, 128)
     caches = [torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in "kv"]
     shared_seed = torch.Generator(device).manual_seed(1234)
     q = torch.randn(

@@ -29,6 +29,12 @@ def test_heads_that_cannot_be_are_refused(heads, text, capsys):
     assert bench_scale.parse(["--device", "cpu", "--heads", "6:3"]).qo_heads == 6
 
 
+def test_blocks_without_tokens_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_scale.parse(["--device", "cpu", "--block-size", "0"])
+    assert "--block-size must be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("failed", "sentence"),
     [
