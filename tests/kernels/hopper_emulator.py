@@ -5,12 +5,12 @@ slot of which KV tile, which rows read it, where results go. The emulator follow
 step over the same arrays; only the arithmetic of the tiles is in plain NumPy.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_prefixshare.config import part_size
 from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, PLAIN_START, RESULTS
 
 TILE_ROWS = 128
@@ -48,7 +48,7 @@ def kv_tiles(
     """KV tiles of a work tile, in the order in which the producers fetch them."""
     _, num_runs, wide_runs, low_runs = plan["tile_info"][tile, :4].tolist()
     assert num_runs <= max_runs, "a tile has more runs than the kernel holds"
-    piece = math.gcd(kv_tile, block_size)
+    piece = part_size(block_size)
     nb = kv_tile // piece
     r = np.arange(num_runs)
     row = plan["run_row"][tile, r]
