@@ -118,11 +118,17 @@ def test_block_sizes_and_cache_strides(block_size, layout):
     check(batch)
 
 
-@pytest.mark.parametrize("block_size", [256, 528])
-def test_blocks_that_are_cut(block_size):
-    batch = paged_batch(block_size=block_size, documents=1, requests=3, dtype=torch.float16)
-    plan = check(batch, "depth_first", workers=12).plan
-    assert (plan.run_kv_start % block_size > 0).any(), "no block is cut"
+@pytest.mark.parametrize("block_size", [64, 128, 256, 528])
+def test_long_runs_that_begin_within_a_block(block_size):
+    batch = paged_batch(
+        block_size=block_size,
+        documents=1,
+        requests=3,
+        document_blocks=max(5, 2560 // block_size),
+        dtype=FP16,
+    )
+    kernel = check(batch, "depth_first", workers=12, spread=True)
+    assert (kernel.arrays["run_start"].cpu().numpy() % block_size > 0).any()
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])

@@ -149,7 +149,7 @@ def _scores(q, k, pos, slope, position, cap_rate):
 @triton.jit
 def _in_blocks(begin, offset, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr):
     """Number of the block, and place in it, of the tokens ``begin + offset`` of a batch row. With
-    ``ALIGNED`` a block starts at ``begin``, so that the place does not depend on it.
+    ``ALIGNED`` ``offset`` counts from the start of ``begin``'s block, so that the place is its own.
     """
     if ALIGNED:
         return begin // BLOCK_SIZE + offset // BLOCK_SIZE, offset % BLOCK_SIZE
@@ -161,15 +161,18 @@ def _in_blocks(begin, offset, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_block,
                 stride_token, qk_scale, slope, position, cap_rate, HEAD_DIM: tl.constexpr,
                 COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-                KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr):
+                UNIT: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
+                HOIST: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
     rows of ``reads`` see. The mask is per row, so it costs nothing per score: a row that does not
     read temporarily has an infinite maximum. Only a window hides single tokens.
     """
     m, total, acc = state
     cols = tl.arange(0, KV_TILE_SIZE)
-    ALIGNED: tl.constexpr = KV_TILE_SIZE % BLOCK_SIZE == 0  # then runs begin with a block
-    column, place = _in_blocks(start, cols, BLOCK_SIZE, ALIGNED)
+    ALIGNED: tl.constexpr = KV_TILE_SIZE % BLOCK_SIZE == 0  # then KV tiles begin as the run does
+    # a run may begin within a block that is read in parts
+    offset = cols + start % BLOCK_SIZE if ALIGNED and UNIT < BLOCK_SIZE else cols
+    column, place = _in_blocks(start, offset, BLOCK_SIZE, ALIGNED)
     block = tl.load(table_row + column)
     for n in tl.range(start, end, KV_TILE_SIZE, num_stages=STAGES, disable_licm=HOIST < 1):
         pos = n + cols
@@ -177,7 +180,7 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
         inside = (place * stride_token)[:, None]
         at = (block.to(tl.int64) * stride_block)[:, None]
         k = _load(k_head + inside, at, None, q[0].dtype, HEAD_DIM, COLUMNS)
-        column, place = _in_blocks(n + KV_TILE_SIZE, cols, BLOCK_SIZE, ALIGNED)
+        column, place = _in_blocks(n + KV_TILE_SIZE, offset, BLOCK_SIZE, ALIGNED)
         # a block, like the loads (see _parts_of)
         more = cols * 0 + (n + KV_TILE_SIZE) < end
         block = tl.load(table_row + column, mask=more, other=0)
@@ -384,7 +387,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             m, total, acc = _attend_run(
                 (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
                 table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope, position,
-                cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, KV_TILE_SIZE, STAGES, HOIST)
+                cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, UNIT, KV_TILE_SIZE, STAGES, HOIST)
         steps = packed + new * growth
         opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:
