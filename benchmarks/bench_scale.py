@@ -18,8 +18,8 @@ The bound is the time in which a rank could read its shard and multiply, at the 
 copy and a large matrix product reach, plus that of one small all-reduce; these are timed in the
 same way, in turns with the others. So are attention over a long context with many queries, and
 vLLM's FlashAttention-3, where it is installed, on the rank's own shard, as one sequence with the
-queries of all requests. A CPU has no graphs; there the bound is the time of the rank's own shard
-and of the small all-reduce.
+queries of all requests, by contiguous tokens and by the blocks that ours reads. A CPU has no
+graphs; there the bound is the time of the rank's own shard and of the small all-reduce.
 """
 
 import argparse
@@ -57,7 +57,8 @@ TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 TIMEOUT = 120.0
 SMALL = 1024  # bytes of the small all-reduce
 CALLS = 8  # in a CUDA graph
-FA3, FA3_SPLITS = "FlashAttention-3", 0  # 0: its own choice
+FA3, PAGED_FA3 = "FlashAttention-3", "paged FlashAttention-3"
+FA3_SPLITS = 0  # its own choice
 
 
 class Ceiling(NamedTuple):
@@ -158,6 +159,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, results: Any) -> N
                 "device": kind,
                 "ranks": args.ranks,
                 "heads": args.heads,
+                "block_size": args.block_size,
                 "versions": versions(),
                 "repeats": args.repeats,
                 "rows": rows,
@@ -257,8 +259,8 @@ def measure(
     runs["ring"] = lambda: decoders["ring"].run(q, *caches)
     alone = decoders["gather"]
     runs["own shard"] = lambda: alone.partial(q, own)
-    if (fa3 := flash_attention_3(q, caches, int(own_lens[0]))) is not None:
-        runs[FA3] = fa3
+    peers = flash_attention_3(q, caches, int(own_lens[0]))
+    runs.update(peers)
     small = torch.zeros(SMALL // 4, device=device)
     runs["small all-reduce"] = lambda: alone.ranks.all_reduce(small)
 
@@ -284,11 +286,11 @@ def measure(
             torch.cuda.synchronize()
             peaks[way] = torch.cuda.max_memory_allocated() - start
         check(way, out)
-    if fa3 is not None:
+    for name, call in peers.items():
         wanted = alone.partial(q, own).out.float()
-        error = (fa3().float() - wanted).norm() / wanted.norm()
+        error = (call().float() - wanted).norm() / wanted.norm()
         if not float(error) <= TOLERANCE["bfloat16"]:
-            raise PrefixShareError(f"{FA3} has another result on the rank's shard: {error:.1e}.")
+            raise PrefixShareError(f"{name} has another result on the rank's shard: {error:.1e}.")
     # large, because writing it must take longer than launching a replay on the slower host
     flush = torch.empty(4 << 30, dtype=torch.uint8, device=device) if on_gpu else None
 
@@ -381,33 +383,41 @@ def whole_context(
 
 def flash_attention_3(
     q: torch.Tensor, caches: list[torch.Tensor], tokens: int
-) -> Callable[[], torch.Tensor] | None:
-    """Attention of all queries over the shard, as one sequence without a mask; None without vLLM's
-    FlashAttention 3.
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Attention of all queries over the shard, as one sequence without a mask, by contiguous tokens
+    and by blocks; none without vLLM's FlashAttention 3.
     """
     try:
         require_fa3(q.device)
     except (ImportError, UnavailableError):
-        return None
+        return {}
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    starts_q, starts_k = (
-        torch.tensor([0, count], dtype=torch.int32, device=q.device) for count in (len(q), tokens)
-    )
-    k, v = (c.flatten(0, 1)[:tokens] for c in caches)
-    return lambda: flash_attn_varlen_func(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=starts_q,
-        cu_seqlens_k=starts_k,
-        max_seqlen_q=len(q),
-        max_seqlen_k=tokens,
-        softmax_scale=128**-0.5,
-        causal=False,
-        fa_version=3,
-        num_splits=FA3_SPLITS,
-    )
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=q.device)
+
+    def attend(kv: list[torch.Tensor], **layout: torch.Tensor) -> torch.Tensor:
+        return flash_attn_varlen_func(
+            q=q,
+            k=kv[0],
+            v=kv[1],
+            cu_seqlens_q=starts,
+            max_seqlen_q=len(q),
+            max_seqlen_k=tokens,
+            softmax_scale=128**-0.5,
+            causal=False,
+            fa_version=3,
+            num_splits=FA3_SPLITS,
+            **layout,
+        )
+
+    starts, starts_k, lengths = integers(0, len(q)), integers(0, tokens), integers(tokens)
+    blocks = torch.arange(len(caches[0]), dtype=torch.int32, device=q.device)[None]
+    flat = [c.flatten(0, 1)[:tokens] for c in caches]
+    return {
+        FA3: lambda: attend(flat, cu_seqlens_k=starts_k),
+        PAGED_FA3: lambda: attend(caches, seqused_k=lengths, block_table=blocks),
+    }
 
 
 class Captured:
@@ -469,7 +479,7 @@ def gpu_seconds(run: Callable[[], Any], before: Callable[[], Any] | None = None)
     return 1e-3 * begin.elapsed_time(end)
 
 
-WAYS = (*REDUCTIONS, "ring", "own shard", FA3, "small all-reduce")
+WAYS = (*REDUCTIONS, "ring", "own shard", FA3, PAGED_FA3, "small all-reduce")
 
 
 def print_heading(args: argparse.Namespace) -> None:

@@ -818,12 +818,14 @@ def scale_measured_table() -> str:
     result, cluster = published("scale"), h200s()
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
     small = min(row["us"]["small all-reduce"] for row in result["rows"])
-    others = [way for way in ["FlashAttention-3"] if way in result["rows"][0]["us"]]
+    others = [way for way in FA3S if way in result["rows"][0]["us"]]
     rates = {}
     for name, digits in (("copy", 2), ("matrix product", 0), ("dense attention", 0)):
         found = [f"{row['rates'][name] / 1e6:.{digits}f}" for row in result["rows"]]
         rates[name] = " to ".join(dict.fromkeys((min(found, key=float), max(found, key=float))))
     about_fa3 = f"{others[0]}: one sequence with all queries on the own shard. " if others else ""
+    if len(others) > 1:
+        about_fa3 += f"Paged: by the blocks of {result['block_size']} tokens that ours reads. "
     lines = [
         f"{result['ranks']} x {result['device']}; {versions(result)}. `{result['command']}`: one "
         f"layer, {result['heads']} heads of 128, bfloat16; microseconds, median of "
@@ -875,6 +877,8 @@ def scale_measured_table() -> str:
 
 #: tokens from which on the goals hold
 LONG = 512 << 10
+#: vLLM's FlashAttention-3 on a rank's own shard, in runs of bench_scale.py
+FA3S = ("FlashAttention-3", "paged FlashAttention-3")
 
 
 def long_contexts(rows: list[dict], trees: list[str], others: list[str], small: float) -> str:
@@ -906,6 +910,33 @@ def long_contexts(rows: list[dict], trees: list[str], others: list[str], small: 
         f"{', '.join(over_bound)}; without any reduction, {title}: {', '.join(alone)} times the "
         "bound without the all-reduce."
     )
+
+
+def scale_blocks_table() -> str:
+    """Long contexts on two ranks by the size of KV blocks, beside FlashAttention-3 on them."""
+    results = [published("scale_blocks_16"), published("scale_blocks_64")]
+    rows = [(of["block_size"], row) for of in results for row in of["rows"]]
+    small = min(row["us"]["small all-reduce"] for _, row in rows)
+    ways = ("gather", "one_shot", "own shard", *reversed(FA3S))
+    commands = " and ".join(f"`{of['command']}`" for of in results)
+    lines = [
+        f"{results[0]['ranks']} x {results[0]['device']}; {versions(results[0])}. "
+        f"{commands}: as above, the fastest small all-reduce of both runs {small:.0f} us.",
+        "",
+        f"| blocks | tokens | requests | {' | '.join(ways)} | bound | best tree / bound "
+        "| own shard / its bound | paged FlashAttention-3 / that | FlashAttention-3 / that |",
+        "|" + "---|" * (8 + len(ways)),
+    ]
+    for size, row in rows:
+        us, roof = row["us"], row["roof_us"]
+        best = min(us["gather"], us["one_shot"])
+        ratios = best / (roof + small), *(us[way] / roof for way in ways[2:])
+        lines.append(
+            f"| {size} | {row['tokens'] >> 10}k | {row['requests']} "
+            f"| {' | '.join(f'{us[way]:.0f}' for way in ways)} | {roof + small:.0f} "
+            f"| {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |"
+        )
+    return "\n".join(lines)
 
 
 def order_table(name: str) -> str:
@@ -1033,6 +1064,7 @@ def context_parallel_table() -> str:
 TABLES = {
     "scale": ("docs/scale.md", "kernel", scale_table),
     "scale measured": ("docs/scale.md", "scale", scale_measured_table),
+    "scale blocks": ("docs/scale.md", "scale_blocks_16", scale_blocks_table),
     "order": ("docs/scale.md", "order", lambda: order_table("order")),
     "order sizes": ("docs/scale.md", "order_sizes", lambda: order_table("order_sizes")),
     "arrivals": ("docs/scale.md", "arrivals", lambda: arrivals_table("arrivals")),
