@@ -227,6 +227,38 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
 
 
 @pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])
+@pytest.mark.parametrize(
+    ("heads", "query_len", "num_reqs"), [((8, 1), 4, 64), ((8, 1), 8, 32), ((32, 2), 1, 64)]
+)
+def test_reserved_room_holds_plans_with_more_workers_than_requests(
+    kernel, heads, query_len, num_reqs
+):
+    """A long prefix is cut into two tiles for each worker."""
+    attention = AttentionConfig(*heads, 128, 16)
+    k = kernel(attention, query_len, H100)
+    cost = cost_model(attention, k.name, device_name="NVIDIA H200 x132")
+    config = PlannerConfig(
+        divider="depth_first",
+        share="always",
+        num_workers=k.num_workers,
+        max_tile_requests=k.max_tile_requests,
+        max_tile_runs=k.max_tile_runs,
+        spread=k.spread,
+    )
+    capacity = k.capacity(num_reqs)
+    most = 0
+    for private in (100, 500, 2000, 8000):
+        work = tree(f"1,{num_reqs}_131072,{private}")
+        planner = DecodePlanner(config, cost, 16, attention.gqa_group_size)
+        plan = planner.update(work.block_table, work.seq_lens, query_len)
+        most = max(most, plan.num_tiles)
+        assert plan.fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
+        layout = k.layout(plan)
+        assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
+    assert most > k.num_workers + num_reqs or kernel is PortableKernel
+
+
+@pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (64, 1)], ids=str)
 def test_reserved_room_holds_every_plan_of_fixed_pieces(kernel, heads):
     """Plans of a KV cache that holds each batch and no more."""

@@ -151,9 +151,9 @@ class HopperKernel:
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
-        # a tile for each request at worst, and one more where a worker's part ends; both sides
-        # of such a cut leave partial results
-        max_tiles = num_reqs + self.num_workers
+        # depth first makes a tile for every request at worst, and at most two for each worker
+        # where windows are cut: only those leave partial results
+        max_tiles = num_reqs + 2 * self.num_workers
         max_partials = 2 * self.num_workers * self.max_tile_requests
         if pieces is not None:
             max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, self.max_tile_requests))
