@@ -1,13 +1,13 @@
 """Partial attention in plain Triton, for every NVIDIA GPU from compute capability 8.0 on.
 
 A thread block belongs to one worker and one KV head, and walks the worker's work tiles. In a tile
-it reads the long runs first, one KV tile after the other. Then it reads the list of KV tiles into
-which ``layout.walk_layout`` has packed the short runs and the rest of the long ones. In
-depth-first order the rows that read a run are one interval: two integers in place of DeFT's bit
-mask (section 3.3).
+it reads the long runs first, one KV tile after the other, then the KV tiles into which
+``layout.walk_layout`` has packed the short runs and the rest of the long ones. In depth-first
+order the rows that read a run are one interval: two integers in place of DeFT's bit mask (section
+3.3).
 
-A load whose address is itself loaded in the same iteration is not pipelined by Triton, so block ids
-and the location of the KV tile after the next are carried through the loops in registers.
+Triton does not pipeline a load whose address is loaded in the same iteration, so block ids and the
+place of the KV tile after the next are carried through the loops in registers.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -224,9 +224,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                   BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
                   QUERY_LEN: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
                   KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr):
-    """Online softmax over ``steps`` KV tiles made of parts: the ``packed`` ones listed from
-    ``first`` on, then the ``new`` ones from ``opened`` on, repeatedly, each time one unit
-    further.
+    """Online softmax over ``steps`` KV tiles of parts: ``packed`` ones listed from ``first`` on,
+    then ``new`` ones from ``opened`` on, repeatedly, each time one unit further.
     """
     m, total, acc = state
     part_row, part_pos, part_readers = parts
@@ -241,7 +240,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     column, place = _in_blocks(start, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
     # the first and the end, 16 bits each, as in readers; inverted where they are equal: see below
     rows = readers * R if R > 1 else ~readers
-    block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
+    block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column,
+                    mask=column < stride_table, other=0)  # a full row has no block for new tokens
     length = tl.load(seq_lens + kv_row)
     mask_words = ()
     if TREE:  # here, because gathering them in the loop spills registers, or needs more stages
@@ -264,7 +264,8 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         pos = start + (in_part + rounds * UNIT)
         column, place = _in_blocks(start + rounds * UNIT, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
         rows = readers * R if R > 1 else ~readers
-        block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column)
+        block = tl.load(block_table + kv_row.to(tl.int64) * stride_table + column,
+                        mask=column < stride_table, other=0)
         length = tl.load(seq_lens + kv_row)
         n += 1
         rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new,
@@ -278,8 +279,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
         reads = (row[:, None] - begin[None, :]).to(tl.uint32, bitcast=True)
         reads = reads < ((span >> 16) - begin).to(tl.uint32, bitcast=True)[None, :]
         here = _settled(here) if QUERY_LEN > 1 and slope is None and WINDOW == 0 else here
-        ok = _visible(here, reads, query, first_query, mask_words, QUERY_LEN,
-                      TREE)
+        ok = _visible(here, reads, query, first_query, mask_words, QUERY_LEN, TREE)
         if WINDOW > 0:
             ok &= here[None, :] > (position - WINDOW)[:, None]
         s = tl.where(ok, s, float("-inf"))
