@@ -125,7 +125,7 @@ def _aligned(
         ids = table[table_rows[row]]
         before = -1
         if first < end and ids[first] != null:
-            slot = (ids[first] * HASH >> 12) & mask
+            slot = (int(ids[first]) * HASH >> 12) & mask
             while holder[slot, 0] >= 0 and holder[slot, 0] != ids[first]:
                 slot = (slot + 1) & mask
             before = holder[slot, 1] if holder[slot, 0] >= 0 else -1
@@ -142,7 +142,7 @@ def _aligned(
             out[row, column - base] = block
             if block == null:
                 continue
-            slot = (block * HASH >> 12) & mask
+            slot = (int(block) * HASH >> 12) & mask
             while holder[slot, 0] >= 0 and holder[slot, 0] != block:
                 slot = (slot + 1) & mask
             holder[slot, 0], holder[slot, 1] = block, row
