@@ -46,8 +46,11 @@ from vllm_prefixshare.records import FloatArray, Forest, IntArray, WorkTiles
 SLACK, OVERHEAD_SLACK = 0.02, 0.2
 #: bisection ends at this precision
 PRECISION = 0.005
-#: advantage of an even cut, whose windows read in step, as a part of the finish
-IN_STEP = 0.03
+#: Advantage of an even cut, whose windows read in step, as a part of the finish: where L2 keeps what
+#: several windows read, and where it does not. It keeps about so many tokens of a KV head, for each
+#: of its workers.
+IN_STEP, NOT_KEPT = 0.03, 0.08
+KEPT_TOKENS = 250
 #: the same of a cut whose pieces are spread
 SPREAD = 0.03
 #: tiles keep their order where their costs differ by less than this part of the largest
@@ -284,6 +287,18 @@ def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates, known: fl
 
 
 @compiled
+def _handicap(forest: Forest, runs: Runs, ends: IntArray, num_workers: int) -> float:
+    """What the finish of a cut that is not even is multiplied by when it is compared."""
+    if not len(forest.node_start):
+        return 1.0
+    begins = runs.reader_start[ends[:-1]]  # of all windows but the first
+    before = np.searchsorted(begins, forest.node_reader_start, "right")
+    several = before < np.searchsorted(begins, forest.node_reader_end, "left")
+    tokens = ((forest.node_end - forest.node_start) * several).sum()
+    return 1 + (NOT_KEPT if tokens > KEPT_TOKENS * num_workers else IN_STEP)
+
+
+@compiled
 def _divide(
     forest: Forest, kv_lens: IntArray, limits: Limits, rates: TileRates
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
@@ -292,7 +307,6 @@ def _divide(
     """
     best_score = np.inf
     workers, largest = limits.num_workers, limits.max_tile_requests
-    handicap = 1 + IN_STEP if len(forest.node_start) else 1.0  # of a cut that is not even
     tried = 0
     for window in (largest, max(1, largest // 2), max(1, largest // 4)):
         if window == tried:
@@ -304,6 +318,7 @@ def _divide(
         if least >= best_score:
             continue
         spread = limits.spread and _some_can_spread(runs, limits, ends)
+        handicap = _handicap(forest, runs, ends, workers)
         for num_tiles in (workers, 2 * workers, workers // 2, 0):
             at_once = min(max(num_tiles, len(ends)), workers)
             if runs.before[-1] >= best_score * at_once:
