@@ -1087,6 +1087,11 @@ TABLES = {
         "kernel_workloads",
         lambda: kernel_table("kernel_workloads"),
     ),
+    "kernel batches": (
+        "docs/kernel-results.md",
+        "kernel_batches",
+        lambda: kernel_table("kernel_batches"),
+    ),
     "kernel fp8": ("docs/kernel-results.md", "kernel_fp8", lambda: kernel_table("kernel_fp8")),
     "kernel sinks": (
         "docs/kernel-results.md",

@@ -31,7 +31,7 @@ pytestmark = [*ON_GPU, pytest.mark.parametrize("kernel", KERNELS)]
 # ---- one query for each request -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["anchors", "flashforge", "grpo", "unshared"])
+@pytest.mark.parametrize("name", ["anchors", "flashforge", "grpo", "unshared", "batches"])
 def test_every_set_of_workloads(kernel, name):
     for work in workload_set(name, quick=name == "flashforge"):
         layer = Layer(work)

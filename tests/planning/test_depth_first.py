@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.pieces import KV_TILE, tile_us
-from vllm_prefixshare.planning.dividers.windows import list_runs
+from vllm_prefixshare.planning.dividers.windows import ends_of_windows, list_runs
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END
 from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
@@ -198,6 +198,46 @@ def test_windows_below_one_node_read_it_in_step():
         pieces[bool(row >= 32)].append((int(start), int(end)))
     assert sorted(pieces[False]) == sorted(pieces[True])
     assert len(pieces[False]) >= 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [
+        ("1,20_4096,64", [10, 10]),
+        ("1,50_4096,64", [11, 13, 13, 13]),
+        ("1,32_4096,64", [16, 16]),
+        ("3,30_4096,64", [10, 10, 10]),
+    ],
+)
+def test_windows_are_as_even_as_they_can_be(spec, sizes):
+    assert sorted(windows_of(tree(spec), 16)) == sizes
+
+
+def test_windows_are_not_even_where_that_reads_more():
+    """Groups of 16 and 4: two windows of 10 would read the first group's tokens twice."""
+    work = forest("groups", [-1, -1] + [0] * 16 + [1] * 4, [4096, 4096] + [64] * 20)
+    assert sorted(windows_of(work, 16)) == [4, 16]
+
+
+def windows_of(work: Workload, size: int) -> list[int]:
+    """Requests of each window."""
+    filled = ((work.seq_lens - 1) // 16).astype(np.int32)
+    f = forest_from_blocks(work.block_table, filled, 16, 0)
+    runs = list_runs(f, work.seq_lens, size, ROWS_PER_REQUEST, 16, TileRates.of(COST))
+    ends = ends_of_windows(runs)
+    begins = runs.reader_start[np.append(0, ends[:-1])]
+    return np.diff(np.append(begins, work.num_reqs)).tolist()
+
+
+@pytest.mark.parametrize(("document", "num_tiles"), [(3968, 17), (32768, 32)])
+def test_windows_are_cut_evenly_where_a_cache_does_not_keep_the_document(document, num_tiles):
+    """Three windows for 16 workers. Laid end to end they finish sooner by the estimate, one worker
+    with two tiles; then each reads the document at another time.
+    """
+    plan = plan_of(tree(f"1,40_{document},400"), max_tile_requests=16)
+    assert plan.num_tiles == num_tiles
+    if num_tiles == 32:
+        assert set(np.diff(plan.work_indptr).tolist()) == {2}
 
 
 def test_neighbouring_windows_are_read_at_the_same_time():

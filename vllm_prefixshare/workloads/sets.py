@@ -92,6 +92,12 @@ def unshared(block_size: int) -> Iterator[Workload]:
     yield forest("4 of 32768, 252 of 128", [-1] * 256, [32768] * 4 + [128] * 252, block_size)
 
 
+def batches(block_size: int) -> Iterator[Workload]:
+    """Batches of any size on one document: as a rule they do not fill the tiles of a kernel."""
+    for batch, document, private in product((20, 30, 50, 100), (4096, 8192, 32768), (64, 400)):
+        yield tree(f"1,{batch}_{document},{private}", block_size)
+
+
 def first_step(block_size: int) -> Iterator[Workload]:
     """The first step after a prefix hit: short questions on one cached document, whose tokens are
     all queries of this step.
@@ -181,6 +187,7 @@ WORKLOAD_SETS: dict[str, Callable[..., Iterator[Workload]]] = {
     "medusa": medusa,
     "grpo": grpo,
     "unshared": unshared,
+    "batches": batches,
     "first_step": first_step,
 }
 RECORDED = ("deft", "medusa")

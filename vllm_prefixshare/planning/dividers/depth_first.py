@@ -11,7 +11,7 @@ and what one fetches from memory the others find in cache. Where the numbers of 
 do not match, ``_cut_through`` lays the windows end to end and cuts them into one part of equal time
 for each worker, the target found by bisection (FlashForge's lower bound, section 5.1, with this cut
 as its test); a part that reaches into the next window is two tiles. Reading in step counts for
-nothing where no tokens are shared.
+nothing where no tokens are shared, and for more where L2 does not keep them until the next window.
 
 A kernel may ask for even cuts to be spread (``PlannerConfig.spread``): each piece of a window then
 reads a part of the run that all of its requests share, and some of their private parts, so that
@@ -46,10 +46,10 @@ from vllm_prefixshare.records import FloatArray, Forest, IntArray, WorkTiles
 SLACK, OVERHEAD_SLACK = 0.02, 0.2
 #: bisection ends at this precision
 PRECISION = 0.005
-#: Advantage of an even cut, whose windows read in step, as a part of the finish: where L2 keeps what
-#: several windows read, and where it does not. It keeps about so many tokens of a KV head, for each
-#: of its workers.
+#: Advantage of an even cut, whose windows read in step, as a part of the finish: where L2 keeps
+#: what several windows share, and where it does not.
 IN_STEP, NOT_KEPT = 0.03, 0.08
+#: tokens of a KV head that L2 keeps, for each of its workers
 KEPT_TOKENS = 250
 #: the same of a cut whose pieces are spread
 SPREAD = 0.03
