@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.dividers.depth_first import NOT_KEPT
 from vllm_prefixshare.planning.dividers.pieces import KV_TILE, tile_us
 from vllm_prefixshare.planning.dividers.windows import ends_of_windows, list_runs
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -71,12 +72,13 @@ def test_every_plan_is_right_and_within_its_limits(work, limits):
 @given(forests(), st.fixed_dictionaries({**LIMITS, "max_tile_runs": st.just(1 << 30)}))
 def test_the_latest_worker_is_near_the_mean(work, limits):
     """The excess over the mean is less than twice the least work that is worth its own tile: such
-    work is not cut.
+    work is not cut. Even cuts may end later, by as much as reading in step counts.
     """
     load = loads(plan_of(work, **limits))
-    assert load.max() <= 1.05 * load.mean() + 4 * OVERHEAD
+    mean = (1 + 2 * NOT_KEPT) * load.mean()
+    assert load.max() <= 1.05 * mean + 4 * OVERHEAD
     if load.mean() > 40 * OVERHEAD:
-        assert load.max() <= 1.1 * load.mean()
+        assert load.max() <= 1.1 * mean
 
 
 @pytest.mark.parametrize(
