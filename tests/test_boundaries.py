@@ -13,6 +13,7 @@ PACKAGE = Path(vllm_prefixshare.__file__).parent
 #: folder of the package; the longest matching name applies.
 BASE = {"records", "config"}
 JIT = {
+    "kernels.hopper.dependent",
     "kernels.hopper.gluon_names",
     "kernels.hopper.kernel",
     "kernels.hopper.metadata",
@@ -36,12 +37,13 @@ FLOORS = {
     "costs.lookup": (BASE | {"settings", "trusted", "costs"}, {"torch"}),
     "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
+    "kernels.hopper.dependent": (set(), {"triton"}),
     "kernels.hopper.gluon_names": (set(), {"triton"}),
     "kernels.hopper.arrays": (set(), set()),
     "kernels.portable.arrays": (set(), set()),
     "kernels.hopper.kernel": (
         {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.arrays"}
-        | {"kernels.hopper.metadata"},
+        | {"kernels.hopper.dependent", "kernels.hopper.metadata"},
         {"triton"},
     ),
     "kernels.hopper.metadata": ({"kernels.hopper.producer"}, {"triton"}),
@@ -52,7 +54,7 @@ FLOORS = {
     "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
     "kernels.mla_hopper.kernel": (
         {"kernels.mla_hopper.producer", "kernels.portable.kernel", "kernels.portable.arrays"}
-        | {"kernels.hopper.gluon_names"},
+        | {"kernels.hopper.dependent", "kernels.hopper.gluon_names"},
         {"triton"},
     ),
     "kernels.mla_hopper.producer": (

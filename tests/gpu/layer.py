@@ -147,6 +147,13 @@ class Layer:
         return ok
 
 
+def newest_slots(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int = 16):
+    """The slot of each request's newest token, as a cache write takes it."""
+    last = seq_lens.long() - 1
+    blocks = block_table.long().gather(1, (last // block_size)[:, None])[:, 0]
+    return blocks * block_size + last % block_size
+
+
 def at_boundaries(block_size: int, queries: int = 1) -> Workload:
     """The requests of ``batch_at_boundaries``."""
     batch = batch_at_boundaries(queries, block_size=block_size)

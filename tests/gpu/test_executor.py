@@ -12,6 +12,7 @@ from tests.gpu.layer import (
     ON_GPU,
     TOLERANCE,
     Layer,
+    newest_slots,
     poison,
     random_trees,
 )
@@ -19,6 +20,7 @@ from vllm_prefixshare import PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.compile import load_cache_write
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -250,6 +252,37 @@ def test_one_captured_graph_serves_every_plan_and_smaller_batches(kernel):
         graph.replay()
         now.check(out[: work.num_reqs])
         assert out[work.num_reqs :].isnan().all(), "rows past the batch must not be written"
+
+
+def test_a_graph_attends_to_what_the_launch_before_writes(kernel):
+    # the kernels for Hopper are launched while it still runs
+    layer = Layer(tree("1,40_512,33"))
+    wrapper = layer.planned(kernel)
+    write = load_cache_write(AttentionConfig(32, 8, 128, 16), torch.device(DEVICE))
+    caches, slots = (layer.k_cache, layer.v_cache), newest_slots(layer.block_table, layer.seq_lens)
+    tokens = torch.randn(20, 2, 40, 8, 128, device=DEVICE).to(BF16)
+    queries = torch.randn(20, *layer.q.shape, device=DEVICE).to(BF16)
+
+    def layers(in_order) -> torch.Tensor:
+        """One after the other in the same tensors, the queries written before or after the KV."""
+        outs = []
+        for i, token in enumerate(tokens):
+            for step in ("queries", "KV") if i % 2 else ("KV", "queries"):
+                if step == "KV":
+                    assert write.write(*token, *caches, slots)
+                else:
+                    layer.q.copy_(queries[i])
+                in_order()
+            outs.append(wrapper.run(**layer.tensors))
+            in_order()
+        return torch.stack(outs)
+
+    wanted = layers(torch.cuda.synchronize)
+    graph, outs = capture(lambda: layers(lambda: None))
+    for _ in range(10):
+        outs.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(outs, wanted)
 
 
 def test_one_captured_graph_serves_other_queries_and_token_trees(kernel):

@@ -12,11 +12,14 @@ from tests.gpu.layer import (
     ON_GPU,
     TOLERANCE,
     at_boundaries,
+    newest_slots,
     poison,
 )
 from tests.mla import RANK, SCALE, WIDTH, let_scores_rise
 from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpu_timing import capture
+from vllm_prefixshare.kernels.compile import load_cache_write
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.workloads.trees import Workload, tree
 
@@ -112,6 +115,34 @@ def test_one_graph_serves_sequences_that_grow():
         layer.lens += 30
         graph.replay()
         layer.check(*result)
+
+
+def test_a_graph_attends_to_what_the_launch_before_writes():
+    # the kernel is launched while it still runs
+    layer = LatentLayer(tree("1,40_512,33", 64))
+    wrapper = layer.planned()
+    config = AttentionConfig(16, 1, WIDTH, 64, kv_lora_rank=RANK)
+    write = load_cache_write(config, torch.device(DEVICE))
+    slots = newest_slots(layer.table, layer.lens, 64)
+    latents = layer.cache[:, :, None]
+    caches = latents[..., RANK:], latents[..., :RANK]
+    tokens = torch.randn(20, 40, 1, WIDTH, device=DEVICE).to(BF16)
+
+    def layers(in_order) -> torch.Tensor:
+        outs = []
+        for token in tokens:
+            assert write.write(token[..., RANK:], token[..., :RANK], *caches, slots)
+            in_order()
+            outs.append(wrapper.run(layer.q, layer.cache, None, layer.table, layer.lens))
+            in_order()
+        return torch.stack(outs)
+
+    wanted = layers(torch.cuda.synchronize)
+    graph, outs = capture(lambda: layers(lambda: None))
+    for _ in range(10):
+        outs.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(outs, wanted)
 
 
 def test_the_same_plan_gives_the_same_bits():

@@ -126,6 +126,7 @@ def compile_cache_write(attention: AttentionConfig, capability: str) -> dict:
         "head_dim": attention.head_dim,
         "warps": binary.metadata.num_warps,
         **used(log.getvalue())[0],
+        "starts_next": "griddepcontrol.launch_dependents" in binary.asm["ptx"],
         "accesses": len(accesses),
         "wide": sum(access.endswith((".v4.b32", ".v2.b64")) for access in accesses),
     }

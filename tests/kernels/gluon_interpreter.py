@@ -144,6 +144,26 @@ def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     return tl.dot(a, b.load(), acc) if use_acc else tl.dot(a, b.load())
 
 
+class LaunchBefore:
+    """The launch before that of the kernel. It ends when the kernel waits for it."""
+
+    def __init__(self) -> None:
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def writes(self, tensor: torch.Tensor) -> None:
+        """Let it write what the tensor holds, which is NaN until then."""
+        self._written.append((tensor, tensor.clone()))
+        tensor.fill_(torch.nan)
+
+    def end(self) -> None:
+        while self._written:
+            tensor, values = self._written.pop()
+            tensor.copy_(values)
+
+
+launch_before = LaunchBefore()
+
+
 def full(shape, value, dtype, layout=None):
     return tl.full([number(n) for n in shape], value, dtype)
 
@@ -207,12 +227,16 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         async_load=async_load,
         reinterpret=SharedMemory.reinterpret,
     )
+    dependent = _module(
+        "dependent", wait_for_launch_before=launch_before.end, launch_merging=nothing
+    )
     gluon = _module("gluon", language=gl, jit=_jit)
     return {
         PREFIX: _module("triton.experimental", gluon=gluon),
         f"{PREFIX}.gluon": gluon,
         f"{PREFIX}.gluon.language": gl,
         f"{PREFIX}.gluon.language.nvidia.hopper": hopper,
+        "vllm_prefixshare.kernels.hopper.dependent": dependent,
         "vllm_prefixshare.kernels.hopper.gluon_names": names,
     }
 

@@ -80,6 +80,7 @@ def test_the_cache_write_compiles_and_moves_16_bytes_at_once(version):
     assert {row["capability"] for row in rows} == set(CAPABILITIES)
     for row in rows:  # K and V are read and written; the slot is one number
         assert (row["wide"], row["accesses"], row["spilled"]) == (4, 5, 0), row
+        assert row["starts_next"] == (float(row["capability"]) >= 9.0)
 
 
 @pytest.mark.parametrize(("version", "capability"), EXTRAS)

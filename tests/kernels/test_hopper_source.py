@@ -17,7 +17,7 @@ from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import tree
 
-from .gluon_interpreter import load_kernel
+from .gluon_interpreter import launch_before, load_kernel
 from .portable import relative_error
 
 pytestmark = [
@@ -79,6 +79,7 @@ def test_the_hopper_kernel(spec, block_size, query_len, kv_heads, workers, lengt
         q, k_cache, v_cache, torch.from_numpy(work.block_table), torch.from_numpy(lens), starts,
         None, partial_out, partial_lse, out,
     )  # fmt: skip
+    launch_before.writes(q)
     kernel.launch(arrays, t, DIM**-0.5)
     merge_states(arrays["merge_indptr"], partial_out, partial_lse, out, starts, query_len)
     wanted, _ = reference_attention_and_lse(

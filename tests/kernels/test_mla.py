@@ -22,7 +22,7 @@ from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 from vllm_prefixshare.kernels.portable.arrays import NUM_REQS, WORDS
 from vllm_prefixshare.planning.planner import DecodePlanner
 
-from .gluon_interpreter import load_kernel
+from .gluon_interpreter import launch_before, load_kernel
 from .portable import relative_error
 
 # rows without any token divide by zero and are then discarded, as on a GPU
@@ -67,6 +67,8 @@ class Latents:
         t = Tensors(
             q, cache, cache[..., :RANK], table, lens, None, None, partial_out, partial_lse, out, lse
         )
+        if not torch.cuda.is_available():
+            launch_before.writes(q)
         hopper.latent_partial_attention(self.workers, self.arrays, t, SCALE)
         merge_states(self.arrays["merge_indptr"], partial_out, partial_lse, out, out_lse=lse)
         wanted, wanted_lse = expected(b)

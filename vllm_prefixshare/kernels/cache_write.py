@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.launching import launch, power_of_two
+from vllm_prefixshare.kernels.launching import has_dependent_launch, launch, power_of_two
 
 #: bits of infinity without its sign: those of NaN are larger, those of finite numbers smaller
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -87,6 +87,7 @@ class CacheWrite:
                 key.stride(0), value.stride(0), *k_cache.stride()[:3],
                 HEADS=self.num_heads, K_WIDTH=self.k_width, V_WIDTH=self.v_width,
                 BLOCK_SIZE=self.block_size, INFINITY=INFINITY[self.dtype], NUMBERS=each,
+                STARTS_NEXT=has_dependent_launch(_cache_write),
                 num_warps=max(1, each // (32 * STEP)),
             )
         return True
@@ -137,8 +138,15 @@ class CacheWrite:
 def _cache_write(key, value, k_cache, v_cache, slot_mapping, stride_key, stride_value,
                  stride_block, stride_place, stride_head,
                  HEADS: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-                 BLOCK_SIZE: tl.constexpr, INFINITY: tl.constexpr, NUMBERS: tl.constexpr):
-    """Grid: token, numbers of the token. All tensors of numbers are int16."""
+                 BLOCK_SIZE: tl.constexpr, INFINITY: tl.constexpr, NUMBERS: tl.constexpr,
+                 STARTS_NEXT: tl.constexpr):
+    """Grid: token, numbers of the token. All tensors of numbers are int16.
+
+    STARTS_NEXT: the attention that follows may begin, see ``contract.Kernel.launch``.
+    """
+    if STARTS_NEXT:
+        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
+                                  dtype=tl.int32, is_pure=False, pack=1)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
     in_k = at < HEADS * K_WIDTH

@@ -80,6 +80,14 @@ def _looked_at(x: Any) -> Any:
     return x.base.dtype, tuple(x.block_shape), x.layout
 
 
+def has_dependent_launch(kernel: Any) -> bool:
+    """Whether the GPU that Triton compiles this function for has programmatic dependent launch."""
+    if not isinstance(kernel, JITFunction):  # the interpreter's
+        return False
+    driver: Any = triton.runtime.driver.active
+    return bool(driver.get_current_target().arch >= 90)
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is not below ``n``. Triton's own takes some microseconds."""
     return 1 << (n - 1).bit_length()

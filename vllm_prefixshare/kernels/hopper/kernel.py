@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from vllm_prefixshare.kernels.hopper.dependent import launch_merging, wait_for_launch_before
 from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.hopper.metadata import visible, word
 from vllm_prefixshare.kernels.hopper.producer import (
@@ -94,16 +95,6 @@ def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
             mbarrier.arrive(bars.index(STAGES + stage), count=1)
             count += 1
         tile = next_tile
-
-
-@gluon.jit
-def _launch_merging(last):
-    """Let merge states be launched if ``last``. It waits until all results are written; launched
-    earlier, its programs would crowd on multiprocessors without a worker.
-    """
-    if last:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
-                                  dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -288,7 +279,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             stage = gl.where(stage == STAGES, 0, stage)
 
         if R <= HALF_ROWS:
-            _launch_merging(next_tile < 0)
+            launch_merging(next_tile < 0)
         if used_rows > 0:
             # a row that saw no token at all has weight zero in the merge
             seen = m > LOWEST
@@ -320,7 +311,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 row_at = row_at.to(gl.int64)[:, None] * HEAD_DIM
                 gl.store(partial_out + row_at + dim_o[None, :], acc, mask=inside_o)
             if R > HALF_ROWS:  # many rows take long to store and to merge
-                _launch_merging(next_tile < 0)
+                launch_merging(next_tile < 0)
         tile = next_tile
 
 
@@ -353,6 +344,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, num_lengths, query_s
     a power of two that divides ``BLOCK_SIZE`` and ``KV_TILE``. RUNS: most runs of a tile, a power
     of two.
     """
+    wait_for_launch_before()
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
     dtype: gl.constexpr = q.dtype.element_ty
     ITEM: gl.constexpr = dtype.primitive_bitwidth // 8

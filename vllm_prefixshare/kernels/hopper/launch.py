@@ -222,6 +222,7 @@ class HopperKernel:
             CONSUMER_REGS=208 if small else 216,
             PRODUCER_REGS=88 if small else 72,
             num_warps=4,
+            launch_pdl=True,
         )
 
 

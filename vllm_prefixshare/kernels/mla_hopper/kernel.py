@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from vllm_prefixshare.kernels.hopper.dependent import launch_merging, wait_for_launch_before
 from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.mla_hopper.producer import (
     BARRIERS,
@@ -244,10 +245,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                     acc = _added_others(HALF, bars, acc)
                 other_uses += 1
 
-        if number + 1 == end:
-            # merge states may be launched, and waits until all results are written
-            gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
-                                      dtype=gl.int32, is_pure=False, pack=1)
+        launch_merging(number + 1 == end)
         sums.index(HALF).store(total)
         barrier()
         mbarrier.arrive(bars.index(SUMS), count=1)
@@ -291,6 +289,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
     and half of the latent, or the rotated part.
     out_lse: as ``out`` without its last dimension; without it Triton makes another binary.
     """
+    wait_for_launch_before()
     dtype: gl.constexpr = out.dtype.element_ty
     D: gl.constexpr = LATENT // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(

@@ -106,6 +106,7 @@ def latent_partial_attention(
         CONSUMER_REGS=224,
         PRODUCER_REGS=56,
         num_warps=TILE.warps,
+        launch_pdl=True,
     )
     # fmt: on
 
