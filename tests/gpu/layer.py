@@ -4,6 +4,7 @@ Outputs and partial results hold NaN before each run, so that a missing write sh
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from tests.batches import batch_at_boundaries
 from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.records import IntArray
 from vllm_prefixshare.workloads.trees import Workload
@@ -152,6 +154,18 @@ def newest_slots(block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: 
     last = seq_lens.long() - 1
     blocks = block_table.long().gather(1, (last // block_size)[:, None])[:, 0]
     return blocks * block_size + last % block_size
+
+
+def check_in_a_graph(layers: Callable[[Callable[[], None]], torch.Tensor]) -> None:
+    """``layers(in_order)`` calls ``in_order`` after each launch and returns their outputs: the same
+    bits in a CUDA graph, where launches may overlap, as one after the other.
+    """
+    wanted = layers(torch.cuda.synchronize)
+    graph, outs = capture(lambda: layers(lambda: None))
+    for _ in range(10):
+        outs.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(outs, wanted)
 
 
 def at_boundaries(block_size: int, queries: int = 1) -> Workload:
