@@ -25,7 +25,7 @@ pytestmark = [
     # rows without any token divide by zero and are then discarded, as on a GPU
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-GROUP, DIM = 4, 64
+DIM = 64
 
 
 @pytest.fixture
@@ -36,33 +36,36 @@ def interpreted(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "block_size", "query_len", "kv_heads", "workers", "lengths"),
+    ("spec", "block_size", "query_len", "kv_heads", "workers", "lengths", "group"),
     [
-        ("1,3_300,40", 16, 1, 1, 4, None),  # both halves
-        ("1_700", 16, 40, 1, 2, None),  # several tiles of rows
-        ("1_600", 16, 1, 1, 3, None),  # partial results
-        ("1_600", 16, 1, 3, 3, None),  # a pair of workers and one more, each with three heads
-        ("1_300", 16, 40, 2, 3, None),  # the same with several tiles of rows
+        ("1,3_300,40", 16, 1, 1, 4, None, 4),  # both halves
+        ("1_700", 16, 40, 1, 2, None, 4),  # several tiles of rows
+        ("1_600", 16, 1, 1, 3, None, 4),  # partial results
+        ("1_600", 16, 1, 3, 3, None, 4),  # a pair of workers and one more, each with three heads
+        ("1_300", 16, 40, 2, 3, None, 4),  # the same with several tiles of rows
         # shorter than planned: what is copied before the lengths are known is not read
-        ("6_300", 16, 1, 1, 8, [1, 100, 127, 128, 129, 299]),
-        ("6_300", 16, 1, 1, 8, [40] * 6),
-        ("1_600", 16, 1, 1, 3, [150]),
+        ("6_300", 16, 1, 1, 8, [1, 100, 127, 128, 129, 299], 4),
+        ("6_300", 16, 1, 1, 8, [40] * 6, 4),
+        ("1_600", 16, 1, 1, 3, [150], 4),
         # parts of blocks, also as the first KV tile of a worker, inside and at the begin of a block
-        ("1,3_384,40", 64, 1, 1, 4, None),
-        ("1,3_256,70", 128, 1, 1, 5, None),
-        ("1_700", 96, 1, 2, 6, None),
+        ("1,3_384,40", 64, 1, 1, 4, None, 4),
+        ("1,3_256,70", 128, 1, 1, 5, None, 4),
+        ("1_700", 96, 1, 2, 6, None, 4),
+        # tiles of so many runs that each lane of a producer holds two, and eight
+        ("1,6,30_40,32,24", 16, 1, 1, 1, None, 4),
+        ("1,9,100_40,32,24", 16, 1, 1, 1, None, 1),
     ],
 )
 @pytest.mark.usefixtures("interpreted")
-def test_the_hopper_kernel(spec, block_size, query_len, kv_heads, workers, lengths):
+def test_the_hopper_kernel(spec, block_size, query_len, kv_heads, workers, lengths, group):
     work = tree(spec, block_size)
-    heads = GROUP * kv_heads
+    heads = group * kv_heads
     attention = AttentionConfig(heads, kv_heads, DIM, block_size, "float16")
-    blocks = workers * kv_heads * -(-query_len * GROUP // 128)
+    blocks = workers * kv_heads * -(-query_len * group // 128)
     kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), blocks, 227 << 10))
     config = planner_config(kernel, attention)
     cost = analytic_cost(attention, "hopper")
-    plan = DecodePlanner(config, cost, block_size, GROUP).update(
+    plan = DecodePlanner(config, cost, block_size, group).update(
         work.block_table, work.seq_lens, query_len
     )
     arrays = {name: torch.from_numpy(x.reshape(-1)) for name, x in kernel.layout(plan).items()}

@@ -22,7 +22,7 @@ class PlanArrays(NamedTuple):
         output itself) of each request of each tile.
     run_row, run_kv_start, run_kv_end: ``[num_tiles, max_runs]`` as in the plan.
     run_readers: ``[num_tiles, max_runs]`` ``reader_start | reader_end << 16`` among the tile's
-        requests.
+        requests. Places without a run hold zeros in all four, since the kernel reads them too.
     merge_indptr: ``[num_reqs + 1]`` as in the plan.
     """
 

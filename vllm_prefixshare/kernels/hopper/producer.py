@@ -2,7 +2,7 @@
 
 A work tile is a list of runs of KV blocks. A piece is what one TMA fetches: a block, or a part of
 a large one (``config.part_size``). The pieces are laid end to end; every slot of a KV tile finds
-its run by binary search, in registers, and its block through the block table.
+its run by a search in registers, and its block through the block table.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -75,25 +75,64 @@ def _tile_row(reader, is_end, half, R: gl.constexpr, chunk):
 
 
 @gluon.jit
-def _prefetch(address):
-    """Prefetch the cache lines of ``address`` into L2, to be read once the lengths are loaded."""
+def _prefetch(address, wanted):
+    """Prefetch the cache lines of the addresses that are wanted into L2, to be read once the
+    lengths are loaded. Each costs some ten cycles, one after the other, whatever its line is.
+    """
     gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=gl.int32,
-        is_pure=False, pack=1,
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [address, wanted.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
     )
 
 
 @gluon.jit
-def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table, block_rows,
-           BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr, NB: gl.constexpr,
-           RUNS: gl.constexpr):
+def _by_lane(x, RUNS: gl.constexpr):
+    """Numbers of all runs, a row for each lane: ``[32, RUNS / 32]``."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, RUNS // 32], [32, 1], [1, 1], [1, 0])
+    return gl.convert_layout(x.reshape([32, RUNS // 32]), ROWS)
+
+
+@gluon.jit
+def _find(slot, starts, RUNS: gl.constexpr):
+    """The run of each of 32 slots, the last one that starts there or before: the lane that holds
+    it, by binary search, and which of that lane's it is, both as ``[32, RUNS / 32]``.
+    """
+    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    EACH: gl.constexpr = RUNS // 32
+    ROWS: gl.constexpr = gl.BlockedLayout([1, EACH], [32, 1], [1, 1], [1, 0])
+    starts = _by_lane(starts, RUNS)
+    first = gl.convert_layout(gl.min(starts, 1), WARP)
+    holder = gl.zeros_like(slot)
+    step = 16
+    while step > 0:
+        holder = gl.where(gl.gather(first, holder + step, 0) <= slot, holder + step, holder)
+        step //= 2
+    holder = gl.convert_layout(holder, gl.SliceLayout(1, ROWS))[:, None]
+    holder += gl.zeros([32, EACH], gl.int32, ROWS)
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, ROWS))[:, None]
+    begun = gl.sum((gl.gather(starts, holder, 0) <= slot).to(gl.int32), 1)[:, None]
+    return holder, gl.arange(0, EACH, gl.SliceLayout(0, ROWS))[None, :] == begun - 1
+
+
+@gluon.jit
+def _of_run(x, holder, found, RUNS: gl.constexpr):
+    """The number of each slot's run, which ``_find`` has found."""
+    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    x = gl.gather(_by_lane(x, RUNS), holder, 0)
+    return gl.convert_layout(gl.sum(gl.where(found, x, 0), 1), WARP)
+
+
+@gluon.jit
+def _slots(batch, tiles, wide, low, high, starts, runs, half, chunk, lane, table, stride_table,
+           block_rows, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr,
+           NB: gl.constexpr, RUNS: gl.constexpr, R: gl.constexpr):
     """First row in the cache of head 0, rows and token count, and position, of 32 slots. The
     position is that in the request if there is a window, else that among the queries.
 
-    wide, low, high: KV tiles of each kind. starts: slot at which each run begins. run: per run
-    (row, kv_start, kv_end, num_pieces, rows that read it, first query position).
+    wide, low, high: KV tiles of each kind. starts: slot at which each run begins. runs: per run
+    (row, position that slot 0 would have, kv_end, readers, first query position). half: requests
+    in the low half.
     """
-    row, kv_start, kv_end, num_pieces, rows, first_query = run
     tile = batch * (32 // NB) + lane // NB
     # Narrow tiles go in pairs, one for each half, and the pairs are spread evenly between the
     # pairs of wide tiles; the rest of either comes last.
@@ -114,25 +153,25 @@ def _slots(batch, tiles, wide, low, high, starts, run, lane, table, stride_table
     index = gl.where(is_narrow, wide + gl.where(is_high, low, 0) + of_half, of_wide)
     slot = index * NB + lane % NB
 
-    found = gl.zeros_like(lane)
-    step = RUNS // 2
-    while step > 0:
-        found = gl.where(gl.gather(starts, found + step, 0) <= slot, found + step, found)
-        step //= 2
-    index = slot - gl.gather(starts, found, 0)
-    filled = (index < gl.gather(num_pieces, found, 0)) & (tile < tiles)
-    start = gl.gather(kv_start, found, 0) + index * PIECE
-    tokens = gl.minimum(gl.gather(kv_end, found, 0) - start, PIECE)
-    at = table + gl.gather(row, found, 0).to(gl.int64) * stride_table + start // BLOCK_SIZE
+    row, origin, kv_end, readers, first_query = runs
+    holder, found = _find(slot, starts, RUNS)
+    start = _of_run(origin, holder, found, RUNS) + slot * PIECE
+    tokens = gl.minimum(_of_run(kv_end, holder, found, RUNS) - start, PIECE)
+    filled = (tokens > 0) & (tile < tiles)
+    row = _of_run(row, holder, found, RUNS).to(gl.int64)
+    at = table + row * stride_table + start // BLOCK_SIZE
     first = gl.load(at, mask=filled, other=0) * block_rows
     if PIECE < BLOCK_SIZE:
         first += start % BLOCK_SIZE
     # slots past the end of a list repeat their tile's first piece: their tokens are masked, but
     # shared memory must hold finite values
     first = gl.where(filled, first, gl.gather(first, lane - lane % NB, 0))
-    span = gl.gather(rows, found, 0) | (gl.where(filled, tokens, 0) << 16)
+    readers = _of_run(readers, holder, found, RUNS)
+    span = _tile_row(readers & 0xFFFF, 0, half, R, chunk)
+    span |= _tile_row(readers >> 16, 1, half, R, chunk) << 8
+    span |= gl.where(filled, tokens, 0) << 16
     if WINDOW == 0:
-        start = gl.maximum(start - gl.gather(first_query, found, 0), -PIECE)
+        start = gl.maximum(start - _of_run(first_query, holder, found, RUNS), -PIECE)
     return first, span, start
 
 
@@ -152,14 +191,13 @@ def _copy(cache, cache_row, k, lane, head, where, bar, tile_smem, PIECE: gl.cons
 
 
 @gluon.jit
-def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, query_start, plan,
-            stride_table, where, tiles_smem, bars, meta, KV_HEADS: gl.constexpr,
-            CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
-            BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr,
-            KV_TILE: gl.constexpr, STAGES: gl.constexpr, RUNS: gl.constexpr, ITEM: gl.constexpr):
+def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, stride_table, where,
+            tiles_smem, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
+            QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+            WINDOW: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
+            RUNS: gl.constexpr, ITEM: gl.constexpr):
     """Fetch the K (or V) pieces of every KV tile; the K producer also describes the tile.
 
-    ahead: ``[num_lengths]`` integers that are read later, fetched into L2 beforehand.
     ITEM: bytes of an element of the cache.
     """
     tile_info, slot_row, _, run_row, run_kv_start, run_kv_end, run_readers = plan
@@ -169,12 +207,10 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
     BATCH: gl.constexpr = 32 // NB
     LOOK_AHEAD: gl.constexpr = (STAGES if STAGES < BATCH else BATCH) - 1
     lane = gl.arange(0, 32, WARP)
-    r = gl.arange(0, RUNS, WARP)
+    r = gl.arange(0, RUNS, gl.BlockedLayout([RUNS // 32], [32], [1], [0]))
     worker, head, chunk = place_of_block(KV_HEADS, CHUNKS)
     count = 0
     tile = worker
-    for line in range((num_lengths + 1023) // 1024):  # 32 lines of 128 bytes at a time
-        _prefetch(ahead + gl.minimum(line * 1024 + lane * 32, num_lengths - 1))
     while tile >= 0:
         num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
         wide_runs = gl.load(tile_info + tile * WORDS + WIDE_RUNS)
@@ -182,51 +218,46 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
         next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
         half = gl.load(tile_info + tile * WORDS + LOW_REQS)
         results = gl.load(tile_info + tile * WORDS + RESULTS)
-        # not masked by num_runs: one round trip to memory for all of the tile
+        # not masked by num_runs: one round trip to memory for all of the tile. The words of places
+        # without a run are zero: nothing of request 0.
         row = gl.load(run_row + tile * RUNS + r)
         kv_start = gl.load(run_kv_start + tile * RUNS + r)
         kv_end = gl.load(run_kv_end + tile * RUNS + r)
         readers = gl.load(run_readers + tile * RUNS + r)
-        there = r < num_runs
-        first_block = table + row.to(gl.int64) * stride_table + kv_start // BLOCK_SIZE
-        _prefetch(first_block)
-        open_run = there & (kv_end == OPEN_END)
+        # of 32 bits, which is enough: a wrong address is no error of a prefetch
+        _prefetch(table + row * stride_table + kv_start.to(gl.uint32) // BLOCK_SIZE, kv_end != 0)
+        length = gl.load(seq_lens + row)
+        first_query = gl.zeros_like(length)
         if QUERY_LEN > 1:
-            length = gl.load(seq_lens + row, mask=there, other=0)
-            queries = gl.load(query_start + row + 1, mask=there, other=0)
-            queries -= gl.load(query_start + row, mask=there, other=0)
+            queries = gl.load(query_start + row + 1) - gl.load(query_start + row)
             first_query = length - queries
-        else:
-            length = gl.load(seq_lens + row, mask=open_run, other=0)
-            first_query = gl.zeros_like(length)
         # the worker's first KV tile is copied before the lengths are there and its slots are found
         copied = gl.where(count == 0, results & PLAIN_START, 0)
         guess = lane
         if copied != 0:
-            start = gl.gather(kv_start, lane * 0, 0) + lane % NB * PIECE
-            at = table + gl.gather(row, lane * 0, 0).to(gl.int64) * stride_table
+            start = gl.load(run_kv_start + tile * RUNS) + lane % NB * PIECE
+            at = table + gl.load(run_row + tile * RUNS).to(gl.int64) * stride_table
             guess = gl.load(at + start // BLOCK_SIZE, mask=lane < NB, other=0) * block_rows
             if PIECE < BLOCK_SIZE:
                 guess += start % BLOCK_SIZE
             _copy(cache, guess, 0, lane, head, where, bars.index(0), tiles_smem.index(0),
                   PIECE, NB)
-        kv_end = gl.where(open_run, length, kv_end)
-        num_pieces = gl.where(there, (kv_end - kv_start + PIECE - 1) // PIECE, 0)
-        num_pieces = gl.maximum(num_pieces, 0)
-        is_low = (r >= wide_runs) & (r < wide_runs + low_runs)
-        n_wide = gl.sum(gl.where(r < wide_runs, num_pieces, 0), 0)
-        n_low = gl.sum(gl.where(is_low, num_pieces, 0), 0)
-        n_high = gl.sum(num_pieces, 0) - n_wide - n_low
+        kv_end = gl.where(kv_end == OPEN_END, length, kv_end)
+        tokens = gl.maximum(kv_end - kv_start, 0).to(gl.uint32)
+        num_pieces = ((tokens + PIECE - 1) // PIECE).to(gl.int32)
+        narrow = r >= wide_runs
+        of_high = r >= wide_runs + low_runs
+        n_narrow = gl.sum(gl.where(narrow, num_pieces, 0), 0)
+        n_high = gl.sum(gl.where(of_high, num_pieces, 0), 0)
+        n_wide = gl.sum(num_pieces, 0) - n_narrow
+        n_low = n_narrow - n_high
         wide = (n_wide + NB - 1) // NB
         low = (n_low + NB - 1) // NB
         high = (n_high + NB - 1) // NB
         starts = gl.associative_scan(num_pieces, 0, _add) - num_pieces
-        starts += gl.where(r >= wide_runs, wide * NB - n_wide, 0)
-        starts += gl.where(r >= wide_runs + low_runs, low * NB - n_low, 0)
-        starts = gl.where(there, starts, 1 << 30)
-        read_by = _tile_row(readers & 0xFFFF, 0, half, R, chunk)
-        read_by |= _tile_row(readers >> 16, 1, half, R, chunk) << 8
-        run = (row, kv_start, kv_end, num_pieces, read_by, first_query)
+        starts += gl.where(narrow, wide * NB - n_wide, 0)
+        starts += gl.where(of_high, low * NB - n_low, 0)
+        runs = (row, kv_start - starts * PIECE, kv_end, readers, first_query)
         # at least one: consumers wait for a last tile even if all requests are shorter than planned
         tiles = gl.maximum(wide + low + high, gl.minimum(num_runs, 1))
 
@@ -241,9 +272,9 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
             length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
             seen_from = gl.max(length, 0) - WINDOW
             seen_until = gl.min(gl.where(r < num_reqs, length, 1 << 30), 0) - QUERY_LEN
-        cache_row, rows, position = _slots(0, tiles, wide, low, high, starts, run, lane, table,
-                                           stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB,
-                                           RUNS)
+        cache_row, rows, position = _slots(0, tiles, wide, low, high, starts, runs, half, chunk,
+                                           lane, table, stride_table, block_rows, BLOCK_SIZE,
+                                           WINDOW, PIECE, NB, RUNS, R)
         wrong = (copied != 0) & (lane < NB) & (guess != cache_row)
         if gl.max(wrong.to(gl.int32), 0) != 0:
             # the run is shorter than planned: nobody reads what was copied
@@ -291,8 +322,8 @@ def produce(IS_K: gl.constexpr, ahead, cache, table, seq_lens, num_lengths, quer
                 # block table
                 if (k == LOOK_AHEAD) & ((batch + 1) * BATCH < tiles):
                     next_cache_row, next_rows, next_position = _slots(
-                        batch + 1, tiles, wide, low, high, starts, run, lane, table,
-                        stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS)
+                        batch + 1, tiles, wide, low, high, starts, runs, half, chunk, lane, table,
+                        stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS, R)
             cache_row = next_cache_row
             rows = next_rows
             position = next_position
