@@ -96,6 +96,9 @@ def test_every_worker_finds_its_tiles_from_its_own_place(divider, workers, rows)
     info = layout["tile_info"]
     idle = int((np.diff(plan.work_indptr) == 0).sum())
     assert len(info) == plan.num_tiles + idle
+    free = np.arange(MAX_RUNS) >= info[:, 1:2]
+    runs_of = ("run_row", "run_kv_start", "run_kv_end", "run_readers")
+    assert not any(layout[name][free].any() for name in runs_of), "the kernel reads them too"
     places = []
     for worker in range(workers):
         place = worker
