@@ -25,9 +25,9 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 #: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
 LEAST_PIECE = 16
 MAX_HEAD_DIM = 256
-#: Most runs of a tile whose first KV tile is copied before its slots are found. Where there are
-#: more, the KV tiles after it would come later, for a search that waits for its block ids.
-PLAIN_RUNS = 2
+#: Most runs of a tile whose first KV tile is copied before its slots are found: the copy waits for
+#: block ids, and the search behind it comes later. More than 16 were not timed.
+PLAIN_RUNS = 16
 
 
 def kv_tile(head_dim: int) -> int:
