@@ -243,6 +243,8 @@ class GpuExecutor:
         if first:
             self._check(t)
             self._checked.add(signature)
+        if not len(seq_lens):  # kernels may read the first length even if there is no work
+            return out
         capturing = work.note_launch()
         if query_start_loc is None:
             query_start_loc = self.query_start_loc if self.query_len > 1 else seq_lens
