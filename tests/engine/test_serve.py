@@ -121,7 +121,8 @@ def test_metrics_say_what_samples_of_one_prompt_share(server):
     assert since["plans_total"] + since["plans_reused_total"] == steps
     assert since["plan_seconds_count"] == since["plans_total"] < steps / 2
     assert 0 < since["plan_seconds_sum"] < 10
-    assert 1 < after["share_factor"] <= samples
+    # of the last step, in which a sample that began late may be alone
+    assert 1 <= after["share_factor"] <= samples
     assert 1 <= after["imbalance"] < 4
     assert after["fallbacks_total"] == 0
 
