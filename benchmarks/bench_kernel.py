@@ -70,6 +70,9 @@ FP8 = torch.float8_e4m3fn
 #: roofline rates of known GPUs, so that fractions of different days can be compared; for other GPUs
 #: the rates measured at the start of the run are used
 KNOWN_RATES = {"NVIDIA H200": MachineRates(4.35e12, 700e12)}
+#: layouts of a KV cache: each of K and V a tensor of its own, or both in one, token by token or
+#: head by head
+LAYOUTS = ("separate", "NHD", "HND")
 #: a peer slower than this many times the fastest so far is timed only once
 HOPELESS, HOPELESS_MS = 8, 1.0
 
@@ -79,14 +82,10 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
     torch.manual_seed(0)
     dtype, device = getattr(torch, args.dtype), args.device
     fp8, fp8_queries = args.kv_dtype == "fp8", args.kv_dtype == "fp8" and not args.plain_queries
-    cache = (w.num_blocks, w.block_size, heads[1], args.head_dim)
-    k_cache = torch.randn(cache, device=device, dtype=dtype)
-    v_cache = k_cache[..., : LATENT_SHAPE[1]] if args.mla else torch.randn_like(k_cache)
+    k_cache, v_cache = make_caches(w, heads[1], args)
     tokens = w.num_reqs * w.query_len
     q = torch.randn(tokens, heads[0], args.head_dim, device=device, dtype=dtype)
     table, lens = (torch.from_numpy(x).to(device) for x in (w.block_table, w.seq_lens))
-    if fp8:
-        k_cache, v_cache = k_cache.to(FP8), v_cache.to(FP8)
     if fp8_queries:
         q = q.to(FP8)
     q_scale, k_scale, v_scale = torch.tensor([0.75, 1.25, 0.5], device=device).split(1)
@@ -101,6 +100,33 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
         v_scale=v_scale if fp8 else None,
     )
     return Case(w, q, k_cache, v_cache, table, lens, dtype, extras, args.sliding_window)
+
+
+def make_caches(
+    w: Workload, num_kv_heads: int, args: argparse.Namespace
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]``: each a tensor of its
+    own, or views of one in which K and V of a token and head are neighbours.
+    """
+    shape = [w.num_blocks, w.block_size, num_kv_heads, args.head_dim]
+    kept = FP8 if args.kv_dtype == "fp8" else getattr(torch, args.dtype)
+
+    def random(shape: list[int]) -> torch.Tensor:
+        return torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype)).to(kept)
+
+    if args.mla:
+        k_cache = random(shape)
+        return k_cache, k_cache[..., : LATENT_SHAPE[1]]
+    if args.layout == "separate":
+        return random(shape), random(shape)
+    shape[3] *= 2
+    if args.layout == "HND":
+        shape[1], shape[2] = shape[2], shape[1]
+    packed = random(shape)
+    if args.layout == "HND":
+        packed = packed.transpose(1, 2)
+    k_cache, v_cache = packed.split(args.head_dim, dim=-1)
+    return k_cache, v_cache
 
 
 def reference(case: Case) -> torch.Tensor:
@@ -354,6 +380,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--mla", action="store_true", help="a latent KV cache; heads such as 16:1")
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="K and V in a tensor each, or packed as vLLM stores them: NHD is its default",
+    )
     parser.add_argument("--divider", help="divider of our plans (default: the device's)")
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--repeats", type=int, default=20, help="timed replays of each kernel")
@@ -380,6 +412,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--heads must be pairs such as 32:8, the first a multiple of the second")
     if args.mla:
         args.head_dim = LATENT_SHAPE[0]
+        if args.layout != LAYOUTS[0]:
+            parser.error("--layout: a latent KV cache has one layout only")
     if args.repeats < 1:
         parser.error("--repeats must be 1 or more")
     return args
@@ -410,6 +444,7 @@ def main(argv: list[str] | None = None) -> int:
         "sliding_window": args.sliding_window,
         "head_dim": args.head_dim,
         "block_size": args.block_size,
+        "layout": args.layout,
         "repeats": args.repeats,
         "measured": vars_of(measured),
         "roofline": vars_of(rates),

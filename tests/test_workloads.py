@@ -203,7 +203,7 @@ def test_token_trees_follow_their_paths():
 
 PLAIN = {
     "kv_dtype": None, "plain_queries": False, "sinks": False, "soft_cap": 0, "alibi": False,
-    "mla": False, "sliding_window": None,
+    "mla": False, "sliding_window": None, "layout": "separate",
 }  # fmt: skip
 
 
@@ -214,7 +214,15 @@ def cpu_case(w: Workload, heads=(4, 2), dtype="float32", **options) -> Case:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kv_dtype": "fp8"}, {"sinks": True, "soft_cap": 3.0, "alibi": True}], ids=str
+    "options",
+    [
+        {},
+        {"kv_dtype": "fp8"},
+        {"layout": "NHD"},
+        {"layout": "HND", "kv_dtype": "fp8"},
+        {"sinks": True, "soft_cap": 3.0, "alibi": True},
+    ],
+    ids=str,
 )
 def test_the_harness_reference_agrees_with_the_float64_one(options):
     w = forest("f", [-1, 0, 0, -1], [20, 9, 30, 7], query_len=3)

@@ -69,5 +69,6 @@ def layer_options(device: str, repeats: int) -> argparse.Namespace:
         sliding_window=None,
         alibi=False,
         mla=False,
+        layout="separate",
         repeats=repeats,
     )
