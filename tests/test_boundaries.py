@@ -18,6 +18,7 @@ JIT = {
     "kernels.hopper.kernel",
     "kernels.hopper.metadata",
     "kernels.hopper.producer",
+    "kernels.hopper.wide_values",
     "kernels.portable.kernel",
     "kernels.mla_hopper.kernel",
     "kernels.mla_hopper.producer",
@@ -43,12 +44,16 @@ FLOORS = {
     "kernels.portable.arrays": (set(), set()),
     "kernels.hopper.kernel": (
         {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.arrays"}
-        | {"kernels.hopper.dependent", "kernels.hopper.metadata"},
+        | {"kernels.hopper.dependent", "kernels.hopper.metadata", "kernels.hopper.wide_values"},
         {"triton"},
     ),
     "kernels.hopper.metadata": ({"kernels.hopper.producer"}, {"triton"}),
     "kernels.hopper.producer": (
         {"kernels.hopper.gluon_names", "kernels.hopper.arrays"},
+        {"triton"},
+    ),
+    "kernels.hopper.wide_values": (
+        {"kernels.hopper.gluon_names", "kernels.hopper.metadata", "kernels.hopper.producer"},
         {"triton"},
     ),
     "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),

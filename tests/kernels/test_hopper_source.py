@@ -10,6 +10,7 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Gpu, Tensors
+from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.hopper import launch as hopper
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.plans import planner_config
@@ -26,11 +27,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
 DIM = 64
+PLAIN = LayerExtras()
 
 
 @pytest.fixture
 def interpreted(monkeypatch, tmp_path):
-    modules = "producer", "metadata", "kernel"
+    modules = "producer", "metadata", "wide_values", "kernel"
     kernel = load_kernel("vllm_prefixshare.kernels.hopper", tmp_path, modules)
     monkeypatch.setattr(hopper, "partial_attention", kernel)
 
@@ -58,9 +60,24 @@ def interpreted(monkeypatch, tmp_path):
 )
 @pytest.mark.usefixtures("interpreted")
 def test_the_hopper_kernel(spec, block_size, query_len, kv_heads, workers, lengths, group):
-    work = tree(spec, block_size)
+    check(tree(spec, block_size), query_len, kv_heads, workers, lengths, group)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_soft_cap(cap):
+    """KV tiles that not all rows read, too. A small cap is reached: scores differ by more."""
+    extras = LayerExtras(soft_cap=cap)
+    check(tree("1,3_300,40", 16), 1, 1, 4, [340, 339, 320], 4, extras)
+    check(tree("1_300", 16), 3, 1, 2, None, 4, extras)
+
+
+def check(work, query_len, kv_heads, workers, lengths, group, extras=PLAIN):
+    """Plan and launch a workload; the output is as exact as float16 allows."""
+    block_size = work.block_size
     heads = group * kv_heads
-    attention = AttentionConfig(heads, kv_heads, DIM, block_size, "float16")
+    features = ("soft_cap",) if extras.soft_cap else ()
+    attention = AttentionConfig(heads, kv_heads, DIM, block_size, "float16", features=features)
     blocks = workers * kv_heads * -(-query_len * group // 128)
     kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), blocks, 227 << 10))
     config = planner_config(kernel, attention)
@@ -80,12 +97,18 @@ def test_the_hopper_kernel(spec, block_size, query_len, kv_heads, workers, lengt
     out = torch.full_like(q, torch.nan)
     t = Tensors(
         q, k_cache, v_cache, torch.from_numpy(work.block_table), torch.from_numpy(lens), starts,
-        None, partial_out, partial_lse, out,
+        None, partial_out, partial_lse, out, extras=extras,
     )  # fmt: skip
     launch_before.writes(q)
     kernel.launch(arrays, t, DIM**-0.5)
     merge_states(arrays["merge_indptr"], partial_out, partial_lse, out, starts, query_len)
     wanted, _ = reference_attention_and_lse(
-        q.double(), k_cache.double(), v_cache.double(), t.block_table, t.seq_lens, starts
+        q.double(),
+        k_cache.double(),
+        v_cache.double(),
+        t.block_table,
+        t.seq_lens,
+        starts,
+        extras=extras,
     )
     assert relative_error(out, wanted) < 1e-3

@@ -10,9 +10,8 @@ rows: DeFT's bit mask (section 3.3) in two bytes. Runs that only one half reads 
 the halves, spread evenly between the runs that both read: memory traffic of the private parts then
 hides behind the arithmetic of the shared ones.
 
-A quantised (e4m3) cache is multiplied as it is with quantised queries. V's product takes operands
-of eight bits in another order than the cache has them, so two more warps widen V to float16, into
-a ring of two KV tiles that both consumers read. The weights are float16 then.
+A quantised (e4m3) cache is multiplied as it is with quantised queries, but V, which two more warps
+widen to float16 (``hopper.wide_values``). The weights are float16 then.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -49,6 +48,7 @@ from vllm_prefixshare.kernels.hopper.producer import (
     place_of_block,
     produce,
 )
+from vllm_prefixshare.kernels.hopper.wide_values import WIDE_TILES, WIDE_WARPS, widen
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -57,44 +57,6 @@ MASKED = gl.constexpr(-1e30)
 # yet has weights of exactly zero. (With MASKED itself, the fused multiply-add of the exponent and
 # the rounded maximum would differ by 1e22, and the weights would be infinite.)
 LOWEST = gl.constexpr(-1e20)
-WIDE_TILES = gl.constexpr(2)  # KV tiles of V in float16
-WIDE_WARPS = gl.constexpr(2)  # that widen V; with the two producers they are a warpgroup
-
-
-@gluon.jit
-def _widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr,
-           CHUNKS: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
-    """V of each KV tile as float16 from e4m3, for both consumers.
-
-    wide: ring of ``WIDE_TILES`` tiles ``[KV_TILE, D]``. wide_bars: the first ``WIDE_TILES``
-    barriers say that a tile of it is filled, the others that both consumers have done with it.
-    """
-    _, wide, wide_bars = widening
-    # each thread writes 16 bytes of a row: the eight that write at once then use every bank once
-    ACROSS: gl.constexpr = D // 8
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDE_WARPS, 1], [1, 0])
-    ROWS: gl.constexpr = 64 * 32 * WIDE_WARPS // D  # 64 numbers a thread at a time
-    count = 0
-    tile, _, _ = place_of_block(KV_HEADS, CHUNKS)
-    while tile >= 0:
-        num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
-        next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
-        kind = gl.where(num_runs > 0, 0, LAST_TILE)
-        while (kind & LAST_TILE) == 0:
-            stage = count % STAGES
-            place = count % WIDE_TILES
-            mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
-            kind = word(meta, stage * 32 + KIND, WIDE_WARPS)
-            mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
-            for i in gl.static_range(KV_TILE // ROWS):
-                numbers = v_smem.index(stage).slice(i * ROWS, ROWS, 0).load(LAYOUT)
-                wide.index(place).slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(wide_bars.index(place), count=1)
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
-            count += 1
-        tile = next_tile
 
 
 @gluon.jit
@@ -114,6 +76,24 @@ def _add_values(acc, weights, v_tile, START: gl.constexpr, SIZE: gl.constexpr,
         acc = _add_values(acc, first, v_tile, START, HALF_SIZE, PARTS // 2, P)
         acc = _add_values(acc, second, v_tile, START + HALF_SIZE, HALF_SIZE, PARTS // 2, P)
     return acc
+
+
+@gluon.jit
+def _exponent(s, m, qk_scale, cap_rate):
+    """Exponents of two of weights under the maximum ``m``.
+
+    s: scores; with a soft cap ``exp(2 score / cap)``, whose hyperbolic tangent ``1 - 2 / (s + 1)``
+        the cap scales, and -1 for a masked one. It grows with the score, so that a row's maximum
+        can be taken of it, and the tangents come in the parts in which the weights do.
+    """
+    if cap_rate is None:
+        return s * qk_scale - m
+    else:
+        # a division would take care of a range that s + 1 never leaves. The absolute error is that
+        # of a float32 near 1, times the cap; `tanh.approx` has 2**-11.
+        inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [s + 1.0],
+                                            dtype=gl.float32, is_pure=True, pack=1)
+        return (qk_scale - m) - 2.0 * qk_scale * inverse
 
 
 @gluon.jit
@@ -241,23 +221,24 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                     mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
                 s = warpgroup_mma_wait(0, [s])
                 if cap_rate is not None:
-                    # see the portable kernel: the hyperbolic tangent, which the cap scales
-                    s = 1.0 - 2.0 / (gl.exp2(s * cap_rate) + 1.0)
+                    s = gl.exp2(s * cap_rate)
                 uneven = (kind & NEEDS_MASK) != 0
                 if not FP8:
                     uneven = uneven | (first > low) | (last < low + used_rows)
                 if uneven:
                     ok = visible(meta, stage, row_s, query, mask_words, cols, QUERY_LEN, TREE,
                                  WINDOW, NB, PIECE, KV_TILE, S)
-                    s = gl.where(ok, s, MASKED)
+                    s = gl.where(ok, s, MASKED if cap_rate is None else -1.0)
+                top = _exponent(gl.max(s, 1), 0.0, qk_scale, cap_rate)
                 if FP8:
                     # a row outside the interval has an infinite maximum in this KV tile
                     reads = (row_s >= first) & (row_s < last)
-                    m_new = gl.maximum(m, gl.where(reads, gl.max(s, 1) * qk_scale, LOWEST))
-                    p = gl.exp2(s * qk_scale - gl.where(reads, m_new, -MASKED)[:, None])
+                    m_new = gl.maximum(m, gl.where(reads, top, LOWEST))
+                    beyond = gl.where(reads, m_new, -MASKED)
                 else:
-                    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-                    p = gl.exp2(s * qk_scale - m_new[:, None])
+                    m_new = gl.maximum(m, top)
+                    beyond = m_new
+                p = gl.exp2(_exponent(s, beyond[:, None], qk_scale, cap_rate))
                 alpha = gl.exp2(m - m_new)
                 m = m_new
                 columns = gl.sum(gl.sum(p.reshape([HALF_ROWS, KV_TILE // 8, 4, 2]), 3), 1)
@@ -403,7 +384,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
             (produce, (False, v_cache, table, seq_lens, query_start, plan, stride_table, where,
                        v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE, WINDOW,
                        PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-            (_widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS, D, KV_TILE,
+            (widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS, D, KV_TILE,
                       STAGES)),
         ][: 1 + WORKERS],
         [4, 1, 1, WIDE_WARPS][:WORKERS],
