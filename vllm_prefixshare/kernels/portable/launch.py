@@ -51,7 +51,9 @@ class QTile:
         return -(-rows_per_request // self.rows)
 
 
-def q_tile(head_dim: int, shared_memory: int, quantised: bool = False) -> QTile:
+def q_tile(
+    head_dim: int, shared_memory: int, quantised: bool = False, takes_bits: bool = False
+) -> QTile:
     """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
     so that one multiplies while the other computes its softmax.
 
@@ -63,16 +65,22 @@ def q_tile(head_dim: int, shared_memory: int, quantised: bool = False) -> QTile:
         shared_memory: bytes that a thread block may have.
         quantised: the KV cache has one byte per element. Widening takes registers: with ``mma``
             (not ``wgmma``) 64 tokens would spill.
+        takes_bits: as in ``PortableKernel``; widening then takes more.
     """
+    large = shared_memory >= 160 << 10  # data-centre GPUs; the others have 99 KiB
     if head_dim > 256:  # more rows or tokens spill
-        return QTile(32, 32 if shared_memory >= 160 << 10 else 16, 8, 2, 1, 512)
+        tokens = 32 if large else 16
+        return QTile(32, tokens, 8, 2, 1, 512) if quantised else QTile(32, tokens, 4, 2, 1)
+    stages = 3 if shared_memory >= 227 << 10 else 2
     if head_dim > 128:
-        return QTile(64, 32, 8, 2, 1, 256)
+        if takes_bits:
+            return QTile(64, 32, 8, 2, 1, 256)
+        if quantised:
+            return QTile(64, 32, 4, stages, 2)
+        return QTile(64, 32, 4, 2, 2) if large else QTile(64, 32, 4, 3, 1)
     if quantised and shared_memory < 227 << 10:
         return QTile(64, 32, 4, 3, 2)
-    if shared_memory >= 160 << 10:  # data-centre GPUs
-        return QTile(64, 64, 4, 3 if shared_memory >= 227 << 10 else 2, 2)
-    return QTile(64, 64, 4, 2, 1)  # the others have 99 KiB
+    return QTile(64, 64, 4, stages, 2) if large else QTile(64, 64, 4, 2, 1)
 
 
 def hoisting(capability: tuple[int, int]) -> int:
@@ -209,7 +217,7 @@ class PortableKernel:
         quantised = attention.kv_dtype is not None
         # below 8.9 Triton has no e4m3: the kernel takes the bits
         self.takes_bits = quantised and gpu.capability < (8, 9)
-        tile = q_tile(attention.head_dim, gpu.shared_memory, quantised)
+        tile = q_tile(attention.head_dim, gpu.shared_memory, quantised, self.takes_bits)
         self.tile = replace(tile, hoist=hoisting(gpu.capability))
         self.num_workers = self.tile.num_workers(
             gpu.multi_processor_count, attention.num_kv_heads, self.rows
