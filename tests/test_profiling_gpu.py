@@ -243,7 +243,7 @@ def test_one_gpu_table_serves_every_number_of_heads_and_block_size():
     ("layer", "kernel", "device", "difference"),
     [
         (replace(LAYER, head_dim=128), "hopper", GPU, "head_dim 64 instead of 128"),
-        (LAYER, "portable", GPU, "kernel 'hopper-1' instead of 'portable-3'"),
+        (LAYER, "portable", GPU, "kernel 'hopper-1' instead of 'portable-4'"),
         (LAYER, "hopper", "NVIDIA H200 x60", "device 'NVIDIA H200 x132' instead of"),
         (EIGHT_BITS, "hopper", GPU, "kv_dtype '16-bit' instead of '8-bit'"),
     ],

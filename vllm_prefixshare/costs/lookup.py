@@ -23,7 +23,7 @@ KERNELS = {
     "torch": "torch-1",
     "native": "native-1",
     "hopper": "hopper-1",
-    "portable": "portable-3",
+    "portable": "portable-4",
     "mla_hopper": "mla_hopper-1",
 }
 GPU_KERNELS = ("hopper", "portable", "mla_hopper")
