@@ -267,15 +267,16 @@ def test_a_gpu_that_was_measured_has_its_table():
         planning_for("H300", shape)
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("name", [name for name in GPUS if name != "H200"])
-def test_another_gpu_has_a_roofline_scaled_by_its_memory(name):
-    found = planning_for(name, AttentionConfig(32, 8, 128, 16))
+def test_another_gpu_has_a_roofline_scaled_by_its_memory(name, head_dim):
+    found = planning_for(name, AttentionConfig(32, 8, head_dim, 16))
     assert isinstance(found.cost, AnalyticCost)
     assert "not measured" in found.says
     gpu = GPUS[name]
     blocks, measured = 1, 3.15e4  # of the Hopper kernel
     if gpu.capability != (9, 0):
-        tile = q_tile(128, SHARED_MEMORY[gpu.capability] << 10)
+        tile = q_tile(head_dim, SHARED_MEMORY[gpu.capability] << 10)
         blocks, measured = tile.blocks_per_sm, 2 * 1.9e4  # two on an H200's multiprocessor
     whole = found.cost.roofline.bytes_per_us * blocks * gpu.multiprocessors
     assert whole / gpu.gb_per_s == pytest.approx(measured * 132 / 4800)

@@ -20,8 +20,8 @@ class NamedGpu(NamedTuple):
 
     @property
     def portable_blocks(self) -> int:
-        """Thread blocks of the portable kernel on a multiprocessor, for head_dim up to 128: one
-        where a thread block may have 99 KiB of shared memory.
+        """Thread blocks of the portable kernel on a multiprocessor, for a 16-bit KV cache and
+        head_dim up to 256: one where a thread block may have 99 KiB of shared memory.
         """
         return 1 if self.capability in ((8, 6), (8, 9), (12, 0)) else 2
 
