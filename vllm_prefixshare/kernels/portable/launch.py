@@ -83,12 +83,14 @@ def q_tile(
     return QTile(64, 64, 4, stages, 2) if large else QTile(64, 64, 4, 2, 1)
 
 
-def hoisting(capability: tuple[int, int]) -> int:
+def hoisting(capability: tuple[int, int], head_dim: int) -> int:
     """``QTile.hoist`` for a GPU, by what its code spills (docs/kernel-notes.md). Where less is
     moved, most binaries for Blackwell spill nothing, under any Triton, for up to a twentieth more
-    instructions in 12.0's loops over KV tiles. Code for other GPUs would spill more under some
-    Tritons.
+    instructions in 12.0's loops over KV tiles; but heads of 256 spill more on 12.0. Code for other
+    GPUs would spill more under some Tritons.
     """
+    if capability[0] == 12 and 128 < head_dim <= 256:
+        return 2
     return {10: 1, 12: 0}.get(capability[0], 2)
 
 
@@ -218,7 +220,7 @@ class PortableKernel:
         # below 8.9 Triton has no e4m3: the kernel takes the bits
         self.takes_bits = quantised and gpu.capability < (8, 9)
         tile = q_tile(attention.head_dim, gpu.shared_memory, quantised, self.takes_bits)
-        self.tile = replace(tile, hoist=hoisting(gpu.capability))
+        self.tile = replace(tile, hoist=hoisting(gpu.capability, attention.head_dim))
         self.num_workers = self.tile.num_workers(
             gpu.multi_processor_count, attention.num_kv_heads, self.rows
         )
