@@ -385,7 +385,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
                        v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE, WINDOW,
                        PIECE, KV_TILE, STAGES, RUNS, ITEM)),
             (widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS, D, KV_TILE,
-                      STAGES)),
+                     STAGES)),
         ][: 1 + WORKERS],
         [4, 1, 1, WIDE_WARPS][:WORKERS],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS][:WORKERS],
