@@ -20,6 +20,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.portable.launch import q_tile
 from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
 from vllm_prefixshare.records import PrefixShareError
@@ -276,7 +277,8 @@ def test_another_gpu_has_a_roofline_scaled_by_its_memory(name, head_dim):
     gpu = GPUS[name]
     blocks, measured = 1, 3.15e4  # of the Hopper kernel
     if gpu.capability != (9, 0):
-        tile = q_tile(head_dim, SHARED_MEMORY[gpu.capability] << 10)
+        memory = SHARED_MEMORY[gpu.capability] << 10
+        tile = q_tile(head_dim, Gpu(gpu.capability, gpu.multiprocessors, memory))
         blocks, measured = tile.blocks_per_sm, 2 * 1.9e4  # two on an H200's multiprocessor
     whole = found.cost.roofline.bytes_per_us * blocks * gpu.multiprocessors
     assert whole / gpu.gb_per_s == pytest.approx(measured * 132 / 4800)

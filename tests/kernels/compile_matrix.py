@@ -189,6 +189,10 @@ def compile_variant(
             (ir,) = (b.asm["ttgir"] for b in binaries if "merge" not in b.name)
             waits = ir.count("ttg.async_wait")
             assert waits == WAITS, f"{variant}: a loop is not pipelined, {waits} waits"
+        if name == "portable":  # each thread block takes 1 KiB more than it asks for
+            most = max(binary.metadata.shared for binary in binaries) + 1024
+            blocks = made.tile.blocks_per_sm
+            assert blocks * most <= gpu.shared_memory + 1024, f"{variant}: {most} B, {blocks} times"
         for binary, uses in zip(fresh, used(log.getvalue()), strict=True):
             yield {
                 "triton": triton.__version__,

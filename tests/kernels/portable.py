@@ -8,7 +8,7 @@ import torch
 from tests.batches import PagedBatch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
 from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.contract import Tensors
+from vllm_prefixshare.kernels.contract import Gpu, Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.portable.launch import QTile, portable_partial_attention, q_tile
@@ -18,6 +18,7 @@ from vllm_prefixshare.planning.planner import DecodePlanner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 H100_SHARED_MEMORY = 227 << 10
+H100 = Gpu((9, 0), 132, H100_SHARED_MEMORY)
 
 
 def make_plan(
@@ -35,7 +36,7 @@ def make_plan(
     attention = AttentionConfig(heads, kv_heads, head_dim, block_size, name)
     query_len = int(np.diff(batch.query_start_loc).max())
     rows = query_len * attention.gqa_group_size
-    limit = max(1, q_tile(head_dim, H100_SHARED_MEMORY).rows // rows)
+    limit = max(1, q_tile(head_dim, H100).rows // rows)
     config = PlannerConfig(
         divider=divider,
         num_workers=workers,
@@ -72,7 +73,7 @@ class Portable:
         b = self.batch
         self.query_len = int(np.diff(b.query_start_loc).max())
         heads, self.head_dim = b.q.shape[1:]
-        self.tile = self.tile or q_tile(self.head_dim, H100_SHARED_MEMORY)
+        self.tile = self.tile or q_tile(self.head_dim, H100)
         grid = Grid.of(self.tile.kv_tile, b.k_cache.shape[1], self.query_len)
         layout = walk_layout(self.plan, grid)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in layout.items()}

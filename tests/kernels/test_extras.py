@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
+from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
+from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 from .portable import DEVICE, Portable, make_plan, relative_error
@@ -146,9 +148,9 @@ def test_every_number_of_eight_bits_is_read_as_it_is(bits):
     assert torch.equal(out, values.to(FP16))
 
 
-@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, 227 << 10])
-def test_wide_heads(shared_memory):
-    tile = q_tile(512, shared_memory)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_wide_heads(capability):
+    tile = q_tile(512, Gpu(capability, 132, SHARED_MEMORY[capability] << 10))
     batch = layer(heads=(2, 1), head_dim=512)
     check(Portable(make_plan(batch, "deft_node", max_requests=4), batch, tile=tile))
 

@@ -51,9 +51,7 @@ class QTile:
         return -(-rows_per_request // self.rows)
 
 
-def q_tile(
-    head_dim: int, shared_memory: int, quantised: bool = False, takes_bits: bool = False
-) -> QTile:
+def q_tile(head_dim: int, gpu: Gpu, quantised: bool = False) -> QTile:
     """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
     so that one multiplies while the other computes its softmax.
 
@@ -62,25 +60,33 @@ def q_tile(
     shared memory.
 
     Args:
-        shared_memory: bytes that a thread block may have.
         quantised: the KV cache has one byte per element. Widening takes registers: with ``mma``
-            (not ``wgmma``) 64 tokens would spill.
-        takes_bits: as in ``PortableKernel``; widening then takes more.
+            (not ``wgmma``) 64 tokens would spill; more where bits are shifted for it.
     """
-    large = shared_memory >= 160 << 10  # data-centre GPUs; the others have 99 KiB
+    large = gpu.shared_memory >= 160 << 10  # data-centre GPUs; the others have 99 KiB
+    stages = 3 if gpu.shared_memory >= 227 << 10 else 2
     if head_dim > 256:  # more rows or tokens spill
         tokens = 32 if large else 16
-        return QTile(32, tokens, 8, 2, 1, 512) if quantised else QTile(32, tokens, 4, 2, 1)
-    stages = 3 if shared_memory >= 227 << 10 else 2
-    if head_dim > 128:
-        if takes_bits:
-            return QTile(64, 32, 8, 2, 1, 256)
-        if quantised:
-            return QTile(64, 32, 4, stages, 2)
-        return QTile(64, 32, 4, 2, 2) if large else QTile(64, 32, 4, 3, 1)
-    if quantised and shared_memory < 227 << 10:
-        return QTile(64, 32, 4, 3, 2)
-    return QTile(64, 64, 4, stages, 2) if large else QTile(64, 64, 4, 2, 1)
+        tile = QTile(32, tokens, 8, 2, 1, 512) if quantised else QTile(32, tokens, 4, 2, 1)
+    elif head_dim > 128:
+        if quantised and shifts_bits(gpu):
+            tile = QTile(64, 32, 8, 2, 1, 256)
+        elif quantised:
+            tile = QTile(64, 32, 4, stages, 2)
+        else:
+            tile = QTile(64, 32, 4, 2, 2) if large else QTile(64, 32, 4, 3, 1)
+    elif quantised and stages < 3:
+        tile = QTile(64, 32, 4, 3, 2)
+    else:
+        if gpu.capability[0] in (10, 11) and not quantised and head_dim > 64:
+            stages = 2  # products there take some memory: three leave no room for two blocks
+        tile = QTile(64, 64, 4, stages, 2) if large else QTile(64, 64, 4, 2, 1)
+    return replace(tile, hoist=hoisting(gpu.capability, head_dim))
+
+
+def shifts_bits(gpu: Gpu) -> bool:
+    """Whether Triton has no e4m3 for a GPU, so that the kernel widens the bits."""
+    return gpu.capability < (8, 9)
 
 
 def hoisting(capability: tuple[int, int], head_dim: int) -> int:
@@ -217,10 +223,8 @@ class PortableKernel:
         self.query_len = query_len
         self.sliding_window = attention.sliding_window
         quantised = attention.kv_dtype is not None
-        # below 8.9 Triton has no e4m3: the kernel takes the bits
-        self.takes_bits = quantised and gpu.capability < (8, 9)
-        tile = q_tile(attention.head_dim, gpu.shared_memory, quantised, self.takes_bits)
-        self.tile = replace(tile, hoist=hoisting(gpu.capability, attention.head_dim))
+        self.takes_bits = quantised and shifts_bits(gpu)
+        self.tile = q_tile(attention.head_dim, gpu, quantised)
         self.num_workers = self.tile.num_workers(
             gpu.multi_processor_count, attention.num_kv_heads, self.rows
         )
