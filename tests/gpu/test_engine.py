@@ -198,8 +198,9 @@ def test_short_questions_beside_decodes_and_a_long_prompt(engine, stock, text):
 
 def test_several_samples_of_one_prompt(engine, stock, text):
     prompts = text.asking(DOCUMENT, [30])
-    run = engine.call(drive, prompts, {**tokens(48), "n": 6, "temperature": 0.8})
-    assert len({c.token_ids for c in run.completions}) == 6
+    # with 6 samples of so short a prompt plans for an H100 share nothing
+    run = engine.call(drive, prompts, {**tokens(48), "n": 16, "temperature": 0.8})
+    assert len({c.token_ids for c in run.completions}) == 16
     assert_as_stock(run, stock)
     assert_shared(run, factor=2.0)
 
