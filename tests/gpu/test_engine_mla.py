@@ -30,7 +30,12 @@ pytestmark = [
     pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0"),
 ]
 #: prefills of several requests go through steps in which others decode
-OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "max_num_batched_tokens": 256}
+OPTIONS: dict[str, Any] = {
+    **cases.QUICK,
+    "dtype": "bfloat16",
+    "max_model_len": 6144,
+    "max_num_batched_tokens": 256,
+}
 
 
 TWO_GPUS = pytest.mark.skipif(
@@ -58,7 +63,8 @@ def assert_as_exact(
 ) -> None:
     """Assert that PREFIX_SHARE runs in its own kernel on every GPU and is as exact as stock."""
     text = Text(model)
-    shared = text.asking(1200, [50, 9, 31, 64, 17] * 3)
+    # of fewer requests or a shorter document, plans read most for each request alone
+    shared = text.asking(4800, [50, 9, 31, 64, 17] * 6)
     alone = [text.part(900 * i, 300 + 37 * i) for i in range(7)]
     stock = cases.stock(model, **{**options, "backend": "FLASH_ATTN_MLA"})
     extension = "tests.gpu.engine_cases.KernelNames"
@@ -80,7 +86,7 @@ def assert_as_exact(
         )
         note(f"{name}: {cases.beside_stock(run, stocks_run, error, stocks)}")
     assert kernels == [["mla_hopper"]] * options.get("tensor_parallel_size", 1)
-    assert_shared(runs["shared", "ours"], factor=1.1)  # most of so short a document is read alone
+    assert_shared(runs["shared", "ours"], factor=1.5)
     assert runs["shared", "ours"].stats["decode_steps"] >= 63
     assert runs["alone", "ours"].stats["shared_steps"] == 0
     assert not runs["shared", "ours"].stats["fallbacks"]
