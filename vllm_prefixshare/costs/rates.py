@@ -26,7 +26,9 @@ class TileRates(NamedTuple):
     overhead: cost of a long tile besides its reading.
     merge: cost of merging one row of one partial result.
     partial_write: cost of writing a tile's results as partial ones; merge_launch: cost of the
-        launch that merges them. Both are an H200's; on any GPU they are far below a tile's cost.
+        launch that merges them; merge_most: most that one partial result of all rows of a request
+        costs there, because many rows are merged side by side. All three are a Hopper GPU's; on
+        any GPU they are far below a tile's cost.
     """
 
     memory: FloatArray
@@ -36,6 +38,7 @@ class TileRates(NamedTuple):
     merge: float
     partial_write: float = 1.0
     merge_launch: float = 3.0
+    merge_most: float = 0.6
 
     @classmethod
     def of(cls, cost: CostModel) -> "TileRates":
