@@ -11,7 +11,7 @@ from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.depth_first import NOT_KEPT
 from vllm_prefixshare.planning.dividers.pieces import KV_TILE, tile_us
-from vllm_prefixshare.planning.dividers.windows import ends_of_windows, list_runs
+from vllm_prefixshare.planning.dividers.windows import ends_of_windows, list_runs, window_ends
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END
 from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
@@ -150,7 +150,8 @@ def test_spread_tiles_cost_what_they_read_and_are_cut_at_kv_tiles():
     rates = TileRates.of(COST)
     filled = ((work.seq_lens - 1) // work.block_size).astype(np.int32)
     batch = forest_from_blocks(work.block_table, filled, work.block_size, 0)
-    runs = list_runs(batch, work.seq_lens, 16, ROWS_PER_REQUEST, work.block_size, rates)
+    even, _ = window_ends(batch, 16, rates)
+    runs = list_runs(batch, work.seq_lens, even, ROWS_PER_REQUEST, work.block_size, rates)
     lengths = plan.run_lengths(work.seq_lens)
     for tile in range(plan.num_tiles):
         first, last = plan.tile_run_indptr[tile : tile + 2]
@@ -225,21 +226,32 @@ def windows_of(work: Workload, size: int) -> list[int]:
     """Requests of each window."""
     filled = ((work.seq_lens - 1) // 16).astype(np.int32)
     f = forest_from_blocks(work.block_table, filled, 16, 0)
-    runs = list_runs(f, work.seq_lens, size, ROWS_PER_REQUEST, 16, TileRates.of(COST))
+    rates = TileRates.of(COST)
+    even, _ = window_ends(f, size, rates)
+    runs = list_runs(f, work.seq_lens, even, ROWS_PER_REQUEST, 16, rates)
     ends = ends_of_windows(runs)
     begins = runs.reader_start[np.append(0, ends[:-1])]
     return np.diff(np.append(begins, work.num_reqs)).tolist()
 
 
-@pytest.mark.parametrize(("document", "num_tiles"), [(3968, 17), (32768, 32)])
-def test_windows_are_cut_evenly_where_a_cache_does_not_keep_the_document(document, num_tiles):
-    """Three windows for 16 workers. Laid end to end they finish sooner by the estimate, one worker
-    with two tiles; then each reads the document at another time.
+@pytest.mark.parametrize(("document", "window", "tiles"), [(3968, 16, 1), (32768, 14, 2)])
+def test_windows_are_alike_where_a_cache_does_not_keep_the_document(document, window, tiles):
+    """Three windows for 16 workers. Two of 16 requests and one of 8 can be cut so that no worker
+    has two tiles, but then each window reads the document at another time.
     """
     plan = plan_of(tree(f"1,40_{document},400"), max_tile_requests=16)
-    assert plan.num_tiles == num_tiles
-    if num_tiles == 32:
-        assert set(np.diff(plan.work_indptr).tolist()) == {2}
+    assert np.diff(plan.tile_req_indptr).max() == window
+    assert set(np.diff(plan.work_indptr).tolist()) == {tiles}
+
+
+def test_both_ways_to_end_windows_are_tried():
+    """Seven windows and 33 workers: six of 20 requests and one of 8 take five and three workers;
+    windows of 18 and 19 would leave two workers idle.
+    """
+    work = tree("1,128_4096,128", block_size=544)
+    plan = plan_of(work, num_workers=33, max_tile_requests=20)
+    assert np.diff(plan.tile_req_indptr).max() == 20
+    assert set(np.diff(plan.work_indptr).tolist()) == {1}
 
 
 def test_merging_many_rows_costs_no_more_than_so_much():
@@ -270,7 +282,8 @@ def test_a_run_that_both_halves_read_costs_arithmetic_and_others_memory():
     f = forest_from_blocks(work.block_table, filled, 16, 0)
 
     def rates_of(window: int, rows_per_request: int) -> dict[tuple[int, int], float]:
-        runs = list_runs(f, work.seq_lens.astype(np.int32), window, rows_per_request, 16, rates)
+        even, _ = window_ends(f, window, rates)
+        runs = list_runs(f, work.seq_lens.astype(np.int32), even, rows_per_request, 16, rates)
         spans = zip(runs.reader_start.tolist(), runs.reader_end.tolist(), strict=True)
         return dict(zip(spans, runs.rate.tolist(), strict=True))
 

@@ -7,7 +7,7 @@ import numpy as np
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.pieces import Limits, as_tiles, tile_end
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, alone, by_chunk, split
-from vllm_prefixshare.planning.dividers.windows import list_runs
+from vllm_prefixshare.planning.dividers.windows import list_runs, window_ends
 from vllm_prefixshare.records import WorkTiles
 
 #: a price of 1 per token, whichever requests read it
@@ -40,9 +40,8 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     across node borders. Depth-first order turns each bit mask into one interval.
     """
     limits = Limits.of(problem, kv_tile=1)
-    runs = list_runs(
-        problem.forest, problem.kv_lens, limits.max_tile_requests, 1, limits.cut_size, TOKENS
-    )
+    ends, _ = window_ends(problem.forest, limits.max_tile_requests, TOKENS)
+    runs = list_runs(problem.forest, problem.kv_lens, ends, 1, limits.cut_size, TOKENS)
     chunk = problem.round_up(-(-int(runs.tokens.sum()) // limits.num_workers))
     tiles, lengths = [], []
     run = done = 0

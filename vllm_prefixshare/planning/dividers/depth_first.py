@@ -43,6 +43,7 @@ from vllm_prefixshare.planning.dividers.windows import (
     Runs,
     ends_of_windows,
     list_runs,
+    window_ends,
 )
 from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, WorkTiles
@@ -304,10 +305,11 @@ def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates, known: fl
 
 
 @compiled
-def _in_step(forest: Forest, runs: Runs, ends: IntArray, limits: Limits) -> float:
+def _in_step(forest: Forest, runs: Runs, limits: Limits) -> float:
     """Advantage of an even cut, whose windows read in step, as a part of the finish."""
     if not len(forest.node_start):
         return 0.0
+    ends = ends_of_windows(runs)
     begins = runs.reader_start[ends[:-1]]  # of all windows but the first
     before = np.searchsorted(begins, forest.node_reader_start, "right")
     several = before < np.searchsorted(begins, forest.node_reader_end, "left")
@@ -319,42 +321,63 @@ def _in_step(forest: Forest, runs: Runs, ends: IntArray, limits: Limits) -> floa
 
 
 @compiled
+def _best_cut(runs: Runs, limits: Limits, rates: TileRates, in_step: float, known: float) -> Cut:
+    """The best cut of the list, its finish without its advantage; one with infinite finish if none
+    finishes before ``known``.
+
+    Args:
+        in_step: advantage of an even cut, as a part of the finish.
+    """
+    ends, workers = ends_of_windows(runs), limits.num_workers
+    best = Cut(np.inf, np.empty((0, 8), np.int32), np.empty(0))
+    least = (runs.before[-1] + len(ends) * rates.overhead) / workers
+    if least >= known:
+        return best
+    spread = limits.spread and _some_can_spread(runs, limits, ends)
+    handicap, alike = 1 + in_step, in_step > IN_STEP
+    for num_tiles in (workers, 2 * workers, workers // 2, 0):
+        at_once = min(max(num_tiles, len(ends)), workers)
+        if runs.before[-1] >= known * at_once:
+            continue  # too few to finish sooner
+        if num_tiles == 0 or num_tiles > len(ends):
+            cut = _cut_evenly(runs, limits, rates, ends, num_tiles, alike, False)
+            if cut.finish < known:
+                known, best = cut.finish, cut
+            if spread:
+                cut = _cut_evenly(runs, limits, rates, ends, num_tiles, alike, True)
+                finish = cut.finish * (1 - SPREAD)
+                if cut.tiles[:, 7].any() and finish < known:
+                    known, best = finish, Cut(finish, cut.tiles, cut.cost)
+    if least * handicap < known:
+        cut = _cut_through_at_best(runs, limits, rates, known / handicap)
+        finish = cut.finish * handicap
+        if finish < known:
+            best = Cut(finish, cut.tiles, cut.cost)
+    return best
+
+
+@compiled
 def _divide(
     forest: Forest, kv_lens: IntArray, limits: Limits, rates: TileRates
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
     """The arrays of ``WorkTiles``, for windows of as many requests as a tile takes, a half, or
     a quarter.
     """
-    best_score = np.inf
-    workers, largest = limits.num_workers, limits.max_tile_requests
-    tried = 0
-    for window in (largest, max(1, largest // 2), max(1, largest // 4)):
-        if window == tried:
+    finish = np.inf
+    largest, tried = limits.max_tile_requests, 0
+    for size in (largest, max(1, largest // 2), max(1, largest // 4)):
+        if size == tried:
             continue
-        tried = window
-        runs = list_runs(forest, kv_lens, window, limits.rows_per_request, limits.cut_size, rates)
-        ends = ends_of_windows(runs)
-        least = (runs.before[-1] + len(ends) * rates.overhead) / workers
-        if least >= best_score:
-            continue
-        spread = limits.spread and _some_can_spread(runs, limits, ends)
-        in_step = _in_step(forest, runs, ends, limits)
-        handicap, alike = 1 + in_step, in_step > IN_STEP
-        for num_tiles in (workers, 2 * workers, workers // 2, 0):
-            at_once = min(max(num_tiles, len(ends)), workers)
-            if runs.before[-1] >= best_score * at_once:
-                continue  # too few to finish sooner
-            if num_tiles == 0 or num_tiles > len(ends):
-                cut = _cut_evenly(runs, limits, rates, ends, num_tiles, alike, False)
-                if cut.finish < best_score:
-                    best_score, best_runs, best = cut.finish, runs, cut
-                if spread:
-                    cut = _cut_evenly(runs, limits, rates, ends, num_tiles, alike, True)
-                    finish = cut.finish * (1 - SPREAD)
-                    if cut.tiles[:, 7].any() and finish < best_score:
-                        best_score, best_runs, best = finish, runs, cut
-        if least * handicap < best_score:
-            cut = _cut_through_at_best(runs, limits, rates, best_score / handicap)
-            if cut.finish * handicap < best_score:
-                best_score, best_runs, best = cut.finish * handicap, runs, cut
+        tried = size
+        ways = window_ends(forest, size, rates)
+        for way in range(1 if np.array_equal(*ways) else 2):
+            runs = list_runs(
+                forest, kv_lens, ways[way], limits.rows_per_request, limits.cut_size, rates
+            )
+            in_step = _in_step(forest, runs, limits)
+            if way > 0 and in_step > IN_STEP:
+                continue  # windows that take unlike times do not stay in step
+            cut = _best_cut(runs, limits, rates, in_step, finish)
+            if cut.finish < finish:
+                finish, best_runs, best = cut.finish, runs, cut
     return as_tiles(best_runs, best.tiles, best.cost, forest.request_rows)

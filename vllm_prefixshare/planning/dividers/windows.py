@@ -77,31 +77,38 @@ def _window_ends(
 
 
 @compiled
-def _even_window_ends(
-    n: int, size: int, start: IntArray, end: IntArray, tokens: IntArray, price: FloatArray
-) -> IntArray:
-    """As ``_window_ends``, with as many requests in each window where that costs no more: 10 and 10
-    instead of 4 and 16. Windows that take equally long can be cut at the same places.
+def window_ends(forest: Forest, size: int, rates: TileRates) -> tuple[IntArray, IntArray]:
+    """``[num_reqs]`` end of the window of each depth-first position, windows of at most ``size``
+    requests; in two ways, whose windows are as many and cost the same if they differ.
+
+    Returns:
+        windows as even as they can be, 10 and 10 requests, which can be cut at the same places;
+        and windows of which all but one are full, 4 and 16, which may suit the number of workers.
     """
-    ends, cost = _window_ends(n, size, start, end, tokens, price)
-    count = 1 + (np.diff(ends) != 0).sum()
+    n = len(forest.request_rows)
+    start, end = forest.node_reader_start, forest.node_reader_end
+    tokens = forest.node_end - forest.node_start
+    price = np.array([rates.overhead, rates.cached[1]])
+    full, cost = _window_ends(n, size, start, end, tokens, price)
+    count = 1 + (np.diff(full) != 0).sum()
     even, even_cost = _window_ends(n, (n + count - 1) // count, start, end, tokens, price)
-    return even if even_cost <= cost else ends
+    return (even, full) if even_cost <= cost else (full, full)
 
 
 @compiled
 def list_runs(
     forest: Forest,
     kv_lens: IntArray,
-    window: int,
+    ends: IntArray,
     rows_per_request: int,
     cut_size: int,
     rates: TileRates,
 ) -> Runs:
-    """The runs of windows of at most ``window`` requests, each in preorder.
+    """The runs of all windows, each in preorder.
 
     Args:
         kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
+        ends: ``[num_reqs]`` as from ``window_ends``.
         rows_per_request: query rows of one request on one KV head.
         cut_size: private parts are rounded up to multiples of so many tokens.
     """
@@ -110,9 +117,6 @@ def list_runs(
     node_reader_start, node_reader_end = forest.node_reader_start, forest.node_reader_end
     memory, cached = rates.memory, rates.cached
     n, num_nodes = len(request_rows), len(node_reader_start)
-    price = np.array([rates.overhead, cached[1]])
-    tokens_of = node_end - node_start
-    ends = _even_window_ends(n, window, node_reader_start, node_reader_end, tokens_of, price)
     number = np.zeros(n, np.int32)  # window of each position
     for p in range(1, n):
         number[p] = number[p - 1] + (ends[p] != ends[p - 1])
