@@ -38,7 +38,7 @@ class TileRates(NamedTuple):
     merge: float
     partial_write: float = 1.0
     merge_launch: float = 3.0
-    merge_most: float = 0.6
+    merge_most: float = 0.7
 
     @classmethod
     def of(cls, cost: CostModel) -> "TileRates":
