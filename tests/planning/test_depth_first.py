@@ -234,7 +234,7 @@ def windows_of(work: Workload, size: int) -> list[int]:
     return np.diff(np.append(begins, work.num_reqs)).tolist()
 
 
-@pytest.mark.parametrize(("document", "window", "tiles"), [(3968, 16, 1), (32768, 14, 2)])
+@pytest.mark.parametrize(("document", "window", "tiles"), [(1408, 16, 1), (32768, 14, 2)])
 def test_windows_are_alike_where_a_cache_does_not_keep_the_document(document, window, tiles):
     """Three windows for 16 workers. Two of 16 requests and one of 8 can be cut so that no worker
     has two tiles, but then each window reads the document at another time.
@@ -248,7 +248,7 @@ def test_both_ways_to_end_windows_are_tried():
     """Seven windows and 33 workers: six of 20 requests and one of 8 take five and three workers;
     windows of 18 and 19 would leave two workers idle.
     """
-    work = tree("1,128_4096,128", block_size=544)
+    work = tree("1,128_3000,128", block_size=544)
     plan = plan_of(work, num_workers=33, max_tile_requests=20)
     assert np.diff(plan.tile_req_indptr).max() == 20
     assert set(np.diff(plan.work_indptr).tolist()) == {1}

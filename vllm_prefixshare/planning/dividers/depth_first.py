@@ -56,8 +56,8 @@ PRECISION = 0.005
 #: what several windows share, and where it does not. The second is twice as large for tiles of up
 #: to 64 rows, which have half the arithmetic for as many bytes.
 IN_STEP, NOT_KEPT = 0.03, 0.08
-#: tokens of a KV head that L2 keeps, for each of its workers
-KEPT_TOKENS = 250
+#: tokens of a KV head that L2 keeps while private parts pass through it, for each of its workers
+KEPT_TOKENS = 90
 #: the same of a cut whose pieces are spread
 SPREAD = 0.03
 #: tiles keep their order where their costs differ by less than this part of the largest
