@@ -254,10 +254,15 @@ def test_both_ways_to_end_windows_are_tried():
     assert set(np.diff(plan.work_indptr).tolist()) == {1}
 
 
-def test_merging_many_rows_costs_no_more_than_so_much():
-    """Rows are merged side by side, so a partial result costs at most ``merge_most``. At 6.4 us
-    for each of 64 rows a request would not be cut.
+def test_merging_few_rows_costs_no_less_than_so_much():
+    """Few rows wait for memory as long as many. At 0.14 us, which four rows take by the cost table,
+    the request would be cut for all workers.
     """
+    assert plan_of(tree("1_65536"), num_workers=132).num_tiles == 66
+
+
+def test_merging_many_rows_costs_no_more_than_so_much():
+    """Rows are merged side by side. At 6.4 us for 64 of them the request would not be cut."""
     cost = LinearCost(5.0, 0.03, merge_per_row=0.1)
     work, limits = tree("1_4096"), {"num_workers": 132, "max_tile_requests": 1}
     planners = [make_planner(16, cost, n, divider="depth_first", **limits) for n in (6, 64)]

@@ -26,9 +26,10 @@ class TileRates(NamedTuple):
     overhead: cost of a long tile besides its reading.
     merge: cost of merging one row of one partial result.
     partial_write: cost of writing a tile's results as partial ones; merge_launch: cost of the
-        launch that merges them; merge_most: most that one partial result of all rows of a request
-        costs there, because many rows are merged side by side. All three are a Hopper GPU's; on
-        any GPU they are far below a tile's cost.
+        launch that merges them; merge_least, merge_most: least and most that one partial result
+        of all rows of a request costs there: few rows wait for memory as long as many, and many
+        are merged side by side. All are a Hopper GPU's; on any GPU they are far below a tile's
+        cost.
     """
 
     memory: FloatArray
@@ -38,6 +39,7 @@ class TileRates(NamedTuple):
     merge: float
     partial_write: float = 1.0
     merge_launch: float = 3.0
+    merge_least: float = 0.3
     merge_most: float = 0.7
 
     @classmethod

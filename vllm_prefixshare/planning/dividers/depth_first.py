@@ -88,7 +88,7 @@ def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> f
         tiles_of[runs.reader_start[run]] += 1  # in preorder the first run has the first reader
         tiles_of[runs.reader_end[run : end + (done > 0)].max()] -= 1
     most = np.cumsum(tiles_of).max()
-    each = min(rates.merge * limits.rows_per_query, rates.merge_most)
+    each = min(max(rates.merge * limits.rows_per_query, rates.merge_least), rates.merge_most)
     return rates.merge_launch + most * each if most > 1 else 0.0
 
 
