@@ -360,8 +360,11 @@ def workloads(args: argparse.Namespace) -> Iterable[Workload]:
         yield from workload_set(name, args.block_size, args.deft_data, args.quick)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def parse(
+    argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """The command line; ``parser`` may have options of its own."""
+    parser = parser or argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
     parser.add_argument("--tree", action="append", default=[], help="such as 1,4_1024,64; repeat")
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")

@@ -32,20 +32,7 @@ class Ours:
         if w.query_parents is not None and not cuda:
             raise UnavailableError("token trees need a GPU")
         wrapper = PrefixShareDecodeWrapper(
-            num_qo_heads=case.num_qo_heads,
-            num_kv_heads=case.num_kv_heads,
-            head_dim=case.head_dim,
-            block_size=w.block_size,
-            dtype=case.out_dtype,
-            kv_dtype=case.k_cache.dtype if case.k_cache.element_size() == 1 else None,
-            query_dtype=case.q.dtype if case.q.element_size() == 1 else None,
-            features=case.features,
-            kv_lora_rank=case.kv_lora_rank,
-            sliding_window=case.sliding_window,
-            sm_scale=case.sm_scale,
-            device=self.options.device,
-            divider=self.divider or self.options.divider,
-            **({"kernel": self.kernel, "max_query_len": w.query_len} if cuda else {}),
+            **wrapper_arguments(case, self.kernel, self.divider or self.options.divider)
         )
         starts = case.query_start_loc().tolist()
         parents = None
@@ -71,6 +58,27 @@ class Ours:
             + (f", by {stats.row_tiles} tiles of rows" if stats.row_tiles > 1 else "")
         )
         return [Launch(call, note, graph=cuda, plan_ms=float(np.median(seconds)) * 1e3)]
+
+
+def wrapper_arguments(case: Case, kernel: str, divider: str | None) -> dict[str, object]:
+    """What ``PrefixShareDecodeWrapper`` takes for a case; ``kernel`` counts on a GPU."""
+    w, cuda = case.workload, case.q.is_cuda
+    return {
+        "num_qo_heads": case.num_qo_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim,
+        "block_size": w.block_size,
+        "dtype": case.out_dtype,
+        "kv_dtype": case.k_cache.dtype if case.k_cache.element_size() == 1 else None,
+        "query_dtype": case.q.dtype if case.q.element_size() == 1 else None,
+        "features": case.features,
+        "kv_lora_rank": case.kv_lora_rank,
+        "sliding_window": case.sliding_window,
+        "sm_scale": case.sm_scale,
+        "device": case.q.device,
+        "divider": divider,
+        **({"kernel": kernel, "max_query_len": w.query_len} if cuda else {}),
+    }
 
 
 def plan_seconds(wrapper: PrefixShareDecodeWrapper, batch: tuple) -> float:
