@@ -999,6 +999,40 @@ def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
         Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
 
 
+#: What vLLM adds to the one group of all layers where its hybrid KV cache manager is off, as by
+#: default for Llama 4: all blocks are kept for all tokens.
+OTHERS_IN_GROUP = [{"sliding_window": 64}, {"attention_chunk_size": 64}]
+
+
+@pytest.mark.parametrize("others", OTHERS_IN_GROUP)
+def test_full_attention_in_one_group_with_windows_or_chunks_is_served(monkeypatch, others):
+    share_whatever_it_costs(monkeypatch)
+    group = Group(monkeypatch, spec=FullAttentionSpec(**SPEC, **others))
+    batch = shared_batch([70, 90, 100, 64])
+    group.start(batch)
+    group.assert_right(batch)
+    assert group.builder._plan.shared_rows.size == 4 and not STATS.as_dict()["fallbacks"]
+
+
+def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypatch, windows):
+    full = Group(monkeypatch)
+    own = SlidingWindowSpec(**SPEC, sliding_window=70)
+    windowed = Group(monkeypatch, spec=own, sliding_window=70)
+    assert windowed.impl.shares
+    full.config.compilation_config.static_forward_context["windowed"] = windowed.layer
+    spec = FullAttentionSpec(**SPEC, sliding_window=70)
+    for names, served in ((["layer", "windowed"], True), (["windowed"], False)):
+        windowed.impl.shares = True
+        builder = cuda_metadata.PrefixShareMetadataBuilder(spec, names, full.config, CPU)
+        assert (builder._executor is not None) == served and not builder._all_layers
+        assert builder._window is None and full.impl.shares and not windowed.impl.shares
+    assert list(STATS.as_dict()["fallbacks"]) == ["a sliding window"]
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match="a sliding window"):
+        Group(monkeypatch, spec=spec, sliding_window=70)
+
+
 @pytest.mark.parametrize(
     ("page_bytes", "kernel"),
     # a token takes 512 bytes, a page without padding 8192
@@ -1028,16 +1062,21 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
         group.builder.build(0, common)
 
 
-def test_a_builder_made_from_ours_keeps_flash_attention(monkeypatch):
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({}, "metadata of Derived"), ({"attention_chunk_size": 64}, "chunked local attention")],
+)
+def test_a_builder_made_from_ours_keeps_flash_attention(monkeypatch, fields, reason):
     # vLLM derives some builders, which change the metadata
     class Derived(cuda_metadata.PrefixShareMetadataBuilder):
         pass
 
     group = Group(monkeypatch)
     layers = list(group.config.compilation_config.static_forward_context)
-    builder = Derived(FullAttentionSpec(**SPEC), layers, group.config, CPU)
+    builder = Derived(FullAttentionSpec(**SPEC, **fields), layers, group.config, CPU)
     metadata = builder.build(0, group.common(shared_batch([70, 90])))
     assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    assert list(STATS.as_dict()["fallbacks"]) == [reason]
 
 
 def test_layers_of_a_draft_model_keep_flash_attention(monkeypatch):

@@ -211,26 +211,53 @@ def declines(layer: Any, dtypes: Iterable[str], latent: bool = False) -> str | N
     return reason
 
 
-def spec_refusal(spec: Any, latent: bool = False, window: int | None = None) -> str | None:
-    """Why layers with this ``KVCacheSpec`` cannot be served, or None. Block tables of other kinds
+def served_together(impls: Iterable[Any], spec: Any) -> list[Any]:
+    """The implementations that one plan can serve, of those of a group with this ``KVCacheSpec``.
+    The others are set not to share.
+
+    Where vLLM's hybrid KV cache manager is off, layers with a window are in the group of those
+    without, and its blocks are kept for all tokens.
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    served = [impl for impl in impls if getattr(impl, "shares", False)]
+    if type(spec) is SlidingWindowSpec:
+        return served
+    for impl in served:
+        if window_of(impl) is not None:
+            impl.shares = False
+            fall_back("a sliding window")
+    return [impl for impl in served if impl.shares]
+
+
+def builder_refusal(
+    builder: Any, final: type, latent: bool = False, window: int | None = None
+) -> str | None:
+    """Why a metadata builder cannot plan for its layers, or None. Block tables of other kinds
     than full attention keep ids of freed blocks, or leave some out. With a window this is known,
     and no such block is shared.
 
     Args:
+        final: the only class that may plan; vLLM derives others, which change the runner's
+            metadata before they build.
         latent: whether the layers have latents in place of keys and values.
         window: sliding window of the served layers; None for none.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-    if type(spec) is SlidingWindowSpec and window == spec.sliding_window:
-        return None
-    if type(spec) is not (MLAAttentionSpec if latent else FullAttentionSpec):
-        return f"a KV cache of {type(spec).__name__}"
-    if getattr(spec, "sliding_window", None) is not None:
-        return "a sliding window"
-    if getattr(spec, "attention_chunk_size", None) is not None:
-        return "chunked local attention"
-    return None
+    spec, derived = builder.kv_cache_spec, type(builder) is not final
+    usual = MLAAttentionSpec if latent else FullAttentionSpec
+    known = type(spec) is SlidingWindowSpec and window == spec.sliding_window
+    checks = (
+        (type(spec) is not usual and not known, f"a KV cache of {type(spec).__name__}"),
+        # other layers of the group may have the chunks
+        (
+            derived and getattr(spec, "attention_chunk_size", None) is not None,
+            "chunked local attention",
+        ),
+        (derived, f"metadata of {type(builder).__name__}"),
+    )
+    return next((reason for found, reason in checks if found), None)
 
 
 def impl_refusal(impl: Any, full_context: object, extras: frozenset[str] = NOTHING) -> str | None:

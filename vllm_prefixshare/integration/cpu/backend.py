@@ -32,9 +32,9 @@ from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import (
+    builder_refusal,
     fall_back,
     impl_refusal,
-    spec_refusal,
 )
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
@@ -88,7 +88,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._max_query_len = decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
         self._can_share = (
-            spec_refusal(self.kv_cache_spec) is None
+            builder_refusal(self, PrefixShareCPUMetadataBuilder) is None
             and self._some_layer_shares(self.layer_names)
             and self._check_layout()
         )

@@ -21,8 +21,9 @@ from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.integration.support import (
     attention_of,
+    builder_refusal,
     fall_back,
-    spec_refusal,
+    served_together,
     window_of,
 )
 from vllm_prefixshare.kernels.cache_write import CacheWrite
@@ -61,13 +62,10 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         """
         self._executor: GpuExecutor | None = None
         self._query_len = query_len
-        served = [layer.impl for layer in layers if getattr(layer.impl, "shares", False)]
+        served = served_together((layer.impl for layer in layers), self.kv_cache_spec)
         self._all_layers = len(served) == len(self.layer_names)
         self._window = window_of(served[0]) if served else None
-        reason = spec_refusal(self.kv_cache_spec, self.latent, self._window)
-        if reason is None and type(self) is not final:
-            # a vLLM subclass changes the runner's metadata before it builds
-            reason = f"metadata of {type(self).__name__}"
+        reason = builder_refusal(self, final, self.latent, self._window)
         if served and reason is not None:
             fall_back(reason)
         elif served:
