@@ -1033,6 +1033,48 @@ def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypat
         Group(monkeypatch, spec=spec, sliding_window=70)
 
 
+@pytest.mark.parametrize("window", [None, 70])
+def test_prefills_are_scheduled_for_their_layers_window(monkeypatch, windows, window):
+    made = []
+
+    def schedule(window_size, **kwargs):
+        made.append(window_size)
+        return torch.zeros(1, dtype=torch.int32)
+
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", schedule, raising=False)
+    spec = SlidingWindowSpec(**SPEC, sliding_window=window) if window else None
+    group = Group(monkeypatch, spec=spec, sliding_window=window)
+    group.builder.build_for_cudagraph_capture(group.common(shared_batch([70, 90])))
+    assert not made  # a graph's batch has no prefills, and FLASH_ATTN builds for the first time
+    batch = shared_batch([70, 90, 100], counts=[1, 1, 30])
+    group.start(batch)
+    assert group.builder.build(0, group.common(batch)).prefill_metadata is not None
+    # FlashAttention makes those for windows itself when it is launched
+    assert made == ([] if window else [(-1, -1)])
+
+
+def test_models_do_not_write_the_cache_themselves():
+    # they would skip do_kv_cache_update, and so what makes values finite
+    assert not cuda.PrefixShareCUDABackend.supports_kv_cache_update_bypass
+
+
+def test_windows_beside_caches_of_another_type_keep_flash_attention(monkeypatch, windows):
+    made = vllm_config
+
+    def config(*arguments):
+        found = made(*arguments)
+        found.cache_config.kv_cache_dtype_skip_layers = ["0"]
+        return found
+
+    monkeypatch.setattr(f"{__name__}.vllm_config", config)
+    spec = SlidingWindowSpec(**SPEC, sliding_window=70)
+    assert not Group(monkeypatch, spec=spec, sliding_window=70).impl.shares
+    fallbacks = STATS.as_dict()["fallbacks"]
+    assert list(fallbacks) == ["a sliding window beside KV caches of another type"]
+    assert Group(monkeypatch).impl.shares
+
+
 @pytest.mark.parametrize(
     ("page_bytes", "kernel"),
     # a token takes 512 bytes, a page without padding 8192

@@ -109,11 +109,13 @@ class Engine(NamedTuple):
     query_len: most query tokens of a decode: its own and its drafts.
     shards: ranks that hold a part of each request's KV (decode context parallelism).
     is_hybrid: whether the model has layers with linear attention, too.
+    mixed_caches: whether some layers keep a 16-bit KV cache beside quantised ones.
     """
 
     query_len: int = 1
     shards: int = 1
     is_hybrid: bool = False
+    mixed_caches: bool = False
 
 
 def latent_refusal(num_heads: int) -> str | None:
@@ -186,6 +188,8 @@ def window_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
         (invariance.wanted(), "a sliding window under batch invariance"),
         # a block that a window has left may hold a state, and so no numbers
         (engine.is_hybrid, "a sliding window beside linear attention"),
+        # it may hold numbers of another type, which read as NaN
+        (engine.mixed_caches, "a sliding window beside KV caches of another type"),
     )
     return next((reason for found, reason in checks if found), None)
 

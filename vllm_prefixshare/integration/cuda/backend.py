@@ -190,6 +190,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
 class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
     """FLASH_ATTN, except for decodes."""
 
+    # models may not write the KV cache themselves: do_kv_cache_update makes values finite
+    supports_kv_cache_update_bypass = False
     dtypes = CUDA_DTYPES
     impl_cls = PrefixShareCUDAImpl
     builder_cls = PrefixShareMetadataBuilder
@@ -201,6 +203,8 @@ def engine_of(config: Any) -> Engine:
         decode_query_len(config),
         config.parallel_config.decode_context_parallel_size,
         config.model_config.is_hybrid,
+        # not in every release
+        bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
     )
 
 
