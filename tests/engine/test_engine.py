@@ -4,9 +4,18 @@ Each test also asserts that its subject took place: shared steps, reused plans. 
 ``test_chaos.py``.
 """
 
+import numpy as np
 import pytest
 
-from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, Batch, EngineProcess, divergences
+from tests.support.dummy_model import write_small_gemma3
+from tests.support.engine import (
+    ONE_PROCESS,
+    PREFIX_SHARE,
+    STOCK,
+    Batch,
+    EngineProcess,
+    divergences,
+)
 from vllm_prefixshare import PrefixShareError
 
 from .conftest import DOCUMENT, ENVIRONMENT, SETTINGS
@@ -34,10 +43,10 @@ def assert_same_tokens(ours: Batch, stock: Batch) -> None:
     assert not wrong, f"tokens differ where stock was sure: {wrong}"
 
 
-def assert_shared(batch: Batch, factor: float = 1.2) -> None:
+def assert_shared(batch: Batch, factor: float = 1.2, num_layers: int = NUM_LAYERS) -> None:
     stats = batch.stats
     assert stats["shared_steps"] > 0
-    assert stats["layer_calls"] == stats["shared_steps"] * NUM_LAYERS
+    assert stats["layer_calls"] == stats["shared_steps"] * num_layers
     assert stats["kv_tokens_stock"] > factor * stats["kv_tokens_read"]
 
 
@@ -102,6 +111,28 @@ def test_speculative_rows_share_too(model, stock):
     assert_same_tokens(ours, stock.generate(prompts, 40, gaps=True, ignore_eos=True))
     assert_shared(ours)
     assert ours.stats["decode_steps"] < 40, "some drafts must have been accepted"
+
+
+def test_full_attention_in_one_group_with_windows_is_shared(tmp_path):
+    # so are Llama 4's layers by default, and a model's with windows under some KV connectors
+    windows = write_small_gemma3(tmp_path, sliding_window=64)  # one layer of six has none
+    rng = np.random.default_rng(0)
+    document = rng.integers(10, 500, 400).tolist()
+    prompts = [document + rng.integers(10, 500, 5).tolist() for _ in range(4)]
+    settings = {
+        **SETTINGS,
+        "pause": False,
+        "max_model_len": 512,
+        "num_gpu_blocks_override": 160,
+        "disable_hybrid_kv_cache_manager": True,
+    }
+    batches = []
+    for backend, environment in ((PREFIX_SHARE, ENVIRONMENT), (STOCK, ONE_PROCESS)):
+        with EngineProcess(backend, windows, environment, **settings) as engine:
+            engine.generate(prompts[:1], 1)
+            batches.append(engine.generate(prompts, 12, gaps=True, ignore_eos=True))
+    assert_same_tokens(*batches)
+    assert_shared(batches[0], factor=3.0, num_layers=1)
 
 
 @pytest.mark.parametrize(
