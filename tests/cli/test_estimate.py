@@ -142,6 +142,88 @@ def test_a_tokenizer_and_a_model_are_taken(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+def write_model(folder: Path, **fields: object) -> Path:
+    folder.mkdir()
+    config = {**SHAPE, "torch_dtype": "bfloat16", **fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_layers_that_gain_nothing_are_not_counted(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(32)])
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128}
+    gpt_oss = write_model(
+        tmp_path / "gpt-oss", model_type="gpt_oss", num_hidden_layers=24, **windows
+    )
+    one, some = report(capsys, path), report(capsys, path, "--model", gpt_oss)
+    assert some["layers"] == 12
+    assert some["layers_left_out"] == {"a sliding window of 128 tokens": 12}
+    assert some["attention_us_shared"] == pytest.approx(12 * one["attention_us_shared"], abs=0.1)
+    assert main(["estimate", str(path), "--gpu", "H200", "--model", str(gpt_oss)]) == 0
+    assert "not counted: 12 with a sliding window of 128 tokens\n" in capsys.readouterr().out
+    # FlashAttention-2, which does prefills on an L40S, has no sinks
+    assert main(["estimate", str(path), "--gpu", "L40S", "--model", str(gpt_oss)]) == 2
+    assert "(attention sinks)" in capsys.readouterr().err
+
+
+def test_layers_of_several_shapes_are_added_up(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(32)])
+    fields = {"num_hidden_layers": 3, "per_layer_config": {"1": {"num_key_value_heads": 4}}}
+    found = report(capsys, path, "--model", write_model(tmp_path / "model", **fields))
+    eight, four = (report(capsys, path, "--num-kv-heads", n) for n in (8, 4))
+    for side in ("attention_us_unshared", "attention_us_shared"):
+        assert found[side] == pytest.approx(2 * eight[side] + four[side], abs=0.1)
+    assert found["layers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "bloom", "num_hidden_layers": 30}, "ALiBi slopes"),
+        ({"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}, "none has attention"),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 61, **LATENT,
+             "num_attention_heads": 128},
+            "multi-head latent attention of more than 32 heads a GPU",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_of_which_no_layer_is_served_is_refused(tmp_path, capsys, fields, reason):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    model = write_model(tmp_path / "model", **fields)
+    assert main(["estimate", str(path), "--gpu", "H200", "--model", str(model)]) == 2
+    error = capsys.readouterr().err
+    assert f"{model} has no layer to estimate on H200 ({reason})" in error
+    assert error.count("\n") == 1
+
+
+def test_latents_are_estimated(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(32)])
+    lite = {**LATENT, "num_attention_heads": 16, "num_hidden_layers": 27}
+    model = write_model(tmp_path / "model", model_type="deepseek_v2", **lite)
+    found = report(capsys, path, "--model", model, "--block-size", 64)
+    assert found["layers"] == 27 and found["attention_gain"] > 1
+
+
+def test_a_cache_that_a_gpu_does_not_serve_is_refused(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    assert report(capsys, path, "--kv-cache-dtype", "fp8")["layers"] == 1
+    assert main(["estimate", str(path), "--gpu", "L40S", "--kv-cache-dtype", "fp8"]) == 2
+    assert "fp8 KV cache keep vLLM's own backend on L40S" in capsys.readouterr().err
+
+
+def test_tokens_are_of_one_step(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(8)])
+    together = report(capsys, path)
+    by_two = report(capsys, path, "--batch", 2)
+    assert by_two["kv_tokens"] * 4 == together["kv_tokens"]
+    assert by_two["kv_tokens_read"] < together["kv_tokens_read"]
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

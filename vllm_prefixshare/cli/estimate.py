@@ -2,11 +2,12 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 class Totals(NamedTuple):
-    """Sums over the batches; times in microseconds of one layer, once for each batch."""
+    """Sums over the batches; times in microseconds of all layers, once for each batch."""
 
     requests: int
     batches: int
@@ -77,21 +78,66 @@ def run(args: argparse.Namespace) -> int:
         raise PrefixShareError(
             f"--output-tokens must be from 0 to {1 << 20}, got {args.output_tokens}."
         )
-    attention = cached_attention_of(args)
-    gpu = planning_for(args.gpu, attention)
+    shapes, left_out = _layers(args)
+    planning = {attention: planning_for(args.gpu, attention) for attention in shapes}
     tokenizer = byte_tokens if args.tokenizer is None else load_tokenizer(args.tokenizer)
     prompts = read_prompts(args.file, tokenizer)
-    batches = _batches(prompts, args.batch, attention.block_size, args.output_tokens // 2)
-    totals = _plan_all(batches, gpu, attention)
-    layers = 1
-    if args.model is not None:
-        kinds = layer_kinds(args.model, read_config(args.model))
-        layers = sum(kind.count for kind in kinds if kind.attention)
+    batches = _batches(prompts, args.batch, args.block_size, args.output_tokens // 2)
+    totals = _plan_all(batches, planning, shapes)
+    says = "; ".join(dict.fromkeys(gpu.says for gpu in planning.values()))
+    found = _report(args, totals, says, shapes.total(), left_out)
     if args.json:
-        print(json.dumps(_report(args, totals, gpu, layers), indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        _print(args, totals, gpu, layers)
+        _print(args, found)
     return 0
+
+
+def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter[str]]:
+    """How many layers there are of each shape, of those whose attention is estimated; and of the
+    others with attention, by the reason.
+
+    Raises:
+        PrefixShareError: there is none to estimate.
+    """
+    from vllm_prefixshare.cli.gpus import gpu_named
+    from vllm_prefixshare.cli.served import falls_back_on, shape_of
+    from vllm_prefixshare.integration.support import Engine
+
+    capability = gpu_named(args.gpu).capability
+    if args.model is None:
+        attention = cached_attention_of(args)
+        if attention.kv_dtype is not None and capability != (9, 0):
+            raise PrefixShareError(
+                f"layers with an fp8 KV cache keep vLLM's own backend on {args.gpu}: name a Hopper "
+                "GPU, or leave out --kv-cache-dtype."
+            )
+        return Counter({attention: 1}), Counter()
+    kinds = layer_kinds(args.model, read_config(args.model))
+    engine = Engine(is_hybrid=not all(kind.attention for kind in kinds))
+    shapes: Counter[AttentionConfig] = Counter()
+    left_out: Counter[str] = Counter()
+    for kind in kinds:
+        if not kind.attention:
+            continue
+        kind = replace(kind, dtype=args.dtype)
+        if args.kv_cache_dtype != "auto":
+            kind = replace(kind, kv_cache_dtype=args.kv_cache_dtype)
+        reason = falls_back_on(kind, capability, engine)
+        if reason is None and kind.has_sliding_window:
+            length = kind.sliding_window  # None: the file does not say
+            reason = "a sliding window" + (f" of {length} tokens" if length else "")
+        if reason is None:
+            shapes[shape_of(kind, block_size=args.block_size)] += kind.count
+        else:
+            left_out[reason] += kind.count
+    if not shapes:
+        reasons = ", ".join(left_out) or "none has attention"
+        raise PrefixShareError(
+            f"{args.model} has no layer to estimate on {args.gpu} ({reasons}): see what 'doctor "
+            "--model' says of it."
+        )
+    return shapes, left_out
 
 
 def _batches(
@@ -149,11 +195,19 @@ def batch_of(prompts: list[IntArray], block_size: int, generated: int = 0) -> "B
     return Batch("prompts", table, lens, block_size)
 
 
-def _plan_all(batches: Iterable["Batch"], gpu: "GpuPlanning", attention: AttentionConfig) -> Totals:
+def _plan_all(
+    batches: Iterable["Batch"],
+    planning: dict[AttentionConfig, "GpuPlanning"],
+    layers: Counter[AttentionConfig],
+) -> Totals:
     totals = Totals(0, 0, 0, 0, 0.0, 0.0)
-    estimate = estimator(gpu, attention)
+    estimates = {attention: estimator(gpu, attention) for attention, gpu in planning.items()}
     for batch in batches:
-        read, unshared, shared = estimate(batch)
+        unshared = shared = 0.0
+        for attention, estimate in estimates.items():
+            read, one_by_one, together = estimate(batch)
+            unshared += layers[attention] * one_by_one
+            shared += layers[attention] * together
         these = len(batch.seq_lens), 1, int(batch.seq_lens.sum()), read, unshared, shared
         totals = Totals(*map(add, totals, these))
     return totals
@@ -204,38 +258,42 @@ def _tokens_are(args: argparse.Namespace) -> str:
 
 
 def _report(
-    args: argparse.Namespace, totals: Totals, gpu: "GpuPlanning", layers: int
+    args: argparse.Namespace, totals: Totals, says: str, layers: int, left_out: Counter[str]
 ) -> dict[str, object]:
+    """What is found; tokens and times are of one decode step, the mean of the batches."""
+    batches = totals.batches
     return {
         "file": str(args.file),
         "requests": totals.requests,
-        "batches": totals.batches,
+        "batches": batches,
         "tokens": _tokens_are(args),
-        "kv_tokens": totals.kv_tokens,
-        "kv_tokens_read": totals.kv_tokens_read,
+        "kv_tokens": round(totals.kv_tokens / batches),
+        "kv_tokens_read": round(totals.kv_tokens_read / batches),
         "share_factor": round(totals.kv_tokens / totals.kv_tokens_read, 3),
         "gpu": args.gpu,
-        "cost": gpu.says,
+        "cost": says,
         "layers": layers,
-        "attention_us_unshared": round(layers * totals.unshared_us / totals.batches, 2),
-        "attention_us_shared": round(layers * totals.shared_us / totals.batches, 2),
+        "layers_left_out": dict(left_out),
+        "attention_us_unshared": round(totals.unshared_us / batches, 2),
+        "attention_us_shared": round(totals.shared_us / batches, 2),
         "attention_gain": round(totals.unshared_us / totals.shared_us, 3),
     }
 
 
-def _print(args: argparse.Namespace, totals: Totals, gpu: "GpuPlanning", layers: int) -> None:
-    found = _report(args, totals, gpu, layers)
-    of = "one layer" if layers == 1 else f"{layers} layers"
+def _print(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    of = "one layer" if found["layers"] == 1 else f"{found['layers']} layers"
     print(
         f"{found['requests']} prompts, up to {args.batch} at a time; text counts as tokens "
         f"{found['tokens']}"
     )
     print(
-        f"KV tokens of a decode step: {totals.kv_tokens} one by one, {totals.kv_tokens_read} as "
-        f"planned, share factor {found['share_factor']:.2f}"
+        f"KV tokens of a decode step: {found['kv_tokens']} one by one, {found['kv_tokens_read']} "
+        f"as planned, share factor {found['share_factor']:.2f}"
     )
     print(
         f"attention of {of} on {args.gpu}: {found['attention_us_unshared']:.1f} us unshared, "
         f"{found['attention_us_shared']:.1f} us shared, {found['attention_gain']:.2f} times as fast"
     )
-    print(f"from the {gpu.says}; the rest of a decode step takes as long as without sharing")
+    for reason, count in found["layers_left_out"].items():
+        print(f"not counted: {count} with {reason}")
+    print(f"from the {found['cost']}; the rest of a decode step takes as long as without sharing")

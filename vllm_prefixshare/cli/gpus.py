@@ -25,6 +25,18 @@ class GpuPlanning:
     says: str
 
 
+def gpu_named(name: str) -> NamedGpu:
+    """The GPU of this name in ``GPUS``, in any case.
+
+    Raises:
+        PrefixShareError: there is none.
+    """
+    gpu = GPUS.get(name.upper().replace(" ", ""))
+    if gpu is None:
+        raise PrefixShareError(f"GPU {name!r} is not known: use one of {', '.join(GPUS)}.")
+    return gpu
+
+
 def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
     """The kernel's limits and the cost model that an engine would have on this GPU.
 
@@ -34,9 +46,7 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
     Raises:
         PrefixShareError: an unknown GPU, a shape that no kernel serves, or Triton is missing.
     """
-    gpu = GPUS.get(name.upper().replace(" ", ""))
-    if gpu is None:
-        raise PrefixShareError(f"GPU {name!r} is not known: use one of {', '.join(GPUS)}.")
+    gpu = gpu_named(name)
     kernel = _kernel(gpu, attention)
     from vllm_prefixshare.costs.lookup import cost_model
     from vllm_prefixshare.kernels.plans import planner_config

@@ -68,6 +68,24 @@ def falls_back(layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = 
     return _gpu_refusal(layer, on_cpu is None, engine)
 
 
+def falls_back_on(
+    layer: LayerKind, capability: tuple[int, int], engine: "Engine | None" = None
+) -> str | None:
+    """As ``falls_back``, on a GPU that this machine may not have, whatever the length of a window.
+
+    Args:
+        capability: the GPU's compute capability.
+    """
+    flash_attention = {(9, 0): 3, (10, 0): 4}.get(capability, 2)  # vLLM's choice
+    checks = (
+        ("fp8" in layer.kv_cache_dtype and flash_attention != 3, "an fp8 KV cache"),
+        (layer.has_sink and flash_attention == 2, "attention sinks"),
+        (layer.use_mla and flash_attention != 3, "multi-head latent attention"),
+    )
+    here = next((reason for found, reason in checks if found), None)
+    return here or falls_back(layer, None, engine)
+
+
 def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> str | None:
     """Why a layer that a GPU can serve would not be in an engine."""
     from vllm_prefixshare.integration import support
