@@ -163,13 +163,48 @@ def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
         (["/dev/zero", "--", "true"], "/dev/zero is not a regular file: name another."),
         ([f"/tmp/{300 * 'a'}", "--", "true"], "cannot be written (File name too long)."),
         (["~no-such-user/t", "--", "true"], "/~no-such-user/t cannot be written (No such file"),
-        (["{file}", "--", "/nowhere/vllm"], "/nowhere/vllm cannot be run (No such file"),
+        (["{file}", "--", "/nowhere/vllm"], "/nowhere/vllm is not a program that can be run"),
+        (["{file}", "--", "--model"], "--model is not a program that can be run: write trace FILE"),
     ],
 )
 def test_a_mistake_gets_one_sentence(tmp_path, arguments, sentence, capsys):
     filled = [a.format(file=tmp_path / "t") for a in arguments]
     assert main(["trace", *filled]) == 2
     assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "t").exists(), "made for a program that did not start"
+
+
+def test_a_script_that_cannot_be_run_gets_one_sentence(tmp_path, capsys):
+    script = tmp_path / "serve.sh"
+    script.write_text("#!/nowhere/sh\n")
+    script.chmod(0o755)
+    assert main(["trace", str(tmp_path / "t"), "--", str(script)]) == 2
+    assert f"{script} cannot be run (No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["MODEL", "true"])
+@pytest.mark.parametrize(
+    "content", ["#!/bin/sh\nexec vllm serve $1\n", json.dumps({"time": 1}), " "]
+)
+def test_what_is_no_trace_is_left_alone(tmp_path, program, content, capsys):
+    """If FILE is forgotten, it is the first word of the command."""
+    script = tmp_path / "serve.sh"
+    script.write_text(content)
+    assert main(["trace", str(script), "--", program]) == 2
+    error = capsys.readouterr().err
+    assert "name another file." in error or "write trace FILE -- PROGRAM." in error
+    assert error.count("\n") == 1
+    assert script.read_text() == content
+
+
+def test_an_earlier_trace_is_replaced_when_a_program_starts(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "t.jsonl"
+    planner(monkeypatch, path).update(TABLE, LENS)
+    recorded = path.read_bytes()
+    assert main(["trace", str(path), "--", "no-such-program"]) == 2
+    assert path.read_bytes() == recorded
+    assert main(["trace", str(path), "--", "true"]) == 0, capsys.readouterr().err
+    assert path.read_bytes() == b""
 
 
 @pytest.mark.engine

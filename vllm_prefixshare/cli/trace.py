@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -27,14 +28,24 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program with tracing on; the exit status is its own."""
+    """Run the program with tracing on; the exit status is its own.
+
+    Raises:
+        PrefixShareError: the program cannot be run, or the file is not one to record in.
+    """
+    program = args.command[0]
+    # before the file is touched: if FILE was forgotten, it is the user's own script
+    if shutil.which(program) is None:
+        raise PrefixShareError(
+            f"{program} is not a program that can be run: write trace FILE -- PROGRAM."
+        )
     # the functions of pathlib raise for an unknown user and for what cannot be looked up
     path = Path(os.path.expanduser(args.file)).absolute()
     # a device has no end, and a pipe waits for a reader
     if os.path.exists(path) and not os.path.isfile(path):
         raise PrefixShareError(f"{path} is not a regular file: name another.")
     try:
-        path.open("wb").close()
+        _empty(path)
     except OSError as e:
         raise PrefixShareError(f"{path} cannot be written ({e.strerror}).") from None
     try:
@@ -42,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             args.command, env={**os.environ, "VLLM_PREFIXSHARE_TRACE": str(path)}
         )
     except OSError as e:
-        raise PrefixShareError(f"{args.command[0]} cannot be run ({e.strerror}).") from None
+        raise PrefixShareError(f"{program} cannot be run ({e.strerror}).") from None
 
     def pass_on(number: int, _: Any) -> None:
         child.send_signal(number)
@@ -64,3 +75,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{plans} plans recorded in {path}, {size} bytes; the program ended with {status}")
     return status if status >= 0 else 128 - status
+
+
+def _empty(path: Path) -> None:
+    """Make an empty file, in place of an earlier trace.
+
+    Raises:
+        OSError: it cannot be read and written.
+        PrefixShareError: it has something else in it, which is left alone.
+    """
+    from vllm_prefixshare.integration.tracing import FIRST_BYTES, FIRST_LINE
+
+    with path.open("a+b") as file:
+        file.seek(0)
+        start = file.read(FIRST_BYTES)
+        if start and not FIRST_LINE.match(start):
+            raise PrefixShareError(f"{path} exists and is not a trace: name another file.")
+        file.truncate(0)

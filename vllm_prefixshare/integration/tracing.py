@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
 import time
 from functools import cache
@@ -19,6 +20,8 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 
 #: Largest size of a trace; later batches are not recorded.
 MOST_BYTES = 16 << 20
+#: How the first line of a trace begins, as ``Trace.record`` writes it, and bytes that show it.
+FIRST_LINE, FIRST_BYTES = re.compile(rb'\{"time":[\d.]+,"block_size":\d+,"kv_lens":\['), 128
 
 
 def open_file(path: Path) -> int:
