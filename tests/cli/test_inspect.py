@@ -72,7 +72,8 @@ def test_a_file_may_hold_many_batches(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ("", "Expecting value"),
+        ("", "is empty: name a file with block tables, or trace a server"),
+        ("\n", "is empty: name"),
         ("{", "Expecting"),
         ("[" * 100000, "recursion"),
         ("9" * 5000, "4300"),

@@ -156,6 +156,16 @@ def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
     assert json.loads(done.stdout) == {"path": str(path), "plans": 1, "bytes": 3, "status": 7}
 
 
+def test_a_program_without_plans_is_said_to_have_none(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    assert main(["trace", str(path), "--", "true"]) == 0
+    counted, why = capsys.readouterr().out.splitlines()
+    assert counted == f"0 plans recorded in {path}, 0 bytes; the program ended with 0"
+    assert why.startswith("It made no plans: start vLLM with --attention-backend PREFIX_SHARE")
+    assert main(["inspect", str(path)]) == 2
+    assert f"{path} is empty: name a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -64,12 +64,17 @@ def read_batch(path: Path, step: int = 0) -> Batch:
         step: which line; counted from the last if negative.
 
     Raises:
-        PrefixShareError: the file is not of that form, or too large.
+        PrefixShareError: the file is empty, not of that form, or too large.
     """
     try:
         text = read_text(path, MOST_BYTES)
     except (OSError, ValueError) as e:
         raise PrefixShareError(f"{path} cannot be read ({e}).") from None
+    if not text.strip():
+        raise PrefixShareError(
+            f"{path} is empty: name a file with block tables, or trace a server that decodes with "
+            "PREFIX_SHARE."
+        )
     try:
         lines = text.splitlines()
         one = len(lines) < 2 or not lines[0].rstrip().endswith("}")

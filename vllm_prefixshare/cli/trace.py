@@ -74,6 +74,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
     else:
         print(f"{plans} plans recorded in {path}, {size} bytes; the program ended with {status}")
+        if not plans:
+            print(
+                "It made no plans: start vLLM with --attention-backend PREFIX_SHARE, and let it "
+                "decode."
+            )
     return status if status >= 0 else 128 - status
 
 
