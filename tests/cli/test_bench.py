@@ -79,6 +79,9 @@ def test_a_wrong_result_is_not_timed(capsys, monkeypatch, wrong):
         (["--seconds", "nan"], "--seconds must be from 0 to 3600"),
         (["--tree", "4,1_16,16"], "tree '4,1_16,16' is not valid"),
         (["--head-dim", "48"], "head_dim must be"),
+        (["--head-dim", "72"], "no kernel for a head_dim of 72: name one of 64, 80, 96"),
+        (["--block-size", "0"], "block_size must be at least 1, got 0"),
+        (["--block-size", "7"], "no kernel for blocks of 7 tokens: name a --block-size that is"),
         (
             ["--num-qo-heads", "4096", "--num-kv-heads", "4096", "--block-size", "65536",
              "--tree", "1,4_65536,65536"],

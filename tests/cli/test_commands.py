@@ -663,6 +663,11 @@ def test_inspect_shows_every_divider(capsys):
         (["inspect", "--tile-rows", "-3"], "--tile-rows must be at least 1, got -3"),
         (["inspect", "--num-qo-heads", "9" * 9], "--num-qo-heads must be at most 4096"),
         (["inspect", "--block-size", "9" * 9], "--block-size must be at most 65536"),
+        (
+            ["profile", "--device", "cpu", "--num-qo-heads", "9", "--num-kv-heads", "3",
+             "--head-dim", "64", "--block-size", "8"],
+            "no kernel for blocks of 8 tokens: name a --block-size that is a multiple of 16",
+        ),
         (["profile", "--model", "/nowhere"], "/nowhere/config.json does not describe a model"),
         (
             ["profile", "--device", "cpu", "--num-qo-heads", "4096", "--num-kv-heads", "4096",

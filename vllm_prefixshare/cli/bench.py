@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not has_gpu():
         raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
-    args.block_size = args.block_size or (16 if on_gpu else 128)  # vLLM's own
+    if args.block_size is None:
+        args.block_size = 16 if on_gpu else 128  # vLLM's own
     attention = attention_of(args)
     trees = args.tree or TREES["cuda" if on_gpu else "cpu"]
     batches = [tree_batch(spec, attention.block_size) for spec in trees]
@@ -178,16 +179,21 @@ def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
 def _cpu_attn(
     attention: AttentionConfig, q: "torch.Tensor", kv_cache: "torch.Tensor", batch: "Batch"
 ) -> Side | None:
-    """CPU_ATTN's kernel; None if vLLM is not installed for CPUs."""
+    """CPU_ATTN's kernel; None if vLLM is not installed for CPUs.
+
+    Raises:
+        PrefixShareError: CPU_ATTN does not take such a layer.
+    """
     import torch
 
     from vllm_prefixshare.integration import compat
 
     try:
         compat.check_release(on_cpu=True)
-        from vllm_prefixshare.integration.cpu.timing import cpu_attn_call
+        from vllm_prefixshare.integration.cpu.timing import check_shape, cpu_attn_call
     except (PrefixShareError, ImportError):
         return None
+    check_shape(attention)
     out = torch.empty_like(q)
     table, lens = (torch.from_numpy(x) for x in (batch.block_table, batch.seq_lens))
     call = cpu_attn_call(attention, q, kv_cache, table, lens, out)

@@ -84,8 +84,9 @@ def _profile_cpu(attention: AttentionConfig) -> "CostTable":
 
     compat.check_release(on_cpu=True)
     from vllm_prefixshare.costs.profile_cpu import ALONE, STEPS, TOKENS, measure_cpu
-    from vllm_prefixshare.integration.cpu.timing import cpu_attn_timer
+    from vllm_prefixshare.integration.cpu.timing import check_shape, cpu_attn_timer
 
+    check_shape(attention)
     tokens = -(-TOKENS[-1] // attention.block_size) * attention.block_size
     check_room((1 + ALONE) * tokens, attention)
     with Progress(STEPS) as progress:

@@ -6,11 +6,34 @@ from collections.abc import Callable
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.costs.profile_cpu import UnsharedTimer, median_seconds
 from vllm_prefixshare.integration.cpu.backend import kernel_isa
+from vllm_prefixshare.records import PrefixShareError
+
+
+def check_shape(attention: AttentionConfig) -> None:
+    """Refuse a layer that CPU_ATTN has no kernel for; its own checks end in a RuntimeError.
+
+    Raises:
+        PrefixShareError: naming the block sizes or head_dims that it takes.
+    """
+    a = attention
+    head_dims = [n for n in CPUAttentionBackend.get_supported_head_sizes() if n >= MIN_HEAD_DIM]
+    if a.head_dim not in head_dims:
+        raise PrefixShareError(
+            f"vLLM's CPU_ATTN has no kernel for a head_dim of {a.head_dim}: name one of "
+            f"{', '.join(map(str, head_dims))}."
+        )
+    isa = _get_attn_isa(getattr(torch, a.dtype), a.block_size, a.head_dim)
+    multiple = 16 if isa == "vec16" else 32
+    if a.block_size % multiple:
+        raise PrefixShareError(
+            f"vLLM's CPU_ATTN has no kernel for blocks of {a.block_size} tokens: name a "
+            f"--block-size that is a multiple of {multiple}."
+        )
 
 
 def cpu_attn_call(
