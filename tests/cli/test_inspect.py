@@ -122,6 +122,26 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("tree", "write nodes per level, '_', tokens per node, such as 1,4,16_1024,256,64"),
+        ("1,4_64,", "write nodes per level"),
+        ("1,4", "write nodes per level"),
+        ("1,-4_64,32", "write nodes per level"),
+        ("1_1_000_000_000_000", "write nodes per level"),  # a number to Python, and a large one
+        ("1,4,8_64,32", "name as many levels before '_' as after it"),
+        ("1,4_0,0", "each level needs at least 1 node, and each node 1 token"),
+        ("0,4_64,32", "each level needs at least 1 node, and each node 1 token"),
+        ("4,1_256,64", "no level can have fewer nodes than the one above it"),
+    ],
+)
+def test_a_wrong_tree_is_told_which_rule_it_breaks(spec, rule):
+    with pytest.raises(PrefixShareError) as error:
+        tree_batch(spec, 16)
+    assert str(error.value).startswith(f"tree '{spec}' is not valid: {rule}")
+
+
+@pytest.mark.parametrize(
     "spec",
     ["1,99999999_16,16", "1,16384_999999999999999999999,16", "1,1_16,99999999999", "1_268435457"],
 )

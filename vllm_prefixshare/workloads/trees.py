@@ -194,19 +194,27 @@ def tree(spec: str, block_size: int = 16, spare: int = 0, seed: int = 0) -> Work
         PrefixShareError: the description is not of that form.
     """
     try:
-        counts, lengths = (
-            [int(x) for x in part.split(",")] for part in spec.split("_", maxsplit=1)
-        )
-        if len(counts) != len(lengths) or min(counts + lengths) < 1 or counts != sorted(counts):
-            raise ValueError
-    except ValueError:
-        raise PrefixShareError(
-            f"tree {spec!r} is not valid: write nodes per level, '_', tokens per node, such as "
-            "1,4,16_1024,256,64."
-        ) from None
+        counts, lengths = _levels(spec)
+    except ValueError as e:
+        raise PrefixShareError(f"tree {spec!r} is not valid: {e}.") from None
     parents, begin = [-1] * counts[0], 0
     for above, count in pairwise(counts):
         parents += [begin + i * above // count for i in range(count)]
         begin += above
     tokens = [length for n, length in zip(counts, lengths, strict=True) for _ in range(n)]
     return forest(spec, parents, tokens, block_size, spare=spare, seed=seed)
+
+
+def _levels(spec: str) -> tuple[list[int], list[int]]:
+    """Nodes and tokens per level. Raises ValueError with the rule that is broken."""
+    parts = [part.split(",") for part in spec.split("_")]
+    if len(parts) != 2 or not all(x.isdecimal() for part in parts for x in part):
+        raise ValueError("write nodes per level, '_', tokens per node, such as 1,4,16_1024,256,64")
+    counts, lengths = ([int(x) for x in part] for part in parts)
+    if len(counts) != len(lengths):
+        raise ValueError("name as many levels before '_' as after it")
+    if min(counts + lengths) < 1:
+        raise ValueError("each level needs at least 1 node, and each node 1 token")
+    if counts != sorted(counts):
+        raise ValueError("no level can have fewer nodes than the one above it")
+    return counts, lengths
