@@ -75,8 +75,8 @@ def test_a_wrong_result_is_not_timed(capsys, monkeypatch, wrong):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--seconds", "0"], "--seconds must be from 0 to 3600"),
-        (["--seconds", "nan"], "--seconds must be from 0 to 3600"),
+        (["--seconds", "0"], "--seconds must be more than 0 and at most 3600, got 0.0"),
+        (["--seconds", "nan"], "--seconds must be more than 0 and at most 3600, got nan"),
         (["--tree", "4,1_16,16"], "tree '4,1_16,16' is not valid"),
         (["--head-dim", "48"], "head_dim must be"),
         (["--head-dim", "72"], "no kernel for a head_dim of 72: name one of 64, 80, 96"),

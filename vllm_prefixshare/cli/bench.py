@@ -78,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
     from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
 
     if not 0 < args.seconds <= 3600:
-        raise PrefixShareError(f"--seconds must be from 0 to 3600, got {args.seconds}.")
+        raise PrefixShareError(
+            f"--seconds must be more than 0 and at most 3600, got {args.seconds}."
+        )
     if args.device == "cuda" and not has_gpu():
         raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
