@@ -65,8 +65,22 @@ def test_a_file_may_hold_many_batches(tmp_path, capsys):
     path = write(tmp_path / "t.jsonl", f"{json.dumps(TABLES)}\n{json.dumps(one)}\n")
     assert report(capsys, path)["requests"] == 1
     assert report(capsys, path, "--step", 0)["requests"] == 3
-    assert main(["inspect", str(path), "--step", "2"]) == 2
-    assert "has 2 batches, from 0 on: --step 2 is not one" in capsys.readouterr().err
+    single = write(tmp_path / "t.json", json.dumps(TABLES, indent=1))
+    assert report(capsys, single, "--step", 0)["requests"] == 3
+    for file, step, steps in (
+        (path, 2, "-2 to 1"),
+        (single, 5, "-1 to 0"),
+        (single, -9, "-1 to 0"),
+    ):
+        assert main(["inspect", str(file), "--step", str(step)]) == 2
+        sentence = f"error: --step must be from {steps} for {file}, got {step}.\n"
+        assert capsys.readouterr().err.endswith(sentence)
+
+
+def test_a_file_and_a_tree_are_one_too_many(tmp_path, capsys):
+    path = write(tmp_path / "t.json", TABLES)
+    assert main(["inspect", str(path), "--tree", "1,4_64,32"]) == 2
+    assert f"{path} and --tree are two batches: leave out one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def read_batch(path: Path, step: int = 0) -> Batch:
         step: which line; counted from the last if negative.
 
     Raises:
-        PrefixShareError: the file is empty, not of that form, or too large.
+        PrefixShareError: the file is empty, not of that form, or too large, or has no such line.
     """
     try:
         text = read_text(path, MOST_BYTES)
@@ -75,15 +75,15 @@ def read_batch(path: Path, step: int = 0) -> Batch:
             f"{path} is empty: name a file with block tables, or trace a server that decodes with "
             "PREFIX_SHARE."
         )
-    try:
-        lines = text.splitlines()
-        one = len(lines) < 2 or not lines[0].rstrip().endswith("}")
-        data = json.loads(text if one else lines[step])
-        return _batch(path.name, data)
-    except IndexError:
+    lines = text.splitlines()
+    if not lines[0].rstrip().endswith("}"):  # one object over several lines
+        lines = [text]
+    if not -len(lines) <= step < len(lines):
         raise PrefixShareError(
-            f"{path} has {len(lines)} batches, from 0 on: --step {step} is not one of them."
-        ) from None
+            f"--step must be from {-len(lines)} to {len(lines) - 1} for {path}, got {step}."
+        )
+    try:
+        return _batch(path.name, json.loads(lines[step]))
     except (ValueError, RecursionError) as e:
         raise PrefixShareError(f"{path} is not a block-table file: {e}.") from None
 

@@ -30,6 +30,8 @@ The first line says how many KV tokens are read with and without sharing, then c
 then a line for each divider; plan.svg shows the forest above the schedule. Give a FILE instead of
 --tree to look at block tables of your own: docs/cli.md describes its form."""
 
+#: The batch without a file.
+TREE = "1,4,16_1024,256,64"
 #: Most lines printed of a forest.
 MOST_LINES = 24
 
@@ -38,7 +40,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     command.add_argument("file", type=Path, nargs="?", help="JSON with block tables")
     command.add_argument("--step", type=int, default=-1, help="line of a file with several batches")
-    command.add_argument("--tree", default="1,4,16_1024,256,64", help="nodes_tokens of each level")
+    command.add_argument("--tree", help=f"nodes_tokens of each level; without FILE {TREE}")
     add_shape_arguments(command, block_size=16)
     add_cache_argument(command)
     command.add_argument("--divider", help="only this one, and with --json its schedule")
@@ -67,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     get_divider(args.divider or "flashforge")
     attention = cached_attention_of(args)
     if args.file is None:
-        batch = tree_batch(args.tree, attention.block_size)
+        batch = tree_batch(TREE if args.tree is None else args.tree, attention.block_size)
+    elif args.tree is not None:
+        raise PrefixShareError(f"{args.file} and --tree are two batches: leave out one of them.")
     else:
         batch = read_batch(args.file, args.step)
         attention = replace(attention, block_size=batch.block_size)
