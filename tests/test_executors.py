@@ -114,6 +114,29 @@ def test_the_same_plan_gives_the_same_bits():
     assert torch.equal(run(batch, wrapper), run(batch, wrapper))
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
+def test_a_tensor_that_requires_grad_gives_the_same_bits(name):
+    batch = paged_batch()
+    expected = run(batch, wrapper_for(batch))
+    wrapper = wrapper_for(batch)
+    wrapper.plan(batch.block_table, batch.seq_lens)
+    tensors = {x: getattr(batch, x) for x in ("q", "k_cache", "v_cache")}
+    tensors["out"] = torch.empty_like(batch.q)
+    with_grad = tensors | {name: tensors[name].clone().requires_grad_()}
+    tables = {"block_table": batch.block_table, "seq_lens": batch.seq_lens}
+    for given in (tensors, with_grad, tensors):
+        out = wrapper.run(**given, **tables)
+        assert torch.equal(out, expected) and out.grad_fn is None
+
+
+def test_a_wrapper_used_in_inference_mode_serves_outside_too():
+    batch = paged_batch()
+    with torch.inference_mode():
+        wrapper = wrapper_for(batch)
+        expected = run(batch, wrapper)
+    assert torch.equal(run(batch, wrapper), expected)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
 def test_the_log_sum_exp(dtype, queries):

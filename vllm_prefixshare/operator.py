@@ -270,7 +270,7 @@ class PrefixShareDecodeWrapper:
         return_lse: bool = False,
         extras: LayerExtras | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer under the plan in force.
+        """Attention of one layer under the plan in force, for inference: without gradients.
 
         Args:
             q: ``[num_tokens, num_qo_heads, head_dim]``; ``num_tokens = num_reqs`` with one

@@ -45,6 +45,12 @@ def tokens_of(rows: IntArray, query_start_loc: IntArray) -> np.ndarray:
     return (np.repeat(query_start_loc[rows], lens) + offset).astype(np.int64)
 
 
+def positions_of(seq_lens: IntArray, query_start_loc: IntArray) -> np.ndarray:
+    """``[num_tokens]`` int64: position of each query token in its request."""
+    first = (seq_lens - query_start_loc[1:]).astype(np.int64)
+    return np.arange(query_start_loc[-1]) + np.repeat(first, np.diff(query_start_loc))
+
+
 def merge_slots(
     owner: np.ndarray, num_tokens: int, empty: int, padding: np.ndarray | None = None
 ) -> np.ndarray:

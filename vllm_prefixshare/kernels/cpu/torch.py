@@ -16,7 +16,13 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.base import CpuExecutor, CpuTensors
-from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
+from vllm_prefixshare.kernels.cpu.partials import (
+    PrivateRuns,
+    merge_slots,
+    positions_of,
+    private_runs,
+    tokens_of,
+)
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 
@@ -121,9 +127,7 @@ class TorchExecutor(CpuExecutor):
             shared=tuple(shared),
             private=tuple(private),
             tokens=None if wanted is None else torch.from_numpy(wanted),
-            positions=torch.from_numpy(
-                np.arange(total) + _first_positions(seq_lens, query_start_loc)
-            ),
+            positions=torch.from_numpy(positions_of(seq_lens, query_start_loc)),
             merge_slots=torch.from_numpy(merge if wanted is None else merge[wanted]),
             num_slots=len(tokens),
             some_see_nothing=bool((seq_lens == 0).any()),
@@ -211,6 +215,7 @@ class TorchExecutor(CpuExecutor):
             slot=slot,
         )
 
+    @torch.inference_mode()  # buffers are kept: one that autograd had seen would fail later calls
     def _compute(self, t: CpuTensors) -> None:
         # a K cache whose tokens are innermost is read without a transpose
         q, k_cache, v_cache, out, lse, sm_scale, x = t
@@ -394,11 +399,6 @@ class _Buffers:
         if flat is None or flat.numel() < size or flat.dtype != dtype:
             flat = self._flat[name] = torch.empty(size, dtype=dtype)
         return flat[:size].view(shape)
-
-
-def _first_positions(seq_lens: IntArray, starts: IntArray) -> np.ndarray:
-    """``[num_tokens]``: a query token's position in its request, less its index in the batch."""
-    return np.repeat((seq_lens - starts[1:]).astype(np.int64), np.diff(starts))
 
 
 def _block_ids(ids: IntArray) -> BlockIds:
