@@ -42,6 +42,14 @@ def test_arrays_that_lie_close_or_far_apart_arrive():
             assert arrays.arrays[name][: len(value)].tolist() == value.tolist()
 
 
+def test_arrays_made_in_inference_mode_are_loaded_outside_too():
+    arrays = DeviceArrays(CPU)
+    with torch.inference_mode():
+        arrays.reserve({"a": 4})
+    arrays.load({"a": np.arange(4, dtype=np.int32)})
+    assert loaded(arrays)["a"][:4] == [0, 1, 2, 3]
+
+
 def test_an_indptr_stays_level_past_its_end():
     arrays = DeviceArrays(CPU)
     arrays.reserve({"merge_indptr": 9, "query_start_loc": 9, "rows": 9})

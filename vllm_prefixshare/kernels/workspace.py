@@ -85,8 +85,9 @@ class DeviceArrays:
             else:
                 spans.append((at, end))
             at += size
-        for first, last in spans:
-            self._buffer[first:last].copy_(buffer.words[first:last], non_blocking=True)
+        with torch.inference_mode():  # the buffer may have been made in it
+            for first, last in spans:
+                self._buffer[first:last].copy_(buffer.words[first:last], non_blocking=True)
         buffer.note_copy()
 
 
