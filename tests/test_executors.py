@@ -220,6 +220,17 @@ def test_a_plan_serves_growing_sequences():
     assert wrapper.stats().plans == 1
 
 
+def test_a_table_changed_in_place_is_planned_again():
+    batch = paged_batch(requests=3)
+    wrapper = wrapper_for(batch)
+    for row, column in ((0, 0), (1, 6)):  # a block of the document, and one of its own
+        before = run(batch, wrapper)
+        batch.block_table[row, column] = batch.block_table[-1, 0]
+        out = run(batch, wrapper)
+        assert relative_error(out, reference(batch)) < TOLERANCE[torch.float32]
+        assert not torch.equal(out[row], before[row])
+
+
 def test_a_subset_of_rows_writes_only_their_tokens():
     batch = paged_batch(documents=1, query_lens=2)
     wrapper = wrapper_for(batch)

@@ -278,8 +278,10 @@ class PrefixShareDecodeWrapper:
             k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``. With
                 ``kv_lora_rank``: the KV cache ``[num_blocks, block_size, head_dim]``, and None.
             block_table, seq_lens: as given to ``plan``; sequences may have grown since, as
-                far as the plan still holds. On a GPU they are int32 tensors there, and this call
-                may be captured in a CUDA graph that is replayed under later plans.
+                far as the plan still holds. Where other entries of the table have changed, call
+                ``plan`` again: a change in place is not looked for here. On a GPU they are int32
+                tensors there, and this call may be captured in a CUDA graph that is replayed under
+                later plans.
             out: output tensor, shaped like ``q``; with ``kv_lora_rank``
                 ``[num_tokens, num_qo_heads, kv_lora_rank]``.
             lse: where the log-sum-exp is written, shaped and typed as it is returned, contiguous.
