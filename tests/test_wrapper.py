@@ -98,6 +98,8 @@ def test_refuses_tensors_of_another_shape_or_dtype():
     q, k, v = tensors()
     with pytest.raises(PrefixShareError, match=r"q must be \[2, 4, 64\], got \[1, 4, 64\]"):
         w.run(q[:1], k, v, TABLE, LENS)
+    with pytest.raises(PrefixShareError, match=r"q must be \[2, 4, 64\], got \[6, 4, 64\]"):
+        w.run(q.repeat(3, 1, 1), k, v, TABLE, LENS)
     with pytest.raises(PrefixShareError, match=r"k_cache must be \[num_blocks, 16, 2, 64\]"):
         w.run(q, k.transpose(1, 2), v, TABLE, LENS)
     with pytest.raises(PrefixShareError, match=r"v_cache must be float32 on the cpu"):
@@ -108,6 +110,10 @@ def test_refuses_tensors_of_another_shape_or_dtype():
         w.run(q.numpy(), k, v, TABLE, LENS)
     with pytest.raises(PrefixShareError, match="out must be like q"):
         w.run(q, k, v, TABLE, LENS, out=q.half())
+    with pytest.raises(PrefixShareError, match="out must be a torch tensor, got ndarray"):
+        w.run(q, k, v, TABLE, LENS, out=q.numpy())
+    with pytest.raises(PrefixShareError, match="lse must be a torch tensor, got ndarray"):
+        w.run(q, k, v, TABLE, LENS, lse=np.zeros((2, 4), np.float32))
     with pytest.raises(PrefixShareError, match="not the planned one"):
         w.run(q, k, v, TABLE, LENS - 8)
     with pytest.raises(PrefixShareError, match="not the planned one"):

@@ -301,8 +301,9 @@ class PrefixShareDecodeWrapper:
         """
         if self.attention.kv_lora_rank is not None:
             k_cache, v_cache = self._latent_views(k_cache, v_cache)
-        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-            if not isinstance(x, torch.Tensor):
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out, "lse": lse}
+        for name, x in given.items():
+            if not isinstance(x, torch.Tensor) and (x is not None or name not in ("out", "lse")):
                 raise PrefixShareError(f"{name} must be a torch tensor, got {type(x).__name__}.")
         assert v_cache is not None
         if out is None:

@@ -40,6 +40,7 @@ class CpuExecutor:
         self.attention = attention
         self.num_workers = num_workers
         self._num_tokens = 0
+        self._all_rows = True
         self._checked: set[tuple[object, ...]] = set()
 
     def planner_config(
@@ -51,8 +52,9 @@ class CpuExecutor:
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
         """As ``contract.Executor.prepare``: looks up block ids and lengths."""
-        if int(batch.query_start_loc[-1]) != self._num_tokens:
-            self._num_tokens = int(batch.query_start_loc[-1])
+        prepared = int(batch.query_start_loc[-1]), batch.rows is None
+        if prepared != (self._num_tokens, self._all_rows):
+            self._num_tokens, self._all_rows = prepared
             self._checked.clear()
 
     def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
@@ -97,8 +99,11 @@ class CpuExecutor:
         a = self.attention
         expected = (self._num_tokens, a.num_qo_heads, a.head_dim)
         # q may have more tokens, after the prepared ones, where some rows are not computed
-        if q.dim() != 3 or len(q) < expected[0] or tuple(q.shape[1:]) != expected[1:]:
-            raise PrefixShareError(f"q must be {list(expected)}, got {list(q.shape)}.")
+        shape = tuple(q.shape)
+        if shape != expected and (
+            self._all_rows or shape[1:] != expected[1:] or shape[0] < expected[0]
+        ):
+            raise PrefixShareError(f"q must be {list(expected)}, got {list(shape)}.")
         for name, cache, dim in (
             ("k_cache", k_cache, a.head_dim),
             ("v_cache", v_cache, a.v_head_dim),
