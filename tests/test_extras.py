@@ -122,6 +122,8 @@ NAN = float("nan")
         ("sinks", {"k_scale": 1.0}, "k_scale is for quantised numbers, and this layer has none"),
         ("soft_cap", {"soft_cap": -1.0}, "soft_cap must be 0 or more and finite, got -1.0"),
         ("soft_cap", {"soft_cap": NAN}, "soft_cap must be 0 or more and finite"),
+        ("soft_cap", {"soft_cap": None}, "soft_cap must be 0 or more and finite, got None"),
+        ("sinks", {"soft_cap": None}, "soft_cap must be 0 or more and finite, got None"),
         ("soft_cap", {"sinks": SINKS}, "sinks was not announced"),
         ("alibi", {"alibi_slopes": SLOPES.double()}, "alibi_slopes must be contiguous torch.float"),
         ("fp8", {"k_scale": NAN}, r"k_scale must be positive and finite, got \[nan\]"),

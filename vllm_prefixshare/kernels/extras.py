@@ -12,7 +12,7 @@ SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class LayerExtras(NamedTuple):
-    """Values of one layer beyond its scale; None (or 0) where it has none.
+    """Values of one layer beyond its scale; None, or a soft cap of 0, where it has none.
 
     sinks: ``[num_qo_heads]``: the logit of a token without a value that every query of the head
         sees, one more weight in the denominator. float32 or the layer's dtype. With it a
@@ -57,11 +57,11 @@ def checked_extras(
         "soft_cap": x.soft_cap != 0,
         "alibi": x.alibi_slopes is not None,
     }
+    if x.soft_cap is None or not (x.soft_cap >= 0 and math.isfinite(x.soft_cap)):
+        raise PrefixShareError(f"soft_cap must be 0 or more and finite, got {x.soft_cap}.")
     for feature, is_asked in asked.items():
         if is_asked and feature not in attention.features:
             raise PrefixShareError(f"{feature} was not announced: name it among the features.")
-    if not (x.soft_cap >= 0 and math.isfinite(x.soft_cap)):
-        raise PrefixShareError(f"soft_cap must be 0 or more and finite, got {x.soft_cap}.")
     heads = attention.num_qo_heads
     dtypes = (torch.float32, getattr(torch, attention.dtype))
     _require_heads("sinks", x.sinks, heads, dtypes, device)
