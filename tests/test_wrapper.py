@@ -38,11 +38,31 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
         ({"sm_scale": float("nan")}, "sm_scale must be positive and finite"),
         ({"share": "sometimes"}, "share must be one of"),
         ({"num_workers": 0}, "num_workers must be at least 1"),
+        ({"num_qo_heads": "8"}, "num_qo_heads must be an integer, got '8'"),
+        ({"num_kv_heads": 2.0}, r"num_kv_heads must be an integer, got 2\.0"),
+        ({"head_dim": None}, "head_dim must be an integer, got None"),
+        ({"block_size": 16.0}, r"block_size must be an integer, got 16\.0"),
+        ({"sliding_window": "16"}, "sliding_window must be an integer, got '16'"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank must be an integer, got '512'"),
+        ({"num_workers": None}, "num_workers must be an integer, got None"),
+        ({"max_query_len": 1.5}, r"max_query_len must be an integer, got 1\.5"),
+        ({"max_query_len": 0}, "max_query_len must be at least 1, got 0"),
+        ({"kernel": "foo"}, "kernel must be one of auto, hopper, portable, got 'foo'"),
+        ({"device": None}, "device None is unknown: use cpu or cuda"),
+        ({"features": None}, "features must be a list of names, got None"),
+        ({"features": "sinks"}, "features must be a list of names, got 'sinks'"),
+        ({"features": ["sinks", "tanh"]}, "features must be some of sinks, .*, got 'tanh'"),
+        ({"cost": "table.json"}, "cost must be a cost model, got 'table.json': name the file"),
     ],
 )
 def test_refuses_arguments_out_of_range(changes, sentence):
     with pytest.raises(PrefixShareError, match=sentence):
         wrapper(**changes)
+
+
+def test_takes_numbers_of_numpy():
+    shape = {name: np.int64(value) for name, value in SHAPE.items()}
+    assert wrapper(**shape, features={"sinks"}).attention == wrapper(features=["sinks"]).attention
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from vllm_prefixshare.records import PrefixShareError
 
@@ -17,6 +18,8 @@ FP8_CACHES = ("fp8", "fp8_e4m3")
 #: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
 SHARE_POLICIES = ("auto", "always", "never")
+#: names of GPU kernels, and "auto" for the first that serves
+KERNELS = ("auto", "hopper", "portable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class AttentionConfig:
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "block_size"):
+            require_integer(name, getattr(self, name))
+        for name in ("kv_lora_rank", "sliding_window"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name))
         for name in ("num_qo_heads", "num_kv_heads", "block_size"):
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -113,6 +121,21 @@ class AttentionConfig:
     def gqa_group_size(self) -> int:
         """Query heads for each KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+
+def require_integer(name: str, value: object) -> None:
+    """Raise ``PrefixShareError`` if ``value`` is no integer, of Python or NumPy."""
+    if not isinstance(value, Integral):
+        raise PrefixShareError(f"{name} must be an integer, got {value!r}.")
+
+
+def require_launchable(kernel: str, query_len: int) -> None:
+    """Raise ``PrefixShareError`` if no device has such a kernel, or so many query tokens."""
+    if kernel not in KERNELS:
+        raise PrefixShareError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}.")
+    require_integer("max_query_len", query_len)
+    if query_len < 1:
+        raise PrefixShareError(f"max_query_len must be at least 1, got {query_len}.")
 
 
 def part_size(block_size: int) -> int:

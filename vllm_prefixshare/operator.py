@@ -102,6 +102,13 @@ class PrefixShareDecodeWrapper:
         kv_lora_rank: int | None = None,
         sliding_window: int | None = None,
     ) -> None:
+        if isinstance(features, str) or not isinstance(features, Iterable):
+            raise PrefixShareError(f"features must be a list of names, got {features!r}.")
+        if cost is not None and not hasattr(cost, "tile"):
+            raise PrefixShareError(
+                f"cost must be a cost model, got {cost!r}: name the file of a table in "
+                "VLLM_PREFIXSHARE_COST_TABLE."
+            )
         name, kv, queries = (str(x).removeprefix("torch.") for x in (dtype, kv_dtype, query_dtype))
         self.attention = AttentionConfig(
             *(num_qo_heads, num_kv_heads, head_dim, block_size, name),
@@ -114,7 +121,7 @@ class PrefixShareDecodeWrapper:
         self.dtype = getattr(torch, name)
         try:
             self.device = torch.device(device)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             raise PrefixShareError(f"device {device!r} is unknown: use cpu or cuda.") from None
         if kv_lora_rank is not None and sm_scale is None:
             raise PrefixShareError(

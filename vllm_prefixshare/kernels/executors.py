@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import AttentionConfig, require_integer, require_launchable
 from vllm_prefixshare.kernels.contract import Executor
 from vllm_prefixshare.records import PrefixShareError
 
@@ -20,12 +20,15 @@ def executor_for(
     """The executor that runs plans on ``device``.
 
     Args:
-        kernel, query_len: on a GPU, see ``GpuExecutor``.
-        num_workers: on a CPU, see ``CpuExecutor``.
+        kernel, query_len: for a GPU, see ``GpuExecutor``.
+        num_workers: for a CPU, see ``CpuExecutor``.
 
     Raises:
-        PrefixShareError: the device has no executor, or none for this shape.
+        PrefixShareError: the device has no executor, or none for this shape; or an argument is out
+            of range, for whichever device it is.
     """
+    require_launchable(kernel, query_len)
+    require_integer("num_workers", num_workers)
     if device.type == "cpu":
         from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 

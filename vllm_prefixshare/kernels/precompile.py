@@ -19,18 +19,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_prefixshare.compiled import is_kept
-from vllm_prefixshare.config import FP8, AttentionConfig
+from vllm_prefixshare.config import FP8, KERNELS, AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.launching import only_compile
 from vllm_prefixshare.kernels.plans import planner_config
-from vllm_prefixshare.kernels.registry import (
-    KERNELS,
-    candidates,
-    first_that_compiles,
-    make_kernel,
-)
+from vllm_prefixshare.kernels.registry import candidates, first_that_compiles, make_kernel
 from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import NOT_COMPILED, PrefixShareError

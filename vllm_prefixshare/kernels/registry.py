@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import AttentionConfig, require_launchable
 from vllm_prefixshare.kernels.compile import CompileError, compile_launches
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.hopper.layout import LEAST_PIECE, MAX_HEAD_DIM, hopper_serves
 from vllm_prefixshare.records import PrefixShareError
-
-KERNELS = ("auto", "hopper", "portable")
 
 
 class Choice(NamedTuple):
@@ -45,7 +43,7 @@ def choose_kernel(
     Raises:
         PrefixShareError: no kernel can serve, or not the one that was named.
     """
-    _check_name(kernel)
+    require_launchable(kernel, query_len)
     if device.type != "cuda" or not torch.cuda.is_available():
         raise PrefixShareError(f"device {str(device)!r} is not an NVIDIA GPU that can be used.")
     with torch.cuda.device(device):
@@ -122,13 +120,11 @@ def candidates(
     Raises:
         PrefixShareError: there is none.
     """
-    _check_name(kernel)
+    require_launchable(kernel, query_len)
     if attention.dtype not in ("bfloat16", "float16"):
         raise PrefixShareError(
             f"dtype must be bfloat16 or float16 on a GPU, got {attention.dtype}."
         )
-    if query_len < 1:
-        raise PrefixShareError(f"max_query_len must be at least 1, got {query_len}.")
     major, minor = gpu.capability
     if major < 8:
         raise PrefixShareError(
@@ -169,8 +165,3 @@ def _latent_candidates(
             f"tokens, got {attention.block_size}."
         )
     return ["mla_hopper"]
-
-
-def _check_name(kernel: str) -> None:
-    if kernel not in KERNELS:
-        raise PrefixShareError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}.")
