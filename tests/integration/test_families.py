@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import vllm
 from packaging.version import Version
 from transformers import AutoConfig, GraniteConfig
 from vllm.config import ModelConfig
+from vllm.config.cache import CacheDType
 
 from vllm_prefixshare.cli.model import layer_kinds, read_config
+from vllm_prefixshare.config import CACHE_DTYPES
 from vllm_prefixshare.integration.compat import vllm_version
 
 MODELS = Path(vllm.__file__).parent / "model_executor" / "models"
@@ -112,3 +115,7 @@ def test_granite_has_sinks_as_in_vllm(fields):
 def test_vllm_reads_the_fields_that_doctor_reads(model, fields):
     source = _source(model)
     assert [name for name in fields if name not in source] == []
+
+
+def test_every_type_of_kv_cache_that_vllm_takes_is_known():
+    assert set(get_args(CacheDType)) - set(CACHE_DTYPES) == set()

@@ -22,7 +22,7 @@ from vllm_prefixshare.cli.model import (
     read_config,
 )
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import CACHE_DTYPES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -115,6 +115,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     gpus, shards, drafts = _counts(args)
+    if args.kv_cache_dtype not in CACHE_DTYPES:
+        raise PrefixShareError(
+            f"--kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}, got {args.kv_cache_dtype}."
+        )
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
