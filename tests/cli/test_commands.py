@@ -237,10 +237,17 @@ def test_drafts_and_the_cache_count_without_a_model(monkeypatch):
     asked = []
     monkeypatch.setattr(doctor, "gpu_kernel", lambda *of: asked.append(of) or ("hopper", None))
     usual = AttentionConfig(32, 8, 128, 16)
-    gpus = ["--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"]
-    for options in (["--num-speculative-tokens", "3"], ["--kv-cache-dtype", "fp8"], gpus):
+    for options in (["--num-speculative-tokens", "3"], ["--kv-cache-dtype", "fp8"]):
         assert main(["doctor", *options]) == 0
-    assert asked == [(usual, 4), (replace(usual, kv_dtype=FP8, query_dtype=FP8), 1), (usual, 1)]
+    assert asked == [(usual, 4), (replace(usual, kv_dtype=FP8, query_dtype=FP8), 1)]
+
+
+@pytest.mark.parametrize("shards", [[], ["--decode-context-parallel-size", "2"]])
+def test_gpus_and_shards_are_refused_without_a_model(capsys, shards):
+    assert main(["doctor", "--tensor-parallel-size", "2", *shards]) == 2
+    error = capsys.readouterr().err
+    assert "--tensor-parallel-size 2 needs --model: name the folder of the model" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def _run(args: argparse.Namespace) -> int:
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if config is None:  # how a model's heads are divided says nothing about a usual layer
-        kinds, shards = [USUAL], 1
+    if config is None:
+        kinds = [USUAL]
     else:
         kinds = layer_kinds(args.model, config, _release())
         kinds = [on_one_gpu(kind, gpus, shards) for kind in kinds]
@@ -155,7 +155,7 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
     """GPUs, ranks with a shard of each request's KV, and drafts.
 
     Raises:
-        PrefixShareError: vLLM would refuse them for any model.
+        PrefixShareError: vLLM would refuse them for any model, or they say nothing without one.
     """
     gpus, shards = args.tensor_parallel_size, args.decode_context_parallel_size
     drafts = args.num_speculative_tokens
@@ -169,6 +169,11 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
     if not 0 <= drafts <= MOST_DRAFTS:
         raise PrefixShareError(
             f"--num-speculative-tokens must be from 0 to {MOST_DRAFTS}, got {drafts}."
+        )
+    if gpus > 1 and args.model is None:  # without GPUs to divide them, there are no shards
+        raise PrefixShareError(
+            f"--tensor-parallel-size {gpus} needs --model: name the folder of the model whose "
+            "heads are divided."
         )
     return gpus, shards, drafts
 
