@@ -66,6 +66,14 @@ def test_doctor_finds_everything_in_place(tmp_path):
     assert done.stdout.endswith("PREFIX_SHARE can be chosen\n")
 
 
+@pytest.mark.parametrize("fields", [{"head_dim": 48}, {"layer_types": ["mamba"] * 4}])
+def test_doctor_says_that_no_layer_would_be_served(tmp_path, monkeypatch, capsys, fields):
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    assert main(["doctor", "--model", str(write_model(tmp_path, **fields))]) == 0
+    end = "PREFIX_SHARE can be chosen, but would serve no layer of this model\n"
+    assert capsys.readouterr().out.endswith(end)
+
+
 def test_doctor_says_as_json_all_that_is_wrong(tmp_path):
     table = tmp_path / "table.json"
     table.write_text("{}")

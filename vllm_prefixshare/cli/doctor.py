@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace) -> int:
         report = {"ok": ok, "checks": [asdict(r) for r in results], "layers": machine.served}
         print(json.dumps(report, indent=1))
     else:
-        _print(results, machine.served, ok)
+        _print(results, machine, ok)
     return 0 if ok else 1
 
 
@@ -375,13 +375,18 @@ def strict(machine: Machine) -> str:
     return "no layer falls back"
 
 
-def _print(results: list[Result], served: list[dict[str, Any]], ok: bool) -> None:
+def _print(results: list[Result], machine: Machine, ok: bool) -> None:
     for result in results:
         print(f"{'ok' if result.ok else 'failed':<7} {result.check:<11} {result.says}")
-    for layer in served:
+    for layer in machine.served:
         reason = layer["falls_back"]
         fate = "served" if reason is None else f"keep vLLM's own backend ({reason})"
         cache = layer["kv_cache_dtype"]
         shape = f"head_dim {layer['head_dim']}" + (f", KV cache {cache}" if cache != "auto" else "")
         print(f"{layer['count']:>7} {layer['kind']}, {shape}: {fate}")
-    print("PREFIX_SHARE can be chosen" if ok else "PREFIX_SHARE cannot run here")
+    if not ok:
+        print("PREFIX_SHARE cannot run here")
+    elif machine.from_model and all(layer["falls_back"] for layer in machine.served):
+        print("PREFIX_SHARE can be chosen, but would serve no layer of this model")
+    else:
+        print("PREFIX_SHARE can be chosen")
