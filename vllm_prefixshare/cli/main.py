@@ -1,7 +1,10 @@
 """``vllm-prefixshare``: prefix-shared decode attention for vLLM."""
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 from vllm_prefixshare.cli import bench, doctor, estimate, inspect, patch, profile, trace
@@ -46,12 +49,40 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+@contextlib.contextmanager
+def _written_out() -> Iterator[None]:
+    """Write out here what is printed inside: as Python ends, an error would be a text of its own.
+
+    Raises:
+        SystemExit: who read standard output has gone, which is said to nobody.
+        PrefixShareError: it cannot be written for another reason.
+    """
+    try:
+        try:
+            yield
+        finally:
+            print(end="", flush=True)
+    except OSError:
+        try:
+            print(flush=True)  # the error may be of another file
+        except OSError as e:
+            # for what is left, which Python writes as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(e, BrokenPipeError):
+                raise SystemExit(141) from None  # the shell's status for a closed pipe
+            raise PrefixShareError(
+                f"standard output cannot be written ({e.strerror}): send it elsewhere."
+            ) from None
+        raise
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command. A user's mistake is one line on standard error and exit status 2."""
-    args = parser().parse_args(argv)
     try:
-        status: int = args.run(args)
-        return status
+        with _written_out():
+            args = parser().parse_args(argv)
+            status: int = args.run(args)
+            return status
     except PrefixShareError as e:
         print(f"vllm-prefixshare: error: {e}", file=sys.stderr)
         return 2
