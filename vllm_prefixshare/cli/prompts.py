@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from vllm_prefixshare.records import IntArray, PrefixShareError
 MOST_LINE = 8 << 20
 #: Bytes that count as a token where no tokenizer is named.
 BYTES_PER_TOKEN = 4
+#: What a JSON text, object or list begins with.
+JSON_STARTS = ('"', "{", "[")
 #: Token ids of a prompt as vLLM's request logger writes them at level DEBUG.
 LOGGED = re.compile(r"prompt_token_ids: (\[[0-9, ]*\])")
 FORMS = (
@@ -48,31 +51,53 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer) -> Iterator[IntArray]:
-    """Token ids of each prompt of a file that has one of ``FORMS``.
+    """Token ids of each prompt of a file that has one of ``FORMS``: a log if its first line is not
+    JSON.
 
     Raises:
         PrefixShareError: it cannot be read, or a line is none of them.
     """
-    is_log: bool | None = None
-    found = False
-    for number, line in _lines(path):
-        if is_log is None:
-            is_log = not line.startswith(('"', "{", "[")) or bool(LOGGED.search(line))
-        if is_log:
-            logged = LOGGED.findall(line)
-            if not logged:
-                continue
-            line = logged[-1]  # the prompt's text comes earlier and may also match
+
+    def prompt(number: int, line: str) -> IntArray:
         try:
-            tokens = _tokens(json.loads(line), tokenizer)
+            return _tokens(json.loads(line), tokenizer)
         except (ValueError, RecursionError, OverflowError) as e:
             raise PrefixShareError(
                 f"line {number} of {path} is not a prompt ({e}): give {FORMS}."
             ) from None
+
+    lines = _lines(path)
+    first = next(lines, (1, ""))
+    is_log = not _is_json(first[1])
+    meant_as_json = first[1].startswith(JSON_STARTS)
+    found = False
+    for number, line in chain([first], lines):
+        if is_log:
+            if _is_json(line):  # its text may look like a line of a log
+                meant_as_json = True
+                continue
+            logged = LOGGED.findall(line)
+            if not logged:
+                continue
+            line = logged[-1]  # the prompt's text comes earlier and may also match
+        tokens = prompt(number, line)
         found = True
         yield tokens
     if not found:
+        if meant_as_json:
+            prompt(*first)  # says what is wrong with it
         raise PrefixShareError(f"{path} has no prompts: give {FORMS}.")
+
+
+def _is_json(line: str) -> bool:
+    """Whether a line is a JSON text, list or object."""
+    if not line.startswith(JSON_STARTS):
+        return False  # most lines of a log, at once
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -87,7 +112,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                         f"line {number} of {path} is longer than the {MOST_LINE >> 20} MiB that "
                         "are read."
                     )
-                if text := line.decode().strip():
+                # programs for Windows begin a file with a mark
+                if text := line.decode("utf-8-sig").strip():
                     yield number, text
     except UnicodeDecodeError:
         raise PrefixShareError(f"line {number} of {path} is not UTF-8 text.") from None

@@ -1,0 +1,58 @@
+"""Which files of prompts are JSON, and which are logs."""
+
+import json
+
+import pytest
+
+from vllm_prefixshare.cli.prompts import byte_tokens, read_prompts
+from vllm_prefixshare.records import PrefixShareError
+
+LOGGED = "INFO 11-22 04:00:00 [logger.py:55] Request r1: prompt: 'x', prompt_token_ids: [1, 2]\n"
+#: A prompt about a log.
+QUOTING = "why does it say prompt_token_ids: [1, 2]?"
+
+
+def prompts_of(path, content: str) -> list[list[int]]:
+    path.write_bytes(content.encode())
+    return [tokens.tolist() for tokens in read_prompts(path, byte_tokens)]
+
+
+@pytest.mark.parametrize("first", ["[1]", '"text"', '{"prompt": [1]}'])
+def test_the_mark_that_windows_puts_before_a_file_is_not_read(tmp_path, first):
+    plain = prompts_of(tmp_path / "p", f"{first}\n[2]\n")
+    assert len(plain) == 2
+    assert prompts_of(tmp_path / "p", f"\ufeff{first}\n[2]\n") == plain
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "[Gloo] Rank 0 is connected to 0 peer ranks.",
+        "[rank0]:[W1127 04:00:00] Warning: ...",
+        "# a note",
+    ],
+)
+def test_a_log_may_begin_with_any_line_that_is_no_json(tmp_path, first):
+    assert prompts_of(tmp_path / "p", f"{first}\n{LOGGED}") == [[1, 2]]
+
+
+def test_a_log_may_have_lines_of_json(tmp_path):
+    assert prompts_of(tmp_path / "p", f'INFO\n{{"loaded": true}}\n[3]\n{LOGGED}') == [[1, 2]]
+
+
+@pytest.mark.parametrize("prompt", [QUOTING, {"prompt": QUOTING}])
+def test_a_prompt_about_a_log_is_no_log(tmp_path, prompt):
+    content = f'{json.dumps(prompt)}\n"two"\n[3]\n'
+    assert [len(tokens) for tokens in prompts_of(tmp_path / "p", content)] == [11, 1, 1]
+
+
+@pytest.mark.parametrize("first", ["# my prompts", "42", '{"prompt": "cut o'])
+@pytest.mark.parametrize("then", ['"one"', json.dumps(QUOTING), '{"prompt": [1]}'])
+def test_json_is_not_skipped_for_its_first_line(tmp_path, first, then):
+    with pytest.raises(PrefixShareError, match=r"^line 1 of .* is not a prompt \("):
+        prompts_of(tmp_path / "p", f"{first}\n{then}\n[3]\n")
+
+
+def test_a_log_without_requests_has_no_prompts(tmp_path):
+    with pytest.raises(PrefixShareError, match="has no prompts: give"):
+        prompts_of(tmp_path / "p", "INFO\n[Gloo] Rank 0 is connected to 0 peer ranks.\n")
