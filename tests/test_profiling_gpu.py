@@ -378,7 +378,7 @@ def test_profile_names_the_file_after_the_fingerprint(tmp_path, monkeypatch, cap
 def write_model(folder, **config):
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**shape, **config}))
+    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4, **config}))
     return ["--model", str(folder)]
 
 

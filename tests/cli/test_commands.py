@@ -719,7 +719,12 @@ def test_the_shape_is_taken_from_the_models_file(tmp_path, config, group, capsys
         assert (shape.head_dim, shape.gqa_group_size) == (64, group)
 
 
-GOOD = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+GOOD = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+}
 
 
 @pytest.mark.parametrize("command", ["profile", "inspect", "bench", "doctor", "estimate"])
@@ -763,6 +768,9 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
     [
         {"num_hidden_layers": 10**15},
         {"num_hidden_layers": "four"},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": None},
+        {"num_hidden_layers": None, "layer_types": ["full_attention"]},
         {"layer_types": 7},
         {"full_attention_interval": 10**15},
         {"sliding_window": 8, "sliding_window_pattern": [4]},
@@ -820,7 +828,7 @@ def test_layers_are_looked_up_at_once(tmp_path):
         __hash__ = int.__hash__
 
     linear = {"kda_layers": [Counted(0)] * 100}
-    config = {**GOOD, "num_hidden_layers": 50, "linear_attn_config": linear}
+    config = GOOD | {"num_hidden_layers": 50, "linear_attn_config": linear}
     (kind,) = layer_kinds(tmp_path, config)
     assert (kind.count, kind.attention) == (50, True)
     assert Counted.compared < 200
@@ -834,9 +842,7 @@ def test_a_models_file_that_is_too_large_is_not_read(tmp_path, capsys):
 
 
 def test_profile_writes_a_table_that_the_backend_would_load(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(
-        json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256})
-    )
+    write_model(tmp_path, num_attention_heads=4, hidden_size=256)
     assert main(["profile", "--json", "--model", str(tmp_path), "--block-size", "64"]) == 0
     (path,) = (tmp_path / "cost_tables").glob("*.json")
     report = json.loads(capsys.readouterr().out)

@@ -281,6 +281,22 @@ def test_nemotron_h_may_list_its_layers_alone(tmp_path):
     assert sum(kind.count for kind in kinds) == 5
 
 
+def test_chatglm_has_another_word_for_its_layers(tmp_path):
+    from vllm.transformers_utils.configs.chatglm import ChatGLMConfig
+
+    theirs = ChatGLMConfig(num_layers=40, multi_query_attention=True, multi_query_group_num=2)
+    (tmp_path / "config.json").write_text(theirs.to_json_string(use_diff=False))
+    kinds = layer_kinds(tmp_path, read_config(tmp_path))
+    assert theirs.num_hidden_layers == 40
+    assert shapes(kinds) == [(40, 32, 2, 128)]
+
+
+def test_longcat_flash_has_two_attentions_in_a_layer(tmp_path):
+    config, theirs = saved(tmp_path, "longcat_flash", num_layers=14)
+    assert theirs.num_hidden_layers == 28
+    assert shapes(layer_kinds(tmp_path, config)) == [(28, 64, 64, 576)]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [({"hidden_size_per_head": 128}, (4, 8, 2, 128)),  # PLaMo 2

@@ -55,7 +55,8 @@ def test_images_see_each_other_where_vllm_tells_the_layers(tmp_path, model_type,
     wanted = mm_prefix_by_vllm(whole, part)
     assert wanted == (bool(fields) or (model_type == "gemma3" and vllm_version().minor >= 33))
 
-    text = {"model_type": part.model_type, "num_attention_heads": 8, "hidden_size": 512, **fields}
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    text = {"model_type": part.model_type, **shape, **fields}
     file = text if part is whole else {"model_type": model_type, "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(file))
     (kind, *_) = layer_kinds(tmp_path, read_config(tmp_path), vllm_version())

@@ -8,8 +8,9 @@ from typing import Any
 from packaging.version import Version
 
 Config = dict[str, Any]
-#: Fields under the names that the files of GPT-2, Bloom, MPT and their kin give them.
+#: Fields under the names that the files of GPT-2, Bloom, MPT, ChatGLM and their kin give them.
 OTHER_NAMES = {
+    "num_layers": "num_hidden_layers",
     "n_layer": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -59,6 +60,11 @@ def latent_rank_field(config: Config) -> str:
     keys and values before it calls plain attention.
     """
     return "" if family(config) == "minicpm3" else "kv_lora_rank"
+
+
+def attentions_a_layer(config: Config) -> int:
+    """How many attention layers there are for each that the file counts as one."""
+    return 2 if family(config) == "longcat_flash" else 1
 
 
 def as_plain(config: Config) -> Config:

@@ -13,6 +13,7 @@ from vllm_prefixshare.cli.families import (
     LEFT_OUT,
     OTHER_NAMES,
     as_plain,
+    attentions_a_layer,
     family,
     for_full,
     for_sliding,
@@ -282,9 +283,11 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
 
 def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
-    count = _number(config, "num_hidden_layers", MOST_LAYERS)
+    count = _number(config, "num_hidden_layers", MOST_LAYERS) * attentions_a_layer(config)
     # Nemotron-H, for which transformers 5 saves no number
-    count = count or min(MOST_LAYERS, len(config.get("layers_block_type") or [None]))
+    count = count or min(MOST_LAYERS, len(config.get("layers_block_type") or ()))
+    if not count:
+        raise ValueError("it has no num_hidden_layers")
     if listed := config.get("layer_types"):
         # hybrid models with one kind of attention call it so
         names = ["full_attention" if name == "attention" else str(name) for name in listed]
