@@ -315,9 +315,15 @@ def test_doctor_names_a_plugin_that_is_left_out(monkeypatch):
         doctor.plugin(MACHINE)
 
 
-def test_doctor_needs_a_model_that_can_be_read(capsys):
-    assert main(["doctor", "--model", "/nowhere"]) == 2
-    assert "/nowhere/config.json does not describe a model" in capsys.readouterr().err
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "config.json", "empty"])
+def test_a_model_is_a_folder_with_a_config(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(write_model(tmp_path))
+    (tmp_path / "empty").mkdir()
+    assert main(["doctor", "--model", model]) == 2
+    assert capsys.readouterr().err == (
+        f"vllm-prefixshare: error: {model} is no folder with a config.json: name the folder of a "
+        "checkpoint (names on the Hugging Face hub are not looked up).\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -683,7 +689,7 @@ def test_inspect_shows_every_divider(capsys):
              "--head-dim", "64", "--block-size", "8"],
             "no kernel for blocks of 8 tokens: name a --block-size that is a multiple of 16",
         ),
-        (["profile", "--model", "/nowhere"], "/nowhere/config.json does not describe a model"),
+        (["profile", "--model", "/nowhere"], "/nowhere is no folder with a config.json: name"),
         (
             ["profile", "--device", "cpu", "--num-qo-heads", "4096", "--num-kv-heads", "4096",
              "--head-dim", "512"],

@@ -45,7 +45,9 @@ MOST_DRAFTS = 1024
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    command.add_argument("--model", type=Path, help="checkpoint folder: what would be served")
+    command.add_argument(
+        "--model", type=Path, help="checkpoint folder (no name on the hub): what would be served"
+    )
     command.add_argument(
         "--tensor-parallel-size",
         type=int,

@@ -44,7 +44,7 @@ KV_HEADS = (
 
 def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> None:
     """The attention shape, as a model or as numbers."""
-    command.add_argument("--model", type=Path, help="checkpoint folder to take the shape from")
+    command.add_argument("--model", type=Path, help="checkpoint folder (no name on the hub)")
     command.add_argument("--num-qo-heads", type=int, default=32)
     command.add_argument("--num-kv-heads", type=int, default=8)
     command.add_argument("--head-dim", type=int, default=128)
@@ -110,7 +110,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     vLLM would read that.
 
     Raises:
-        PrefixShareError: a file cannot be read, or is not an object.
+        PrefixShareError: a file is missing, cannot be read, or is not an object.
     """
     path = folder / "config.json"
     try:
@@ -127,6 +127,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         if whole.get("quantization_config") is None and beside.is_file():
             path = beside
             config["quantization_config"] = _object(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise PrefixShareError(
+            f"{folder} is no folder with a config.json: name the folder of a checkpoint (names on "
+            "the Hugging Face hub are not looked up)."
+        ) from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
         raise PrefixShareError(f"{path} does not describe a model ({e}).") from None
     return config
