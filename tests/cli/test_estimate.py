@@ -19,7 +19,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.sharing import shareable_forest
 from vllm_prefixshare.records import PrefixShareError
 
-PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published" / "kernel.json"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 DOCUMENT = [(7 * i) % 1000 for i in range(4096)]
 
 
@@ -52,7 +52,7 @@ def test_estimates_are_near_what_was_measured():
     contexts is underestimated, so gains are, too.
     """
     ours, gains = [], []
-    for cell in json.loads(PUBLISHED.read_text())["cells"]:
+    for cell in json.loads((PUBLISHED / "kernel.json").read_text())["cells"]:
         attention = AttentionConfig(*map(int, cell["heads"].split(":")), 128, 16)
         estimate = estimator(planning_for("H200", attention), attention)
         _, unshared, shared = estimate(tree_batch(cell["workload"], 16))
@@ -63,6 +63,22 @@ def test_estimates_are_near_what_was_measured():
     assert min(ours) > 0.8 and max(ours) < 1.3
     assert min(gains) > 0.5 and max(gains) < 1.25
     assert 0.85 < np.exp(np.log(gains).mean()) < 1
+
+
+def test_estimates_of_latents_are_near_what_was_measured():
+    gains = []
+    for name in ("kernel_mla.json", "kernel_mla_heads.json"):
+        for cell in json.loads((PUBLISHED / name).read_text())["cells"]:
+            heads = int(cell["heads"].split(":")[0])
+            if heads > 32:
+                continue  # not served
+            attention = AttentionConfig(heads, 1, 576, 64, kv_lora_rank=512)
+            estimate = estimator(planning_for("H200", attention), attention)
+            _, unshared, shared = estimate(tree_batch(cell["workload"], 64))
+            ours, stock = (cell["peers"][name]["ms"] for name in ("ours", "fa3"))
+            gains.append(unshared / shared * ours / stock)
+    assert len(gains) == 16
+    assert min(gains) > 0.8 and max(gains) < 1.1
 
 
 def test_every_form_gives_the_same_tokens(tmp_path):

@@ -163,8 +163,8 @@ def attention_shape(
     """
     if config.get(latent_rank_field(config)):
         raise PrefixShareError(
-            f"{folder / 'config.json'} has multi-head latent attention, whose shape only the "
-            "command 'doctor' knows: leave out --model."
+            f"{folder / 'config.json'} has multi-head latent attention, whose shape only "
+            "'doctor' and 'estimate' know: leave out --model."
         )
     try:
         heads = _heads(config)
