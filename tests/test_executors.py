@@ -129,6 +129,18 @@ def test_a_tensor_that_requires_grad_gives_the_same_bits(name):
         assert torch.equal(out, expected) and out.grad_fn is None
 
 
+def test_a_wrapper_can_be_part_of_a_compiled_function():
+    batch = paged_batch()
+    wrapper = wrapper_for(batch)
+    expected = run(batch, wrapper)
+    tables = batch.block_table, batch.seq_lens
+    compiled = torch.compile(
+        lambda q: wrapper.run(q, batch.k_cache, batch.v_cache, *tables), backend="aot_eager"
+    )
+    for _ in range(2):
+        assert torch.equal(compiled(batch.q), expected)
+
+
 def test_a_wrapper_used_in_inference_mode_serves_outside_too():
     batch = paged_batch()
     with torch.inference_mode():

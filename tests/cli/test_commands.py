@@ -16,14 +16,9 @@ import torch
 
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
-from vllm_prefixshare.cli.model import (
-    LayerKind,
-    attention_of,
-    attention_shape,
-    layer_kinds,
-    read_config,
-)
+from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu
+from vllm_prefixshare.cli.shape import attention_of
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup
 from vllm_prefixshare.costs.table import CostTable, Grid
@@ -626,9 +621,9 @@ def test_plans_are_priced_for_the_cache_that_vllm_would_have(tmp_path, capsys, c
 @pytest.mark.parametrize("command", ["inspect", "estimate"])
 def test_nothing_is_promised_for_caches_that_are_not_served(tmp_path, capsys, command):
     prompts = [str(tmp_path / "prompts")] if command == "estimate" else []
-    assert main([command, *prompts, "--gpu", "H200", "--kv-cache-dtype", "int8"]) == 2
+    assert main([command, *prompts, "--gpu", "H200", "--kv-cache-dtype", "fp8_e5m2"]) == 2
     error = capsys.readouterr().err
-    assert "layers with a KV cache of type int8 keep vLLM's own backend, so there" in error
+    assert "layers with a KV cache of type fp8_e5m2 keep vLLM's own backend, so there" in error
     assert error.count("\n") == 1
 
 

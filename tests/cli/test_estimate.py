@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -228,8 +229,30 @@ def test_latents_are_estimated(tmp_path, capsys):
 def test_a_cache_that_a_gpu_does_not_serve_is_refused(tmp_path, capsys):
     path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
     assert report(capsys, path, "--kv-cache-dtype", "fp8")["layers"] == 1
+    # FlashAttention-4 takes it, too
+    assert main(["estimate", str(path), "--gpu", "B200", "--kv-cache-dtype", "fp8"]) == 0
     assert main(["estimate", str(path), "--gpu", "L40S", "--kv-cache-dtype", "fp8"]) == 2
     assert "fp8 KV cache keep vLLM's own backend on L40S" in capsys.readouterr().err
+
+
+def test_a_model_is_estimated_without_vllm(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('no vLLM here')\n")
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    there = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("estimate", path, "--gpu", "H200", "--model", model, PYTHONPATH=there)
+    assert done.returncode == 0, done.stderr
+    assert "attention of 2 layers on H200" in done.stdout
+
+
+def test_a_batch_invariant_engine_serves_fewer_layers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    lite = {**LATENT, "num_attention_heads": 16, "num_hidden_layers": 27}
+    model = write_model(tmp_path / "model", model_type="deepseek_v2", **lite)
+    assert main(["estimate", str(path), "--gpu", "H200", "--model", str(model)]) == 2
+    assert "(batch invariance)" in capsys.readouterr().err
 
 
 def test_tokens_are_of_one_step(tmp_path, capsys):
@@ -295,6 +318,8 @@ def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
         (["{path}", "--batch", "0"], "--batch must be from 1 to"),
         (["{path}", "--output-tokens", "-1"], "--output-tokens must be from 0 to"),
         (["{path}", "--head-dim", "48"], "head_dim must be"),
+        (["{path}", "--block-size", "9" * 30], "--block-size must be at most"),
+        (["{path}", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype must be one of auto, "),
     ],
 )
 def test_a_wrong_argument_gets_one_sentence(tmp_path, arguments, sentence, capsys):

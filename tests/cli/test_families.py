@@ -295,6 +295,9 @@ def test_longcat_flash_has_two_attentions_in_a_layer(tmp_path):
     config, theirs = saved(tmp_path, "longcat_flash", num_layers=14)
     assert theirs.num_hidden_layers == 28
     assert shapes(layer_kinds(tmp_path, config)) == [(28, 64, 64, 576)]
+    # some files count the attentions besides
+    both = config | {"num_layers": 14, "num_hidden_layers": 28}
+    assert shapes(layer_kinds(tmp_path, both)) == [(28, 64, 64, 576)]
 
 
 @pytest.mark.parametrize(

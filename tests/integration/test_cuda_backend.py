@@ -1033,8 +1033,19 @@ def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypat
         Group(monkeypatch, spec=spec, sliding_window=70)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_prefills_are_scheduled_for_their_layers_window(monkeypatch, windows, window):
+def mixed_group(monkeypatch) -> Group:
+    """Full attention in one group with a layer that has a window."""
+    group, windowed = Group(monkeypatch), Group(monkeypatch, sliding_window=70)
+    layers = group.config.compilation_config.static_forward_context
+    layers["windowed"] = windowed.layer
+    spec = FullAttentionSpec(**SPEC, sliding_window=70)
+    group.builder = cuda_metadata.PrefixShareMetadataBuilder(spec, list(layers), group.config, CPU)
+    return group
+
+
+@pytest.mark.parametrize("captures", [True, False])
+@pytest.mark.parametrize("kind", ["full", "windows", "both"])
+def test_prefills_are_scheduled_for_their_layers_window(monkeypatch, windows, kind, captures):
     made = []
 
     def schedule(window_size, **kwargs):
@@ -1043,15 +1054,20 @@ def test_prefills_are_scheduled_for_their_layers_window(monkeypatch, windows, wi
 
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", schedule, raising=False)
-    spec = SlidingWindowSpec(**SPEC, sliding_window=window) if window else None
-    group = Group(monkeypatch, spec=spec, sliding_window=window)
-    group.builder.build_for_cudagraph_capture(group.common(shared_batch([70, 90])))
-    assert not made  # a graph's batch has no prefills, and FLASH_ATTN builds for the first time
+    if kind == "both":
+        group = mixed_group(monkeypatch)
+    else:
+        window = 70 if kind == "windows" else None
+        spec = SlidingWindowSpec(**SPEC, sliding_window=window) if window else None
+        group = Group(monkeypatch, spec=spec, sliding_window=window)
+    if captures:  # a graph's batch has no prefills, and FLASH_ATTN builds for the first time
+        group.builder.build_for_cudagraph_capture(group.common(shared_batch([70, 90])))
+        assert not made
     batch = shared_batch([70, 90, 100], counts=[1, 1, 30])
     group.start(batch)
     assert group.builder.build(0, group.common(batch)).prefill_metadata is not None
     # FlashAttention makes those for windows itself when it is launched
-    assert made == ([] if window else [(-1, -1)])
+    assert made == ([(-1, -1)] if kind == "full" else [])
 
 
 def test_models_do_not_write_the_cache_themselves():
@@ -1065,10 +1081,14 @@ def test_windows_beside_caches_of_another_type_keep_flash_attention(monkeypatch,
     def config(*arguments):
         found = made(*arguments)
         found.cache_config.kv_cache_dtype_skip_layers = ["0"]
+        found.cache_config.cache_dtype = cache
         return found
 
     monkeypatch.setattr(f"{__name__}.vllm_config", config)
     spec = SlidingWindowSpec(**SPEC, sliding_window=70)
+    cache = "auto"
+    assert Group(monkeypatch, spec=spec, sliding_window=70).impl.shares  # nothing is quantised
+    cache = "fp8"
     assert not Group(monkeypatch, spec=spec, sliding_window=70).impl.shares
     fallbacks = STATS.as_dict()["fallbacks"]
     assert list(fallbacks) == ["a sliding window beside KV caches of another type"]

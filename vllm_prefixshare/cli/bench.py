@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_prefixshare.cli.memory import check_room
-from vllm_prefixshare.cli.model import add_shape_arguments, attention_of
 from vllm_prefixshare.cli.progress import Progress
+from vllm_prefixshare.cli.shape import add_shape_arguments, attention_of
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 

@@ -13,16 +13,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
-from vllm_prefixshare.cli.model import (
-    LayerKind,
-    add_cache_argument,
-    layer_kinds,
-    read_config,
-)
-from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
-from vllm_prefixshare.config import CACHE_DTYPES, AttentionConfig
+from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
+from vllm_prefixshare.cli.served import falls_back, installed_release, on_one_gpu, shape_of
+from vllm_prefixshare.cli.shape import add_cache_argument, check_cache_argument
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -117,17 +111,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     gpus, shards, drafts = _counts(args)
-    if args.kv_cache_dtype not in CACHE_DTYPES:
-        raise PrefixShareError(
-            f"--kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}, got {args.kv_cache_dtype}."
-        )
+    check_cache_argument(args)
     config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if config is None:
         kinds = [USUAL]
     else:
-        kinds = layer_kinds(args.model, config, _release())
+        kinds = layer_kinds(args.model, config, installed_release())
         kinds = [on_one_gpu(kind, gpus, shards) for kind in kinds]
     if args.kv_cache_dtype != "auto":
         kinds = [replace(kind, kv_cache_dtype=args.kv_cache_dtype) for kind in kinds]
@@ -178,16 +169,6 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
             "heads are divided."
         )
     return gpus, shards, drafts
-
-
-def _release() -> Version | None:
-    """vLLM's, if it is installed; the check "vLLM" says so if not."""
-    from vllm_prefixshare.integration.compat import vllm_version
-
-    try:
-        return vllm_version()
-    except PrefixShareError:
-        return None
 
 
 def _shapes(machine: Machine) -> list[AttentionConfig]:

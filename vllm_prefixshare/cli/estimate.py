@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.cli.model import (
+from vllm_prefixshare.cli.model import layer_kinds, read_config
+from vllm_prefixshare.cli.shape import (
     add_cache_argument,
     add_shape_arguments,
     cached_attention_of,
-    layer_kinds,
-    read_config,
+    check_block_size,
+    check_cache_argument,
 )
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import IntArray, PrefixShareError
@@ -104,26 +105,34 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
         PrefixShareError: there is none to estimate.
     """
     from vllm_prefixshare.cli.gpus import gpu_named
-    from vllm_prefixshare.cli.served import falls_back_on, shape_of
+    from vllm_prefixshare.cli.served import (
+        falls_back_on,
+        has_late_flash_attention,
+        installed_release,
+        shape_of,
+    )
+    from vllm_prefixshare.integration import invariance
     from vllm_prefixshare.integration.support import Engine
 
+    check_block_size(args)
+    check_cache_argument(args)
     capability = gpu_named(args.gpu).capability
     if args.model is None:
         attention = cached_attention_of(args)
-        if attention.kv_dtype is not None and capability != (9, 0):
+        if attention.kv_dtype is not None and not has_late_flash_attention(capability):
             raise PrefixShareError(
-                f"layers with an fp8 KV cache keep vLLM's own backend on {args.gpu}: name a Hopper "
+                f"layers with an fp8 KV cache keep vLLM's own backend on {args.gpu}: name another "
                 "GPU, or leave out --kv-cache-dtype."
             )
         return Counter({attention: 1}), Counter()
-    kinds = layer_kinds(args.model, read_config(args.model))
+    kinds = layer_kinds(args.model, read_config(args.model), installed_release())
     engine = Engine(is_hybrid=not all(kind.attention for kind in kinds))
     shapes: Counter[AttentionConfig] = Counter()
     left_out: Counter[str] = Counter()
     for kind in kinds:
         if not kind.attention:
             continue
-        kind = replace(kind, dtype=args.dtype)
+        kind = replace(kind, dtype=args.dtype, use_batch_invariant=invariance.wanted())
         if args.kv_cache_dtype != "auto":
             kind = replace(kind, kv_cache_dtype=args.kv_cache_dtype)
         reason = falls_back_on(kind, capability, engine)

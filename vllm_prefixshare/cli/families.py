@@ -62,9 +62,11 @@ def latent_rank_field(config: Config) -> str:
     return "" if family(config) == "minicpm3" else "kv_lora_rank"
 
 
-def attentions_a_layer(config: Config) -> int:
-    """How many attention layers there are for each that the file counts as one."""
-    return 2 if family(config) == "longcat_flash" else 1
+def layers_field(config: Config) -> tuple[str, int]:
+    """The field with the number of layers, and how many attention layers each of them has."""
+    if family(config) == "longcat_flash" and config.get("num_layers"):
+        return "num_layers", 2  # a file may have the attention layers in the usual field
+    return "num_hidden_layers", 1
 
 
 def as_plain(config: Config) -> Config:

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_prefixshare.cli.model import (
-    add_cache_argument,
-    add_shape_arguments,
-    cached_attention_of,
-)
+from vllm_prefixshare.cli.shape import add_cache_argument, add_shape_arguments, cached_attention_of
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.records import Forest, PrefixShareError
 

@@ -1,9 +1,8 @@
 """What a checkpoint's ``config.json`` says about its attention layers."""
 
-import argparse
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from vllm_prefixshare.cli.families import (
     LEFT_OUT,
     OTHER_NAMES,
     as_plain,
-    attentions_a_layer,
     family,
     for_full,
     for_sliding,
@@ -21,17 +19,18 @@ from vllm_prefixshare.cli.families import (
     has_mm_prefix,
     has_sinks,
     latent_rank_field,
+    layers_field,
     own_fields,
     value_field,
 )
-from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.trusted import read_text
 
 #: Largest ``config.json`` that is read, and numbers that no model reaches: a hostile file must not
 #: make a command take all memory.
 MOST_BYTES = 1 << 20
-MOST_HEADS, MOST_LAYERS, MOST_KINDS, MOST_BLOCK_SIZE = 4096, 4096, 64, 1 << 16
+MOST_HEADS, MOST_LAYERS, MOST_KINDS = 4096, 4096, 64
 #: Fields with the number of KV heads, the first of them that vLLM finds.
 KV_HEADS = (
     "n_head_kv",
@@ -40,67 +39,6 @@ KV_HEADS = (
     "multi_query_group_num",
     "num_attention_groups",
 )
-
-
-def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> None:
-    """The attention shape, as a model or as numbers."""
-    command.add_argument("--model", type=Path, help="checkpoint folder (no name on the hub)")
-    command.add_argument("--num-qo-heads", type=int, default=32)
-    command.add_argument("--num-kv-heads", type=int, default=8)
-    command.add_argument("--head-dim", type=int, default=128)
-    command.add_argument("--block-size", type=int, default=block_size)
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-
-
-def add_cache_argument(command: argparse.ArgumentParser) -> None:
-    """The type of the KV cache, under vLLM's name."""
-    command.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        help="as for vLLM, such as fp8; auto: as the model's config.json says",
-    )
-
-
-def attention_of(args: argparse.Namespace) -> AttentionConfig:
-    """The attention shape named by ``--model``, or by its numbers.
-
-    Raises:
-        PrefixShareError: a number is out of range, or the model cannot be read.
-    """
-    if args.block_size > MOST_BLOCK_SIZE:
-        raise PrefixShareError(
-            f"--block-size must be at most {MOST_BLOCK_SIZE}, got {args.block_size}."
-        )
-    if args.model is None:
-        if args.num_qo_heads > MOST_HEADS:
-            raise PrefixShareError(
-                f"--num-qo-heads must be at most {MOST_HEADS}, got {args.num_qo_heads}."
-            )
-        return AttentionConfig(
-            args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
-        )
-    return attention_shape(args.model, read_config(args.model), args.block_size, args.dtype)
-
-
-def cached_attention_of(args: argparse.Namespace) -> AttentionConfig:
-    """``attention_of``, with the KV cache that vLLM would give it under ``--kv-cache-dtype``.
-
-    Raises:
-        PrefixShareError: as ``attention_of``, or no layer with such a cache would be served.
-    """
-    attention = attention_of(args)
-    cache: str = args.kv_cache_dtype
-    if cache == "auto" and args.model is not None:
-        cache = layer_kinds(args.model, read_config(args.model))[0].kv_cache_dtype
-    if cache in ("auto", attention.dtype):
-        return attention
-    if cache not in FP8_CACHES:
-        raise PrefixShareError(
-            f"layers with a KV cache of type {cache} keep vLLM's own backend, so there is nothing "
-            f"to do here: name --kv-cache-dtype {attention.dtype} or fp8."
-        )
-    # vLLM quantises the queries, too
-    return replace(attention, kv_dtype=FP8, query_dtype=FP8)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -288,7 +226,8 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
 
 def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
-    count = _number(config, "num_hidden_layers", MOST_LAYERS) * attentions_a_layer(config)
+    field, attentions = layers_field(config)
+    count = attentions * _number(config, field, MOST_LAYERS)
     # Nemotron-H, for which transformers 5 saves no number
     count = count or min(MOST_LAYERS, len(config.get("layers_block_type") or ()))
     if not count:

@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm_prefixshare.cli.memory import check_room
-from vllm_prefixshare.cli.model import (
-    add_cache_argument,
-    add_shape_arguments,
-    cached_attention_of,
-    read_config,
-)
+from vllm_prefixshare.cli.model import read_config
 from vllm_prefixshare.cli.progress import Progress
+from vllm_prefixshare.cli.shape import add_cache_argument, add_shape_arguments, cached_attention_of
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 

@@ -3,12 +3,24 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from packaging.version import Version
+
 from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.config import DTYPES, FP8, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
     from vllm_prefixshare.integration.support import Engine
+
+
+def installed_release() -> Version | None:
+    """vLLM's, or None if it is not installed."""
+    from vllm_prefixshare.integration.compat import vllm_version
+
+    try:
+        return vllm_version()
+    except PrefixShareError:
+        return None
 
 
 def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:
@@ -68,6 +80,11 @@ def falls_back(layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = 
     return _gpu_refusal(layer, on_cpu is None, engine)
 
 
+def has_late_flash_attention(capability: tuple[int, int]) -> bool:
+    """Whether vLLM takes FlashAttention-3 or 4 on such a GPU, which have sinks and fp8 caches."""
+    return capability in ((9, 0), (10, 0))
+
+
 def falls_back_on(
     layer: LayerKind, capability: tuple[int, int], engine: "Engine | None" = None
 ) -> str | None:
@@ -76,11 +93,11 @@ def falls_back_on(
     Args:
         capability: the GPU's compute capability.
     """
-    flash_attention = {(9, 0): 3, (10, 0): 4}.get(capability, 2)  # vLLM's choice
+    late = has_late_flash_attention(capability)
     checks = (
-        ("fp8" in layer.kv_cache_dtype and flash_attention != 3, "an fp8 KV cache"),
-        (layer.has_sink and flash_attention == 2, "attention sinks"),
-        (layer.use_mla and flash_attention != 3, "multi-head latent attention"),
+        ("fp8" in layer.kv_cache_dtype and not late, "an fp8 KV cache"),
+        (layer.has_sink and not late, "attention sinks"),
+        (layer.use_mla and capability != (9, 0), "multi-head latent attention"),
     )
     here = next((reason for found, reason in checks if found), None)
     return here or falls_back(layer, None, engine)

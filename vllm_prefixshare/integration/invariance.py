@@ -27,9 +27,11 @@ GRAPH_CHOICES = (
 
 
 def wanted() -> bool:
-    """Whether VLLM_BATCH_INVARIANT=1."""
-    from vllm import envs
-
+    """Whether VLLM_BATCH_INVARIANT=1; not where vLLM is not installed."""
+    try:
+        from vllm import envs
+    except ImportError:
+        return False
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 

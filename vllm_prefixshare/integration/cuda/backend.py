@@ -203,8 +203,9 @@ def engine_of(config: Any) -> Engine:
         decode_query_len(config),
         config.parallel_config.decode_context_parallel_size,
         config.model_config.is_hybrid,
+        config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16")
         # not in every release
-        bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
+        and bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
     )
 
 

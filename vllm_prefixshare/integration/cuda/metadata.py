@@ -74,10 +74,10 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         )
         self._first_step: FirstStep | None = None
         if self._executor is not None:
-            if self._window is not None:
-                # FLASH_ATTN looks for a window when it first makes a schedule, but not if it has
+            if getattr(kv_cache_spec, "sliding_window", None) is not None:
+                # FLASH_ATTN looks for windows when it first makes a schedule, but not if it has
                 # built without one before, as for the batch of a graph; then it would make those
-                # of prefills for full attention
+                # of prefills, and of layers with windows, for full attention
                 self.aot_schedule = False
             # under batch_invariant the kernel of a request must not depend on the others
             invariant = self._planner.config.divider == "batch_invariant"

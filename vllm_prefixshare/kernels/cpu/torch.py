@@ -215,7 +215,7 @@ class TorchExecutor(CpuExecutor):
             slot=slot,
         )
 
-    @torch.inference_mode()  # buffers are kept: one that autograd had seen would fail later calls
+    @torch.no_grad()  # buffers are kept: one that autograd had seen would fail later calls
     def _compute(self, t: CpuTensors) -> None:
         # a K cache whose tokens are innermost is read without a transpose
         q, k_cache, v_cache, out, lse, sm_scale, x = t
@@ -394,10 +394,10 @@ class _Buffers:
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """An uninitialised tensor; it holds until ``name`` is taken again."""
-        size = math.prod(shape)
-        flat = self._flat.get(name)
+        size, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != dtype:
-            flat = self._flat[name] = torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # one made in that mode could not be used outside
+                flat = self._flat[name] = torch.empty(size, dtype=dtype)
         return flat[:size].view(shape)
 
 
