@@ -42,7 +42,9 @@ WRITERS = {
     "costs/table.py": {"mkdir"},
     # the file that VLLM_PREFIXSHARE_TRACE or a command names
     "integration/tracing.py": {"os.open", "ftruncate"},
-    "cli/trace.py": {"open for writing"},
+    "cli/trace.py": {"open for writing", "truncate"},
+    # the null device
+    "cli/main.py": {"os.open"},
     "cli/canvas.py": {"write_bytes"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "integration/metrics.py": {
