@@ -86,8 +86,8 @@ def test_an_empty_batch_has_the_width_of_latents():
         ({"kv_lora_rank": 256}, "got 576 and 256"),
         ({"kv_lora_rank": None}, "head_dim must be a multiple of 8 from 64 to 512, got 576"),
         ({"num_kv_heads": 2}, "kv_lora_rank needs one KV head, got num_kv_heads=2"),
-        ({"features": ["sinks"]}, "goes with neither kv_dtype, features nor"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "goes with neither kv_dtype, features nor"),
+        ({"features": ["sinks"]}, "goes with neither features nor"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype and query_dtype must be the same"),
     ],
 )
 def test_shapes_that_are_not_latents_are_refused(options, sentence):

@@ -79,7 +79,7 @@ def test_figures_count_what_a_window_sees():
         ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         (
             {"num_kv_heads": 1, "head_dim": 576, "kv_lora_rank": 512, "sliding_window": 64},
-            "kv_lora_rank goes with neither kv_dtype, features nor sliding_window",
+            "kv_lora_rank goes with neither features nor sliding_window",
         ),
     ],
 )

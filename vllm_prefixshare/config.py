@@ -52,7 +52,7 @@ class AttentionConfig:
 
     dtype: dtype of the output, and of queries and KV cache without one of their own.
     kv_dtype, query_dtype: "float8_e4m3fn", or None for ``dtype``. Queries can only be quantised
-        where the KV cache is.
+        where the KV cache is; with ``kv_lora_rank`` both are, or neither.
     features: the ``FEATURES`` that the layer may ask for.
     sliding_window: tokens that each query sees, its own included; None for all.
     kv_lora_rank: width of the latent in multi-head latent attention, else None. There is one KV
@@ -121,9 +121,12 @@ class AttentionConfig:
             raise PrefixShareError(
                 f"kv_lora_rank needs one KV head, got num_kv_heads={self.num_kv_heads}."
             )
-        if self.kv_dtype is not None or self.features or self.sliding_window is not None:
+        if self.features or self.sliding_window is not None:
+            raise PrefixShareError("kv_lora_rank goes with neither features nor sliding_window.")
+        if self.kv_dtype != self.query_dtype:
             raise PrefixShareError(
-                "kv_lora_rank goes with neither kv_dtype, features nor sliding_window."
+                "with kv_lora_rank, kv_dtype and query_dtype must be the same, got "
+                f"{self.kv_dtype} and {self.query_dtype}."
             )
 
     @property

@@ -67,7 +67,7 @@ class PrefixShareDecodeWrapper:
         kernel: "hopper", "portable" or "auto", on a GPU.
         max_query_len: most query tokens of a request in one step, on a GPU.
         kv_dtype, query_dtype: ``torch.float8_e4m3fn`` where the cache or the queries are
-            quantised.
+            quantised; with ``kv_lora_rank`` both are, or neither.
         features: "sinks", "soft_cap", "alibi": those that a layer's extras may ask for.
         kv_lora_rank: multi-head latent attention after absorption, as in DeepSeek V3: the KV cache
             holds one vector of ``head_dim`` numbers for each token, and its first
