@@ -5,11 +5,14 @@ from dataclasses import replace
 import torch
 
 from tests.batches import PagedBatch, batch_at_boundaries, paged_batch
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 RANK, WIDTH = 512, 576
 #: of the heads before absorption, as in DeepSeek V3
 SCALE = 192**-0.5
+#: of queries and latents of eight bits; a latent has one scale as K and as V
+SCALES = {"q_scale": 1.25, "k_scale": 0.5, "v_scale": 0.5}
 
 
 def latent_batch(heads: int = 4, **shape) -> PagedBatch:
@@ -32,11 +35,17 @@ def latents_at_boundaries(
     return replace(batch, v_cache=batch.k_cache[..., :RANK])
 
 
-def expected(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(batch: PagedBatch) -> PagedBatch:
+    """The same with queries and latents in e4m3."""
+    q, cache = (x.to(torch.float8_e4m3fn) for x in (batch.q, batch.k_cache))
+    return replace(batch, q=q, k_cache=cache, v_cache=cache[..., :RANK])
+
+
+def expected(batch: PagedBatch, extras: LayerExtras = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp in float64."""
     tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
     tensors = batch.q, batch.k_cache, batch.v_cache
-    return reference_attention_and_lse(*tensors, *tables, sm_scale=SCALE)
+    return reference_attention_and_lse(*tensors, *tables, sm_scale=SCALE, extras=extras)
 
 
 def let_scores_rise(

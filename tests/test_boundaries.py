@@ -22,6 +22,7 @@ JIT = {
     "kernels.portable.kernel",
     "kernels.mla_hopper.kernel",
     "kernels.mla_hopper.producer",
+    "kernels.mla_hopper.wide_values",
     "kernels.hopper.arrays",
     "kernels.portable.arrays",
 }
@@ -59,11 +60,16 @@ FLOORS = {
     "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
     "kernels.mla_hopper.kernel": (
         {"kernels.mla_hopper.producer", "kernels.portable.kernel", "kernels.portable.arrays"}
-        | {"kernels.hopper.dependent", "kernels.hopper.gluon_names"},
+        | {"kernels.hopper.dependent", "kernels.hopper.gluon_names"}
+        | {"kernels.mla_hopper.wide_values"},
         {"triton"},
     ),
     "kernels.mla_hopper.producer": (
         {"kernels.portable.kernel", "kernels.portable.arrays", "kernels.hopper.gluon_names"},
+        {"triton"},
+    ),
+    "kernels.mla_hopper.wide_values": (
+        {"kernels.hopper.gluon_names", "kernels.mla_hopper.producer"},
         {"triton"},
     ),
     "costs.profile_cpu": (RUNS | {"costs.lookup", "costs.profile_plans"}, {"numpy", "torch"}),

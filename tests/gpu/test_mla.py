@@ -16,14 +16,18 @@ from tests.gpu.layer import (
     newest_slots,
     poison,
 )
-from tests.mla import RANK, SCALE, WIDTH, let_scores_rise
+from tests.mla import RANK, SCALE, SCALES, WIDTH, let_scores_rise
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.compile import load_cache_write
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.workloads.trees import Workload, tree
 
+FP8 = torch.float8_e4m3fn
+#: tensor cores add up products of eight bits with about 14 bits
+FP8_TOLERANCE = {BF16: 4e-3, FP16: 2e-3}
 pytestmark = [*ON_GPU, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
 
 
@@ -31,23 +35,34 @@ class LatentLayer:
     """The tensors of a workload in one layer with a latent KV cache.
 
     interleaved: blocks lie as far apart as in a cache that holds two layers.
+    fp8: queries and latents are quantised.
     """
 
     def __init__(self, work: Workload, heads: int = 16, dtype: torch.dtype = BF16,
-                 interleaved: bool = False) -> None:  # fmt: skip
+                 interleaved: bool = False, fp8: bool = False) -> None:  # fmt: skip
         torch.manual_seed(0)
         self.work, self.heads, self.dtype = work, heads, dtype
+        self.quantised, self.extras = None, PLAIN
         self.q = torch.randn(work.num_reqs, heads, WIDTH, device=DEVICE).to(dtype)
         shape = work.num_blocks, 1 + interleaved, work.block_size, WIDTH
         self.cache = torch.randn(shape, device=DEVICE).to(dtype)[:, 0]
         self.table = torch.from_numpy(work.block_table).to(DEVICE)
         self.lens = torch.from_numpy(work.seq_lens).to(DEVICE)
+        if fp8:
+            self.quantise()
+
+    def quantise(self) -> None:
+        self.quantised, self.extras = FP8, LayerExtras(**SCALES)
+        shape, strides = self.cache.shape, self.cache.stride()
+        self.q, kept = self.q.to(FP8), self.cache.to(FP8)
+        self.cache = torch.empty_strided(shape, strides, dtype=FP8, device=DEVICE)
+        self.cache.copy_(kept)
 
     def planned(self, **options) -> PrefixShareDecodeWrapper:
         wrapper = PrefixShareDecodeWrapper(
             num_qo_heads=self.heads, num_kv_heads=1, head_dim=WIDTH, kv_lora_rank=RANK,
             block_size=self.work.block_size, dtype=self.dtype, device=DEVICE, sm_scale=SCALE,
-            **options,
+            kv_dtype=self.quantised, query_dtype=self.quantised, **options,
         )  # fmt: skip
         wrapper.plan(self.work.block_table, self.work.seq_lens)
         return wrapper
@@ -57,46 +72,65 @@ class LatentLayer:
         out = torch.full((len(self.q), self.heads, RANK), torch.nan, dtype=self.dtype,
                          device=DEVICE)  # fmt: skip
         tensors = self.q, self.cache, None, self.table, self.lens, out
-        return wrapper.run(*tensors, return_lse=True)
+        return wrapper.run(*tensors, return_lse=True, extras=self.extras)
 
-    def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def check(self, out: torch.Tensor, lse: torch.Tensor, tolerance: float = 0.0) -> None:
         assert out.isfinite().all() and lse.isfinite().all()
         rows = np.unique(np.linspace(0, self.work.num_reqs - 1, 12).astype(int)).tolist()
         caches = self.cache[:, :, None], self.cache[:, :, None, :RANK]
         batch = self.table[rows], self.lens[rows]
         wanted, wanted_lse = reference_attention_and_lse(
-            self.q[rows], *caches, *batch, sm_scale=SCALE
-        )
+            _numbers(self.q)[rows], *map(_numbers, caches), *batch, sm_scale=SCALE,
+            extras=self.extras,
+        )  # fmt: skip
         error = (out[rows] - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-        assert error.max() < TOLERANCE[self.dtype]
+        assert error.max() < (
+            tolerance or (FP8_TOLERANCE if self.quantised else TOLERANCE)[self.dtype]
+        )
         torch.testing.assert_close(lse[rows].double(), wanted_lse, rtol=0, atol=2e-2)
 
 
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in 16 bits: torch cannot index the narrower type."""
+    return x.half() if x.element_size() == 1 else x
+
+
+FP8_TOO = pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
+
+
+@FP8_TOO
 @pytest.mark.parametrize("heads", [8, 16, 24, 64, 128])
 @pytest.mark.parametrize("spec", ["1,64_4096,128", "1,8,64_1024,200,128", "9_17", "3_4096"])
-def test_matches_float64(heads, spec):
-    layer = LatentLayer(tree(spec, 64), heads)
+def test_matches_float64(heads, spec, fp8):
+    layer = LatentLayer(tree(spec, 64), heads, fp8=fp8)
     layer.check(*layer.run(layer.planned()))
 
 
+@FP8_TOO
 @pytest.mark.parametrize("heads", [8, 16, 24])
-def test_maxima_that_rise_late(heads):
+def test_maxima_that_rise_late(heads, fp8):
     layer = LatentLayer(tree("1,64_4096,128", 64), heads)
     let_scores_rise(layer.q, layer.cache, layer.table, layer.lens)
-    layer.check(*layer.run(layer.planned()))
+    if fp8:
+        layer.q[..., -1] /= 16
+        layer.quantise()
+    # the scores are larger, up to 20
+    layer.check(*layer.run(layer.planned()), tolerance=1e-2 if fp8 else 0.0)
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(16, FP16), (32, BF16), (128, FP16)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_block_sizes_types_and_strides(block_size, dtype, interleaved):
-    layer = LatentLayer(tree("1,4,16_1024,256,150", block_size), 8, dtype, interleaved)
+@FP8_TOO
+def test_block_sizes_types_and_strides(block_size, dtype, interleaved, fp8):
+    layer = LatentLayer(tree("1,4,16_1024,256,150", block_size), 8, dtype, interleaved, fp8)
     layer.check(*layer.run(layer.planned()))
 
 
 @pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_every_length_at_a_boundary(block_size, heads):
-    layer = LatentLayer(at_boundaries(block_size), heads)
+@FP8_TOO
+def test_every_length_at_a_boundary(block_size, heads, fp8):
+    layer = LatentLayer(at_boundaries(block_size), heads, fp8=fp8)
     wrapper = layer.planned(divider="deft_node")
     assert wrapper.stats().share_factor > 1
     layer.check(*layer.run(wrapper))
@@ -108,8 +142,9 @@ def test_the_plans_of_other_dividers(divider):
     layer.check(*layer.run(layer.planned(divider=divider)))
 
 
-def test_one_graph_serves_sequences_that_grow():
-    layer = LatentLayer(tree("1,8,64_1024,256,250", 64, spare=128))
+@FP8_TOO
+def test_one_graph_serves_sequences_that_grow(fp8):
+    layer = LatentLayer(tree("1,8,64_1024,256,250", 64, spare=128), fp8=fp8)
     wrapper = layer.planned()
     graph, result = capture(lambda: layer.run(wrapper))
     for _ in range(3):

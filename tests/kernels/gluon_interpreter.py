@@ -286,7 +286,9 @@ def _plain(argument):
     return TensorDescriptor(x.base, list(x.shape), list(x.strides), list(x.block_shape))
 
 
-def load_kernel(package: str, folder: Path, modules=("producer", "kernel")) -> InterpretedKernel:
+def load_kernel(
+    package: str, folder: Path, modules=("producer", "wide_values", "kernel")
+) -> InterpretedKernel:
     """``partial_attention`` of the last of a package's modules of Gluon kernels. Copies are
     written to ``folder``: the interpreter knows compile-time arguments by name.
     """

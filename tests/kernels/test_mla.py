@@ -12,10 +12,20 @@ import pytest
 import torch
 
 from tests.batches import PagedBatch
-from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch, let_scores_rise
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from tests.mla import (
+    RANK,
+    SCALE,
+    SCALES,
+    WIDTH,
+    expected,
+    latent_batch,
+    let_scores_rise,
+    quantised,
+)
+from vllm_prefixshare.config import FP8, AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras, checked_extras
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.mla_hopper import launch as hopper
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
@@ -38,12 +48,20 @@ class Latents:
     batch: PagedBatch
     divider: str = "depth_first"
     workers: int = 3
+    dtype: torch.dtype | None = None  # of outputs; None for that of the queries
 
     def __post_init__(self) -> None:
         b, heads = self.batch, self.batch.q.shape[1]
-        name = str(b.q.dtype).removeprefix("torch.")
+        of_cache = None if self.dtype is None else FP8
+        self.dtype = self.dtype or b.q.dtype
+        name = str(self.dtype).removeprefix("torch.")
         size = b.k_cache.shape[1]
-        attention = AttentionConfig(heads, 1, WIDTH, size, name, kv_lora_rank=RANK)
+        attention = AttentionConfig(
+            heads, 1, WIDTH, size, name, of_cache, of_cache, kv_lora_rank=RANK
+        )
+        self.extras = PLAIN
+        if of_cache:
+            self.extras = checked_extras(LayerExtras(**SCALES), attention, DEVICE)
         config = PlannerConfig(
             divider=self.divider,
             num_workers=self.workers,
@@ -62,17 +80,18 @@ class Latents:
         shape = self.plan.num_partials, heads, RANK
         partial_out = torch.full(shape, torch.nan, device=DEVICE)
         partial_lse = torch.full(shape[:2], torch.nan, device=DEVICE)
-        out = torch.full((len(q), heads, RANK), torch.nan, dtype=q.dtype, device=DEVICE)
+        out = torch.full((len(q), heads, RANK), torch.nan, dtype=self.dtype, device=DEVICE)
         lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
         t = Tensors(
-            q, cache, cache[..., :RANK], table, lens, None, None, partial_out, partial_lse, out, lse
-        )
+            q, cache, cache[..., :RANK], table, lens, None, None,
+            partial_out, partial_lse, out, lse, self.extras,
+        )  # fmt: skip
         if not torch.cuda.is_available():
             launch_before.writes(q)
         hopper.latent_partial_attention(self.workers, self.arrays, t, SCALE)
         merge_states(self.arrays["merge_indptr"], partial_out, partial_lse, out, out_lse=lse)
-        wanted, wanted_lse = expected(b)
-        assert relative_error(out.cpu(), wanted) < TOLERANCE[q.dtype]
+        wanted, wanted_lse = expected(b, LayerExtras(**SCALES) if self.extras != PLAIN else PLAIN)
+        assert relative_error(out.cpu(), wanted) < TOLERANCE[self.dtype]
         torch.testing.assert_close(lse.cpu().double(), wanted_lse, rtol=0, atol=1e-2)
 
 
@@ -100,6 +119,46 @@ def test_the_hopper_kernel(heads, dtype, divider, block_size):
     latents = Latents(batch, divider)
     assert not len(latents.arrays["run_row"])
     latents.check()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "block_size", "documents", "workers"),
+    [
+        (16, torch.float16, 64, 1, 3),
+        (24, torch.float16, 16, 1, 2),
+        (72, torch.bfloat16, 8, 1, 3),  # two chunks of rows
+        (32, torch.float16, 64, 2, 1),  # one worker has all tiles
+    ],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_a_quantised_cache(heads, dtype, block_size, documents, workers):
+    shape = {"documents": documents, "requests": 3, "document_blocks": 3, "private_blocks": 2}
+    batch = latent_batch(heads, dtype=torch.float16, block_size=block_size, **shape)
+    batch.q *= torch.linspace(0.2, 4, heads)[None, :, None]
+    Latents(quantised(batch), workers=workers, dtype=dtype).check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_every_number_of_eight_bits_is_read_as_it_is():
+    """One token a request, so that the output is its latent."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 0x7F) != 0x7F]  # all but the two NaN values
+    batch = quantised(latent_batch(1, documents=1, requests=2, dtype=torch.float16))
+    batch.block_table = np.arange(2, dtype=np.int32)[:, None]
+    batch.seq_lens = np.ones(2, np.int32)
+    for number in range(2):
+        token = batch.k_cache[number, 0, 0].view(torch.uint8)
+        token[:] = 0
+        token[:254] = numbers.roll(number)
+    Latents(batch, dtype=torch.float16).check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_maxima_that_rise_late_over_a_quantised_cache():
+    shape = {"documents": 1, "requests": 3, "document_blocks": 3, "private_blocks": 2}
+    b = latent_batch(16, dtype=torch.float16, block_size=64, **shape)
+    let_scores_rise(b.q, b.k_cache, b.block_table, b.seq_lens)
+    Latents(quantised(b), workers=1, dtype=torch.float16).check()
 
 
 @pytest.mark.usefixtures("interpreted")

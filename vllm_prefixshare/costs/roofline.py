@@ -21,7 +21,7 @@ class Roofline:
     figures are those of one thread block. rows_of_all: query rows that every tile multiplies,
     used or not; None for as many as it has. quantised_flops: what flops_per_us is multiplied by
     for an 8-bit KV cache: its plans were fastest where arithmetic had this price, next to the
-    memory of a cache of half the bytes (docs/kernel-notes.md).
+    memory of a cache of half the bytes; with latents, what was measured (docs/kernel-notes.md).
     """
 
     launch_us: float
@@ -43,7 +43,9 @@ ROOFLINES = {
     # one of two thread blocks of the portable kernel on a multiprocessor
     "portable": Roofline(3.0, 1.9e4, 2.1e4, 1.5e6, 1.5e6, 5.0, one_head=True, rows_of_all=64),
     # one latent serves all heads, so arithmetic decides; plans by measured prices were no faster
-    "mla_hopper": Roofline(5.0, 3.3e4, 4.4e4, 4.4e6, 4.4e6, 5.0, one_head=True, rows_of_all=64),
+    "mla_hopper": Roofline(
+        5.0, 3.3e4, 4.4e4, 4.4e6, 4.4e6, 5.0, one_head=True, rows_of_all=64, quantised_flops=0.92
+    ),
 }
 
 

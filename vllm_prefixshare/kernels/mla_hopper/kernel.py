@@ -12,6 +12,10 @@ memory. So one is at its softmax while the other multiplies, and the queries are
 tokens: the "seesaw" schedule of FlashMLA.
 
 The weights of a KV tile take the place of the rotated part of its keys.
+
+A quantised (e4m3) cache is multiplied as it is with quantised queries, but as V, for which two more
+warps widen the latent to float16 (``wide_values``). There is room for two KV tiles as they are and
+three wide halves; the weights are float16 then, and have a place of their own.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,17 +33,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from vllm_prefixshare.kernels.hopper.dependent import launch_merging, wait_for_launch_before
 from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.mla_hopper.producer import (
+    ADDED,
     BARRIERS,
+    COPIED,
     FREE,
     LEFT,
     MASK,
     NEEDS,
     QUERIES,
+    READ,
     SUMS,
     WEIGHTS,
     ZEROS,
     produce,
+    word,
 )
+from vllm_prefixshare.kernels.mla_hopper.wide_values import WIDE_HALVES, WIDE_WARPS, widen
 from vllm_prefixshare.kernels.portable.kernel import LN2, NUM_REQS, WORDS
 
 MASKED = gl.constexpr(-1e30)
@@ -49,41 +58,58 @@ LOWEST = gl.constexpr(-1e20)
 
 
 @gluon.jit
-def _word(meta, i):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(meta.index(i).load(ONE), 0)
+def _place_of_values(STAGE: gl.constexpr, HALF: gl.constexpr, uses, before, FP8: gl.constexpr):
+    """Place of one half of the columns of a KV tile, and the parity of its use.
+
+    uses, before: earlier KV tiles, of this stage and in all.
+    """
+    if FP8:
+        number = 2 * before + (STAGE != HALF)  # of the half, in the order in which they are widened
+        return number % WIDE_HALVES, (number // WIDE_HALVES) & 1
+    else:
+        return 2 * STAGE + HALF, uses & 1
 
 
 @gluon.jit
-def _start_scores(HALF: gl.constexpr, operands, bars, uses, zero):
-    """Start the product of the queries and the KV tile of stage ``HALF``, its ``uses``-th."""
-    q_smem, kv_smem, rope_smem = operands
-    OWN: gl.constexpr = 2 * HALF + HALF
-    OTHER: gl.constexpr = 2 * HALF + 1 - HALF
+def _start_scores(HALF: gl.constexpr, operands, bars, uses, before, zero, FP8: gl.constexpr):
+    """Start the product of the queries and the KV tile of stage ``HALF``; the others as in
+    ``_place_of_values``.
+    """
+    queries, keys, _, _ = operands
+    q_smem, rope_q = queries
+    k_smem, rope_k = keys
     # Zero, which the compiler must not know: it would compute the descriptors of all operands
     # before the loop, and spill them.
     z = uses >> 30
-    mbarrier.wait(bars.index(OWN), uses & 1)
-    s = warpgroup_mma(q_smem.index(HALF + z), kv_smem.index(OWN + z).permute((1, 0)), zero,
-                      use_acc=False, is_async=True)
-    mbarrier.wait(bars.index(OTHER), uses & 1)
-    s = warpgroup_mma(rope_smem.index(2 + z), rope_smem.index(HALF + z).permute((1, 0)), s,
-                      is_async=True)
-    return warpgroup_mma(q_smem.index(1 - HALF + z), kv_smem.index(OTHER + z).permute((1, 0)), s,
-                         is_async=True)
+    tile = before % 2 if FP8 else HALF
+    if FP8:
+        mbarrier.wait(bars.index(COPIED + tile), (before // 2) & 1)
+    else:
+        mbarrier.wait(bars.index(2 * HALF + HALF), uses & 1)
+    s = warpgroup_mma(q_smem.index(HALF + z), k_smem.index(2 * tile + HALF + z).permute((1, 0)),
+                      zero, use_acc=False, is_async=True)
+    if not FP8:
+        mbarrier.wait(bars.index(2 * HALF + 1 - HALF), uses & 1)
+    s = warpgroup_mma(rope_q.index(z), rope_k.index(tile + z).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(q_smem.index(1 - HALF + z),
+                         k_smem.index(2 * tile + 1 - HALF + z).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
-def _weigh(HALF: gl.constexpr, operands, notes, bars, s, m, row_s, qk_scale, dtype: gl.constexpr,
-           S: gl.constexpr):
+def _weigh(HALF: gl.constexpr, operands, notes, bars, uses, before, s, m, row_s, qk_scale,
+           FP8: gl.constexpr, S: gl.constexpr):
     """Weights of the KV tile of stage ``HALF`` from its scores: handed to the other warpgroup, and
     returned with their sums, the running maximum and the factor of what was summed up before.
     """
-    _, kv_smem, rope_smem = operands
+    _, _, v_smem, p_smem = operands
     spans, words, maxima = notes
-    needs = _word(words, HALF * 32 + NEEDS)
+    noted = before % 4 if FP8 else HALF
+    needs = word(words, noted * 32 + NEEDS)
+    if FP8:
+        barrier()  # every warp has read the keys
+        mbarrier.arrive(bars.index(READ + before % 2), count=1)
     if (needs & MASK) != 0:
-        seen_by = spans.index(HALF).load(gl.SliceLayout(0, S))
+        seen_by = spans.index(noted).load(gl.SliceLayout(0, S))
         begin = seen_by & 0xFFFF
         # one comparison: rows before the first wrap around
         reads = (row_s[:, None] - begin[None, :]).to(gl.uint32, bitcast=True)
@@ -91,16 +117,20 @@ def _weigh(HALF: gl.constexpr, operands, notes, bars, s, m, row_s, qk_scale, dty
         s = gl.where(reads, s, MASKED)
     m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
     p = gl.exp2(s * qk_scale - m_new[:, None])
-    weights = p.to(dtype)
-    barrier()  # every warp has read the rotated part of the keys
-    rope_smem.index(HALF).store(weights)
+    weights = p.to(p_smem.dtype)
+    if FP8:
+        mbarrier.wait(bars.index(ADDED + HALF), (uses & 1) ^ 1)
+    else:
+        barrier()  # every warp has read the rotated part of the keys
+    p_smem.index(HALF).store(weights)
     maxima.index(HALF).store(m_new)
-    if (needs & ZEROS) != 0:  # a weight of zero would not hide an unused slot that holds NaN
+    # a weight of zero would not hide an unused slot that holds NaN
+    if not FP8 and (needs & ZEROS) != 0:
         ROW: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         for i in gl.static_range(4):
             of = spans.index(HALF).slice(i * 16, 16, 0).load(gl.SliceLayout(1, ROW))
             for h in gl.static_range(2):
-                rows = kv_smem.index(2 * HALF + h).slice(i * 16, 16, 0)
+                rows = v_smem.index(2 * HALF + h).slice(i * 16, 16, 0)
                 rows.store(gl.where((of != 0)[:, None], rows.load(ROW), 0.0))
     fence_async_shared()
     barrier()
@@ -109,59 +139,68 @@ def _weigh(HALF: gl.constexpr, operands, notes, bars, s, m, row_s, qk_scale, dty
 
 
 @gluon.jit
-def _add_own(HALF: gl.constexpr, operands, bars, uses, weights, alpha, acc,
-             O: gl.constexpr):  # noqa: E741
+def _add_own(HALF: gl.constexpr, operands, bars, uses, before, weights, alpha, acc,
+             FP8: gl.constexpr, O: gl.constexpr):  # noqa: E741
     """Scale the sums, and add the product of a warpgroup's own weights."""
-    _, kv_smem, _ = operands
+    _, _, v_smem, _ = operands
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    v = kv_smem.index(2 * HALF + HALF + (uses >> 30))
+    place, parity = _place_of_values(HALF, HALF, uses, before, FP8)
+    if FP8:
+        mbarrier.wait(bars.index(place), parity)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    acc = warpgroup_mma(gl.convert_layout(weights, P), v, acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(weights, P), v_smem.index(place + (uses >> 30)), acc,
+                        is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
     barrier()  # every warp has read its operands
-    mbarrier.arrive(bars.index(FREE + 2 * HALF + HALF), count=1)
+    mbarrier.arrive(bars.index(FREE + place), count=1)
     return acc
 
 
 @gluon.jit
-def _start_adding_others(HALF: gl.constexpr, operands, notes, bars, uses, m, total, acc,
-                         S: gl.constexpr, O: gl.constexpr):  # noqa: E741
+def _start_adding_others(HALF: gl.constexpr, operands, notes, bars, uses, before, m, total, acc,
+                         FP8: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # noqa: E741
     """Scale the sums, and start the product of the other warpgroup's weights."""
-    _, kv_smem, rope_smem = operands
+    _, _, v_smem, p_smem = operands
     _, _, maxima = notes
     OTHER: gl.constexpr = 1 - HALF
     z = uses >> 30
+    place, parity = _place_of_values(OTHER, HALF, uses, before, FP8)
     mbarrier.wait(bars.index(WEIGHTS + OTHER), uses & 1)
+    if FP8:
+        mbarrier.wait(bars.index(place), parity)
     m_new = maxima.index(OTHER).load(gl.SliceLayout(1, S))
     alpha = gl.exp2(m - m_new)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    acc = warpgroup_mma(rope_smem.index(OTHER + z), kv_smem.index(2 * OTHER + HALF + z), acc,
-                        is_async=True)
+    acc = warpgroup_mma(p_smem.index(OTHER + z), v_smem.index(place + z), acc, is_async=True)
     return acc, m_new, total * alpha
 
 
 @gluon.jit
-def _added_others(HALF: gl.constexpr, bars, acc):
-    """Wait for that product, and release its half of the KV tile."""
+def _added_others(HALF: gl.constexpr, bars, uses, before, acc, FP8: gl.constexpr):
+    """Wait for that product, and release its half of the KV tile and its weights."""
     acc = warpgroup_mma_wait(0, [acc])
     barrier()  # every warp has read its operands
-    mbarrier.arrive(bars.index(FREE + 2 * (1 - HALF) + HALF), count=1)
+    place, _ = _place_of_values(1 - HALF, HALF, uses, before, FP8)
+    mbarrier.arrive(bars.index(FREE + place), count=1)
+    if FP8:
+        mbarrier.arrive(bars.index(ADDED + 1 - HALF), count=1)
     return acc
 
 
 @gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
               CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, ROWS: gl.constexpr,
-              KV_TILE: gl.constexpr, ROOM: gl.constexpr):
+              KV_TILE: gl.constexpr, ROOM: gl.constexpr, FP8: gl.constexpr):
     """Scores of every second KV tile, and one half of the output's columns."""
-    q, partial_out, partial_lse, out, out_lse, stride_q, stride_out = io
+    q, partial_out, partial_lse, out, out_lse, stride_q, stride_out, v_scale = io
     work_indptr, tile_info, slot_row, slot_partial = plan
     operands, notes, sums, bars = smem
-    q_smem, _, rope_smem = operands
+    queries, _, _, _ = operands
+    q_smem, rope_q = queries
     _, words, _ = notes
     D: gl.constexpr = LATENT // 2
     OTHER: gl.constexpr = 1 - HALF
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 32 if FP8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O)
@@ -200,7 +239,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
             at_r = of.to(gl.int64) * stride_q + row_r % HEADS * (LATENT + ROPE)
             at_r = q + gl.multiple_of(at_r, 8)[:, None]
             at_r = at_r + dim_r[None, :]
-            rope_smem.index(2).store(gl.load(at_r, mask=there_r[:, None], other=0.0))
+            rope_q.index(0).store(gl.load(at_r, mask=there_r[:, None], other=0.0))
         fence_async_shared()
         barrier()
         mbarrier.arrive(bars.index(QUERIES), count=1)
@@ -210,39 +249,48 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         m = gl.full([ROWS], LOWEST, gl.float32, S_ROW)
         total = gl.zeros([ROWS], gl.float32, S_ROW)
         left = 3  # KV tiles from here on; two are walked at a time
+        if HALF == 1 and FP8:  # later the KV tile two before says it
+            place, parity = _place_of_values(0, 1, other_uses, own_uses + other_uses, FP8)
+            mbarrier.wait(bars.index(place), parity)
+            left = 2 + word(words, 32 * ((own_uses + other_uses) % 4) + LEFT)
         while left > 2:
+            before = own_uses + other_uses
             if HALF == 0:
-                s = _start_scores(HALF, operands, bars, own_uses, zero)
-                left = _word(words, LEFT)
+                s = _start_scores(HALF, operands, bars, own_uses, before, zero, FP8)
+                left = word(words, 32 * (before % 4 if FP8 else 0) + LEFT)
                 s = warpgroup_mma_wait(0, [s])
-                p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, s, m, row_s,
-                                              qk_scale, dtype, S)
+                p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, own_uses, before, s, m,
+                                              row_s, qk_scale, FP8, S)
                 total = total * alpha + total_p
-                acc = _add_own(HALF, operands, bars, own_uses, p, alpha, acc, O)
+                acc = _add_own(HALF, operands, bars, own_uses, before, p, alpha, acc, FP8, O)
                 own_uses += 1
                 if left > 1:
-                    acc, m, total = _start_adding_others(
-                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
-                    acc = _added_others(HALF, bars, acc)
+                    acc, m, total = _start_adding_others(HALF, operands, notes, bars, other_uses,
+                                                         before + 1, m, total, acc, FP8, S, O)
+                    acc = _added_others(HALF, bars, other_uses, before + 1, acc, FP8)
                     other_uses += 1
             else:
-                mbarrier.wait(bars.index(2 * OTHER + HALF), other_uses & 1)
-                left = _word(words, 32 * OTHER + LEFT)
+                if FP8:
+                    left -= 2
+                else:
+                    mbarrier.wait(bars.index(2 * OTHER + HALF), other_uses & 1)
+                    left = word(words, 32 * OTHER + LEFT)
                 if left > 1:
-                    s = _start_scores(HALF, operands, bars, own_uses, zero)
-                    acc, m, total = _start_adding_others(
-                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
+                    s = _start_scores(HALF, operands, bars, own_uses, before + 1, zero, FP8)
+                    acc, m, total = _start_adding_others(HALF, operands, notes, bars, other_uses,
+                                                         before, m, total, acc, FP8, S, O)
                     s = warpgroup_mma_wait(1, [s])
-                    p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, s, m, row_s,
-                                                  qk_scale, dtype, S)
-                    acc = _added_others(HALF, bars, acc)
+                    p, total_p, m, alpha = _weigh(HALF, operands, notes, bars, own_uses, before + 1,
+                                                  s, m, row_s, qk_scale, FP8, S)
+                    acc = _added_others(HALF, bars, other_uses, before, acc, FP8)
                     total = total * alpha + total_p
-                    acc = _add_own(HALF, operands, bars, own_uses, p, alpha, acc, O)
+                    acc = _add_own(HALF, operands, bars, own_uses, before + 1, p, alpha, acc, FP8,
+                                   O)
                     own_uses += 1
                 else:
-                    acc, m, total = _start_adding_others(
-                        HALF, operands, notes, bars, other_uses, m, total, acc, S, O)
-                    acc = _added_others(HALF, bars, acc)
+                    acc, m, total = _start_adding_others(HALF, operands, notes, bars, other_uses,
+                                                         before, m, total, acc, FP8, S, O)
+                    acc = _added_others(HALF, bars, other_uses, before, acc, FP8)
                 other_uses += 1
 
         launch_merging(number + 1 == end)
@@ -253,7 +301,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         total += sums.index(OTHER).load(S_ROW)
         seen = total > 0
         lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
-        acc = acc * gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), O_ROW)[:, None]
+        inverse = 1.0 / total
+        if FP8:
+            inverse *= gl.load(v_scale)
+        acc = acc * gl.convert_layout(gl.where(seen, inverse, 0.0), O_ROW)[:, None]
         # looked up again: loads cost less than registers
         there_o = row_o < num_rows
         request_o = gl.load(slot_row + slots + row_o // HEADS, mask=there_o, other=0).to(gl.int64)
@@ -278,54 +329,81 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
 def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_info, slot_row,
                       slot_partial, slot_end, part_row, part_pos, part_readers, partial_out,
                       partial_lse, out, out_lse, block_rows, stride_table, stride_q, stride_out,
-                      qk_scale, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
-                      BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, CHUNKS: gl.constexpr,
-                      ROWS: gl.constexpr, KV_TILE: gl.constexpr,
-                      ROOM: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
+                      qk_scale, q_scale, k_scale, v_scale, HEADS: gl.constexpr,
+                      LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+                      UNIT: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl.constexpr,
+                      KV_TILE: gl.constexpr, ROOM: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+                      PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS`` thread blocks; more heads than a tile has rows are walked in
     chunks.
 
     halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens
     and half of the latent, or the rotated part.
-    out_lse: as ``out`` without its last dimension; without it Triton makes another binary.
+    out_lse: as ``out`` without its last dimension. q_scale, k_scale, v_scale: float32 ``[1]`` where
+    queries and cache are e4m3. For each that is None Triton makes a binary without it.
     """
     wait_for_launch_before()
-    dtype: gl.constexpr = out.dtype.element_ty
+    FP8: gl.constexpr = v_scale is not None
+    dtype: gl.constexpr = q.dtype.element_ty
+    ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
     D: gl.constexpr = LATENT // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=16, rank=2
+        swizzle_byte_width=128, element_bitwidth=8 * ITEM, rank=2
+    )
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=ROPE * ITEM, element_bitwidth=8 * ITEM, rank=2
     )
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)
-    kv_smem = gl.allocate_shared_memory(dtype, [4, KV_TILE, D], SHARED)  # by stage and half
-    # by stage, and that of the queries
-    rope_smem = gl.allocate_shared_memory(dtype, [3, KV_TILE, ROPE], SHARED)
-    spans_of = gl.allocate_shared_memory(gl.int32, [4, 32], PLAIN)
-    spans = reinterpret(spans_of, gl.int32, [2, KV_TILE], PLAIN)
-    meta = gl.allocate_shared_memory(gl.int32, [2, 32], PLAIN)
-    words = reinterpret(meta, gl.int32, [64, 1], PLAIN)
+    rope_q = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], NARROW)
+    k_smem = gl.allocate_shared_memory(dtype, [4, KV_TILE, D], SHARED)  # by stage and half
+    rope_k = gl.allocate_shared_memory(dtype, [2, KV_TILE, ROPE], NARROW)
+    v_smem = k_smem
+    p_smem = rope_k
+    if FP8:
+        WIDE: gl.constexpr = gl.NVMMASharedLayout(
+            swizzle_byte_width=128, element_bitwidth=16, rank=2
+        )
+        v_smem = gl.allocate_shared_memory(gl.float16, [WIDE_HALVES, KV_TILE, D], WIDE)
+        p_smem = gl.allocate_shared_memory(gl.float16, [2, ROWS, KV_TILE], WIDE)
+        qk_scale *= gl.load(q_scale) * gl.load(k_scale)
+    NOTES: gl.constexpr = 4 if FP8 else 2  # KV tiles that are described
+    spans_of = gl.allocate_shared_memory(gl.int32, [2 * NOTES, 32], PLAIN)
+    spans = reinterpret(spans_of, gl.int32, [NOTES, KV_TILE], PLAIN)
+    meta = gl.allocate_shared_memory(gl.int32, [NOTES, 32], PLAIN)
+    words = reinterpret(meta, gl.int32, [NOTES * 32, 1], PLAIN)
     maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
     sums = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(QUERIES):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=WIDE_WARPS if FP8 and i < FREE else 1)
     mbarrier.init(bars.index(QUERIES), count=2)
     mbarrier.init(bars.index(SUMS), count=2)
+    if FP8:
+        for i in gl.static_range(2):
+            mbarrier.init(bars.index(COPIED + i), count=1)
+            mbarrier.init(bars.index(ADDED + i), count=1)
+            # by the tile's consumer and the warps that widen
+            mbarrier.init(bars.index(READ + i), count=1 + WIDE_WARPS)
     fence_async_shared()
-    io = (q, partial_out, partial_lse, out, out_lse, stride_q, stride_out)
+    io = (q, partial_out, partial_lse, out, out_lse, stride_q, stride_out, v_scale)
     plan = (work_indptr, tile_info, slot_row, slot_partial)
-    smem = ((q_smem, kv_smem, rope_smem), (spans, words, maxima), sums, bars)
+    notes = (spans, words, maxima)
+    smem = (((q_smem, rope_q), (k_smem, rope_k), v_smem, p_smem), notes, sums, bars)
+    WORKERS: gl.constexpr = 2 + WIDE_WARPS if FP8 else 2  # partitions beside the first
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         ROOM)),
+                         ROOM, FP8)),
             (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         ROOM)),
+                         ROOM, FP8)),
             (produce, (halves, rope, block_table, seq_lens, work_indptr, tile_info, slot_row,
                        slot_end, part_row, part_pos, part_readers, stride_table, block_rows,
-                       kv_smem, rope_smem, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
-                       BLOCK_SIZE, UNIT, KV_TILE, ROOM)),
-        ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
+                       k_smem, rope_k, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
+                       BLOCK_SIZE, UNIT, KV_TILE, ROOM, FP8)),
+            (widen, (0, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
+            (widen, (1, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
+        ][: 1 + WORKERS],
+        [4, 1, 1, 1][:WORKERS],
+        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS][:WORKERS],
     )

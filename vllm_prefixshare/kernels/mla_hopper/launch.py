@@ -1,5 +1,6 @@
 """Launching the Hopper kernel for latent KV caches, and the limits of its plans."""
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -21,8 +22,6 @@ from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
 TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
-#: of a box of the cache in shared memory
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def requests_of_a_tile(num_heads: int) -> int:
@@ -62,9 +61,21 @@ def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, 
             "tokens 16-byte aligned, and blocks whole tokens apart."
         )
     shape = [(num_blocks - 1) * (block // token) + block_size, width]
-    halves = TensorDescriptor(cache, shape, [token, 1], [unit, rank // 2], LAYOUT)
-    rope = TensorDescriptor(cache, shape, [token, 1], [unit, width - rank], LAYOUT)
+    halves, rope = (
+        TensorDescriptor(
+            cache, shape, [token, 1], [unit, columns], _layout(columns, cache.element_size())
+        )
+        for columns in (rank // 2, width - rank)
+    )
     return block // token, halves, rope
+
+
+@functools.cache
+def _layout(columns: int, item: int) -> gl.NVMMASharedLayout:
+    """Of a box of the cache in shared memory."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, columns * item), element_bitwidth=8 * item, rank=2
+    )
 
 
 def latent_partial_attention(
@@ -93,7 +104,7 @@ def latent_partial_attention(
         arrays.slot_end, arrays.part_row, arrays.part_pos, arrays.part_readers,
         t.partial_out, t.partial_lse, t.out, t.out_lse,
         block_rows, t.block_table.stride(0), t.q.stride(0), t.out.stride(0),
-        sm_scale * LOG2E,
+        sm_scale * LOG2E, t.extras.q_scale, t.extras.k_scale, t.extras.v_scale,
         HEADS=num_heads,
         LATENT=rank,
         ROPE=width - rank,

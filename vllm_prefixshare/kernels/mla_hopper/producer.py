@@ -6,6 +6,8 @@ part, so that a batch of KV tiles is known before it is copied.
 A KV tile is copied by TMA in two halves of columns, each of which has barriers of its own. The
 rotated part of the keys comes with the half that the other consumer multiplies with its weights,
 because the weights take its place.
+
+A KV tile of a quantised cache is copied as a whole, to one of two places.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,12 +33,25 @@ FREE = gl.constexpr(4)
 WEIGHTS = gl.constexpr(8)
 QUERIES = gl.constexpr(10)
 SUMS = gl.constexpr(11)
-BARRIERS = gl.constexpr(12)
+# Of a quantised cache halves that are filled have wide numbers, and come in the order in which they
+# are widened. A KV tile was copied, and was read; weights were added by the other consumer, by
+# stage.
+COPIED = gl.constexpr(12)
+READ = gl.constexpr(14)
+ADDED = gl.constexpr(16)
+BARRIERS = gl.constexpr(18)
 # words that describe a KV tile: how many the work tile has from here on, and what it needs
 LEFT = gl.constexpr(0)
 NEEDS = gl.constexpr(1)
 MASK = gl.constexpr(1)  # some row does not read some token
 ZEROS = gl.constexpr(2)  # some token is past the end of its request
+
+
+@gluon.jit
+def word(words, i, WARPS: gl.constexpr = 4):
+    """Word ``i`` of what describes the KV tiles of both stages."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(words.index(i).load(ONE), 0)
 
 
 @gluon.jit
@@ -84,7 +99,7 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
             part_pos, part_readers, stride_table, block_rows, kv_smem, rope_smem, spans, meta, bars,
             HEADS: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, KV_TILE: gl.constexpr,
-            ROOM: gl.constexpr):
+            ROOM: gl.constexpr, FP8: gl.constexpr):
     """Copy the KV tiles of the worker's work tiles."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOTS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -125,31 +140,48 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                 # the half that the stage's own consumer multiplies is free first
                 own = 2 * stage + stage
                 other = 2 * stage + 1 - stage
-                mbarrier.wait(bars.index(FREE + own), phase ^ 1)
-                mbarrier.expect(bars.index(own), KV_TILE * HALF * 2)
-                for j in gl.static_range(PARTS):
-                    row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
-                    async_load(halves, [row, stage * HALF], bars.index(own),
-                               kv_smem.index(own).slice(j * UNIT, UNIT, 0))
-                mbarrier.wait(bars.index(FREE + other), phase ^ 1)
+                before = uses_0 + uses_1 + n  # KV tiles in all
+                place = before % 2
+                if FP8:
+                    mbarrier.wait(bars.index(READ + place), ((before // 2) & 1) ^ 1)
+                else:
+                    mbarrier.wait(bars.index(FREE + own), phase ^ 1)
+                    mbarrier.expect(bars.index(own), KV_TILE * HALF * 2)
+                    for j in gl.static_range(PARTS):
+                        row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
+                        async_load(halves, [row, stage * HALF], bars.index(own),
+                                   kv_smem.index(own).slice(j * UNIT, UNIT, 0))
+                    mbarrier.wait(bars.index(FREE + other), phase ^ 1)
                 mine = lane // PARTS == k
                 short = gl.max((mine & (tokens < UNIT)).to(gl.int32), 0)
                 uneven = gl.max((mine & (span != everyone)).to(gl.int32), 0)
                 needs = gl.where(short != 0, ZEROS | MASK, gl.where(uneven != 0, MASK, 0))
-                meta.index(stage).store(gl.where(lane == LEFT, tiles - n, needs))
+                # all have done with the KV tile four before, if two before was widened
+                noted = before % 4 if FP8 else stage
+                meta.index(noted).store(gl.where(lane == LEFT, tiles - n, needs))
                 for h in gl.static_range(2):
                     token = h * 32 + lane
                     part = k * PARTS + token // UNIT
                     inside = token % UNIT < gl.gather(tokens, part, 0)
-                    spans.index(2 * stage + h).store(
+                    spans.index(2 * noted + h).store(
                         gl.where(inside, gl.gather(span, part, 0), 0))
-                mbarrier.expect(bars.index(other), KV_TILE * (HALF + ROPE) * 2)
-                for j in gl.static_range(PARTS):
-                    row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
-                    async_load(rope, [row, LATENT], bars.index(other),
-                               rope_smem.index(stage).slice(j * UNIT, UNIT, 0))
-                    async_load(halves, [row, (1 - stage) * HALF], bars.index(other),
-                               kv_smem.index(other).slice(j * UNIT, UNIT, 0))
+                if FP8:
+                    mbarrier.expect(bars.index(COPIED + place), KV_TILE * (LATENT + ROPE))
+                    for j in gl.static_range(PARTS):
+                        row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
+                        for h in gl.static_range(2):
+                            async_load(halves, [row, h * HALF], bars.index(COPIED + place),
+                                       kv_smem.index(2 * place + h).slice(j * UNIT, UNIT, 0))
+                        async_load(rope, [row, LATENT], bars.index(COPIED + place),
+                                   rope_smem.index(place).slice(j * UNIT, UNIT, 0))
+                else:
+                    mbarrier.expect(bars.index(other), KV_TILE * (HALF + ROPE) * 2)
+                    for j in gl.static_range(PARTS):
+                        row = gl.sum(gl.where(lane == k * PARTS + j, cache_row, 0), 0)
+                        async_load(rope, [row, LATENT], bars.index(other),
+                                   rope_smem.index(stage).slice(j * UNIT, UNIT, 0))
+                        async_load(halves, [row, (1 - stage) * HALF], bars.index(other),
+                                   kv_smem.index(other).slice(j * UNIT, UNIT, 0))
                 if k == 0:  # early enough that no copy waits for the block table
                     ahead = (batch + 1) * BATCH + lane // PARTS
                     batch_row, pos, readers = _parts(

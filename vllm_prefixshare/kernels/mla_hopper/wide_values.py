@@ -1,0 +1,74 @@
+"""The latents of a quantised KV tile as float16, in the kernel for latent KV caches.
+
+The product of weights and latents takes operands of eight bits in another order than the cache has
+them. So two warps widen the latents, for both consumers, each of them half of the rows: they need
+not wait for each other.
+"""
+# fmt: off
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Long signatures read better wrapped than with one name per line; kernels are not typed.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from vllm_prefixshare.kernels.hopper.gluon_names import barrier
+from vllm_prefixshare.kernels.mla_hopper.producer import (
+    COPIED,
+    FREE,
+    LEFT,
+    NEEDS,
+    READ,
+    ZEROS,
+    word,
+)
+
+WIDE_WARPS = gl.constexpr(2)
+WIDE_HALVES = gl.constexpr(3)  # that there is room for
+
+
+@gluon.jit
+def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, CHUNKS: gl.constexpr,
+          KV_TILE: gl.constexpr):
+    """Latents of one of ``WIDE_WARPS`` parts of each KV tile as float16 from e4m3, in halves of
+    columns, first that of the tile's consumer.
+    """
+    spans, words, _ = notes
+    # each thread writes 16 bytes of a row
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
+    ROWS: gl.constexpr = 8  # 64 numbers a thread at a time
+    BEGIN: gl.constexpr = PART * (KV_TILE // WIDE_WARPS)
+    END: gl.constexpr = BEGIN + KV_TILE // WIDE_WARPS
+    worker = gl.program_id(0) // CHUNKS
+    begin = gl.load(work_indptr + worker)
+    end = gl.load(work_indptr + worker + 1)
+    count = 0
+    for _ in range(begin - 1, end):
+        stage = 0
+        left = 2
+        while left > 1:
+            copied = count % 2
+            mbarrier.wait(bars.index(COPIED + copied), (count // 2) & 1)
+            left = word(words, count % 4 * 32 + LEFT, 1)
+            needs = word(words, count % 4 * 32 + NEEDS, 1)
+            for h in gl.static_range(2):
+                number = 2 * count + h
+                place = number % WIDE_HALVES
+                mbarrier.wait(bars.index(FREE + place), ((number // WIDE_HALVES) & 1) ^ 1)
+                raw, wide = raw_smem.index(2 * copied + (stage + h) % 2), wide_smem.index(place)
+                for at in gl.static_range(BEGIN, END, ROWS):
+                    rows = raw.slice(at, ROWS, 0).load(LAYOUT)
+                    wide.slice(at, ROWS, 0).store(rows.to(gl.float16))
+                # a weight of zero would not hide an unused slot that holds NaN
+                if (needs & ZEROS) != 0:
+                    for at in gl.static_range(BEGIN, END, ROWS):
+                        some = wide.slice(at, ROWS, 0)
+                        of = spans.index(count % 4).slice(at, ROWS, 0)
+                        of = of.load(gl.SliceLayout(1, LAYOUT))
+                        some.store(gl.where((of != 0)[:, None], some.load(LAYOUT), 0.0))
+                fence_async_shared()
+                barrier()
+                mbarrier.arrive(bars.index(place), count=1)
+            mbarrier.arrive(bars.index(READ + copied), count=1)
+            stage = 1 - stage
+            count += 1
