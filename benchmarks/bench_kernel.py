@@ -30,6 +30,7 @@ Latent KV caches (MLA), with DeepSeek's 512 + 64 numbers a token and one KV head
 
     python benchmarks/bench_kernel.py --mla --heads 16:1,8:1 --block-size 64 \
         --peers ours,fa3,flashmla --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256
+    python benchmarks/bench_kernel.py --mla --kv-dtype fp8 --peers ours,flashmla  # and the same
 """
 
 import argparse
@@ -89,6 +90,8 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
     if fp8_queries:
         q = q.to(FP8)
     q_scale, k_scale, v_scale = torch.tensor([0.75, 1.25, 0.5], device=device).split(1)
+    if args.mla:
+        v_scale = k_scale  # one cache
     extras = LayerExtras(
         sinks=torch.linspace(-1, 4, heads[0], device=device) if args.sinks else None,
         soft_cap=args.soft_cap,

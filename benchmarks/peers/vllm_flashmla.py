@@ -1,7 +1,9 @@
-"""vLLM's FlashMLA, as its FLASHMLA backend calls it for decode with a 16-bit cache.
+"""vLLM's FlashMLA, as its FLASHMLA backend calls it for decode.
 
 Its wheel has the extension; a vLLM that was built or packed without it does not.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +16,7 @@ BLOCK_SIZE = 64
 class FlashMLA:
     """Attention over a latent KV cache, which reads the latents of each request separately."""
 
-    serves = ("mla",)
+    serves = ("mla", "fp8")
 
     def __init__(self, options: Options) -> None:
         if options.device.type != "cuda":
@@ -26,29 +28,63 @@ class FlashMLA:
             raise UnavailableError(reason or "no FlashMLA")
 
     def prepare(self, case: Case) -> list[Launch]:
-        from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
-
         rank = case.kv_lora_rank
         if rank is None:
             raise UnavailableError("latent KV caches only")
         if case.workload.block_size != BLOCK_SIZE:
             raise UnavailableError(f"blocks of {BLOCK_SIZE} tokens only")
         case.require_one_query()
-        schedule, _ = get_mla_metadata(case.seq_lens, case.num_qo_heads, 1, is_fp8_kvcache=False)
-
-        def call() -> torch.Tensor:
-            out, _ = flash_mla_with_kvcache(
-                q=case.q[:, None],
-                k_cache=case.k_cache,
-                block_table=case.block_table,
-                cache_seqlens=case.seq_lens,
-                head_dim_v=rank,
-                tile_scheduler_metadata=schedule,
-                softmax_scale=case.sm_scale,
-                causal=True,
-                is_fp8_kvcache=False,
-            )
-            return out[:, 0]
-
+        call = quantised(case, rank) if case.q.element_size() == 1 else plain(case, rank)
         call()  # makes the schedule, as vLLM does once per step
         return [Launch(call)]
+
+
+def plain(case: Case, rank: int) -> Callable[[], torch.Tensor]:
+    """The call with 16 bits."""
+    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
+
+    schedule, _ = get_mla_metadata(case.seq_lens, case.num_qo_heads, 1, is_fp8_kvcache=False)
+
+    def call() -> torch.Tensor:
+        out, _ = flash_mla_with_kvcache(
+            q=case.q[:, None],
+            k_cache=case.k_cache,
+            block_table=case.block_table,
+            cache_seqlens=case.seq_lens,
+            head_dim_v=rank,
+            tile_scheduler_metadata=schedule,
+            softmax_scale=case.sm_scale,
+            causal=True,
+            is_fp8_kvcache=False,
+        )
+        return out[:, 0]
+
+    return call
+
+
+def quantised(case: Case, rank: int) -> Callable[[], torch.Tensor]:
+    """The call with queries and latents in e4m3."""
+    from vllm.v1.attention.ops.flashmla import (
+        flash_mla_with_kvcache_fp8,
+        get_mla_metadata_dense_fp8,
+    )
+
+    schedule, splits = get_mla_metadata_dense_fp8(case.seq_lens, case.num_qo_heads, 1)
+
+    def call() -> torch.Tensor:
+        out, _ = flash_mla_with_kvcache_fp8(
+            q=case.q[:, None],
+            k_cache=case.k_cache,
+            block_table=case.block_table,
+            cache_seqlens=case.seq_lens,
+            head_dim_v=rank,
+            tile_scheduler_metadata=schedule,
+            num_splits=splits,
+            softmax_scale=case.sm_scale,
+            causal=True,
+            descale_q=case.extras.q_scale,
+            descale_k=case.extras.k_scale,
+        )
+        return out[:, 0]
+
+    return call
