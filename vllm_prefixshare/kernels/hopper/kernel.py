@@ -127,7 +127,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     Q_ROW: gl.constexpr = gl.SliceLayout(1, Q)
     dtype: gl.constexpr = out.dtype.element_ty
     weights: gl.constexpr = gl.float16 if FP8 else dtype
-    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS)
+    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS, G)
     low = HALF * HALF_ROWS
     high = low + HALF_ROWS
     q_tile = q_smem.index(HALF)
@@ -349,7 +349,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
         for i in gl.static_range(WIDE_TILES):
             mbarrier.init(wide_bars.index(i), count=1)
             mbarrier.init(wide_bars.index(WIDE_TILES + i), count=2)
-        _, head, _ = place_of_block(KV_HEADS, CHUNKS)
+        _, head, _ = place_of_block(KV_HEADS, CHUNKS, Q_HEADS // KV_HEADS)
         scale = gl.load(q_scale + head * q_scale_stride) * gl.load(k_scale + head * k_scale_stride)
         widening = (gl.load(v_scale + head * v_scale_stride), wide, wide_bars)
         if cap_rate is not None:
@@ -384,8 +384,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
             (produce, (False, v_cache, table, seq_lens, query_start, plan, stride_table, where,
                        v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE, WINDOW,
                        PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-            (widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS, D, KV_TILE,
-                     STAGES)),
+            (widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS,
+                     Q_HEADS // KV_HEADS, D, KV_TILE, STAGES)),
         ][: 1 + WORKERS],
         [4, 1, 1, WIDE_WARPS][:WORKERS],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS][:WORKERS],

@@ -42,20 +42,24 @@ NEEDS_MASK = gl.constexpr(2)
 
 
 @gluon.jit
-def place_of_block(KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Worker, KV head and chunk of this thread block.
+def place_of_block(KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr):
+    """Worker, KV head and chunk of this thread block. GROUP: query heads of each KV head.
 
     Thread blocks with neighbouring numbers run on neighbouring multiprocessors, whose requests for
     the same bytes L2 answers together. So the chunks of a tile have neighbouring numbers, and so
-    have two workers, of which plans make neighbours read the same tokens at the same time.
+    have two workers, of which plans make neighbours read the same tokens at the same time. With
+    one query head each, most of the time is memory's: then neighbours read a token's heads, which
+    lie side by side.
     """
     chunk = gl.program_id(0) % CHUNKS
     block = gl.program_id(0) // CHUNKS
-    paired = gl.num_programs(0) // (CHUNKS * KV_HEADS) // 2 * 2  # an odd worker comes last
-    worker = block // (2 * KV_HEADS) * 2 + block % 2
-    head = block // 2 % KV_HEADS
-    worker = gl.where(block < paired * KV_HEADS, worker, paired)
-    head = gl.where(block < paired * KV_HEADS, head, block % KV_HEADS)
+    worker = block // KV_HEADS
+    head = block % KV_HEADS
+    if GROUP > 1:
+        paired = gl.num_programs(0) // (CHUNKS * KV_HEADS) // 2 * 2  # an odd worker comes last
+        of_pair = block < paired * KV_HEADS
+        worker = gl.where(of_pair, block // (2 * KV_HEADS) * 2 + block % 2, worker)
+        head = gl.where(of_pair, block // 2 % KV_HEADS, head)
     return worker, head, chunk
 
 
@@ -208,7 +212,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
     LOOK_AHEAD: gl.constexpr = (STAGES if STAGES < BATCH else BATCH) - 1
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, RUNS, gl.BlockedLayout([RUNS // 32], [32], [1], [0]))
-    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS)
+    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS, R // QUERY_LEN)
     count = 0
     tile = worker
     while tile >= 0:

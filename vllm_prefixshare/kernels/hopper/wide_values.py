@@ -28,7 +28,7 @@ WIDE_WARPS = gl.constexpr(2)  # that widen V; with the two producers they are a 
 
 @gluon.jit
 def widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
-          D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
+          GROUP: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
     """V of each KV tile as float16 from e4m3, for both consumers.
 
     wide: ring of ``WIDE_TILES`` tiles ``[KV_TILE, D]``. wide_bars: the first ``WIDE_TILES``
@@ -40,7 +40,7 @@ def widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr, CHUNK
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDE_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = 64 * 32 * WIDE_WARPS // D  # 64 numbers a thread at a time
     count = 0
-    tile, _, _ = place_of_block(KV_HEADS, CHUNKS)
+    tile, _, _ = place_of_block(KV_HEADS, CHUNKS, GROUP)
     while tile >= 0:
         num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
         next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
