@@ -17,7 +17,7 @@ import torch
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
 from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
-from vllm_prefixshare.cli.served import falls_back, on_one_gpu
+from vllm_prefixshare.cli.served import falls_back, falls_back_on, on_one_gpu, shape_of
 from vllm_prefixshare.cli.shape import attention_of
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup
@@ -464,6 +464,8 @@ def test_a_head_dim_that_is_not_served_is_named_as_such(tmp_path, monkeypatch, h
     assert "error: head_dim must be a multiple of 8 from 64 to 512" in said
 
 
+@pytest.mark.usefixtures("fp8_latents_asked_for")
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e4m3"])
 @pytest.mark.parametrize(
     ("heads", "gpus", "kernel", "expected"),
     [
@@ -474,14 +476,53 @@ def test_a_head_dim_that_is_not_served_is_named_as_such(tmp_path, monkeypatch, h
     ],
 )
 def test_doctor_knows_which_mla_layers_are_served(
-    tmp_path, monkeypatch, heads, gpus, kernel, expected
+    tmp_path, monkeypatch, heads, gpus, kernel, expected, cache
 ):
     monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", kernel)
     settings.cache_clear()
-    model = write_model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=heads)
-    (kind,) = layer_kinds(model, read_config(model))
+    kind = replace(latents(tmp_path, heads), kv_cache_dtype=cache)
     assert falls_back(on_one_gpu(kind, gpus), None) == expected
     assert kind.head_size == 576
+
+
+def latents(folder: Path, heads: int = 16, **fields: object) -> LayerKind:
+    """The layers of a model with latents."""
+    shape = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": heads}
+    model = write_model(folder, **shape, **fields)
+    (kind,) = layer_kinds(model, read_config(model))
+    return kind
+
+
+@pytest.mark.usefixtures("fp8_latents_asked_for")
+@pytest.mark.parametrize(
+    ("cache", "capability", "expected"),
+    [
+        ("fp8", (9, 0), None),
+        ("fp8_e4m3", (9, 0), None),
+        ("fp8_e5m2", (9, 0), "a fp8_e5m2 KV cache"),
+        ("fp8_ds_mla", (9, 0), "a fp8_ds_mla KV cache"),
+        ("fp8", (10, 0), "multi-head latent attention"),
+        ("fp8", (8, 9), "an fp8 KV cache"),
+    ],
+)
+def test_doctor_knows_which_caches_of_latents_are_served(tmp_path, cache, capability, expected):
+    kind = replace(latents(tmp_path), kv_cache_dtype=cache)
+    assert falls_back_on(kind, capability) == expected
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_doctor_asks_flash_mla_for_an_fp8_cache_of_latents(tmp_path, monkeypatch, takes):
+    on_a_gpu(monkeypatch)
+    extras = support.GPU_EXTRAS | ({"mla_fp8"} if takes else set())
+    monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: extras)
+    asked: list[AttentionConfig] = []
+    kernel = "vllm_prefixshare.integration.cuda.latent.kernel_refusal"
+    monkeypatch.setattr(kernel, asked.append)  # which returns None, as if the kernel compiled
+    kind = replace(latents(tmp_path), kv_cache_dtype="fp8")
+    assert falls_back(kind, on_cpu=False) == (None if takes else "a fp8 KV cache")
+    shape = AttentionConfig(16, 1, 576, 64, kv_dtype=FP8, query_dtype=FP8, kv_lora_rank=512)
+    assert asked == [shape][:takes] and shape_of(kind) == shape
+    assert shape_of(replace(kind, kv_cache_dtype="auto")).block_size == 16
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
@@ -563,6 +604,7 @@ def test_a_hostile_file_beside_the_config_gets_one_sentence(tmp_path, content, c
     assert error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("fp8_latents_asked_for")
 @pytest.mark.parametrize(
     ("changes", "cache", "on_cpu", "expected"),
     [
@@ -570,7 +612,13 @@ def test_a_hostile_file_beside_the_config_gets_one_sentence(tmp_path, content, c
         ({}, "fp8", True, "a fp8 KV cache"),
         ({}, "bfloat16", True, None),
         ({}, "fp8_e5m2", None, "a fp8_e5m2 KV cache"),
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "fp8", None, "a fp8 KV cache"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "fp8", None, None),
+        (
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            "fp8_ds_mla",
+            None,
+            "a fp8_ds_mla KV cache",
+        ),
     ],
 )
 def test_doctor_knows_the_kv_cache_that_is_asked_for(

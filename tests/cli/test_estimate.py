@@ -226,6 +226,23 @@ def test_latents_are_estimated(tmp_path, capsys):
     assert found["layers"] == 27 and found["attention_gain"] > 1
 
 
+@pytest.mark.usefixtures("fp8_latents_asked_for")
+def test_an_fp8_cache_of_latents_has_blocks_of_its_own(tmp_path, capsys):
+    # 31 blocks of 16 tokens are shared, 7 of 64
+    path = write(tmp_path / "p", [[*DOCUMENT[:500], i] for i in range(32)])
+    lite = {**LATENT, "num_attention_heads": 16, "num_hidden_layers": 27}
+    model = write_model(tmp_path / "model", model_type="deepseek_v2", **lite)
+    of_model = "--model", model, "--kv-cache-dtype", "fp8"
+    found = report(capsys, path, *of_model)
+    assert found["layers"] == 27 and found["layers_left_out"] == {}
+    assert found == report(capsys, path, *of_model, "--block-size", 64)
+    assert found["kv_tokens_read"] > report(capsys, path, "--model", model)["kv_tokens_read"]
+    for gpu, reason in (("L40S", "an fp8 KV cache"), ("B200", "multi-head latent attention")):
+        words = [str(path), "--gpu", gpu, *map(str, of_model)]
+        assert main(["estimate", *words]) == 2
+        assert f"({reason})" in capsys.readouterr().err
+
+
 def test_a_cache_that_a_gpu_does_not_serve_is_refused(tmp_path, capsys):
     path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
     assert report(capsys, path, "--kv-cache-dtype", "fp8")["layers"] == 1

@@ -136,7 +136,10 @@ LAYERS: dict[str, tuple[list[dict[str, object]], int]] = {
     "an fp8 KV cache and queries in 16 bits": ([{"kv_dtype": FP8}], 4),
     "ALiBi slopes": ([{"features": ("alibi",)}], 4),
     "head_dim 264 to 512": ([{"head_dim": 264}, {"head_dim": 512}], 4),
-    "a latent KV cache (MLA)": ([LATENT], 1),
+    "a latent KV cache (MLA), also of fp8 with fp8 queries": (
+        [LATENT, {**LATENT, "kv_dtype": FP8, "query_dtype": FP8}],
+        1,
+    ),
     "a latent KV cache and several query tokens of a request": ([LATENT], 2),
 }
 

@@ -210,6 +210,15 @@ class KernelNames(PrefixShareWorkerExtension):
                 found[name] = [scale.flatten().tolist() for scale in scales]
         return found
 
+    def set_scales(self, of_queries: float, of_keys: float) -> None:
+        """Write other scales of queries and keys into every layer's tensors, which graphs read;
+        each layer gets its own. Blocks that were written before are lost.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        for i, layer in enumerate(x for x in layers if hasattr(x, "_q_scale")):
+            layer._q_scale.fill_(of_queries * (1 + 0.15 * i))
+            layer._k_scale.fill_(of_keys * (1 + 0.15 * i))
+
     def trace_kernels(self) -> None:
         """Count every kernel from now on."""
         cuda = torch.profiler.ProfilerActivity.CUDA
@@ -234,6 +243,11 @@ def kernels_in_graphs(llm: Any) -> list[str]:
 def cache_scales(llm: Any) -> dict[str, list[list[float]]]:
     """As ``kernels_in_graphs``."""
     return dict(llm.collective_rpc("cache_scales")[0])
+
+
+def set_scales(llm: Any, of_queries: float, of_keys: float) -> None:
+    """In all workers; their extension is ``KernelNames``."""
+    llm.collective_rpc("set_scales", args=(of_queries, of_keys))
 
 
 def trace_kernels(llm: Any) -> None:

@@ -1,5 +1,5 @@
 """Multi-head latent attention (MLA) inside a real vLLM engine on a GPU: a small model in the shape
-of DeepSeek V2, with 16 heads, and on two GPUs with 8 and 16 on each.
+of DeepSeek V2, with 16 heads, and on two GPUs with 8 and 16 on each; also with an fp8 KV cache.
 
 As in ``test_engine_extras.py`` the error in decode, against stock's prefill of the same tokens, is
 compared with the error of stock's own decode.
@@ -95,3 +95,69 @@ def assert_as_exact(
         assert stocks.mean() < 0.3, "stock's decode disagrees with its prefill: no reference"
         assert 0 < mine.mean() < 1.3 * stocks.mean() + 1e-3
         assert mine.max() < 2 * stocks.max() + 1e-2
+
+
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+ASKED_FOR = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "mla_fp8"}
+#: of queries and keys; no powers of two, and so large that no number is clipped
+SCALES = 0.05, 0.03
+
+
+@pytest.mark.parametrize(
+    ("heads", "runner", "scales"),
+    [(16, "V2", None), (16, "V1", SCALES), (32, "V2", SCALES)],
+    ids=["16-V2", "16-V1-scales", "32-V2-scales"],
+)
+def test_fp8_latents_are_as_near_to_stocks_as_those_to_16_bits(
+    heads, runner, scales, tmp_path, note
+):
+    """The log-probabilities of answers, in decode, against a prefill by stock: ours with an fp8 KV
+    cache against stock with one, and that against stock in 16 bits.
+    """
+    model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
+    options = {**OPTIONS, "worker_extension_cls": "tests.gpu.engine_cases.KernelNames"}
+    specs = (
+        cases.stock(model, **{**options, **FP8, "backend": "FLASHMLA"}),
+        # STRICT refuses a layer that is not served
+        cases.ours(model, runner, env=ASKED_FOR, **options, **FP8),
+        cases.stock(model, **{**OPTIONS, "backend": "FLASH_ATTN_MLA"}),
+    )
+    text = Text(model)
+    prompts = {
+        # of fewer requests or a shorter document, plans read most for each request alone
+        "shared": text.asking(4800, [50, 9, 31, 64, 17] * 6),
+        # as many new tokens in each request, behind whole blocks of the document: FLASHMLA takes
+        # them as decodes
+        "uniform": text.asking(4800, [8] * 30, start=5000),
+        "alone": [text.part(900 * i, 300 + 37 * i) for i in range(7)],
+    }
+    runs, errors = {}, {}
+    with engines(*specs) as (quantised, mine, plain):
+        for engine in (quantised, mine):
+            if scales is not None:
+                engine.call(cases.set_scales, *scales)
+        for name, asked in prompts.items():
+            for who, engine in (("stock", quantised), ("ours", mine)):
+                engine.call(drive, asked[:1], {**GREEDY, "max_tokens": 1})
+                run = runs[name, who] = engine.call(drive, asked, {**GREEDY, "max_tokens": 64})
+                each = cases.errors(run.completions, quantised)
+                errors[name, who] = np.concatenate(each)
+            of_bits = np.concatenate(cases.errors(runs[name, "stock"].completions, plain))
+            errors[name, "bits"] = of_bits
+            beside = cases.beside_stock(
+                runs[name, "ours"], runs[name, "stock"], errors[name, "ours"], errors[name, "stock"]
+            )
+            note(f"{name}: {beside}; stock's fp8 from its 16 bits: mean {of_bits.mean():.4f}")
+        kernels = mine.call(cases.kernels_in_graphs)
+    assert kernels == ["mla_hopper"]
+    for name in ("shared", "uniform"):
+        assert_shared(runs[name, "ours"], factor=1.5)
+        assert runs[name, "ours"].stats["decode_steps"] >= 63
+    assert runs["alone", "ours"].stats["shared_steps"] == 0
+    for name in prompts:
+        assert not runs[name, "ours"].stats["fallbacks"]
+        ours, stocks, of_bits = (errors[name, who] for who in ("ours", "stock", "bits"))
+        assert stocks.mean() < 0.3, "stock's decode disagrees with its prefill: no reference"
+        assert 0 < ours.mean() <= of_bits.mean()
+        assert ours.mean() < 1.3 * stocks.mean() + 1e-3
+        assert ours.max() < 2 * stocks.max() + 1e-2

@@ -117,6 +117,8 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
 class Group:
     """One KV-cache group with one layer, its cache and its V2 block tables."""
 
+    block_size = BLOCK
+
     def __init__(
         self,
         monkeypatch,
@@ -159,7 +161,7 @@ class Group:
         """Assign the requests of ``batch`` to slots in reverse order."""
         self.slots = np.arange(len(batch.seq_lens))[::-1].copy()
         for row, slot in enumerate(self.slots):
-            used = -(-int(batch.seq_lens[row]) // BLOCK)
+            used = -(-int(batch.seq_lens[row]) // self.block_size)
             ids = batch.block_table[row, :used].tolist()
             host_tables.note_block_ids(self.tables, int(slot), (ids,), overwrite=True)
         host_tables.note_batch(self.tables, self.slots)

@@ -27,6 +27,7 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import DTYPES
 from vllm_prefixshare.integration import (
     CPU_BACKEND,
+    FP8_MLA_BACKEND,
     MLA_BACKEND,
     compat,
     invariance,
@@ -251,27 +252,42 @@ def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
 def _mla_served(monkeypatch):
     """As on a Hopper GPU."""
     from vllm.v1.attention.backends import fa_utils
+    from vllm.v1.attention.ops import flashmla
 
     monkeypatch.setattr(fa_utils, "flash_attn_supports_mla", lambda: True)
+    monkeypatch.setattr(flashmla, "is_flashmla_dense_supported", lambda: (True, None))
 
 
 MLA = {"use_mla": True, "head_size": 576}
 
 
-@pytest.mark.usefixtures("_mla_served")
+@pytest.mark.usefixtures("_mla_served", "fp8_latents_asked_for")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, None),
         ({"head_size": 320}, "head_dim 320"),
         ({"use_sparse": True}, "sparse attention"),
-        ({"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
+        ({"kv_cache_dtype": "fp8"}, None),
+        ({"kv_cache_dtype": "fp8_e4m3"}, None),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "a fp8_ds_mla KV cache"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "a fp8_e5m2 KV cache"),
+        ({"kv_cache_dtype": "fp8", "use_sparse": True}, "sparse attention"),
+        ({"kv_cache_dtype": "fp8", "use_batch_invariant": True}, "batch invariance"),
+        ({"kv_cache_dtype": "fp8", "dtype": torch.float16}, "dtype float16"),
+        ({"dtype": torch.float16}, None),
         ({"dtype": torch.float32}, "dtype float32"),
     ],
 )
 def test_mla_layers_that_cannot_be_served_are_named(changes, reason):
     found = support.declines(layer(**{**MLA, **changes}), support.CUDA_DTYPES, latent=True)
     assert found == reason
+
+
+@pytest.mark.usefixtures("_mla_served")
+def test_fp8_latents_are_served_where_they_are_asked_for_only():
+    quantised = layer(**MLA, kv_cache_dtype="fp8")
+    assert support.declines(quantised, support.CUDA_DTYPES, latent=True) == "a fp8 KV cache"
 
 
 @pytest.fixture
@@ -294,16 +310,36 @@ def mla_platform():
     return Platform
 
 
-@pytest.mark.usefixtures("_mla_served")
+@pytest.mark.usefixtures("_mla_served", "fp8_latents_asked_for")
 def test_an_mla_layer_extends_the_backend_that_vllm_would_take(mla_platform):
     chosen = selection.backend_member()
     mla = mla_platform.get_attn_backend_cls(chosen, layer(**MLA), num_heads=16)
     assert mla == MLA_BACKEND and mla_platform.asked == [None]
-    flash_mla = mla_platform.own = type(mla_platform.own).FLASHMLA
+    backends = type(mla_platform.own)
+    mla_platform.own = backends.FLASHMLA
+    for cache in ("fp8", "fp8_e4m3"):
+        quantised = layer(**MLA, kv_cache_dtype=cache)
+        assert mla_platform.get_attn_backend_cls(chosen, quantised) == FP8_MLA_BACKEND
+
+
+@pytest.mark.usefixtures("_mla_served", "fp8_latents_asked_for")
+@pytest.mark.parametrize(
+    ("cache", "name", "cls"),
+    [
+        ("auto", "FLASHMLA", "FlashMLABackend"),
+        ("bfloat16", "TRITON_MLA", "TritonMLABackend"),
+        # vLLM takes it where --block-size is no multiple of 64
+        ("fp8", "TRITON_MLA", "TritonMLABackend"),
+        ("fp8", "FLASH_ATTN_MLA", "FlashAttnMLABackend"),
+    ],
+)
+def test_an_mla_layer_of_another_backend_keeps_it(mla_platform, cache, name, cls):
+    parent = mla_platform.own = type(mla_platform.own)[name]
+    reason = f"multi-head latent attention in {cls}"
     before = dict(stats.STATS.fallbacks)
-    own = mla_platform.get_attn_backend_cls(chosen, layer(**MLA))
-    assert own == flash_mla.get_path()
-    reason = "multi-head latent attention in FlashMLABackend"
+    other = layer(**MLA, kv_cache_dtype=cache)
+    own = mla_platform.get_attn_backend_cls(selection.backend_member(), other)
+    assert own == parent.get_path()
     assert stats.STATS.fallbacks[reason] == before.get(reason, 0) + 1
 
 
@@ -311,6 +347,7 @@ def test_an_mla_layer_extends_the_backend_that_vllm_would_take(mla_platform):
     ("hopper", "changes", "reason"),
     [
         (False, {}, "multi-head latent attention"),
+        # a vLLM without FlashMLA's compiled library
         (True, {"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
         (True, {"use_batch_invariant": True}, "batch invariance"),
     ],
@@ -450,12 +487,12 @@ def test_a_newer_release_with_known_signatures_is_warned_of_once(version, warnin
 )
 def test_a_hook_target_that_moved_is_named(file, old, new, symbol, tmp_path, monkeypatch):
     installed = signatures.package_folder()
-    names = {n.rsplit(".", 2)[0] for n in signatures.PARAMETERS}
-    names |= {n.rsplit(".", 1)[0] for n in signatures.MEMBERS}
-    for name in names:
-        copy = tmp_path / Path(*name.split(".")[1:]).with_suffix(".py")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text((installed / copy.relative_to(tmp_path)).read_text())
+    for name in (*signatures.PARAMETERS, *signatures.MEMBERS):
+        # a function or a class of a module, or a method of a class
+        paths = [Path(*name.split(".")[1:-n]).with_suffix(".py") for n in (1, 2)]
+        path = next(path for path in paths if (installed / path).is_file())
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text((installed / path).read_text())
     assert signatures.moved(tmp_path) is None
     text = (tmp_path / file).read_text()
     assert old in text

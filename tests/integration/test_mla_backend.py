@@ -47,7 +47,7 @@ sys.modules[extension.__name__] = extension
 from vllm.v1.attention.backends.mla import flashattn_mla  # noqa: E402
 
 del sys.modules[extension.__name__]
-from vllm_prefixshare.integration.cuda import mla, planning  # noqa: E402
+from vllm_prefixshare.integration.cuda import latent, mla, planning  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a real engine"),
@@ -79,7 +79,7 @@ def _interpreter(monkeypatch, tmp_path):
     # an instruction in assembler, which the interpreter does not run
     monkeypatch.setattr(kernel.LatentHopperKernel, "starts_merging", False)
     monkeypatch.setattr(gpu, "choose_kernel", choose)
-    for module in (cuda, mla):
+    for module in (cuda, latent):
         monkeypatch.setattr(module, "kernels_that_may_serve", lambda *x: [choose(*x).kernel])
         monkeypatch.setattr(module, "this_device", lambda: CPU)
     monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
@@ -104,38 +104,64 @@ def stand_in(impl, q, cache, metadata, layer):
 
 
 class LatentGroup(Group):
-    """One KV-cache group with one MLA layer, its cache and its V2 block tables."""
+    """One KV-cache group with one MLA layer, its cache and its V2 block tables.
 
-    def __init__(self, monkeypatch, spec=None, num_heads=HEADS, drafts=0, parallel=None) -> None:
+    dtype: the model's. stored: the cache's, for vLLM. scales: of queries and latents.
+    """
+
+    impl_cls, builder_cls = mla.PrefixShareMLAImpl, mla.PrefixShareMLAMetadataBuilder
+    cache, dtype, stored = "auto", torch.float16, torch.float16
+
+    def __init__(
+        self, monkeypatch, spec=None, num_heads=HEADS, drafts=0, parallel=None, scales=None
+    ) -> None:
         self.config = config = vllm_config(drafts)
         vars(config.parallel_config).update(parallel or {})
-        config.model_config.max_model_len = 64 * BLOCK
+        config.cache_config.cache_dtype = self.cache
+        config.model_config.dtype = self.dtype
+        config.model_config.max_model_len = 64 * self.block_size
         config.model_config.get_head_size = lambda: WIDTH
         config.model_config.hf_text_config = SimpleNamespace(**SHAPE)  # up to vLLM 0.26
         config.attention_config.use_prefill_query_quantization = False
         config.scheduler_config.max_num_batched_tokens = 1024
-        for module in (mla, mla_attention):
+        for module in (latent, mla_attention):
             monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
-        self.impl = mla.PrefixShareMLAImpl(
+        self.impl = self.impl_cls(
             num_heads=num_heads, head_size=WIDTH, scale=SCALE, num_kv_heads=1, alibi_slopes=None,
-            sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None, attn_type="decoder",
-            kv_sharing_target_layer_name=None, qk_head_dim=192, kv_b_proj=None, **SHAPE,
+            sliding_window=None, kv_cache_dtype=self.cache, logits_soft_cap=None,
+            attn_type="decoder", kv_sharing_target_layer_name=None, qk_head_dim=192,
+            kv_b_proj=None, **SHAPE,
         )  # fmt: skip
         layer = self.layer = MLAAttention.__new__(MLAAttention)
         torch.nn.Module.__init__(layer)
         vars(layer).update(
             SHAPE, impl=self.impl, num_heads=num_heads,
             prefill_backend=SimpleNamespace(clone=lambda: PREFILL),
-            kv_cache=torch.zeros(8, BLOCK, WIDTH, dtype=torch.float16),
+            kv_cache=torch.zeros(8, self.block_size, WIDTH, dtype=self.stored),
         )  # fmt: skip
+        for letter in "qkv":
+            scale = torch.tensor((scales or {}).get(letter, 1.0))
+            setattr(layer, f"_{letter}_scale", scale)
         config.compilation_config.static_forward_context["layer"] = layer
-        spec = spec or MLAAttentionSpec(**SPEC)
-        self.builder = mla.PrefixShareMLAMetadataBuilder(spec, ["layer"], config, CPU)
+        if spec is None:
+            own = {"block_size": self.block_size, "dtype": self.stored}
+            spec = MLAAttentionSpec(**{**SPEC, **own})
+        self.builder = self.builder_cls(spec, ["layer"], config, CPU)
         self.tables = SimpleNamespace(
             max_num_reqs=MAX_REQS,
             input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
         )
         host_tables.keep_v2_tables(self.tables)
+
+    def add_a_layer_that_is_not_served(self) -> None:
+        """Make the builder anew, for two layers."""
+        impl = SimpleNamespace(shares=False, num_heads=HEADS)
+        other = MLAAttention.__new__(MLAAttention)
+        torch.nn.Module.__init__(other)
+        vars(other).update({**vars(self.layer), "impl": impl})
+        self.config.compilation_config.static_forward_context["other"] = other
+        spec, layers = self.builder.kv_cache_spec, ["layer", "other"]
+        self.builder = self.builder_cls(spec, layers, self.config, CPU)
 
     def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
         """Output of the rows that are decodes to vLLM, from queries in two parts."""
@@ -227,14 +253,7 @@ def test_the_parents_schedule_is_made_where_a_layer_needs_it(monkeypatch):
     group.start(batch)
     group.builder.build(0, group.common(batch))
     assert made == []
-    impl = SimpleNamespace(shares=False, num_heads=HEADS)
-    other = MLAAttention.__new__(MLAAttention)
-    torch.nn.Module.__init__(other)
-    vars(other).update({**vars(group.layer), "impl": impl})
-    group.config.compilation_config.static_forward_context["draft"] = other
-    group.builder = mla.PrefixShareMLAMetadataBuilder(
-        MLAAttentionSpec(**SPEC), ["layer", "draft"], group.config, CPU
-    )
+    group.add_a_layer_that_is_not_served()
     group.assert_right(batch)
     assert made == [3]
 
@@ -282,8 +301,8 @@ def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch
         asked.append(layer)
         raise PrefixShareError("this Triton is too old.")
 
-    monkeypatch.setattr(mla, "kernels_that_may_serve", fail)
-    mla.kernel_refusal.cache_clear()
+    monkeypatch.setattr(latent, "kernels_that_may_serve", fail)
+    latent.kernel_refusal.cache_clear()
     assert not any(LatentGroup(monkeypatch).impl.shares for _ in range(3))
     reason = "multi-head latent attention without a kernel (this Triton is too old.)"
     assert STATS.fallbacks == {reason: 3} and len(asked) == 1
@@ -291,7 +310,7 @@ def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch
     monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: support.GPU_EXTRAS)
     kind = LayerKind("full attention", 1, WIDTH, HEADS, 1, "float16", use_mla=True)
     assert falls_back(replace(kind, kv_lora_rank=RANK), on_cpu=False) == reason
-    mla.kernel_refusal.cache_clear()
+    latent.kernel_refusal.cache_clear()
 
 
 def test_a_group_of_another_kind_of_cache_keeps_its_parent(monkeypatch):
@@ -353,7 +372,7 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
 
 def test_our_metadata_hides_no_field_of_theirs():
     theirs = {f.name for f in fields(flashattn_mla.FlashAttnMLAMetadata)}
-    assert not theirs & mla.PrefixShareMLAMetadata.__annotations__.keys()
+    assert not theirs & {f.name for f in fields(latent.PlannedLatents)}
 
 
 def test_full_graphs_are_captured_for_uniform_batches():

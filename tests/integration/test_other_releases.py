@@ -40,6 +40,7 @@ TESTS = (
     "test_invariance.py",
     "test_metrics.py",
     "test_mla_backend.py",
+    "test_mla_fp8_backend.py",
     "test_order.py",
     "test_precompiling.py",
     "test_ways.py",

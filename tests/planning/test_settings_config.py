@@ -79,7 +79,11 @@ def test_values_are_parsed(name, text, value):
     [
         ("VLLM_PREFIXSHARE_SHARE", "sometimes", "auto, always, never"),
         ("VLLM_PREFIXSHARE_SHARE", "", "auto, always, never"),
-        ("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi,head", "some of alibi,head_dim, or unset it"),
+        (
+            "VLLM_PREFIXSHARE_EXPERIMENTAL",
+            "alibi,head",
+            "some of alibi,head_dim,mla_fp8",
+        ),
         ("VLLM_PREFIXSHARE_STRICT", "yes", "0 or 1"),
         ("VLLM_PREFIXSHARE_STRICT", "", "0 or 1"),
         ("VLLM_PREFIXSHARE_CHECK_PLANS", "true", "0 or 1"),

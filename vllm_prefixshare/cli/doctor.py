@@ -258,7 +258,7 @@ def kernel(machine: Machine) -> str:
     """The kernels that serve the layers; compiles them, as in an engine."""
     if machine.on_cpu is None:
         raise PrefixShareError("not known without a platform: see above.")
-    block_size = 128 if machine.on_cpu else 16  # vLLM's
+    block_size = 128 if machine.on_cpu else None  # vLLM's
     passed_over: list[str] = []
     served = [layer for layer, reason in _refusals(machine) if reason is None]
     for shape in {shape_of(layer, machine.shards, block_size): None for layer in served}:

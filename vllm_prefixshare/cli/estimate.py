@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.cli.model import layer_kinds, read_config
+from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
 from vllm_prefixshare.cli.shape import (
     add_cache_argument,
     add_shape_arguments,
@@ -55,7 +55,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tokenizer", help="for text; default: 4 bytes count as a token")
     command.add_argument("--batch", type=int, default=256, help="requests that decode together")
     command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
-    add_shape_arguments(command, block_size=16)
+    add_shape_arguments(command, block_size=None)  # vLLM's own, which depends on the layers
     add_cache_argument(command)
 
 
@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     planning = {attention: planning_for(args.gpu, attention) for attention in shapes}
     tokenizer = byte_tokens if args.tokenizer is None else load_tokenizer(args.tokenizer)
     prompts = read_prompts(args.file, tokenizer)
-    batches = _batches(prompts, args.batch, args.block_size, args.output_tokens // 2)
+    block_size = next(iter(shapes)).block_size
+    batches = _batches(prompts, args.batch, block_size, args.output_tokens // 2)
     totals = _plan_all(batches, planning, shapes)
     says = "; ".join(dict.fromkeys(gpu.says for gpu in planning.values()))
     found = _report(args, totals, says, shapes.total(), left_out)
@@ -106,6 +107,7 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
     """
     from vllm_prefixshare.cli.gpus import gpu_named
     from vllm_prefixshare.cli.served import (
+        USUAL_BLOCK,
         falls_back_on,
         has_late_flash_attention,
         installed_release,
@@ -114,10 +116,12 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
     from vllm_prefixshare.integration import invariance
     from vllm_prefixshare.integration.support import Engine
 
-    check_block_size(args)
+    if args.block_size is not None:
+        check_block_size(args)
     check_cache_argument(args)
     capability = gpu_named(args.gpu).capability
     if args.model is None:
+        args.block_size = args.block_size or USUAL_BLOCK
         attention = cached_attention_of(args)
         if attention.kv_dtype is not None and not has_late_flash_attention(capability):
             raise PrefixShareError(
@@ -127,7 +131,7 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
         return Counter({attention: 1}), Counter()
     kinds = layer_kinds(args.model, read_config(args.model), installed_release())
     engine = Engine(is_hybrid=not all(kind.attention for kind in kinds))
-    shapes: Counter[AttentionConfig] = Counter()
+    served: list[LayerKind] = []
     left_out: Counter[str] = Counter()
     for kind in kinds:
         if not kind.attention:
@@ -140,15 +144,20 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
             length = kind.sliding_window  # None: the file does not say
             reason = "a sliding window" + (f" of {length} tokens" if length else "")
         if reason is None:
-            shapes[shape_of(kind, block_size=args.block_size)] += kind.count
+            served.append(kind)
         else:
             left_out[reason] += kind.count
-    if not shapes:
+    if not served:
         reasons = ", ".join(left_out) or "none has attention"
         raise PrefixShareError(
             f"{args.model} has no layer to estimate on {args.gpu} ({reasons}): see what 'doctor "
             "--model' says of it."
         )
+    # one size for all layers, as in an engine
+    block_size = args.block_size or max(shape_of(kind).block_size for kind in served)
+    shapes: Counter[AttentionConfig] = Counter()
+    for kind in served:
+        shapes[shape_of(kind, block_size=block_size)] += kind.count
     return shapes, left_out
 
 

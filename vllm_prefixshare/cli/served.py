@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from vllm_prefixshare.cli.model import LayerKind
-from vllm_prefixshare.config import DTYPES, FP8, AttentionConfig
+from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
     from vllm_prefixshare.integration.support import Engine
+
+#: tokens of a block that vLLM takes on a GPU, but where a backend has other blocks only
+USUAL_BLOCK = 16
 
 
 def installed_release() -> Version | None:
@@ -122,7 +125,7 @@ def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> s
         return reason
     # these import half of vLLM, and compile the kernel, as an engine does
     if layer.use_mla:
-        from vllm_prefixshare.integration.cuda.mla import kernel_refusal
+        from vllm_prefixshare.integration.cuda.latent import kernel_refusal
 
         return kernel_refusal(shape_of(layer))
     if layer.sliding_window is not None:
@@ -132,22 +135,29 @@ def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> s
     return None
 
 
-def shape_of(layer: LayerKind, shards: int = 1, block_size: int = 16) -> AttentionConfig:
+def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -> AttentionConfig:
     """The shape of a layer with the heads of one GPU, as the integration makes it from vLLM's.
+
+    Args:
+        block_size: None for that which vLLM takes on a GPU.
 
     Raises:
         PrefixShareError: no kernel serves the shape.
     """
+    from vllm_prefixshare.integration.support import FP8_LATENT_BLOCK
+
     if layer.use_mla:
+        fp8 = FP8 if layer.kv_cache_dtype in FP8_CACHES else None
+        block_size = block_size or (FP8_LATENT_BLOCK if fp8 else USUAL_BLOCK)
         shape = layer.num_heads, 1, layer.head_size, block_size, layer.dtype
-        return AttentionConfig(*shape, kv_lora_rank=layer.kv_lora_rank)
+        return AttentionConfig(*shape, fp8, fp8, kv_lora_rank=layer.kv_lora_rank)
     features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
     kv_dtype = FP8 if "fp8" in layer.kv_cache_dtype else None
     return AttentionConfig(
         layer.num_heads * shards,
         layer.num_kv_heads,
         layer.head_size,
-        block_size,
+        block_size or USUAL_BLOCK,
         layer.dtype,
         kv_dtype,
         kv_dtype,

@@ -12,8 +12,12 @@ from vllm_prefixshare.records import PrefixShareError
 MOST_BLOCK_SIZE = 1 << 16
 
 
-def add_shape_arguments(command: argparse.ArgumentParser, block_size: int) -> None:
-    """The attention shape, as a model or as numbers."""
+def add_shape_arguments(command: argparse.ArgumentParser, block_size: int | None) -> None:
+    """The attention shape, as a model or as numbers.
+
+    Args:
+        block_size: what the option has where it is left out.
+    """
     command.add_argument("--model", type=Path, help="checkpoint folder (no name on the hub)")
     command.add_argument("--num-qo-heads", type=int, default=32)
     command.add_argument("--num-kv-heads", type=int, default=8)

@@ -3,9 +3,9 @@
 ``register`` holds the entry points. ``hooks`` lists every change made to vLLM at run time,
 ``signatures`` what they rely on in its source, ``compat`` which releases are known and what differs
 between them, ``support`` which layers are served, ``invariance`` what batch invariance changes.
-``cuda`` is the attention backend on NVIDIA GPUs, ``cuda.mla`` that of latent attention, and
-``host_tables`` has their block tables on the host; ``cpu`` is the backend of the CPU platform;
-``backend`` is one class name for all platforms. ``planner`` makes each backend's planner,
+``cuda`` is the attention backend on NVIDIA GPUs, ``cuda.mla`` and ``cuda.mla_fp8`` those of latent
+attention, and ``host_tables`` has their block tables on the host; ``cpu`` is the backend of the CPU
+platform; ``backend`` is one class name for all platforms. ``planner`` makes each backend's planner,
 ``precompiling`` compiles while an engine starts, ``order`` orders waiting requests, ``stats``
 counts, ``metrics`` and ``ray_metrics`` publish the counters, ``tracing`` records batches.
 """
@@ -14,3 +14,4 @@ BACKEND_NAME = "PREFIX_SHARE"
 CPU_BACKEND = "vllm_prefixshare.integration.cpu.backend.PrefixShareCPUBackend"
 CUDA_BACKEND = "vllm_prefixshare.integration.cuda.backend.PrefixShareCUDABackend"
 MLA_BACKEND = "vllm_prefixshare.integration.cuda.mla.PrefixShareMLABackend"
+FP8_MLA_BACKEND = "vllm_prefixshare.integration.cuda.mla_fp8.PrefixShareFP8MLABackend"

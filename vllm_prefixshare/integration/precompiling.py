@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.support import FP8_LATENT_BLOCK
 from vllm_prefixshare.records import NOT_COMPILED, PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import own_folder
@@ -54,7 +55,7 @@ def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
     """
     cache, latent = config.cache_config.cache_dtype, attention.kv_lora_rank is not None
     quantised = cache in FP8_CACHES
-    if cache not in (None, "auto", attention.dtype) and (latent or not quantised):
+    if cache not in (None, "auto", attention.dtype) and not quantised:
         return None
     shape: dict[str, Any] = {
         "num-qo-heads": attention.num_qo_heads,
@@ -68,6 +69,8 @@ def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
         shape["kv-lora-rank"] = attention.kv_lora_rank
     if quantised:
         shape["kv-dtype"] = FP8
+        if latent:
+            shape["block-size"] = FP8_LATENT_BLOCK  # which vLLM sets later
     return _start("kernels", shape)
 
 

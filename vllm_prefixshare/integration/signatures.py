@@ -13,6 +13,7 @@ from vllm_prefixshare.records import PrefixShareError
 
 _FLASH_ATTN = "vllm.v1.attention.backends.flash_attn"
 _MLA = "vllm.v1.attention.backends.mla.flashattn_mla"
+_FLASHMLA = "vllm.v1.attention.backends.mla.flashmla"
 _MLA_COMMON = "vllm.model_executor.layers.attention.mla_attention"
 _V2_TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
 _SCHED = "vllm.v1.core.sched"
@@ -47,6 +48,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backend.AttentionImplBase.process_weights_after_loading": (
         "self", "act_dtype",
     ),
+    "vllm.v1.attention.ops.flashmla.is_flashmla_dense_supported": (),
     f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder.__init__": (
         "self", "kv_cache_spec", "layer_names", "vllm_config", "device",
     ),
@@ -97,7 +99,18 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     ),
     f"{_MLA}.FlashAttnMLAMetadata": (),
     f"{_MLA}.FlashAttnMLAImpl": ("forward_mqa",),
-    f"{_MLA_COMMON}.MLACommonDecodeMetadata": ("block_table", "seq_lens"),
+    f"{_FLASHMLA}.FlashMLABackend": (
+        "get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes",
+        "supported_kv_cache_dtypes",
+    ),
+    f"{_FLASHMLA}.FlashMLAMetadataBuilder": ("__init__", "_build_decode"),
+    f"{_FLASHMLA}.FlashMLADecodeMetadata": ("scheduler_metadata",),
+    f"{_FLASHMLA}.FlashMLAMetadata": (),
+    f"{_FLASHMLA}.FlashMLAImpl": ("forward_mqa",),
+    f"{_MLA_COMMON}.MLACommonImpl": ("forward_mqa", "supports_quant_query_input"),
+    f"{_MLA_COMMON}.MLACommonDecodeMetadata": (
+        "block_table", "seq_lens", "dcp_tot_seq_lens",
+    ),
     f"{_MLA_COMMON}.MLACommonMetadata": ("num_decode_tokens", "decode"),
     "vllm.v1.worker.workspace.WorkspaceManager": ("get_simultaneous",),
     "vllm.v1.worker.block_table.BlockTable": ("__init__", "block_table"),

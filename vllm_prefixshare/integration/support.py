@@ -19,6 +19,10 @@ from vllm_prefixshare.settings import settings
 
 #: dtypes that the GPU kernels take.
 CUDA_DTYPES = ("bfloat16", "float16")
+#: what FLASHMLA answers in, whatever the layer's dtype, and the blocks that it takes, where the
+#: cache has fp8
+FP8_LATENT_DTYPES = ("bfloat16",)
+FP8_LATENT_BLOCK = 64
 #: largest head_dim served unless the experimental ``head_dim`` is asked for
 USUAL_HEAD_DIM = 256
 #: most query heads of a layer with latents (MLA) on a GPU: with more, a work tile of 64 rows holds
@@ -31,8 +35,8 @@ NOTHING: frozenset[str] = frozenset()
 
 def gpu_extras(anywhere: bool = False) -> frozenset[str]:
     """What layers may have on this GPU: sinks and fp8 caches only where FLASH_ATTN, which does
-    their prefills, takes them; latents where FLASH_ATTN_MLA does; batch invariance where this vLLM
-    makes it possible.
+    their prefills, takes them; latents where FLASH_ATTN_MLA does, in fp8 where FLASHMLA does; batch
+    invariance where this vLLM makes it possible.
 
     Args:
         anywhere: return what layers may have on a GPU that supports everything.
@@ -42,9 +46,11 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
         return extras
     from vllm.v1.attention.backends.fa_utils import flash_attn_supports_mla
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.attention.ops.flashmla import is_flashmla_dense_supported
 
     takes = {
         "mla": flash_attn_supports_mla(),
+        "mla_fp8": is_flashmla_dense_supported()[0],
         "sinks": FlashAttentionBackend.supports_sink(),
         "fp8": FlashAttentionBackend.supports_kv_cache_dtype("fp8"),
         "invariance": not invariance.wanted() or invariance.is_possible(),
@@ -89,9 +95,11 @@ def selector_refusal(
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
+    caches = FP8_CACHES if ("mla_fp8" if layer.use_mla else "fp8") in extras else ()
+    if layer.use_mla and layer.kv_cache_dtype in caches:
+        dtypes = FP8_LATENT_DTYPES
     if dtype not in dtypes:
         found.append(f"dtype {dtype}")
-    caches = FP8_CACHES if "fp8" in extras and not layer.use_mla else ()
     if layer.kv_cache_dtype not in (None, "auto", dtype, *caches):
         found.append(f"a {layer.kv_cache_dtype} KV cache")
     widest = MAX_HEAD_DIM if "head_dim" in extras else USUAL_HEAD_DIM
@@ -295,8 +303,9 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
     """
     impl, name = impls[0], str(dtype).removeprefix("torch.")
     if (rank := getattr(impl, "kv_lora_rank", None)) is not None:
-        shape = impl.num_heads, 1, impl.head_size, block_size
-        return AttentionConfig(*shape, name, kv_lora_rank=rank)
+        shape = impl.num_heads, 1, impl.head_size, block_size, name
+        fp8 = FP8 if impl.kv_cache_dtype in FP8_CACHES else None
+        return AttentionConfig(*shape, fp8, fp8, kv_lora_rank=rank)
     has = {
         "sinks": any(x.sinks is not None for x in impls),
         "soft_cap": any(x.logits_soft_cap for x in impls),

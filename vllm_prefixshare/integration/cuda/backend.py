@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
 )
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import FP8_CACHES, AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration import host_tables, invariance
 from vllm_prefixshare.integration.backend import BackendMethods
@@ -38,6 +38,7 @@ from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.precompiling import load_planning
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
+    FP8_LATENT_BLOCK,
     Engine,
     attention_of,
     fall_back,
@@ -283,10 +284,19 @@ def set_up(impl: Any, config: Any, falls_back: str | None) -> None:
     impl.partials = reserve_partials(impl, config, this_device())
 
 
+def attention_made_now(impl: Any, config: Any) -> AttentionConfig:
+    """The shape of a layer that vLLM is creating, whose blocks may not be known yet."""
+    is_latent = getattr(impl, "kv_lora_rank", None) is not None
+    if is_latent and impl.kv_cache_dtype in FP8_CACHES:
+        block_size = FP8_LATENT_BLOCK
+    else:
+        block_size = config.cache_config.block_size or 16
+    return attention_of([impl], block_size, config.model_config.dtype)
+
+
 def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
     """Room for the partial results of any batch of this configuration."""
-    block_size = config.cache_config.block_size or 16  # may not be known yet
-    attention = attention_of([impl], block_size, config.model_config.dtype)
+    attention = attention_made_now(impl, config)
     query_len = decode_query_len(config)
     shape = (attention.num_qo_heads, attention.v_head_dim)
     key = (*shape, query_len, device)

@@ -9,11 +9,12 @@ from enum import EnumMeta
 from types import ModuleType
 from typing import Any, NoReturn
 
-from vllm_prefixshare.config import DTYPES, LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.config import DTYPES, FP8_CACHES, LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.integration import (
     BACKEND_NAME,
     CPU_BACKEND,
     CUDA_BACKEND,
+    FP8_MLA_BACKEND,
     MLA_BACKEND,
     compat,
     invariance,
@@ -337,7 +338,7 @@ def _choose_backends(
     member PREFIX_SHARE) and the platform's own backend for the others.
 
     Args:
-        latent: whether MLA is served where the platform's own backend for it is FLASH_ATTN_MLA.
+        latent: whether MLA is served, see ``latent_backend``.
     """
 
     def wrapper(original: Function) -> Function:
@@ -349,7 +350,7 @@ def _choose_backends(
             declined = declines(attn_selector_config, dtypes, latent) is not None
             if declined or attn_selector_config.use_mla:
                 own = original(cls, None, attn_selector_config, *args, **kwargs)
-                return own if declined else latent_backend(own)
+                return own if declined else latent_backend(own, attn_selector_config)
             return path or original(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
         return get_attn_backend_cls
@@ -357,11 +358,20 @@ def _choose_backends(
     wrap(platform, "get_attn_backend_cls", wrapper)
 
 
-def latent_backend(own: str) -> str:
-    """The backend of an MLA layer, given the path of the class that vLLM would take."""
+def latent_backend(own: str, layer: Any) -> str:
+    """The backend of an MLA layer: ours where vLLM would take FLASH_ATTN_MLA, or FLASHMLA for an
+    fp8 cache.
+
+    Args:
+        own: path of the class that vLLM would take.
+        layer: its ``AttentionSelectorConfig``.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if own == AttentionBackendEnum.FLASH_ATTN_MLA.get_path():
-        return MLA_BACKEND
+    parent, ours = AttentionBackendEnum.FLASH_ATTN_MLA, MLA_BACKEND
+    if layer.kv_cache_dtype in FP8_CACHES:
+        parent, ours = AttentionBackendEnum.FLASHMLA, FP8_MLA_BACKEND
+    if own == parent.get_path():
+        return ours
     fall_back(f"multi-head latent attention in {own.rpartition('.')[2]}")
     return own
