@@ -54,7 +54,8 @@ def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
         Where a kernel was named, the process that compiles it, if one was started.
     """
     cache, latent = config.cache_config.cache_dtype, attention.kv_lora_rank is not None
-    quantised = cache in FP8_CACHES
+    asked = not latent or "mla_fp8" in settings().experimental
+    quantised = cache in FP8_CACHES and asked
     if cache not in (None, "auto", attention.dtype) and not quantised:
         return None
     shape: dict[str, Any] = {
