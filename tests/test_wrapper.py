@@ -36,6 +36,7 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
         ({"device": "gpu"}, "device 'gpu' is unknown: use cpu or cuda"),
         ({"sm_scale": 0.0}, "sm_scale must be positive and finite, got 0.0"),
         ({"sm_scale": float("nan")}, "sm_scale must be positive and finite"),
+        ({"sm_scale": "small"}, "sm_scale must be positive and finite, got small"),
         ({"share": "sometimes"}, "share must be one of"),
         ({"num_workers": 0}, "num_workers must be at least 1"),
         ({"num_qo_heads": "8"}, "num_qo_heads must be an integer, got '8'"),

@@ -127,7 +127,10 @@ class PrefixShareDecodeWrapper:
             raise PrefixShareError(
                 "kv_lora_rank needs sm_scale, of the heads before absorption: such as 192**-0.5."
             )
-        self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+        try:
+            self.sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
+        except (TypeError, ValueError):
+            self.sm_scale = math.nan
         if not (self.sm_scale > 0 and math.isfinite(self.sm_scale)):
             raise PrefixShareError(f"sm_scale must be positive and finite, got {sm_scale}.")
         self._executor = executor_for(

@@ -241,6 +241,9 @@ def test_an_fp8_cache_of_latents_has_blocks_of_its_own(tmp_path, capsys):
         words = [str(path), "--gpu", gpu, *map(str, of_model)]
         assert main(["estimate", *words]) == 2
         assert f"({reason})" in capsys.readouterr().err
+    words = [str(path), "--gpu", "H200", *map(str, of_model), "--block-size", "0"]
+    assert main(["estimate", *words]) == 2
+    assert "block_size must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_cache_that_a_gpu_does_not_serve_is_refused(tmp_path, capsys):

@@ -84,6 +84,19 @@ def test_a_file_and_a_tree_are_one_too_many(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("with_file", "words", "sentence"),
+    [
+        (False, ["--step", "0"], "--step is a line of a FILE: name one, or leave it out."),
+        (True, ["--block-size", "32"], "says its block size: leave out --block-size."),
+    ],
+)
+def test_an_option_that_would_be_dropped_is_refused(tmp_path, capsys, with_file, words, sentence):
+    files = [str(write(tmp_path / "t.json", TABLES))] if with_file else []
+    assert main(["inspect", *files, *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("data", "sentence"),
     [
         ("", "is empty: name a file with block tables, or trace a server"),

@@ -107,7 +107,6 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
     """
     from vllm_prefixshare.cli.gpus import gpu_named
     from vllm_prefixshare.cli.served import (
-        USUAL_BLOCK,
         falls_back_on,
         has_late_flash_attention,
         installed_release,
@@ -116,12 +115,10 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
     from vllm_prefixshare.integration import invariance
     from vllm_prefixshare.integration.support import Engine
 
-    if args.block_size is not None:
-        check_block_size(args)
+    check_block_size(args)
     check_cache_argument(args)
     capability = gpu_named(args.gpu).capability
     if args.model is None:
-        args.block_size = args.block_size or USUAL_BLOCK
         attention = cached_attention_of(args)
         if attention.kv_dtype is not None and not has_late_flash_attention(capability):
             raise PrefixShareError(
@@ -154,7 +151,9 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
             "--model' says of it."
         )
     # one size for all layers, as in an engine
-    block_size = args.block_size or max(shape_of(kind).block_size for kind in served)
+    block_size = args.block_size
+    if block_size is None:
+        block_size = max(shape_of(kind).block_size for kind in served)
     shapes: Counter[AttentionConfig] = Counter()
     for kind in served:
         shapes[shape_of(kind, block_size=block_size)] += kind.count

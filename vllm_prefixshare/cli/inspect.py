@@ -35,9 +35,9 @@ MOST_LINES = 24
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     command.add_argument("file", type=Path, nargs="?", help="JSON with block tables")
-    command.add_argument("--step", type=int, default=-1, help="line of a file with several batches")
+    command.add_argument("--step", type=int, help="line of a FILE of several; the last if left out")
     command.add_argument("--tree", help=f"nodes_tokens of each level; without FILE {TREE}")
-    add_shape_arguments(command, block_size=16)
+    add_shape_arguments(command, block_size=None)  # a FILE has one of its own
     add_cache_argument(command)
     command.add_argument("--divider", help="only this one, and with --json its schedule")
     command.add_argument("--gpu", help="plan as on this GPU, such as H200")
@@ -63,13 +63,17 @@ def run(args: argparse.Namespace) -> int:
     from vllm_prefixshare.planning.sharing import shareable_forest
 
     get_divider(args.divider or "flashforge")
+    if args.file is None and args.step is not None:
+        raise PrefixShareError("--step is a line of a FILE: name one, or leave it out.")
+    if args.file is not None and args.block_size is not None:
+        raise PrefixShareError(f"{args.file} says its block size: leave out --block-size.")
     attention = cached_attention_of(args)
     if args.file is None:
         batch = tree_batch(TREE if args.tree is None else args.tree, attention.block_size)
     elif args.tree is not None:
         raise PrefixShareError(f"{args.file} and --tree are two batches: leave out one of them.")
     else:
-        batch = read_batch(args.file, args.step)
+        batch = read_batch(args.file, -1 if args.step is None else args.step)
         attention = replace(attention, block_size=batch.block_size)
     config, cost, says = _planning(args, attention)
     plans = [

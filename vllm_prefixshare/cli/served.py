@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from vllm_prefixshare.cli.model import LayerKind
+from vllm_prefixshare.cli.shape import USUAL_BLOCK
 from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
     from vllm_prefixshare.integration.support import Engine
-
-#: tokens of a block that vLLM takes on a GPU, but where a backend has other blocks only
-USUAL_BLOCK = 16
 
 
 def installed_release() -> Version | None:
@@ -146,9 +144,10 @@ def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -
     """
     from vllm_prefixshare.integration.support import FP8_LATENT_BLOCK
 
+    fp8 = FP8 if layer.kv_cache_dtype in FP8_CACHES else None
+    if block_size is None:
+        block_size = FP8_LATENT_BLOCK if layer.use_mla and fp8 else USUAL_BLOCK
     if layer.use_mla:
-        fp8 = FP8 if layer.kv_cache_dtype in FP8_CACHES else None
-        block_size = block_size or (FP8_LATENT_BLOCK if fp8 else USUAL_BLOCK)
         shape = layer.num_heads, 1, layer.head_size, block_size, layer.dtype
         return AttentionConfig(*shape, fp8, fp8, kv_lora_rank=layer.kv_lora_rank)
     features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
@@ -157,7 +156,7 @@ def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -
         layer.num_heads * shards,
         layer.num_kv_heads,
         layer.head_size,
-        block_size or USUAL_BLOCK,
+        block_size,
         layer.dtype,
         kv_dtype,
         kv_dtype,

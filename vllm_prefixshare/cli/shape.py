@@ -8,6 +8,8 @@ from vllm_prefixshare.cli.model import MOST_HEADS, attention_shape, layer_kinds,
 from vllm_prefixshare.config import CACHE_DTYPES, DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
+#: tokens of a block that vLLM takes on a GPU, but where a backend has other blocks only
+USUAL_BLOCK = 16
 #: no model's blocks are larger: a number must not make a command take all memory
 MOST_BLOCK_SIZE = 1 << 16
 
@@ -16,7 +18,7 @@ def add_shape_arguments(command: argparse.ArgumentParser, block_size: int | None
     """The attention shape, as a model or as numbers.
 
     Args:
-        block_size: what the option has where it is left out.
+        block_size: what the option has where it is left out; None is vLLM's own on a GPU.
     """
     command.add_argument("--model", type=Path, help="checkpoint folder (no name on the hub)")
     command.add_argument("--num-qo-heads", type=int, default=32)
@@ -45,7 +47,7 @@ def check_cache_argument(args: argparse.Namespace) -> None:
 
 def check_block_size(args: argparse.Namespace) -> None:
     """Raise ``PrefixShareError`` if blocks are larger than any model's."""
-    if args.block_size > MOST_BLOCK_SIZE:
+    if args.block_size is not None and args.block_size > MOST_BLOCK_SIZE:
         raise PrefixShareError(
             f"--block-size must be at most {MOST_BLOCK_SIZE}, got {args.block_size}."
         )
@@ -58,15 +60,16 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
         PrefixShareError: a number is out of range, or the model cannot be read.
     """
     check_block_size(args)
+    block_size = USUAL_BLOCK if args.block_size is None else args.block_size
     if args.model is None:
         if args.num_qo_heads > MOST_HEADS:
             raise PrefixShareError(
                 f"--num-qo-heads must be at most {MOST_HEADS}, got {args.num_qo_heads}."
             )
         return AttentionConfig(
-            args.num_qo_heads, args.num_kv_heads, args.head_dim, args.block_size, args.dtype
+            args.num_qo_heads, args.num_kv_heads, args.head_dim, block_size, args.dtype
         )
-    return attention_shape(args.model, read_config(args.model), args.block_size, args.dtype)
+    return attention_shape(args.model, read_config(args.model), block_size, args.dtype)
 
 
 def cached_attention_of(args: argparse.Namespace) -> AttentionConfig:
