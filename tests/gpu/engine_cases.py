@@ -45,6 +45,10 @@ ENVIRONMENT = {
 #: of the default mode.
 QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 
+#: Scales of queries and of latents, as "0.05,0.03", for layers with latents. vLLM 0.33 loads those
+#: of few checkpoints; and what a graph does depends on them, so they must be there before capture.
+LATENT_SCALES = "PREFIXSHARE_TEST_LATENT_SCALES"
+
 #: Nats between the log-probability of a token in decode and in stock's prefill: mean over the
 #: tokens of a request, and largest. On the small model, float16 alone gives a mean of 0.01 and a
 #: largest difference of 0.1; one wrong block of 75 gives a mean of 0.7.
@@ -185,6 +189,28 @@ class EveryQuestion(PrefixShareWorkerExtension):
                 builder._first_step = builder._first_step._replace(least_context=0)
 
 
+def _scale_latents(of_queries: float, of_latents: float) -> None:
+    """Let every layer with latents that is loaded from now on have scales of its own."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    original = MLAAttention.process_weights_after_loading
+    layers: list[Any] = []
+
+    def loaded(self: Any, *args: Any) -> None:
+        original(self, *args)
+        larger = 1 + 0.15 * len(layers)
+        layers.append(self)
+        self._q_scale.fill_(of_queries * larger)
+        self._k_scale.fill_(of_latents * larger)
+        self._q_scale_float, self._k_scale_float = of_queries * larger, of_latents * larger
+
+    MLAAttention.process_weights_after_loading = loaded
+
+
+if LATENT_SCALES in os.environ:  # in a worker, whose extension this module has
+    _scale_latents(*map(float, os.environ[LATENT_SCALES].split(",")))
+
+
 class KernelNames(PrefixShareWorkerExtension):
     """The plugin's worker extension, which also says what graphs hold and launch, and with which
     scales.
@@ -210,14 +236,21 @@ class KernelNames(PrefixShareWorkerExtension):
                 found[name] = [scale.flatten().tolist() for scale in scales]
         return found
 
-    def set_scales(self, of_queries: float, of_keys: float) -> None:
-        """Write other scales of queries and keys into every layer's tensors, which graphs read;
-        each layer gets its own. Blocks that were written before are lost.
-        """
-        layers = self.vllm_config.compilation_config.static_forward_context.values()
-        for i, layer in enumerate(x for x in layers if hasattr(x, "_q_scale")):
-            layer._q_scale.fill_(of_queries * (1 + 0.15 * i))
-            layer._k_scale.fill_(of_keys * (1 + 0.15 * i))
+    def count_flash_mla(self) -> None:
+        """Count the calls of FLASHMLA's decode from now on, those of graphs not."""
+        from vllm.v1.attention.backends.mla.flashmla import FlashMLAImpl
+
+        self._flash_mla = 0
+        original = FlashMLAImpl.forward_mqa
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._flash_mla += 1
+            return original(*args, **kwargs)
+
+        FlashMLAImpl.forward_mqa = counted
+
+    def flash_mla_calls(self) -> int:
+        return self._flash_mla
 
     def trace_kernels(self) -> None:
         """Count every kernel from now on."""
@@ -245,9 +278,14 @@ def cache_scales(llm: Any) -> dict[str, list[list[float]]]:
     return dict(llm.collective_rpc("cache_scales")[0])
 
 
-def set_scales(llm: Any, of_queries: float, of_keys: float) -> None:
-    """In all workers; their extension is ``KernelNames``."""
-    llm.collective_rpc("set_scales", args=(of_queries, of_keys))
+def count_flash_mla(llm: Any) -> None:
+    """As ``kernels_in_graphs``."""
+    llm.collective_rpc("count_flash_mla")
+
+
+def flash_mla_calls(llm: Any) -> int:
+    """As ``kernels_in_graphs``."""
+    return int(llm.collective_rpc("flash_mla_calls")[0])
 
 
 def trace_kernels(llm: Any) -> None:

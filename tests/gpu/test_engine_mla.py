@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.dummy_model import write_small_deepseek_v2
+from tests.support.engine import ONE_PROCESS
 from tests.support.engine_steps import drive
 
 from . import engine_cases as cases
@@ -99,8 +100,8 @@ def assert_as_exact(
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 ASKED_FOR = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "mla_fp8"}
-#: of queries and keys; no powers of two, and so large that no number is clipped
-SCALES = 0.05, 0.03
+#: of queries and latents; no powers of two, and so large that no number is clipped
+SCALES = "0.05,0.03"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +117,13 @@ def test_fp8_latents_are_as_near_to_stocks_as_those_to_16_bits(
     """
     model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
     options = {**OPTIONS, "worker_extension_cls": "tests.gpu.engine_cases.KernelNames"}
+    # in one process, so that all requests of a call are in its first step
+    environment = {**ONE_PROCESS, **({cases.LATENT_SCALES: scales} if scales else {})}
+    quantised = {**options, **FP8, "environment": environment, "backend": "FLASHMLA"}
     specs = (
-        cases.stock(model, **{**options, **FP8, "backend": "FLASHMLA"}),
+        cases.stock(model, **quantised),
         # STRICT refuses a layer that is not served
-        cases.ours(model, runner, env=ASKED_FOR, **options, **FP8),
+        cases.ours(model, runner, env={**environment, **ASKED_FOR}, **options, **FP8),
         cases.stock(model, **{**OPTIONS, "backend": "FLASH_ATTN_MLA"}),
     )
     text = Text(model)
@@ -132,15 +136,15 @@ def test_fp8_latents_are_as_near_to_stocks_as_those_to_16_bits(
         "alone": [text.part(900 * i, 300 + 37 * i) for i in range(7)],
     }
     runs, errors = {}, {}
-    with engines(*specs) as (quantised, mine, plain):
-        for engine in (quantised, mine):
-            if scales is not None:
-                engine.call(cases.set_scales, *scales)
+    with engines(*specs) as (eight_bits, mine, plain):
+        of_layers = mine.call(cases.cache_scales)
         for name, asked in prompts.items():
-            for who, engine in (("stock", quantised), ("ours", mine)):
+            if name == "uniform":
+                mine.call(cases.count_flash_mla)
+            for who, engine in (("stock", eight_bits), ("ours", mine)):
                 engine.call(drive, asked[:1], {**GREEDY, "max_tokens": 1})
                 run = runs[name, who] = engine.call(drive, asked, {**GREEDY, "max_tokens": 64})
-                each = cases.errors(run.completions, quantised)
+                each = cases.errors(run.completions, eight_bits)
                 errors[name, who] = np.concatenate(each)
             of_bits = np.concatenate(cases.errors(runs[name, "stock"].completions, plain))
             errors[name, "bits"] = of_bits
@@ -148,8 +152,11 @@ def test_fp8_latents_are_as_near_to_stocks_as_those_to_16_bits(
                 runs[name, "ours"], runs[name, "stock"], errors[name, "ours"], errors[name, "stock"]
             )
             note(f"{name}: {beside}; stock's fp8 from its 16 bits: mean {of_bits.mean():.4f}")
+            if name == "uniform":
+                assert mine.call(cases.flash_mla_calls) > 0
         kernels = mine.call(cases.kernels_in_graphs)
     assert kernels == ["mla_hopper"]
+    assert all((q != 1.0, k != 1.0) == (bool(scales),) * 2 for (q,), (k,), _ in of_layers.values())
     for name in ("shared", "uniform"):
         assert_shared(runs[name, "ours"], factor=1.5)
         assert runs[name, "ours"].stats["decode_steps"] >= 63
@@ -158,6 +165,7 @@ def test_fp8_latents_are_as_near_to_stocks_as_those_to_16_bits(
         assert not runs[name, "ours"].stats["fallbacks"]
         ours, stocks, of_bits = (errors[name, who] for who in ("ours", "stock", "bits"))
         assert stocks.mean() < 0.3, "stock's decode disagrees with its prefill: no reference"
-        assert 0 < ours.mean() <= of_bits.mean()
+        # of few tokens the means differ by chance, too
+        assert 0 < ours.mean() <= of_bits.mean() * (1.1 if name == "alone" else 1)
         assert ours.mean() < 1.3 * stocks.mean() + 1e-3
         assert ours.max() < 2 * stocks.max() + 1e-2
