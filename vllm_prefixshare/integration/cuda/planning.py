@@ -35,6 +35,9 @@ from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
+#: KV blocks that are looked through at once after wake-up
+MOST_BLOCKS = 256
+
 
 class PlanningBuilder(AttentionMetadataBuilder[Any]):
     """Plans for one KV-cache group. A subclass derives from this class first, then from a vLLM
@@ -132,8 +135,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             cache = context[name].kv_cache
             for tensor in cache if isinstance(cache, list) else [cache]:
                 if tensor.element_size() == 1:  # e4m3: all bits set is NaN
-                    bits = tensor.view(torch.uint8)
-                    bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
+                    # a block at a time would take seconds, all at once as much memory again
+                    for bits in tensor.view(torch.uint8).split(MOST_BLOCKS):
+                        bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
                 else:
                     torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
