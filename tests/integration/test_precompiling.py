@@ -218,9 +218,14 @@ def test_an_engine_of_another_shape_starts(started, monkeypatch, fault):
     monkeypatch.setattr(selection, "_attention_of", unknown)
     monkeypatch.setattr(selection.metrics, "expose", lambda: None)
     monkeypatch.setattr(order, "order_requests", lambda *_: None)
-    parallel = SimpleNamespace(worker_extension_cls="own")
-    selection._check_engine_config(SimpleNamespace(parallel_config=parallel))
+    passes = SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_extension_cls="own"),
+        compilation_config=SimpleNamespace(pass_config=passes),
+    )
+    selection._check_engine_config(config)
     assert started == []
+    assert not passes.fuse_rope_kvcache_cat_mla, "latents are written by the implementation"
 
 
 @pytest.mark.parametrize(("use_mla", "head_size"), [(True, 576), (False, 192)])

@@ -68,6 +68,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": ("get_path", "get_class"),
     "vllm.config.attention.AttentionConfig": ("backend", "backend_per_kind"),
+    "vllm.config.compilation.PassConfig": ("fuse_rope_kvcache_cat_mla",),
     "vllm.engine.arg_utils.EngineArgs": ("attention_backend", "attention_config"),
     "vllm.platforms.cuda.CudaPlatformBase": ("get_attn_backend_cls",),
     "vllm.config.parallel.ParallelConfig": ("rank", "data_parallel_index"),

@@ -227,6 +227,8 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
                 compiling = precompiling.start_kernels(attention, config)
         if compiling is not None:  # a kernel was named
             precompiling.refuse_what_does_not_compile(compiling)
+    # its operator writes latents without the implementation, which makes them finite
+    config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     metrics.expose()
