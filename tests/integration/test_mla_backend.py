@@ -294,6 +294,18 @@ def test_the_portable_kernel_has_no_latents(monkeypatch):
     assert STATS.fallbacks == {"multi-head latent attention and kernel 'portable'": 1}
 
 
+def test_a_layer_of_another_class_keeps_its_parent(monkeypatch):
+    """It may write its KV cache itself, as Kimi K3's does."""
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "0")
+    group = LatentGroup(monkeypatch)
+    own = type("MultiHeadLatentAttention", (torch.nn.Module,), {})()
+    vars(own).update(vars(group.layer))
+    group.config.compilation_config.static_forward_context["layer"] = own
+    builder = group.builder_cls(group.builder.kv_cache_spec, ["layer"], group.config, CPU)
+    assert builder._executor is None and not group.impl.shares
+    assert "multi-head latent attention in MultiHeadLatentAttention" in STATS.fallbacks
+
+
 def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch):
     asked = []
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonImpl
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_prefixshare.config import AttentionConfig
@@ -30,7 +30,7 @@ from vllm_prefixshare.integration.cuda.backend import (
     this_device,
 )
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
-from vllm_prefixshare.integration.support import latent_layer_refusal, latent_refusal
+from vllm_prefixshare.integration.support import fall_back, latent_layer_refusal, latent_refusal
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -69,7 +69,13 @@ class LatentBuilder(PlanningBuilder):
         """
         self.layer_names = layer_names
         context = self.vllm_config.compilation_config.static_forward_context
-        self._start_planning([context[name] for name in layer_names], final, 1)
+        layers = [context[name] for name in layer_names]
+        for layer in layers:
+            # Kimi K3's writes its cache itself: latents need not be finite there
+            if getattr(layer.impl, "shares", False) and not isinstance(layer, MLAAttention):
+                layer.impl.shares = False
+                fall_back(f"multi-head latent attention in {type(layer).__name__}")
+        self._start_planning(layers, final, 1)
 
 
 class LatentImpl(MLACommonImpl[Any]):
