@@ -13,9 +13,9 @@ tokens: the "seesaw" schedule of FlashMLA.
 
 The weights of a KV tile take the place of the rotated part of its keys.
 
-A quantised (e4m3) cache is multiplied as it is with quantised queries, but as V, for which two more
-warps widen the latent to float16 (``wide_values``). There is room for two KV tiles as they are and
-three wide halves; the weights are float16 then, and have a place of their own.
+A quantised (e4m3) cache is multiplied as it is with quantised queries, but as V, for which three
+more warps widen the latent to float16 (``wide_values``). There is room for two KV tiles as they are
+and three wide halves; the weights are float16 then, and have a place of their own.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -403,7 +403,9 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
                        BLOCK_SIZE, UNIT, KV_TILE, ROOM, FP8)),
             (widen, (0, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
             (widen, (1, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
+            (widen, (2, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
         ][: 1 + WORKERS],
-        [4, 1, 1, 1][:WORKERS],
-        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS][:WORKERS],
+        [4, 1, 1, 1, 1][:WORKERS],
+        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS,
+         PRODUCER_REGS][:WORKERS],
     )

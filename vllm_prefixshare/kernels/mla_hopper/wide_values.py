@@ -1,8 +1,8 @@
 """The latents of a quantised KV tile as float16, in the kernel for latent KV caches.
 
 The product of weights and latents takes operands of eight bits in another order than the cache has
-them. So two warps widen the latents, for both consumers, each of them half of the rows: they need
-not wait for each other.
+them. So three warps widen the latents, for both consumers, each of them some of the rows: they
+need not wait for each other.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,7 +23,7 @@ from vllm_prefixshare.kernels.mla_hopper.producer import (
     word,
 )
 
-WIDE_WARPS = gl.constexpr(2)
+WIDE_WARPS = gl.constexpr(3)
 WIDE_HALVES = gl.constexpr(3)  # that there is room for
 
 
@@ -37,8 +37,9 @@ def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, CHU
     # each thread writes 16 bytes of a row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
     ROWS: gl.constexpr = 8  # 64 numbers a thread at a time
-    BEGIN: gl.constexpr = PART * (KV_TILE // WIDE_WARPS)
-    END: gl.constexpr = BEGIN + KV_TILE // WIDE_WARPS
+    SHARE: gl.constexpr = -(-KV_TILE // (ROWS * WIDE_WARPS)) * ROWS
+    BEGIN: gl.constexpr = PART * SHARE
+    END: gl.constexpr = min(BEGIN + SHARE, KV_TILE)
     worker = gl.program_id(0) // CHUNKS
     begin = gl.load(work_indptr + worker)
     end = gl.load(work_indptr + worker + 1)
@@ -51,7 +52,7 @@ def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, CHU
             mbarrier.wait(bars.index(COPIED + copied), (count // 2) & 1)
             left = word(words, count % 4 * 32 + LEFT, 1)
             needs = word(words, count % 4 * 32 + NEEDS, 1)
-            for h in gl.static_range(2):
+            for h in range(2):  # not unrolled: shorter code is faster here
                 number = 2 * count + h
                 place = number % WIDE_HALVES
                 mbarrier.wait(bars.index(FREE + place), ((number // WIDE_HALVES) & 1) ^ 1)
