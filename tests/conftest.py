@@ -30,13 +30,6 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 
-@pytest.fixture
-def fp8_latents_asked_for(monkeypatch):
-    """They are served where the user asks for them."""
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mla_fp8")
-    settings.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def settings_of_the_test() -> Iterator[None]:
     """Clear the cached settings, because each test may have its own environment."""

@@ -12,7 +12,7 @@ from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
 #: features of layers that ran in few engines or none: served only where the user asks for them
-EXPERIMENTAL = ("alibi", "head_dim", "mla_fp8")
+EXPERIMENTAL = ("alibi", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,6 @@ def test_latents_are_estimated(tmp_path, capsys):
     assert found["layers"] == 27 and found["attention_gain"] > 1
 
 
-@pytest.mark.usefixtures("fp8_latents_asked_for")
 def test_an_fp8_cache_of_latents_has_blocks_of_its_own(tmp_path, capsys):
     # 31 blocks of 16 tokens are shared, 7 of 64
     path = write(tmp_path / "p", [[*DOCUMENT[:500], i] for i in range(32)])

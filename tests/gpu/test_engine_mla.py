@@ -99,7 +99,6 @@ def assert_as_exact(
 
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-ASKED_FOR = {"VLLM_PREFIXSHARE_EXPERIMENTAL": "mla_fp8"}
 #: of queries and latents; no powers of two, and so large that no number is clipped
 SCALES = "0.05,0.03"
 
@@ -123,7 +122,7 @@ def test_fp8_latents_are_as_near_to_stocks_as_those_to_16_bits(
     specs = (
         cases.stock(model, **quantised),
         # STRICT refuses a layer that is not served
-        cases.ours(model, runner, env={**environment, **ASKED_FOR}, **options, **FP8),
+        cases.ours(model, runner, env=environment, **options, **FP8),
         cases.stock(model, **{**OPTIONS, "backend": "FLASH_ATTN_MLA"}),
     )
     text = Text(model)

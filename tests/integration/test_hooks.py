@@ -261,7 +261,7 @@ def _mla_served(monkeypatch):
 MLA = {"use_mla": True, "head_size": 576}
 
 
-@pytest.mark.usefixtures("_mla_served", "fp8_latents_asked_for")
+@pytest.mark.usefixtures("_mla_served")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -285,8 +285,12 @@ def test_mla_layers_that_cannot_be_served_are_named(changes, reason):
 
 
 @pytest.mark.usefixtures("_mla_served")
-def test_fp8_latents_are_served_where_they_are_asked_for_only():
+def test_fp8_latents_are_served_where_flash_mla_takes_them_only(monkeypatch):
+    from vllm.v1.attention.ops import flashmla
+
     quantised = layer(**MLA, kv_cache_dtype="fp8")
+    assert support.declines(quantised, support.CUDA_DTYPES, latent=True) is None
+    monkeypatch.setattr(flashmla, "is_flashmla_dense_supported", lambda: (False, "no build"))
     assert support.declines(quantised, support.CUDA_DTYPES, latent=True) == "a fp8 KV cache"
 
 
@@ -310,7 +314,7 @@ def mla_platform():
     return Platform
 
 
-@pytest.mark.usefixtures("_mla_served", "fp8_latents_asked_for")
+@pytest.mark.usefixtures("_mla_served")
 def test_an_mla_layer_extends_the_backend_that_vllm_would_take(mla_platform):
     chosen = selection.backend_member()
     mla = mla_platform.get_attn_backend_cls(chosen, layer(**MLA), num_heads=16)
@@ -322,7 +326,7 @@ def test_an_mla_layer_extends_the_backend_that_vllm_would_take(mla_platform):
         assert mla_platform.get_attn_backend_cls(chosen, quantised) == FP8_MLA_BACKEND
 
 
-@pytest.mark.usefixtures("_mla_served", "fp8_latents_asked_for")
+@pytest.mark.usefixtures("_mla_served")
 @pytest.mark.parametrize(
     ("cache", "name", "cls"),
     [

@@ -75,17 +75,16 @@ def test_latents_are_compiled_for_their_own_kernel(started):
     assert {"--head-dim=576", "--kv-lora-rank=512"} <= set(started[0])
 
 
-def test_the_kernel_is_that_of_the_kv_cache(started, request):
+def test_the_kernel_is_that_of_the_kv_cache(started):
     latents = AttentionConfig(16, 1, 576, 16, kv_lora_rank=512)
     for cache in ("bfloat16", "fp8", "fp8_e4m3"):
         precompiling.start_kernels(LAYER, config(cache))
     widths = ["--kv-dtype=float8_e4m3fn" in command for command in started]
     assert widths == [False, True, True]
-    others = (LAYER, "float16"), (LAYER, "fp8_e5m2"), (latents, "fp8_ds_mla"), (latents, "fp8")
+    others = (LAYER, "float16"), (LAYER, "fp8_e5m2"), (latents, "fp8_ds_mla")
     for layer, cache in others:
         precompiling.start_kernels(layer, config(cache))
     assert len(started) == 3, "such layers keep vLLM's backend"
-    request.getfixturevalue("fp8_latents_asked_for")
     for cache in ("auto", "fp8"):
         precompiling.start_kernels(latents, config(cache))
     assert "--block-size=16" in started[3] and "--kv-dtype=float8_e4m3fn" not in started[3]

@@ -54,8 +54,7 @@ def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
         Where a kernel was named, the process that compiles it, if one was started.
     """
     cache, latent = config.cache_config.cache_dtype, attention.kv_lora_rank is not None
-    asked = not latent or "mla_fp8" in settings().experimental
-    quantised = cache in FP8_CACHES and asked
+    quantised = cache in FP8_CACHES
     if cache not in (None, "auto", attention.dtype) and not quantised:
         return None
     shape: dict[str, Any] = {

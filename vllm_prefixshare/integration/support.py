@@ -29,7 +29,9 @@ USUAL_HEAD_DIM = 256
 #: one request, and nothing is shared
 MOST_LATENT_HEADS = 32
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
-GPU_EXTRAS = frozenset({"dcp", "fp8", "invariance", "mla", "sinks", "softcap", "windows"})
+GPU_EXTRAS = frozenset(
+    {"dcp", "fp8", "invariance", "mla", "mla_fp8", "sinks", "softcap", "windows"}
+)
 NOTHING: frozenset[str] = frozenset()
 
 
