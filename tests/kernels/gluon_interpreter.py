@@ -53,6 +53,10 @@ class SharedMemory:
         data.view(np.uint8)[...] = 0xFF
         return cls(data, dtype)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
     def index(self, i) -> "SharedMemory":
         return SharedMemory(self.data[number(i)], self.dtype)
 
@@ -64,8 +68,8 @@ class SharedMemory:
         return SharedMemory(self.data.transpose(order), self.dtype)
 
     def reinterpret(self, dtype, shape, layout=None) -> "SharedMemory":
-        assert dtype == self.dtype
-        return SharedMemory(self.data.reshape([number(n) for n in shape]), dtype)
+        data = self.data.view(_get_np_dtype(dtype))
+        return SharedMemory(data.reshape([number(n) for n in shape]), dtype)
 
     def store(self, value) -> None:
         assert value.dtype == self.dtype

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from vllm_prefixshare.kernels.hopper.gluon_names import barrier
+from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.mla_hopper.producer import (
     COPIED,
     FREE,
@@ -37,6 +37,12 @@ def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, CHU
     # each thread writes 16 bytes of a row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
     ROWS: gl.constexpr = 8  # 64 numbers a thread at a time
+    # four numbers in one, because a choice between single ones takes eight times the instructions
+    FOURS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=32, rank=2
+    )
+    fours = reinterpret(raw_smem, gl.int32, [4, KV_TILE, raw_smem.shape[2] // 4], WORDS)
     SHARE: gl.constexpr = -(-KV_TILE // (ROWS * WIDE_WARPS)) * ROWS
     BEGIN: gl.constexpr = PART * SHARE
     END: gl.constexpr = min(BEGIN + SHARE, KV_TILE)
@@ -56,17 +62,18 @@ def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, CHU
                 number = 2 * count + h
                 place = number % WIDE_HALVES
                 mbarrier.wait(bars.index(FREE + place), ((number // WIDE_HALVES) & 1) ^ 1)
-                raw, wide = raw_smem.index(2 * copied + (stage + h) % 2), wide_smem.index(place)
-                for at in gl.static_range(BEGIN, END, ROWS):
-                    rows = raw.slice(at, ROWS, 0).load(LAYOUT)
-                    wide.slice(at, ROWS, 0).store(rows.to(gl.float16))
+                half = 2 * copied + (stage + h) % 2
                 # a weight of zero would not hide an unused slot that holds NaN
                 if (needs & ZEROS) != 0:
                     for at in gl.static_range(BEGIN, END, ROWS):
-                        some = wide.slice(at, ROWS, 0)
+                        some = fours.index(half).slice(at, ROWS, 0)
                         of = spans.index(count % 4).slice(at, ROWS, 0)
-                        of = of.load(gl.SliceLayout(1, LAYOUT))
-                        some.store(gl.where((of != 0)[:, None], some.load(LAYOUT), 0.0))
+                        of = of.load(gl.SliceLayout(1, FOURS))
+                        some.store(gl.where((of != 0)[:, None], some.load(FOURS), 0))
+                raw, wide = raw_smem.index(half), wide_smem.index(place)
+                for at in gl.static_range(BEGIN, END, ROWS):
+                    rows = raw.slice(at, ROWS, 0).load(LAYOUT)
+                    wide.slice(at, ROWS, 0).store(rows.to(gl.float16))
                 fence_async_shared()
                 barrier()
                 mbarrier.arrive(bars.index(place), count=1)
