@@ -72,7 +72,7 @@ class PrefixShareDecodeWrapper:
         kv_lora_rank: multi-head latent attention after absorption, as in DeepSeek V3: the KV cache
             holds one vector of ``head_dim`` numbers for each token, and its first
             ``kv_lora_rank`` are the value. head_dim 576, kv_lora_rank 512, one KV head, sm_scale
-            given; on a GPU one query token of a request in a step.
+            given. Not with query_parents.
         sliding_window: tokens that each query sees, its own included; all if None. Blocks before
             the first of them may be any finite ones. Not with query_parents.
 
@@ -198,7 +198,9 @@ class PrefixShareDecodeWrapper:
         mask = None
         if query_parents is not None:
             if not self._executor.takes_token_trees:
-                raise PrefixShareError("query_parents need a GPU: on a CPU queries form a chain.")
+                raise PrefixShareError(
+                    "query_parents need a GPU, and no kv_lora_rank: else queries form a chain."
+                )
             if (limit or most) > 1:
                 parents = host_integers(query_parents, "query_parents", 1)
                 mask = ancestor_masks(parents, starts)

@@ -19,6 +19,7 @@ from tests.mla import (
     WIDTH,
     expected,
     latent_batch,
+    latents_at_boundaries,
     let_scores_rise,
     quantised,
 )
@@ -49,6 +50,7 @@ class Latents:
     divider: str = "depth_first"
     workers: int = 3
     dtype: torch.dtype | None = None  # of outputs; None for that of the queries
+    query_len: int = 1  # most query tokens of a request
 
     def __post_init__(self) -> None:
         b, heads = self.batch, self.batch.q.shape[1]
@@ -65,31 +67,35 @@ class Latents:
         config = PlannerConfig(
             divider=self.divider,
             num_workers=self.workers,
-            max_tile_requests=hopper.requests_of_a_tile(heads),
+            max_tile_requests=hopper.requests_of_a_tile(self.query_len * heads),
             share="always",
         )
         planner = DecodePlanner(config, analytic_cost(attention, "mla_hopper"), size, heads)
-        self.plan = planner.update(b.block_table, b.seq_lens, 1)
-        arrays = latent_layout(self.plan, hopper.grid(size), config.max_tile_requests)._asdict()
+        self.plan = planner.update(b.block_table, b.seq_lens, self.query_len)
+        grid = hopper.grid(size, self.query_len)
+        arrays = latent_layout(self.plan, grid, config.max_tile_requests)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in arrays.items()}
 
     def check(self) -> None:
         b, heads = self.batch, self.batch.q.shape[1]
         q, cache = b.q.to(DEVICE), b.k_cache.to(DEVICE)
         table, lens = (torch.from_numpy(x).to(DEVICE) for x in (b.block_table, b.seq_lens))
-        shape = self.plan.num_partials, heads, RANK
+        starts = torch.from_numpy(b.query_start_loc).to(DEVICE)
+        shape = self.plan.num_partials * self.query_len, heads, RANK
         partial_out = torch.full(shape, torch.nan, device=DEVICE)
         partial_lse = torch.full(shape[:2], torch.nan, device=DEVICE)
         out = torch.full((len(q), heads, RANK), torch.nan, dtype=self.dtype, device=DEVICE)
         lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
         t = Tensors(
-            q, cache, cache[..., :RANK], table, lens, None, None,
+            q, cache, cache[..., :RANK], table, lens, starts, None,
             partial_out, partial_lse, out, lse, self.extras,
         )  # fmt: skip
         if not torch.cuda.is_available():
             launch_before.writes(q)
-        hopper.latent_partial_attention(self.workers, self.arrays, t, SCALE)
-        merge_states(self.arrays["merge_indptr"], partial_out, partial_lse, out, out_lse=lse)
+        fixed = self.workers, self.query_len
+        hopper.latent_partial_attention(fixed, self.arrays, t, SCALE)
+        indptr, merged = self.arrays["merge_indptr"], (partial_out, partial_lse, out)
+        merge_states(indptr, *merged, starts, self.query_len, lse)
         wanted, wanted_lse = expected(b, LayerExtras(**SCALES) if self.extras != PLAIN else PLAIN)
         assert relative_error(out.cpu(), wanted) < TOLERANCE[self.dtype]
         torch.testing.assert_close(lse.cpu().double(), wanted_lse, rtol=0, atol=1e-2)
@@ -136,6 +142,35 @@ def test_a_quantised_cache(heads, dtype, block_size, documents, workers):
     batch = latent_batch(heads, dtype=torch.float16, block_size=block_size, **shape)
     batch.q *= torch.linspace(0.2, 4, heads)[None, :, None]
     Latents(quantised(batch), workers=workers, dtype=dtype).check()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
+@pytest.mark.parametrize(
+    ("heads", "queries", "block_size", "workers"),
+    [
+        (8, 3, 16, 3),  # ragged: 1 to 3 query tokens
+        (16, 2, 64, 2),
+        (24, 3, 8, 3),  # two chunks of rows
+    ],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_several_query_tokens(heads, queries, block_size, workers, fp8):
+    shape = {"documents": 1, "requests": 4, "document_blocks": 3, "private_blocks": 2}
+    shape |= {"dtype": torch.float16, "block_size": block_size, "query_lens": queries}
+    batch = latent_batch(heads, **shape)
+    counts = np.arange(len(batch.seq_lens)) % queries + 1
+    batch.query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    batch.q = batch.q[: batch.query_start_loc[-1]]
+    if fp8:
+        batch = quantised(batch)
+    Latents(batch, "flashforge", workers, torch.float16 if fp8 else None, queries).check()
+
+
+@pytest.mark.parametrize("queries", [2, 3])
+@pytest.mark.usefixtures("interpreted")
+def test_query_tokens_at_every_boundary(queries):
+    batch = latents_at_boundaries(queries, 8, 16, torch.float16)
+    Latents(batch, "deft_node", query_len=queries).check()
 
 
 @pytest.mark.usefixtures("interpreted")

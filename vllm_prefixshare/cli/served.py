@@ -111,7 +111,9 @@ def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> s
     engine = engine or support.Engine()
     if layer.use_mla:
         shape = layer.head_size, layer.kv_lora_rank
-        reason = support.latent_layer_refusal(shape, engine) or support.invariance_refusal(engine)
+        reason = support.latent_layer_refusal(
+            shape, layer.num_heads, engine
+        ) or support.invariance_refusal(engine)
     else:
         attention = shape_of(layer, engine.shards)
         reason = (
@@ -125,7 +127,7 @@ def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> s
     if layer.use_mla:
         from vllm_prefixshare.integration.cuda.latent import kernel_refusal
 
-        return kernel_refusal(shape_of(layer))
+        return kernel_refusal(shape_of(layer), engine.query_len)
     if layer.sliding_window is not None:
         from vllm_prefixshare.integration.cuda.backend import short_window_refusal
 

@@ -25,9 +25,9 @@ FP8_LATENT_DTYPES = ("bfloat16",)
 FP8_LATENT_BLOCK = 64
 #: largest head_dim served unless the experimental ``head_dim`` is asked for
 USUAL_HEAD_DIM = 256
-#: most query heads of a layer with latents (MLA) on a GPU: with more, a work tile of 64 rows holds
-#: one request, and nothing is shared
-MOST_LATENT_HEADS = 32
+#: most rows of a request, query heads times query tokens, in a layer with latents (MLA) on a GPU:
+#: with more, a work tile of 64 rows holds one request, and nothing is shared
+MOST_LATENT_ROWS = 32
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
 GPU_EXTRAS = frozenset(
     {"dcp", "fp8", "invariance", "mla", "mla_fp8", "sinks", "softcap", "windows"}
@@ -130,24 +130,29 @@ class Engine(NamedTuple):
 
 def latent_refusal(num_heads: int) -> str | None:
     """Why MLA with so many query heads on a GPU is not served, or None."""
-    if num_heads > MOST_LATENT_HEADS:
-        return f"multi-head latent attention of more than {MOST_LATENT_HEADS} heads a GPU"
+    if num_heads > MOST_LATENT_ROWS:
+        return f"multi-head latent attention of more than {MOST_LATENT_ROWS} heads a GPU"
     if settings().kernel == "portable":
         return "multi-head latent attention and kernel 'portable'"
     return None
 
 
-def latent_layer_refusal(shape: tuple[int, int], engine: Engine) -> str | None:
+def latent_layer_refusal(shape: tuple[int, int], num_heads: int, engine: Engine) -> str | None:
     """Why MLA on a GPU is not served in an engine, or None.
 
     Args:
         shape: head_dim, and how much of it is the latent (``kv_lora_rank``).
+        num_heads: query heads on a GPU.
     """
+    most = MOST_LATENT_ROWS // engine.query_len
     checks = (
         (engine.shards > 1, "decode context parallelism"),
         (shape != LATENT_SHAPE, f"head_dim {shape[0]}"),
-        # the kernel takes one query of a request
-        (engine.query_len > 1, "drafts with multi-head latent attention"),
+        (
+            engine.query_len > 1 and num_heads > most,
+            f"{engine.query_len - 1} drafts and multi-head latent attention of more than {most} "
+            "heads a GPU",
+        ),
     )
     return next((reason for found, reason in checks if found), None)
 

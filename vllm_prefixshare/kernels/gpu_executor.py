@@ -47,8 +47,6 @@ class GpuExecutor:
             cannot be compiled.
     """
 
-    takes_token_trees = True
-
     def __init__(
         self,
         attention: AttentionConfig,
@@ -63,6 +61,7 @@ class GpuExecutor:
         if self.device == torch.device("cuda") and torch.cuda.is_available():  # without an index
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.query_len = query_len
+        self.takes_token_trees = attention.kv_lora_rank is None
         self._mask_words = -(-query_len // 32)
         self._kernel, self.passed_over = choose_kernel(attention, self.device, kernel, query_len)
         self.name = self._kernel.name
@@ -338,9 +337,10 @@ class GpuExecutor:
             raise PrefixShareError(
                 f"lse must be contiguous, got strides {list(t.out_lse.stride())}."
             )
-        if t.tree_mask is not None and a.sliding_window is not None:
+        if t.tree_mask is not None and (a.sliding_window or a.kv_lora_rank):
             raise PrefixShareError(
-                "a token tree (query_parents, tree_mask) goes with no sliding_window: plan without."
+                "a token tree (query_parents, tree_mask) goes with neither sliding_window nor "
+                "kv_lora_rank: plan without."
             )
         if t.tree_mask is not None and (
             len(t.tree_mask) < len(t.q) or 32 * t.tree_mask.shape[1] < self.query_len

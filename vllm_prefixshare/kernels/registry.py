@@ -32,6 +32,9 @@ _ROOMS = {
     "mla_hopper": "LatentHopperKernel",
 }
 
+#: a plan says in 16 bits, of which one is a sign, which rows of a tile read a part
+MOST_LATENT_ROWS = 32767
+
 
 @cache
 def choose_kernel(
@@ -149,10 +152,11 @@ def candidates(
 def _latent_candidates(
     attention: AttentionConfig, gpu: Gpu, kernel: str, query_len: int
 ) -> list[str]:
-    if query_len > 1:
+    rows = query_len * attention.num_qo_heads
+    if rows > MOST_LATENT_ROWS:
         raise PrefixShareError(
-            "the kernel for a latent KV cache (kv_lora_rank) takes one query token of a request: "
-            f"use max_query_len=1, got {query_len}."
+            "the kernel for a latent KV cache (kv_lora_rank) takes at most "
+            f"{MOST_LATENT_ROWS} rows of a request, its heads times max_query_len, got {rows}."
         )
     if kernel == "portable" or gpu.capability != (9, 0):
         raise PrefixShareError(

@@ -1,7 +1,7 @@
 """What the backends of multi-head latent attention (MLA) have in common: ``mla`` for caches in 16
 bits and ``mla_fp8`` for quantised ones, each on top of the backend that vLLM would take.
 
-Requests with one new token come first in a batch and run in the kernel of this package, after
+Decodes, with their draft tokens, come first in a batch and run in the kernel of this package, after
 absorption: the queries that ``forward_mqa`` gets are as wide as the cache. One step:
 
     build():       the parent's metadata of the batch; the plan of the decodes  [if changed]
@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLA
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda import planning
 from vllm_prefixshare.integration.cuda.backend import (
     attention_made_now,
@@ -43,8 +44,8 @@ from vllm_prefixshare.settings import settings
 class PlannedLatents:
     """How a step divides its decodes, beside the parent's metadata of the whole batch.
 
-    executor: holds the plan of the requests with one new token; always set.
-    num_planned_tokens: number of these requests, which come first, with a graph's padding.
+    executor: holds the plan of the decodes; always set.
+    num_planned_tokens: their query tokens, which come first, with a graph's padding.
     rest: the parent's metadata of the other requests that it treats as decodes; None if none.
     """
 
@@ -75,7 +76,7 @@ class LatentBuilder(PlanningBuilder):
             if getattr(layer.impl, "shares", False) and not isinstance(layer, MLAAttention):
                 layer.impl.shares = False
                 fall_back(f"multi-head latent attention in {type(layer).__name__}")
-        self._start_planning(layers, final, 1)
+        self._start_planning(layers, final, decode_query_len(self.vllm_config))
 
 
 class LatentImpl(MLACommonImpl[Any]):
@@ -90,11 +91,12 @@ class LatentImpl(MLACommonImpl[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
+        engine, shape = engine_of(config), (self.head_size, self.kv_lora_rank)
         reason = (
             latent_refusal(self.num_heads)
-            or latent_layer_refusal((self.head_size, self.kv_lora_rank), engine_of(config))
+            or latent_layer_refusal(shape, self.num_heads, engine)
             or config_refusal(config)
-            or kernel_refusal(attention_made_now(self, config))
+            or kernel_refusal(attention_made_now(self, config), engine.query_len)
         )
         set_up(self, config, reason)
 
@@ -139,6 +141,7 @@ class LatentImpl(MLACommonImpl[Any]):
                 attn_metadata.decode.seq_lens,
                 out[:n],
                 self.scale,
+                attn_metadata.query_start_loc if executor.query_len > 1 else None,
                 extras=self.extras_of(layer, executor.attention),
             )
         return out, None
@@ -198,12 +201,12 @@ class LatentImpl(MLACommonImpl[Any]):
 
 
 @cache
-def kernel_refusal(attention: AttentionConfig) -> str | None:
+def kernel_refusal(attention: AttentionConfig, query_len: int) -> str | None:
     """Why no kernel serves latents here, or None. With plain attention the portable kernel steps in
     where a Triton does not compile the one for Hopper; here the parent does.
     """
     try:
-        kernels_that_may_serve(attention, this_device(), settings().kernel, 1)
+        kernels_that_may_serve(attention, this_device(), settings().kernel, query_len)
     except PrefixShareError as e:
         return f"multi-head latent attention without a kernel ({e})"
     return None

@@ -4,8 +4,8 @@ Subclasses FLASHMLA for its KV cache in blocks of 64 tokens, its prefills and th
 to 128 new tokens) that it treats as decodes; ``latent`` has the rest. vLLM quantises latents and
 queries, each layer by a scale of its own.
 
-FLASHMLA takes only decodes of one length, those of the first request. So where the first has one
-new token, all of its decodes have, and are ours; otherwise none of them is.
+FLASHMLA takes only decodes of one length, that of the first request. So where all of our decodes
+have the same number of query tokens, they are its decodes, too; otherwise the step is its own.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class PrefixShareFP8MLAMetadataBuilder(LatentBuilder, FlashMLAMetadataBuilder):
 
 
 class PrefixShareFP8MLAImpl(LatentImpl, FlashMLAImpl):
-    """One layer: decodes of one token in the kernel of this package, all else in FLASHMLA."""
+    """One layer: decodes in the kernel of this package, all else in FLASHMLA."""
 
 
 class PrefixShareFP8MLABackend(BackendMethods, FlashMLABackend):

@@ -1,9 +1,9 @@
 """Partial attention over a latent KV cache (MLA) for Hopper, in Gluon.
 
 A thread block belongs to one worker and walks the worker's work tiles. A tile holds 64 query rows,
-the heads of its requests, and a list of KV tiles of 64 tokens. A producer warp (``producer``)
-copies each to shared memory once, and both products take it from there: all of it as K, the latent
-as V.
+the heads of its requests' query tokens, and a list of KV tiles of 64 tokens. A producer warp
+(``producer``) copies each to shared memory once, and both products take it from there: all of it as
+K, the latent as V.
 
 Two consumer warpgroups take turns: one makes scores and weights of the KV tiles with even numbers,
 the other of those with odd numbers. Each holds one half of the output's columns, multiplies
@@ -46,6 +46,7 @@ from vllm_prefixshare.kernels.mla_hopper.producer import (
     WEIGHTS,
     ZEROS,
     produce,
+    query_of,
     word,
 )
 from vllm_prefixshare.kernels.mla_hopper.wide_values import WIDE_HALVES, WIDE_WARPS, widen
@@ -189,17 +190,19 @@ def _added_others(HALF: gl.constexpr, bars, uses, before, acc, FP8: gl.constexpr
 
 @gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
-              CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, ROWS: gl.constexpr,
-              KV_TILE: gl.constexpr, ROOM: gl.constexpr, FP8: gl.constexpr):
+              QUERY_LEN: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr,
+              ROPE: gl.constexpr, ROWS: gl.constexpr, KV_TILE: gl.constexpr, ROOM: gl.constexpr,
+              FP8: gl.constexpr):
     """Scores of every second KV tile, and one half of the output's columns."""
     q, partial_out, partial_lse, out, out_lse, stride_q, stride_out, v_scale = io
-    work_indptr, tile_info, slot_row, slot_partial = plan
+    work_indptr, tile_info, slot_row, slot_partial, query_start_loc = plan
     operands, notes, sums, bars = smem
     queries, _, _, _ = operands
     q_smem, rope_q = queries
     _, words, _ = notes
     D: gl.constexpr = LATENT // 2
     OTHER: gl.constexpr = 1 - HALF
+    EACH: gl.constexpr = QUERY_LEN * HEADS  # rows of a request
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 32 if FP8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
@@ -223,10 +226,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         tile = gl.where(number < begin, worker, number)
         turn = number + 1 - begin
         slots = tile * ROOM
-        num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * HEADS
+        num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * EACH
         there = row_q < num_rows
-        request = gl.load(slot_row + slots + row_q // HEADS, mask=there, other=0)
-        at_q = request.to(gl.int64) * stride_q + row_q % HEADS * (LATENT + ROPE)
+        request = gl.load(slot_row + slots + row_q // EACH, mask=there, other=0)
+        query, token, there = query_of(row_q, request, there, query_start_loc, HEADS, QUERY_LEN)
+        at_q = token.to(gl.int64) * stride_q + row_q % HEADS * (LATENT + ROPE)
         at_q = q + gl.multiple_of(at_q, 8)[:, None]
         # both have finished with the queries before: each waited for the other's sums
         q_smem.index(HALF).store(gl.load(at_q + dim_q[None, :], mask=there[:, None], other=0.0))
@@ -235,10 +239,10 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
             row_r = chunk * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, NARROW))
             dim_r = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, NARROW))
             there_r = row_r < num_rows
-            of = gl.load(slot_row + slots + row_r // HEADS, mask=there_r, other=0)
+            of = gl.load(slot_row + slots + row_r // EACH, mask=there_r, other=0)
+            query_r, of, there_r = query_of(row_r, of, there_r, query_start_loc, HEADS, QUERY_LEN)
             at_r = of.to(gl.int64) * stride_q + row_r % HEADS * (LATENT + ROPE)
-            at_r = q + gl.multiple_of(at_r, 8)[:, None]
-            at_r = at_r + dim_r[None, :]
+            at_r = q + gl.multiple_of(at_r, 8)[:, None] + dim_r[None, :]
             rope_q.index(0).store(gl.load(at_r, mask=there_r[:, None], other=0.0))
         fence_async_shared()
         barrier()
@@ -307,35 +311,40 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         acc = acc * gl.convert_layout(gl.where(seen, inverse, 0.0), O_ROW)[:, None]
         # looked up again: loads cost less than registers
         there_o = row_o < num_rows
-        request_o = gl.load(slot_row + slots + row_o // HEADS, mask=there_o, other=0).to(gl.int64)
-        partial = gl.load(slot_partial + slots + row_o // HEADS, mask=there_o, other=0)
+        request_o = gl.load(slot_row + slots + row_o // EACH, mask=there_o, other=0)
+        partial = gl.load(slot_partial + slots + row_o // EACH, mask=there_o, other=0)
+        query, token_o, there_o = query_of(row_o, request_o, there_o, query_start_loc, HEADS,
+                                           QUERY_LEN)
+        token_o = token_o.to(gl.int64)
         to_out = there_o & (partial < 0)
         to_partial = there_o & (partial >= 0)
         head = row_o % HEADS
-        at_out = request_o * gl.multiple_of(stride_out, 8) + head * LATENT
+        at_out = token_o * gl.multiple_of(stride_out, 8) + head * LATENT
         gl.store(out + (at_out[:, None] + dim_o[None, :]), acc.to(dtype), mask=to_out[:, None])
-        at_lse = partial.to(gl.int64) * HEADS + head
+        at_lse = (partial.to(gl.int64) * QUERY_LEN + query) * HEADS + head
         if HALF == 0:
             lse = gl.convert_layout(lse, O_ROW)
             if out_lse is not None:
-                gl.store(out_lse + request_o * HEADS + head, lse, mask=to_out)
+                gl.store(out_lse + token_o * HEADS + head, lse, mask=to_out)
             gl.store(partial_lse + at_lse, lse, mask=to_partial)
         at_partial = at_lse[:, None] * LATENT + dim_o[None, :]
         gl.store(partial_out + at_partial, acc, mask=to_partial[:, None])
 
 
 # not specialised: one binary serves every batch and block table
-@gluon.jit(do_not_specialize=["block_table", "seq_lens", "stride_table", "block_rows"])
-def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_info, slot_row,
-                      slot_partial, slot_end, part_row, part_pos, part_readers, partial_out,
-                      partial_lse, out, out_lse, block_rows, stride_table, stride_q, stride_out,
-                      qk_scale, q_scale, k_scale, v_scale, HEADS: gl.constexpr,
-                      LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+@gluon.jit(do_not_specialize=["block_table", "seq_lens", "query_start_loc", "stride_table",
+                              "block_rows"])
+def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, work_indptr,
+                      tile_info, slot_row, slot_partial, slot_end, part_row, part_pos,
+                      part_readers, partial_out, partial_lse, out, out_lse, block_rows,
+                      stride_table, stride_q, stride_out, qk_scale, q_scale, k_scale, v_scale,
+                      HEADS: gl.constexpr, QUERY_LEN: gl.constexpr, LATENT: gl.constexpr,
+                      ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
                       UNIT: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl.constexpr,
                       KV_TILE: gl.constexpr, ROOM: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                       PRODUCER_REGS: gl.constexpr):
-    """Grid: ``num_workers * CHUNKS`` thread blocks; more heads than a tile has rows are walked in
-    chunks.
+    """Grid: ``num_workers * CHUNKS`` thread blocks; more rows of a request than a tile has are
+    walked in chunks.
 
     halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens
     and half of the latent, or the rotated part.
@@ -387,20 +396,20 @@ def partial_attention(halves, rope, q, block_table, seq_lens, work_indptr, tile_
             mbarrier.init(bars.index(READ + i), count=1 + WIDE_WARPS)
     fence_async_shared()
     io = (q, partial_out, partial_lse, out, out_lse, stride_q, stride_out, v_scale)
-    plan = (work_indptr, tile_info, slot_row, slot_partial)
+    plan = (work_indptr, tile_info, slot_row, slot_partial, query_start_loc)
     notes = (spans, words, maxima)
     smem = (((q_smem, rope_q), (k_smem, rope_k), v_smem, p_smem), notes, sums, bars)
     WORKERS: gl.constexpr = 2 + WIDE_WARPS if FP8 else 2  # partitions beside the first
     gl.warp_specialize(
         [
-            (_consumer, (0, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         ROOM, FP8)),
-            (_consumer, (1, io, plan, qk_scale, smem, HEADS, CHUNKS, LATENT, ROPE, ROWS, KV_TILE,
-                         ROOM, FP8)),
-            (produce, (halves, rope, block_table, seq_lens, work_indptr, tile_info, slot_row,
-                       slot_end, part_row, part_pos, part_readers, stride_table, block_rows,
-                       k_smem, rope_k, spans_of, meta, bars, HEADS, CHUNKS, LATENT, ROPE,
-                       BLOCK_SIZE, UNIT, KV_TILE, ROOM, FP8)),
+            (_consumer, (0, io, plan, qk_scale, smem, HEADS, QUERY_LEN, CHUNKS, LATENT, ROPE, ROWS,
+                         KV_TILE, ROOM, FP8)),
+            (_consumer, (1, io, plan, qk_scale, smem, HEADS, QUERY_LEN, CHUNKS, LATENT, ROPE, ROWS,
+                         KV_TILE, ROOM, FP8)),
+            (produce, (halves, rope, block_table, seq_lens, query_start_loc, work_indptr,
+                       tile_info, slot_row, slot_end, part_row, part_pos, part_readers,
+                       stride_table, block_rows, k_smem, rope_k, spans_of, meta, bars, HEADS,
+                       QUERY_LEN, CHUNKS, LATENT, ROPE, BLOCK_SIZE, UNIT, KV_TILE, ROOM, FP8)),
             (widen, (0, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
             (widen, (1, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
             (widen, (2, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),

@@ -24,9 +24,11 @@ LOG2E = 1.4426950408889634
 TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
 
 
-def requests_of_a_tile(num_heads: int) -> int:
-    """Most requests whose rows, one for each head, a tile holds; at least 1."""
-    return max(1, TILE.rows // num_heads)
+def requests_of_a_tile(rows: int) -> int:
+    """Most requests of so many query rows, one for each head of a query token, that a tile holds;
+    at least 1.
+    """
+    return max(1, TILE.rows // rows)
 
 
 def grid(block_size: int, query_len: int = 1) -> Grid:
@@ -79,33 +81,37 @@ def _layout(columns: int, item: int) -> gl.NVMMASharedLayout:
 
 
 def latent_partial_attention(
-    num_workers: int, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float
+    fixed: tuple[int, int], plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float
 ) -> None:
     """Launch the kernel; the executor has checked the arguments.
 
     The launch depends on shapes only: it may be captured in a CUDA graph.
 
     Args:
-        num_workers: number of workers that the plan was made for.
+        fixed: number of workers that the plan was made for, most query tokens of a request.
         plan: the arrays of ``latent_layout`` on the device.
         sm_scale: softmax scale, above 0.
     """
-    num_heads, (width, rank) = t.q.shape[1], LATENT_SHAPE
+    (num_workers, query_len), (width, rank) = fixed, LATENT_SHAPE
+    num_heads = t.q.shape[1]
+    rows = query_len * num_heads
     block_size = t.k_cache.shape[1]
     unit = grid(block_size).unit
     arrays = PlanArrays(**plan)
-    chunks = TILE.chunks(num_heads)
+    chunks = TILE.chunks(rows)
     block_rows, halves, rope = descriptors(t.k_cache, unit)
     # fmt: off
     launch(
         partial_attention, (num_workers * chunks,),
         halves, rope, t.q, t.block_table, t.seq_lens,
+        t.seq_lens if t.query_start_loc is None else t.query_start_loc,
         arrays.work_indptr, arrays.tile_info, arrays.slot_row, arrays.slot_partial,
         arrays.slot_end, arrays.part_row, arrays.part_pos, arrays.part_readers,
         t.partial_out, t.partial_lse, t.out, t.out_lse,
         block_rows, t.block_table.stride(0), t.q.stride(0), t.out.stride(0),
         sm_scale * LOG2E, t.extras.q_scale, t.extras.k_scale, t.extras.v_scale,
         HEADS=num_heads,
+        QUERY_LEN=query_len,
         LATENT=rank,
         ROPE=width - rank,
         BLOCK_SIZE=block_size,
@@ -113,7 +119,7 @@ def latent_partial_attention(
         CHUNKS=chunks,
         ROWS=TILE.rows,
         KV_TILE=TILE.kv_tile,
-        ROOM=requests_of_a_tile(num_heads),
+        ROOM=requests_of_a_tile(rows),
         CONSUMER_REGS=224,
         PRODUCER_REGS=56,
         num_warps=TILE.warps,
@@ -129,7 +135,8 @@ class LatentHopperKernel:
     starts_merging, spread = True, False
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
-        rows = attention.num_qo_heads
+        rows = query_len * attention.num_qo_heads
+        self.query_len = query_len
         self.num_workers = TILE.num_workers(gpu.multi_processor_count, 1, rows)
         self.max_tile_requests = requests_of_a_tile(rows)
         self.max_tile_runs = 1 << 30
@@ -152,4 +159,4 @@ class LatentHopperKernel:
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``contract.Kernel.launch``."""
-        latent_partial_attention(self.num_workers, plan, t, sm_scale)
+        latent_partial_attention((self.num_workers, self.query_len), plan, t, sm_scale)

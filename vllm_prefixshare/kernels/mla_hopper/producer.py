@@ -55,6 +55,20 @@ def word(words, i, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
+def query_of(row, request, there, query_start_loc, HEADS: gl.constexpr, QUERY_LEN: gl.constexpr):
+    """Query token of each row, among its request's and in the batch, and whether there is one:
+    requests may have fewer than ``QUERY_LEN``.
+    """
+    if QUERY_LEN == 1:
+        return 0, request, there
+    else:
+        query = row % (QUERY_LEN * HEADS) // HEADS
+        token = gl.load(query_start_loc + request, mask=there, other=0) + query
+        after = gl.load(query_start_loc + request + 1, mask=there, other=0)
+        return query, token, there & (token < after)
+
+
+@gluon.jit
 def _work_tile(tile, r, tile_info, slot_row, slot_end, ROOM: gl.constexpr):
     """Number of requests, first part, KV tiles of planned and of new parts; of each request its
     batch row and the token at which its part for new tokens begins.
@@ -82,22 +96,32 @@ def _parts(n, first, packed, new, lane, part_row, part_pos, part_readers, UNIT: 
 
 
 @gluon.jit
-def _places(inside, row, pos, readers, table, stride_table, seq_lens, block_rows,
-            HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr):
-    """Row in the cache, number of tokens, interval of reading rows of parts."""
+def _places(inside, row, pos, readers, table, stride_table, seq_lens, query_start_loc, block_rows,
+            HEADS: gl.constexpr, QUERY_LEN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+            UNIT: gl.constexpr):
+    """Row in the cache, number of tokens, interval of reading rows of parts, and how many of the
+    tokens all queries of the readers see: none of those that share a part has a query in it.
+    """
     length = gl.load(seq_lens + row, mask=readers != 0, other=0)
     tokens = gl.where(inside, gl.minimum(gl.maximum(length - pos, 0), UNIT), 0)
+    seen = tokens
+    if QUERY_LEN > 1:
+        after = gl.load(query_start_loc + row + 1, mask=readers != 0, other=0)
+        seen = length - pos + 1 - after
+        seen += gl.load(query_start_loc + row, mask=readers != 0, other=0)
     at_block = table + row.to(gl.int64) * stride_table + pos // BLOCK_SIZE
     block = gl.load(at_block, mask=tokens > 0, other=0)
     cache_row = block * block_rows + gl.where(tokens > 0, pos % BLOCK_SIZE, 0)
-    span = (readers & 0xFFFF) * HEADS | (readers >> 16) * HEADS << 16
-    return cache_row, tokens, gl.where(tokens > 0, span, 0)
+    ROWS: gl.constexpr = QUERY_LEN * HEADS
+    span = (readers & 0xFFFF) * ROWS | (readers >> 16) * ROWS << 16
+    return cache_row, tokens, gl.where(tokens > 0, span, 0), seen
 
 
 @gluon.jit
-def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slot_end, part_row,
-            part_pos, part_readers, stride_table, block_rows, kv_smem, rope_smem, spans, meta, bars,
-            HEADS: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
+def produce(halves, rope, table, seq_lens, query_start_loc, work_indptr, tile_info, slot_row,
+            slot_end, part_row, part_pos, part_readers, stride_table, block_rows, kv_smem,
+            rope_smem, spans, meta, bars, HEADS: gl.constexpr, QUERY_LEN: gl.constexpr,
+            CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, KV_TILE: gl.constexpr,
             ROOM: gl.constexpr, FP8: gl.constexpr):
     """Copy the KV tiles of the worker's work tiles."""
@@ -123,16 +147,17 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
         length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
         growth = gl.maximum(gl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
         steps = packed + new * growth
-        everyone = num_reqs * HEADS << 16
+        everyone = num_reqs * QUERY_LEN * HEADS << 16
         tiles = gl.maximum(steps, 1)  # consumers wait for one even if nothing is read
 
-        cache_row, tokens, span = _places(
+        cache_row, tokens, span, seen = _places(
             lane // PARTS < steps, batch_row, pos, readers, table, stride_table, seq_lens,
-            block_rows, HEADS, BLOCK_SIZE, UNIT)
+            query_start_loc, block_rows, HEADS, QUERY_LEN, BLOCK_SIZE, UNIT)
         for batch in range((tiles + BATCH - 1) // BATCH):
             next_cache_row = cache_row
             next_tokens = tokens
             next_span = span
+            next_seen = seen
             for k in range(gl.minimum(BATCH, tiles - batch * BATCH)):
                 n = batch * BATCH + k
                 stage = n % 2
@@ -154,7 +179,7 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                     mbarrier.wait(bars.index(FREE + other), phase ^ 1)
                 mine = lane // PARTS == k
                 short = gl.max((mine & (tokens < UNIT)).to(gl.int32), 0)
-                uneven = gl.max((mine & (span != everyone)).to(gl.int32), 0)
+                uneven = gl.max((mine & ((span != everyone) | (seen < tokens))).to(gl.int32), 0)
                 needs = gl.where(short != 0, ZEROS | MASK, gl.where(uneven != 0, MASK, 0))
                 # all have done with the KV tile four before, if two before was widened
                 noted = before % 4 if FP8 else stage
@@ -163,8 +188,11 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                     token = h * 32 + lane
                     part = k * PARTS + token // UNIT
                     inside = token % UNIT < gl.gather(tokens, part, 0)
-                    spans.index(2 * noted + h).store(
-                        gl.where(inside, gl.gather(span, part, 0), 0))
+                    by = gl.gather(span, part, 0)
+                    if QUERY_LEN > 1:  # not by queries before the token
+                        late = token % UNIT + 1 - gl.gather(seen, part, 0)
+                        by += gl.maximum(late, 0) * HEADS
+                    spans.index(2 * noted + h).store(gl.where(inside, by, 0))
                 if FP8:
                     mbarrier.expect(bars.index(COPIED + place), KV_TILE * (LATENT + ROPE))
                     for j in gl.static_range(PARTS):
@@ -187,12 +215,13 @@ def produce(halves, rope, table, seq_lens, work_indptr, tile_info, slot_row, slo
                     batch_row, pos, readers = _parts(
                         ahead, first, packed, new, lane, part_row, part_pos, part_readers, UNIT,
                         PARTS)
-                    next_cache_row, next_tokens, next_span = _places(
+                    next_cache_row, next_tokens, next_span, next_seen = _places(
                         ahead < steps, batch_row, pos, readers, table, stride_table, seq_lens,
-                        block_rows, HEADS, BLOCK_SIZE, UNIT)
+                        query_start_loc, block_rows, HEADS, QUERY_LEN, BLOCK_SIZE, UNIT)
             cache_row = next_cache_row
             tokens = next_tokens
             span = next_span
+            seen = next_seen
         uses_0 += (tiles + 1) // 2
         uses_1 += tiles // 2
         # of the next tile; after the last one of any that is there
