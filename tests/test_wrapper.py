@@ -96,7 +96,7 @@ def test_refuses_batches_that_make_no_sense(table, lens, starts, sentence):
 
 def test_refuses_token_trees_on_a_cpu():
     w = wrapper()
-    with pytest.raises(PrefixShareError, match="query_parents need a GPU: on a CPU queries form"):
+    with pytest.raises(PrefixShareError, match="query_parents need a GPU, and no kv_lora_rank"):
         w.plan(TABLE, LENS, [0, 2, 4], query_parents=[-1, 0, -1, 0])
     with pytest.raises(PrefixShareError, match="no plan yet"):
         w.stats()

@@ -515,7 +515,11 @@ def test_doctor_asks_flash_mla_for_an_fp8_cache_of_latents(tmp_path, monkeypatch
     monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: extras)
     asked: list[AttentionConfig] = []
     kernel = "vllm_prefixshare.integration.cuda.latent.kernel_refusal"
-    monkeypatch.setattr(kernel, asked.append)  # which returns None, as if the kernel compiled
+
+    def compiles(attention: AttentionConfig, query_len: int) -> None:
+        asked.append(attention)
+
+    monkeypatch.setattr(kernel, compiles)
     kind = replace(latents(tmp_path), kv_cache_dtype="fp8")
     assert falls_back(kind, on_cpu=False) == (None if takes else "a fp8 KV cache")
     shape = AttentionConfig(16, 1, 576, 64, kv_dtype=FP8, query_dtype=FP8, kv_lora_rank=512)

@@ -126,7 +126,9 @@ SINKS = {"model_type": "gpt_oss"}
     ("fields", "options", "expected"),
     [
         ({}, {"--num-speculative-tokens": 3}, None),
-        (LATENT, {"--num-speculative-tokens": 3}, "drafts with multi-head latent attention"),
+        (LATENT, {"--num-speculative-tokens": 3}, None),
+        (LATENT, {"--num-speculative-tokens": 8},
+         "8 drafts and multi-head latent attention of more than 3 heads a GPU"),
         (WINDOW, {"--num-speculative-tokens": 3}, "drafts with a sliding window"),
         ({}, {"--decode-context-parallel-size": 2}, None),
         (LATENT, {"--decode-context-parallel-size": 2}, "decode context parallelism"),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.dummy_model import write_small_deepseek_v2
+from tests.support.dummy_model import write_small_deepseek_v2, write_small_deepseek_v3
 from tests.support.engine import ONE_PROCESS
 from tests.support.engine_steps import drive
 
@@ -39,6 +39,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 TWO_GPUS = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
 )
@@ -52,11 +53,37 @@ def test_as_exact_as_stock(heads, runner, tmp_path, note):
 
 
 @TWO_GPUS
-@pytest.mark.parametrize(("heads", "runner"), [(32, "V2"), (32, "V1"), (16, "V2")])
-def test_two_gpus(heads, runner, tmp_path, note):
+@pytest.mark.parametrize(
+    ("heads", "runner", "cache"),
+    [(32, "V2", {}), (32, "V1", {}), (16, "V2", {}), (32, "V2", FP8), (16, "V1", FP8)],
+    ids=["32-V2", "32-V1", "16-V2", "32-V2-fp8", "16-V1-fp8"],
+)
+def test_two_gpus(heads, runner, cache, tmp_path, note):
     """Each GPU has half of the heads, and the latents of all."""
     model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
-    assert_as_exact(model, runner, {**OPTIONS, **ON_TWO}, note)
+    assert_as_exact(model, runner, {**OPTIONS, **ON_TWO, **cache}, note)
+
+
+@pytest.mark.parametrize(
+    ("write", "heads", "runner", "method", "drafts", "cache"),
+    [
+        (write_small_deepseek_v3, 16, "V2", "mtp", 1, {}),
+        (write_small_deepseek_v3, 8, "V1", "mtp", 3, {}),
+        (write_small_deepseek_v3, 16, "V2", "mtp", 1, FP8),
+        (write_small_deepseek_v2, 8, "V1", "ngram", 3, {}),
+    ],
+    ids=["16-V2-mtp-1", "8-V1-mtp-3", "16-V2-mtp-1-fp8", "8-V1-ngram-3"],
+)
+def test_drafts(write, heads, runner, method, drafts, cache, tmp_path, note):
+    """Drafts of the layer that predicts the next tokens (MTP), and of n-grams, which are of unlike
+    numbers, and of which some are accepted.
+    """
+    model = write(tmp_path / "model", num_heads=heads)
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": drafts}
+    if method == "ngram":
+        speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    options = {**OPTIONS, **cache, "speculative_config": speculation}
+    assert_as_exact(model, runner, options, note)
 
 
 def assert_as_exact(
@@ -64,23 +91,37 @@ def assert_as_exact(
 ) -> None:
     """Assert that PREFIX_SHARE runs in its own kernel on every GPU and is as exact as stock."""
     text = Text(model)
+    speculation = options.get("speculative_config", {})
+    sampling: dict[str, Any] = {**GREEDY, "max_tokens": 64}
+    if speculation.get("method") == "ngram":  # so that the text repeats itself
+        sampling["allowed_token_ids"] = text.part(0, 3)
+    # the layer that drafts keeps the parent's kernel
+    has_layer = speculation.get("method") == "mtp"
     # of fewer requests or a shorter document, plans read most for each request alone
     shared = text.asking(4800, [50, 9, 31, 64, 17] * 6)
     alone = [text.part(900 * i, 300 + 37 * i) for i in range(7)]
-    stock = cases.stock(model, **{**options, "backend": "FLASH_ATTN_MLA"})
+    backend = "FLASHMLA" if "kv_cache_dtype" in options else "FLASH_ATTN_MLA"
+    stock = cases.stock(model, **{**options, "backend": backend})
     extension = "tests.gpu.engine_cases.KernelNames"
     # STRICT refuses a layer that is not served
-    ours = cases.ours(model, runner, worker_extension_cls=extension, **options)
+    strict = {"VLLM_PREFIXSHARE_STRICT": "0" if has_layer else "1"}
+    ours = cases.ours(model, runner, env=strict, worker_extension_cls=extension, **options)
     errors, runs = {}, {}
     with engines(stock, ours) as both:
         for name, prompts in (("shared", shared), ("alone", alone)):
             for who, engine in zip(("stock", "ours"), both, strict=True):
                 engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
-                run = runs[name, who] = engine.call(drive, prompts, {**GREEDY, "max_tokens": 64})
+                run = runs[name, who] = engine.call(drive, prompts, sampling)
                 each = cases.errors(run.completions, both[0])
                 errors[name, who] = np.concatenate(each)
                 print(f"{name}, {who}, answers:", *(f"{error.mean():.3f}" for error in each))
         kernels = both[1].collective_rpc("kernels_in_graphs")
+        drafted, accepted = (
+            both[1].call(cases.metric, f"vllm:spec_decode_num_{kind}_tokens")
+            for kind in ("draft", "accepted")
+        )
+    assert (drafted > 0) == bool(speculation)
+    assert accepted > 0 or speculation.get("method") != "ngram"
     for name in ("shared", "alone"):
         (run, error), (stocks_run, stocks) = (
             (runs[name, who], errors[name, who]) for who in ("ours", "stock")
@@ -88,9 +129,9 @@ def assert_as_exact(
         note(f"{name}: {cases.beside_stock(run, stocks_run, error, stocks)}")
     assert kernels == [["mla_hopper"]] * options.get("tensor_parallel_size", 1)
     assert_shared(runs["shared", "ours"], factor=1.5)
-    assert runs["shared", "ours"].stats["decode_steps"] >= 63
+    assert runs["shared", "ours"].stats["decode_steps"] >= (20 if accepted else 63)
     assert runs["alone", "ours"].stats["shared_steps"] == 0
-    assert not runs["shared", "ours"].stats["fallbacks"]
+    assert list(runs["shared", "ours"].stats["fallbacks"]) == ["a draft model"] * has_layer
     for name in ("shared", "alone"):
         mine, stocks = errors[name, "ours"], errors[name, "stock"]
         assert stocks.mean() < 0.3, "stock's decode disagrees with its prefill: no reference"
@@ -98,7 +139,6 @@ def assert_as_exact(
         assert mine.max() < 2 * stocks.max() + 1e-2
 
 
-FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 #: of queries and latents; no powers of two, and so large that no number is clipped
 SCALES = "0.05,0.03"
 

@@ -35,15 +35,25 @@ class LatentLayer:
     """The tensors of a workload in one layer with a latent KV cache.
 
     interleaved: blocks lie as far apart as in a cache that holds two layers.
+    queries: most query tokens of a request; some have fewer.
     fp8: queries and latents are quantised.
     """
 
-    def __init__(self, work: Workload, heads: int = 16, dtype: torch.dtype = BF16,
-                 interleaved: bool = False, fp8: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        work: Workload,
+        heads: int = 16,
+        dtype: torch.dtype = BF16,
+        interleaved: bool = False,
+        fp8: bool = False,
+        queries: int = 1,
+    ) -> None:
         torch.manual_seed(0)
-        self.work, self.heads, self.dtype = work, heads, dtype
+        self.work, self.heads, self.dtype, self.queries = work, heads, dtype, queries
         self.quantised, self.extras = None, PLAIN
-        self.q = torch.randn(work.num_reqs, heads, WIDTH, device=DEVICE).to(dtype)
+        counts = queries - np.arange(work.num_reqs) % queries  # as many, one less, ...
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        self.q = torch.randn(int(self.starts[-1]), heads, WIDTH, device=DEVICE).to(dtype)
         shape = work.num_blocks, 1 + interleaved, work.block_size, WIDTH
         self.cache = torch.randn(shape, device=DEVICE).to(dtype)[:, 0]
         self.table = torch.from_numpy(work.block_table).to(DEVICE)
@@ -62,9 +72,10 @@ class LatentLayer:
         wrapper = PrefixShareDecodeWrapper(
             num_qo_heads=self.heads, num_kv_heads=1, head_dim=WIDTH, kv_lora_rank=RANK,
             block_size=self.work.block_size, dtype=self.dtype, device=DEVICE, sm_scale=SCALE,
-            kv_dtype=self.quantised, query_dtype=self.quantised, **options,
+            kv_dtype=self.quantised, query_dtype=self.quantised, max_query_len=self.queries,
+            **options,
         )  # fmt: skip
-        wrapper.plan(self.work.block_table, self.work.seq_lens)
+        wrapper.plan(self.work.block_table, self.work.seq_lens, self.starts)
         return wrapper
 
     def run(self, wrapper: PrefixShareDecodeWrapper) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,16 +89,19 @@ class LatentLayer:
         assert out.isfinite().all() and lse.isfinite().all()
         rows = np.unique(np.linspace(0, self.work.num_reqs - 1, 12).astype(int)).tolist()
         caches = self.cache[:, :, None], self.cache[:, :, None, :RANK]
-        batch = self.table[rows], self.lens[rows]
+        of_rows = [np.arange(*self.starts[row : row + 2]) for row in rows]
+        starts = np.cumsum([0, *map(len, of_rows)])
+        tokens = np.concatenate(of_rows).tolist()
+        batch = self.table[rows], self.lens[rows], torch.from_numpy(starts).to(DEVICE)
         wanted, wanted_lse = reference_attention_and_lse(
-            _numbers(self.q)[rows], *map(_numbers, caches), *batch, sm_scale=SCALE,
+            _numbers(self.q)[tokens], *map(_numbers, caches), *batch, sm_scale=SCALE,
             extras=self.extras,
         )  # fmt: skip
-        error = (out[rows] - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        error = (out[tokens] - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
         assert error.max() < (
             tolerance or (FP8_TOLERANCE if self.quantised else TOLERANCE)[self.dtype]
         )
-        torch.testing.assert_close(lse[rows].double(), wanted_lse, rtol=0, atol=2e-2)
+        torch.testing.assert_close(lse[tokens].double(), wanted_lse, rtol=0, atol=2e-2)
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +117,14 @@ FP8_TOO = pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
 @pytest.mark.parametrize("spec", ["1,64_4096,128", "1,8,64_1024,200,128", "9_17", "3_4096"])
 def test_matches_float64(heads, spec, fp8):
     layer = LatentLayer(tree(spec, 64), heads, fp8=fp8)
+    layer.check(*layer.run(layer.planned()))
+
+
+@FP8_TOO
+@pytest.mark.parametrize(("heads", "queries"), [(8, 2), (8, 4), (16, 2), (24, 3), (16, 6)])
+@pytest.mark.parametrize("spec", ["1,64_4096,128", "1,8,64_1024,200,128", "9_17"])
+def test_several_query_tokens(heads, queries, spec, fp8):
+    layer = LatentLayer(tree(spec, 64), heads, fp8=fp8, queries=queries)
     layer.check(*layer.run(layer.planned()))
 
 
@@ -126,11 +148,11 @@ def test_block_sizes_types_and_strides(block_size, dtype, interleaved, fp8):
     layer.check(*layer.run(layer.planned()))
 
 
-@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize(("heads", "queries"), [(8, 1), (16, 1), (8, 3)])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @FP8_TOO
-def test_every_length_at_a_boundary(block_size, heads, fp8):
-    layer = LatentLayer(at_boundaries(block_size), heads, fp8=fp8)
+def test_every_length_at_a_boundary(block_size, heads, queries, fp8):
+    layer = LatentLayer(at_boundaries(block_size), heads, fp8=fp8, queries=queries)
     wrapper = layer.planned(divider="deft_node")
     assert wrapper.stats().share_factor > 1
     layer.check(*layer.run(wrapper))
@@ -142,9 +164,11 @@ def test_the_plans_of_other_dividers(divider):
     layer.check(*layer.run(layer.planned(divider=divider)))
 
 
+@pytest.mark.parametrize("queries", [1, 2])
 @FP8_TOO
-def test_one_graph_serves_sequences_that_grow(fp8):
-    layer = LatentLayer(tree("1,8,64_1024,256,250", 64, spare=128), fp8=fp8)
+def test_one_graph_serves_sequences_that_grow(fp8, queries):
+    tree_of = tree("1,8,64_1024,256,250", 64, spare=128)
+    layer = LatentLayer(tree_of, fp8=fp8, queries=queries)
     wrapper = layer.planned()
     graph, result = capture(lambda: layer.run(wrapper))
     for _ in range(3):

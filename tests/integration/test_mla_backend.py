@@ -225,6 +225,46 @@ def test_short_prefills_go_to_the_parent(monkeypatch):
     assert group.builder._plan.num_reqs == 2 and STATS.shared_steps == 1
 
 
+def test_decodes_share_with_their_drafts(monkeypatch):
+    # ragged, as drafts of n-grams are
+    group, batch = LatentGroup(monkeypatch, drafts=2), with_queries(batch_of(), [3, 1, 2])
+    batch.k_cache.nan_to_num_(0.5)
+    group.start(batch)
+    for _ in range(3):
+        metadata = group.assert_right(batch, padding=2)
+        assert metadata.rest is None and metadata.num_planned_tokens == 6 + 2
+        batch.seq_lens[:] += (2, 1, 1)
+    assert STATS.plans == 1 and STATS.shared_steps == STATS.decode_steps == 3
+    assert STATS.kv_tokens_stock > 1.3 * STATS.kv_tokens_read
+
+
+def test_short_prefills_behind_drafts_go_to_the_parent(monkeypatch):
+    group = LatentGroup(monkeypatch, drafts=2)
+    batch = with_queries(batch_of(requests=4), [2, 3, 7, 1])
+    group.start(batch)
+    metadata = group.assert_right(batch)
+    assert metadata.num_decode_tokens == 13 and metadata.num_planned_tokens == 5
+    assert metadata.rest.decode.query_start_loc.tolist() == [0, 7, 8]
+
+
+def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
+    # the host counts drafts as accepted; up to 4 tokens of two steps may be rejected later
+    group, batch = (
+        LatentGroup(monkeypatch, drafts=2),
+        with_queries(batch_of(document_blocks=12), [3, 3, 3]),
+    )
+    shared = BLOCK * 12  # the document, which all may read only up to the earliest query
+    batch.seq_lens[:] = shared, shared + 4, shared + 9
+    batch.k_cache.nan_to_num_(0.5)
+    group.start(batch)
+    common = group.common(batch)
+    common.seq_lens = torch.from_numpy(batch.seq_lens - 4)
+    metadata = group.builder.build(0, common)
+    batch.seq_lens -= 4
+    out = group.forward(batch, metadata, 9)
+    assert relative_error(out, expected(batch)[0]) < 2e-3 and STATS.shared_steps == 1
+
+
 def test_long_prefills_are_the_parents_own(monkeypatch):
     group, batch = LatentGroup(monkeypatch), with_queries(batch_of(), [1, 1, 80])
     batch.seq_lens[2] = 80  # nothing cached: what is would be gathered on the GPU
@@ -262,7 +302,12 @@ def test_the_parents_schedule_is_made_where_a_layer_needs_it(monkeypatch):
     ("heads", "drafts", "changes", "reason"),
     [
         (33, 0, {}, "multi-head latent attention of more than 32 heads a GPU"),
-        (4, 2, {}, "drafts with multi-head latent attention"),
+        (
+            16,
+            2,
+            {},
+            "2 drafts and multi-head latent attention of more than 10 heads a GPU",
+        ),
         (4, 0, {"decode_context_parallel_size": 2}, "decode context parallelism"),
         (4, 0, {"use_ubatching": True}, "micro-batches"),
     ],

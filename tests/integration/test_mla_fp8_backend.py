@@ -140,6 +140,22 @@ def test_what_a_graph_holds_reads_later_plans(monkeypatch, schedules):
     assert torch.equal(out, group.forward(batch, metadata, len(batch.q))) and schedules == []
 
 
+def test_decodes_with_as_many_drafts_share(monkeypatch, schedules):
+    group, batch = FP8Group(monkeypatch, scales=SCALES, drafts=2), batch_of([3, 3, 3])
+    group.start(batch)
+    metadata = group.assert_right(batch)
+    assert metadata.num_planned_tokens == 9 and schedules == []
+    assert STATS.shared_steps == STATS.decode_steps == 1
+
+
+def test_decodes_with_unlike_numbers_of_drafts_are_the_parents(monkeypatch, schedules):
+    group, batch = FP8Group(monkeypatch, scales=SCALES, drafts=2), batch_of([3, 3, 2])
+    batch.seq_lens[2] = 2  # a prefill to FLASHMLA: what is cached would be gathered on the GPU
+    group.start(batch)
+    metadata = group.assert_right(batch, rows=6)
+    assert type(metadata) is flashmla.FlashMLAMetadata and schedules == [2]
+
+
 def test_decodes_of_several_tokens_are_the_parents(monkeypatch, schedules):
     # FLASHMLA calls requests of up to 128 new tokens decodes, if all have as many
     group, batch = FP8Group(monkeypatch, scales=SCALES), batch_of([7, 7, 7])
@@ -191,8 +207,8 @@ def test_the_parents_schedule_is_made_where_a_layer_needs_it(monkeypatch, schedu
 
 
 def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, schedules):
-    group = FP8Group(monkeypatch, drafts=2)
-    reason = "drafts with multi-head latent attention"
+    group = FP8Group(monkeypatch, drafts=8)
+    reason = "8 drafts and multi-head latent attention of more than 3 heads a GPU"
     assert not group.impl.shares and STATS.fallbacks == {reason: 1}
     batch = batch_of()
     group.start(batch)

@@ -50,6 +50,7 @@ class Extra(Variant):
     kv_lora_rank: int | None = None
 
 
+LATENTS = Extra((16, 1), 576, block_size=64, kv_lora_rank=512)  # MLA
 FP8_LATENTS = Extra((16, 1), 576, kv_dtype=FP8, query_dtype=FP8, block_size=64, kv_lora_rank=512)
 
 
@@ -57,12 +58,13 @@ def extras(which: str) -> Iterator[Variant]:
     """Variants with extras. ``few-extras``: most extras at once; ``extras``: all."""
     yield Extra((32, 8), 128, kv_dtype=FP8, query_dtype=FP8, features=("sinks", "soft_cap"))
     yield Extra((16, 2), 256, 2, block_size=528)  # Qwen3-Next
-    yield Extra((16, 1), 576, block_size=64, kv_lora_rank=512)  # MLA
+    yield LATENTS
     yield FP8_LATENTS
     if which == "few-extras":
         return
     yield from (Extra((n, 1), 576, block_size=64, kv_lora_rank=512) for n in (8, 24, 32))
     yield from (replace(FP8_LATENTS, heads=(n, 1)) for n in (8, 32))
+    yield from (replace(latents, queries=2) for latents in (LATENTS, FP8_LATENTS))  # drafts
     yield Extra((32, 8), 128, features=("sinks", "soft_cap"))
     for features in (("sinks",), ("soft_cap",), ("alibi",), ("alibi", "sinks", "soft_cap")):
         yield Extra((32, 8), 128, features=features)

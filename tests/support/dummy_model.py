@@ -290,37 +290,74 @@ def _add_mtp(folder: Path) -> Path:
     return folder
 
 
+#: latents of 512 numbers and 64 rotated ones in each layer, as in the large models; no experts
+DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": SMALL["num_hidden_layers"] + 1,  # the layer that drafts comes last
+    "tie_word_embeddings": False,
+}
+
+
 def write_small_deepseek_v2(folder: Path, num_heads: int = 16) -> Path:
-    """Write a small DeepSeek V2 checkpoint, bfloat16, without experts: latents of 512 numbers and
-    64 rotated ones in each layer, as in the large models.
+    """Write a small DeepSeek V2 checkpoint, bfloat16, as ``DEEPSEEK``.
+
+    Returns:
+        folder, created if missing.
+    """
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    config = DeepseekV2Config(**SMALL, **DEEPSEEK, **heads, topk_method="greedy")
+    return _save_deepseek(DeepseekV2ForCausalLM, config, folder)
+
+
+def write_small_deepseek_v3(folder: Path, num_heads: int = 16) -> Path:
+    """Write a small DeepSeek V3 checkpoint, bfloat16, as ``DEEPSEEK``, with a layer that drafts
+    (MTP). Its attention and MLP add nothing, so that it proposes the model's last choice again.
 
     Returns:
         folder, created if missing.
     """
     import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+    from safetensors.torch import load_file, save_file
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV2Config(
-        **SMALL,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=2,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        topk_method="greedy",
-        moe_intermediate_size=256,
-        first_k_dense_replace=SMALL["num_hidden_layers"],
-        tie_word_embeddings=False,
-    )
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    config = DeepseekV3Config(**SMALL, **DEEPSEEK, **heads, num_nextn_predict_layers=1)
+    path = _save_deepseek(DeepseekV3ForCausalLM, config, folder) / "model.safetensors"
+    tensors = load_file(path)
+    drafts = f"model.layers.{SMALL['num_hidden_layers']}."
+    for name in [name for name in tensors if name.startswith("model.layers.0.")]:
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        tensors[name.replace("model.layers.0.", drafts)] = (
+            torch.zeros_like(tensors[name]) if adds else tensors[name].clone()
+        )
+    norm = tensors["model.norm.weight"]
+    nothing, same = torch.zeros(len(norm), len(norm)), torch.eye(len(norm))
+    tensors[f"{drafts}eh_proj.weight"] = torch.cat([nothing, same], dim=1).to(norm.dtype)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{drafts}{name}.weight"] = torch.ones_like(norm)
+    tensors[f"{drafts}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{drafts}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def _save_deepseek(made: Any, config: Any, folder: Path) -> Path:
+    import torch
+
     torch.manual_seed(0)
-    model = DeepseekV2ForCausalLM(config)
+    model = made(config)
     with torch.no_grad():
         model.lm_head.weight *= 2
         for layer in model.model.layers:

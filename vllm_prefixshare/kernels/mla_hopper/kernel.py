@@ -240,7 +240,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
             dim_r = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, NARROW))
             there_r = row_r < num_rows
             of = gl.load(slot_row + slots + row_r // EACH, mask=there_r, other=0)
-            query_r, of, there_r = query_of(row_r, of, there_r, query_start_loc, HEADS, QUERY_LEN)
+            _query, of, there_r = query_of(row_r, of, there_r, query_start_loc, HEADS, QUERY_LEN)
             at_r = of.to(gl.int64) * stride_q + row_r % HEADS * (LATENT + ROPE)
             at_r = q + gl.multiple_of(at_r, 8)[:, None] + dim_r[None, :]
             rope_q.index(0).store(gl.load(at_r, mask=there_r[:, None], other=0.0))
