@@ -31,6 +31,7 @@ Latent KV caches (MLA), with DeepSeek's 512 + 64 numbers a token and one KV head
     python benchmarks/bench_kernel.py --mla --heads 16:1,8:1 --block-size 64 \
         --peers ours,fa3,flashmla --tree 1,64_32768,128 --tree 1,128_4096,128 --tree 1,256_2048,256
     python benchmarks/bench_kernel.py --mla --kv-dtype fp8 --peers ours,flashmla  # and the same
+    python benchmarks/bench_kernel.py --mla --query-len 2  # and the same, with one draft
 """
 
 import argparse
@@ -40,6 +41,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -358,7 +360,7 @@ def run_cell(
 
 def workloads(args: argparse.Namespace) -> Iterable[Workload]:
     for spec in args.tree:
-        yield tree(spec, args.block_size)
+        yield replace(tree(spec, args.block_size), query_len=args.query_len)
     for name in args.workloads:
         yield from workload_set(name, args.block_size, args.deft_data, args.quick)
 
@@ -370,6 +372,9 @@ def parse(
     parser = parser or argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
     parser.add_argument("--tree", action="append", default=[], help="such as 1,4_1024,64; repeat")
+    parser.add_argument(
+        "--query-len", type=int, default=1, help="query tokens of each request of a --tree"
+    )
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
     special = ("tokens", "flashmla")
     usual = ",".join(x for x in PEERS if "invariant" not in x and x not in special)
@@ -420,8 +425,8 @@ def parse(
         args.head_dim = LATENT_SHAPE[0]
         if args.layout != LAYOUTS[0]:
             parser.error("--layout: a latent KV cache has one layout only")
-    if args.repeats < 1:
-        parser.error("--repeats must be 1 or more")
+    if min(args.repeats, args.query_len) < 1:
+        parser.error("--repeats and --query-len must be 1 or more")
     return args
 
 

@@ -33,7 +33,6 @@ class FlashMLA:
             raise UnavailableError("latent KV caches only")
         if case.workload.block_size != BLOCK_SIZE:
             raise UnavailableError(f"blocks of {BLOCK_SIZE} tokens only")
-        case.require_one_query()
         call = quantised(case, rank) if case.q.element_size() == 1 else plain(case, rank)
         call()  # makes the schedule, as vLLM does once per step
         return [Launch(call)]
@@ -43,11 +42,13 @@ def plain(case: Case, rank: int) -> Callable[[], torch.Tensor]:
     """The call with 16 bits."""
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
 
-    schedule, _ = get_mla_metadata(case.seq_lens, case.num_qo_heads, 1, is_fp8_kvcache=False)
+    queries = case.workload.query_len
+    rows = queries * case.num_qo_heads
+    schedule, _ = get_mla_metadata(case.seq_lens, rows, 1, is_fp8_kvcache=False)
 
     def call() -> torch.Tensor:
         out, _ = flash_mla_with_kvcache(
-            q=case.q[:, None],
+            q=case.q.unflatten(0, (-1, queries)),
             k_cache=case.k_cache,
             block_table=case.block_table,
             cache_seqlens=case.seq_lens,
@@ -57,7 +58,7 @@ def plain(case: Case, rank: int) -> Callable[[], torch.Tensor]:
             causal=True,
             is_fp8_kvcache=False,
         )
-        return out[:, 0]
+        return out.flatten(0, 1)
 
     return call
 
@@ -69,11 +70,13 @@ def quantised(case: Case, rank: int) -> Callable[[], torch.Tensor]:
         get_mla_metadata_dense_fp8,
     )
 
-    schedule, splits = get_mla_metadata_dense_fp8(case.seq_lens, case.num_qo_heads, 1)
+    queries = case.workload.query_len
+    rows = queries * case.num_qo_heads
+    schedule, splits = get_mla_metadata_dense_fp8(case.seq_lens, rows, 1)
 
     def call() -> torch.Tensor:
         out, _ = flash_mla_with_kvcache_fp8(
-            q=case.q[:, None],
+            q=case.q.unflatten(0, (-1, queries)),
             k_cache=case.k_cache,
             block_table=case.block_table,
             cache_seqlens=case.seq_lens,
@@ -85,6 +88,6 @@ def quantised(case: Case, rank: int) -> Callable[[], torch.Tensor]:
             descale_q=case.extras.q_scale,
             descale_k=case.extras.k_scale,
         )
-        return out[:, 0]
+        return out.flatten(0, 1)
 
     return call

@@ -131,7 +131,7 @@ def assert_as_exact(
     assert_shared(runs["shared", "ours"], factor=1.5)
     assert runs["shared", "ours"].stats["decode_steps"] >= (20 if accepted else 63)
     assert runs["alone", "ours"].stats["shared_steps"] == 0
-    assert list(runs["shared", "ours"].stats["fallbacks"]) == ["a draft model"] * has_layer
+    assert not runs["shared", "ours"].stats["fallbacks"]
     for name in ("shared", "alone"):
         mine, stocks = errors[name, "ours"], errors[name, "stock"]
         assert stocks.mean() < 0.3, "stock's decode disagrees with its prefill: no reference"

@@ -152,7 +152,7 @@ def test_block_sizes_types_and_strides(block_size, dtype, interleaved, fp8):
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @FP8_TOO
 def test_every_length_at_a_boundary(block_size, heads, queries, fp8):
-    layer = LatentLayer(at_boundaries(block_size), heads, fp8=fp8, queries=queries)
+    layer = LatentLayer(at_boundaries(block_size, queries), heads, fp8=fp8, queries=queries)
     wrapper = layer.planned(divider="deft_node")
     assert wrapper.stats().share_factor > 1
     layer.check(*layer.run(wrapper))
