@@ -165,9 +165,12 @@ def measured_how(result: dict) -> str:
 
 def layer_extras(result: dict) -> str:
     """What the layer has beside plain attention."""
-    if result.get("mla"):
-        return ", latent KV cache"
     kv = result.get("kv_dtype")
+    if result.get("mla"):
+        queries = {cell["query_len"] for cell in result["cells"]} - {1}
+        return (
+            f", latent {kv} KV cache and {kv} queries" if kv else ", latent KV cache"
+        ) + "".join(f", {n} query tokens of each request" for n in queries)
     return (
         (f", {kv} KV cache and queries" if kv else "")
         + (", attention sinks" if result.get("sinks") else "")
@@ -1132,7 +1135,18 @@ TABLES = {
             f"kernel_{what}",
             partial(kernel_table, f"kernel_{what}"),
         )
-        for what in ("mla", "mla_heads", "hybrid", "soft_cap", "alibi", "head_dim_512", "h100")
+        for what in (
+            "mla",
+            "mla_heads",
+            "mla_fp8",
+            "mla_drafts",
+            "mla_drafts_fp8",
+            "hybrid",
+            "soft_cap",
+            "alibi",
+            "head_dim_512",
+            "h100",
+        )
     },
     "kernel first step": (
         "docs/kernel-results.md",

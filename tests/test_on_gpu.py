@@ -211,6 +211,8 @@ KERNELS = {
     "kernel_head_dim_512": (16, 512, [(16, 2), (16, 8)], "portable"),
     "kernel_hybrid": (544, 256, [(16, 2), (24, 4)], "hopper"),
     "kernel_mla_heads": (64, LATENT_SHAPE[0], [(24, 1), (32, 1), (64, 1)], "mla_hopper"),
+    "kernel_mla_fp8": (64, LATENT_SHAPE[0], [(16, 1), (8, 1), (32, 1)], "mla_hopper"),
+    "kernel_mla_drafts": (64, LATENT_SHAPE[0], [(16, 1), (8, 1)], "mla_hopper"),
 }
 
 
@@ -240,6 +242,7 @@ def test_kernels_serve_the_layers_of_figures(name):
             args.block_size,
             args.dtype,
             kv_dtype=FP8 if args.kv_dtype else None,
+            query_dtype=FP8 if args.kv_dtype and args.mla else None,
             features=tuple(name for name, there in features.items() if there),
             kv_lora_rank=LATENT_SHAPE[1] if args.mla else None,
         )
