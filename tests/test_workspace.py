@@ -15,6 +15,7 @@ from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu, HostBatch
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
 from vllm_prefixshare.kernels.registry import Choice
@@ -306,6 +307,37 @@ def test_the_planner_is_asked_once_whether_sharing_pays(monkeypatch, kernel, div
     monkeypatch.setattr(gpu, "choose_kernel", lambda *_: choice)
     executor = gpu.GpuExecutor(AttentionConfig(32, 8, 128, 16), CPU)
     assert executor.planner_config(divider, share).share == asked
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [AttentionConfig(4, 1, 576, 64, kv_lora_rank=512), AttentionConfig(4, 1, 128, 64)],
+)
+def test_token_trees_over_latents_are_refused(monkeypatch, attention):
+    is_latent = attention.kv_lora_rank is not None
+    kernel = (LatentHopperKernel if is_latent else PortableKernel)(attention, 2, H100)
+    monkeypatch.setattr(gpu, "choose_kernel", lambda *_: Choice(kernel, None))
+    monkeypatch.setattr(type(kernel), "launch", lambda *_: None)
+    monkeypatch.setattr(gpu, "merge_states", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    executor = gpu.GpuExecutor(attention, CPU, query_len=2)
+    assert executor.takes_token_trees != is_latent
+    work = tree("1,2_64,64", 64)
+    planner = DecodePlanner(executor.planner_config(), analytic_cost(attention, "hopper"), 64, 4)
+    executor.prepare(planner.update(work.block_table, work.seq_lens, 2))
+    q = torch.zeros(4, 4, attention.head_dim, dtype=torch.bfloat16)
+    cache = torch.zeros(1, 64, 1, attention.head_dim, dtype=torch.bfloat16)
+    tensors = q, cache, cache[..., : attention.v_head_dim]
+    lists = torch.from_numpy(work.block_table), torch.from_numpy(work.seq_lens)
+    out = torch.empty(4, 4, attention.v_head_dim, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 2, 4], dtype=torch.int32)
+    masks = torch.zeros(4, 1, dtype=torch.int32)
+    executor.run(*tensors, *lists, out, 1.0, starts)
+    if is_latent:
+        with pytest.raises(PrefixShareError, match="neither sliding_window nor kv_lora_rank"):
+            executor.run(*tensors, *lists, out, 1.0, starts, masks)
+    else:
+        executor.run(*tensors, *lists, out, 1.0, starts, masks)
 
 
 @pytest.mark.parametrize("spec", ["32_256", "1,8_8192,64"])

@@ -99,6 +99,7 @@ def test_layers_with_extras_find_the_kernel_that_has_them(head_dim, extras, hopp
         (SHAPE, H100, "auto", 0, "max_query_len must be at least 1"),
         (AttentionConfig(32, 8, 128, 16, "float32"), H100, "auto", 1, "dtype must be"),
         (AttentionConfig(16, 1, 576, 12, kv_lora_rank=512), H100, "auto", 1, "multiple of 8 tok"),
+        (AttentionConfig(16, 1, 576, 64, kv_lora_rank=512), H100, "auto", 2048, "at most 32767 ro"),
     ],
 )
 def test_what_no_kernel_serves_is_refused(shape, gpu, kernel, query_len, message):
