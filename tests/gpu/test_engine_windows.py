@@ -74,6 +74,18 @@ def test_windows_are_shared(write, runner, tmp_path, note):
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
+def test_full_attention_in_one_group_with_windows_is_shared(tmp_path, note):
+    """As where vLLM's hybrid KV cache manager is off: blocks are kept for all tokens."""
+    model = write_small_gemma3(tmp_path / "model", sliding_window=1024)
+    options = {**OPTIONS, "disable_hybrid_kv_cache_manager": True}
+    env = {"VLLM_PREFIXSHARE_STRICT": "0"}
+    with engines(cases.stock(model, **options), cases.ours(model, env=env, **options)) as both:
+        fallbacks = both[1].collective_rpc("prefix_share_stats")[0]["fallbacks"]
+        run = compare(both, model, note)
+    assert list(fallbacks) == ["a sliding window"]
+    assert_shared(run, factor=1.5)
+
+
 def test_a_window_too_short_to_gain_keeps_the_parents_kernel(tmp_path, note):
     model = write_small_gpt_oss(tmp_path / "model")  # windows of 128 tokens
     env = {"VLLM_PREFIXSHARE_STRICT": "0"}
