@@ -60,11 +60,12 @@ def extras(which: str) -> Iterator[Variant]:
     yield Extra((16, 2), 256, 2, block_size=528)  # Qwen3-Next
     yield LATENTS
     yield FP8_LATENTS
+    yield replace(FP8_LATENTS, queries=2)  # drafts
     if which == "few-extras":
         return
     yield from (Extra((n, 1), 576, block_size=64, kv_lora_rank=512) for n in (8, 24, 32))
     yield from (replace(FP8_LATENTS, heads=(n, 1)) for n in (8, 32))
-    yield from (replace(latents, queries=2) for latents in (LATENTS, FP8_LATENTS))  # drafts
+    yield replace(LATENTS, queries=2)
     yield Extra((32, 8), 128, features=("sinks", "soft_cap"))
     for features in (("sinks",), ("soft_cap",), ("alibi",), ("alibi", "sinks", "soft_cap")):
         yield Extra((32, 8), 128, features=features)

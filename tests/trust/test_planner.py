@@ -108,7 +108,7 @@ class PlannerMachine(RuleBasedStateMachine):
         options += steps_in_flight, turns, cost, stretch, window, piece
         self.script = hashlib.sha256(repr(options).encode())
         window = window if mode.windows else None
-        if mode.invariant or mode.windows or mode.latent:
+        if mode.invariant or mode.windows:
             drafts = 0  # with drafts these layers keep vLLM's own backend
         if mode.latent:
             wide, rank = LATENT_SHAPE
