@@ -1,5 +1,6 @@
 """Multi-head latent attention (MLA) inside a real vLLM engine on a GPU: a small model in the shape
-of DeepSeek V2, with 16 heads, and on two GPUs with 8 and 16 on each; also with an fp8 KV cache.
+of DeepSeek V2, with 16 heads, and on two GPUs with 8 and 16 on each; also with an fp8 KV cache,
+with drafts, and under decode context parallelism.
 
 As in ``test_engine_extras.py`` the error in decode, against stock's prefill of the same tokens, is
 compared with the error of stock's own decode.
@@ -62,6 +63,21 @@ def test_two_gpus(heads, runner, cache, tmp_path, note):
     """Each GPU has half of the heads, and the latents of all."""
     model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
     assert_as_exact(model, runner, {**OPTIONS, **ON_TWO, **cache}, note)
+
+
+@TWO_GPUS
+@pytest.mark.parametrize(("heads", "runner", "interleave"), [(32, "V2", 1), (16, "V1", 16)])
+def test_shards_on_two_gpus(heads, runner, interleave, tmp_path, note):
+    """Each GPU has half of the heads and every second run of tokens (decode context parallelism);
+    it multiplies the queries of all heads.
+    """
+    model = write_small_deepseek_v2(tmp_path / "model", num_heads=heads)
+    shards = {
+        "decode_context_parallel_size": 2,
+        "cp_kv_cache_interleave_size": interleave,
+        "dcp_comm_backend": "a2a",  # the other needs a newer NCCL
+    }
+    assert_as_exact(model, runner, {**OPTIONS, **ON_TWO, **shards}, note)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ stand-in computes in float64 what it is asked for, from the metadata that it get
 """
 
 import sys
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import MLAAttention, mla_attention
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import fa_utils
@@ -35,7 +36,15 @@ from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.settings import settings
 
-from .test_cuda_backend import BLOCK, CPU, MAX_REQS, Group, analytic, vllm_config
+from .test_cuda_backend import (
+    BLOCK,
+    CPU,
+    MAX_REQS,
+    Group,
+    analytic,
+    shared_batch,
+    vllm_config,
+)
 
 # FLASH_ATTN_MLA imports functions that need a GPU, up to vLLM 0.32 from this package
 extension = ModuleType("vllm.vllm_flash_attn")
@@ -64,6 +73,16 @@ SHAPE = {
 }
 PREFILL = SimpleNamespace(prepare_metadata=lambda metadata: None, get_name=lambda: "FLASH_ATTN")
 SPEC = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": WIDTH, "dtype": torch.float16}
+
+
+class DCPManager(getattr(mla_attention, "MLADCPManager", object)):
+    """Of a rank that holds a shard, where prefills gather nothing; vLLM 0.26 and 0.27 have none."""
+
+    def __init__(self) -> None:
+        pass
+
+    def init_kv_gather(self, *args: object) -> None:
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +155,7 @@ class LatentGroup(Group):
         torch.nn.Module.__init__(layer)
         vars(layer).update(
             SHAPE, impl=self.impl, num_heads=num_heads,
-            prefill_backend=SimpleNamespace(clone=lambda: PREFILL),
+            prefill_backend=SimpleNamespace(clone=lambda: PREFILL), dcp_manager=DCPManager(),
             kv_cache=torch.zeros(8, self.block_size, WIDTH, dtype=self.stored),
         )  # fmt: skip
         for letter in "qkv":
@@ -212,6 +231,103 @@ def with_queries(batch: PagedBatch, counts: list[int]) -> PagedBatch:
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     q = torch.randn(int(starts[-1]), HEADS, WIDTH).half()
     return replace(batch, q=q, query_start_loc=starts)
+
+
+def be_rank(monkeypatch, size: int, rank: int) -> None:
+    """Let vLLM take this process for a rank of a group."""
+    place = SimpleNamespace(world_size=size, rank_in_group=rank)
+    monkeypatch.setattr(parallel_state, "_DCP", place)
+
+
+@dataclass
+class Rank:
+    """A rank of a group under decode context parallelism, and what it holds of a batch.
+
+    interleave: tokens that follow each other on one rank.
+    whole: the batch, in blocks of ``size * BLOCK`` tokens.
+    """
+
+    monkeypatch: pytest.MonkeyPatch
+    size: int
+    rank: int
+    interleave: int
+    whole: PagedBatch
+
+    def __post_init__(self) -> None:
+        be_rank(self.monkeypatch, self.size, self.rank)
+        sizes = {
+            "decode_context_parallel_size": self.size,
+            "cp_kv_cache_interleave_size": self.interleave,
+        }
+        self.group = LatentGroup(self.monkeypatch, num_heads=HEADS // self.size, parallel=sizes)
+        assert self.group.impl.shares
+        self.group.start(self.shard())
+
+    def holds(self, position: int) -> bool:
+        return position // self.interleave % self.size == self.rank
+
+    def shard(self) -> PagedBatch:
+        """What the rank holds, found token by token."""
+        whole = self.whole
+        cache = whole.k_cache[:, [o for o in range(BLOCK * self.size) if self.holds(o)]]
+        held = [sum(self.holds(p) for p in range(n)) for n in whole.seq_lens]
+        lens = np.array(held, np.int32)
+        return replace(whole, k_cache=cache, v_cache=cache[..., :RANK], seq_lens=lens)
+
+    def attention(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp over the shard, from queries that vLLM has gathered."""
+        shard, group = self.shard(), self.group
+        common = group.common(shard)
+        common.dcp_local_seq_lens = common.seq_lens
+        common.seq_lens = common.seq_lens_cpu_upper_bound = torch.from_numpy(self.whole.seq_lens)
+        common.max_seq_len = int(self.whole.seq_lens.max())
+        metadata = group.builder.build(0, common)
+        out, lse = group.impl.forward_mqa(shard.q, shard.k_cache[:, :, 0], metadata, group.layer)
+        assert lse.dtype == torch.float32 and lse.shape == out.shape[:2]
+        assert out.isfinite().all()
+        return out.double(), lse.double()
+
+
+def in_shards(size: int, seq_lens: list[int], counts: list[int]) -> PagedBatch:
+    """Requests that share their first three blocks, each of which is spread over all ranks."""
+    batch = shared_batch(seq_lens, counts)
+    q = torch.randn(len(batch.q), HEADS, WIDTH).half()
+    cache = torch.randn(120, BLOCK * size, 1, WIDTH).half()
+    return replace(batch, q=q, k_cache=cache, v_cache=cache[..., :RANK])
+
+
+def combined(ranks: list[Rank]) -> torch.Tensor:
+    outs, lses = (torch.stack(part) for part in zip(*(r.attention() for r in ranks), strict=True))
+    weights = torch.softmax(lses, dim=0)
+    return (weights[..., None] * outs).sum(0)
+
+
+@pytest.mark.parametrize("interleave", [1, BLOCK])
+def test_ranks_with_shards_together_see_every_token(monkeypatch, interleave):
+    # the last begins with an empty shard, which a later step fills under the same plan
+    whole = in_shards(2, [180, 233, 155, 1], [1] * 4)
+    whole.block_table[3, 0] = 118
+    ranks = [Rank(monkeypatch, 2, rank, interleave, whole) for rank in range(2)]
+    assert ranks[1].shard().seq_lens[3] == 0
+    for _ in range(3):
+        assert relative_error(combined(ranks), expected(whole)[0]) < 2e-3
+        whole.seq_lens += interleave
+    assert STATS.plans == 2 and STATS.shared_steps == STATS.decode_steps == 6
+
+
+def test_short_prefills_of_shards_go_to_the_parent(monkeypatch):
+    asked = []
+
+    def parent(impl, q, cache, metadata, layer):
+        asked.append(metadata.decode)
+        return q[..., :RANK], torch.full(q.shape[:2], 7.0).T.contiguous().T
+
+    monkeypatch.setattr(flashattn_mla.FlashAttnMLAImpl, "forward_mqa", parent)
+    whole = in_shards(2, [180, 233, 90], [1, 1, 5])
+    out, lse = Rank(monkeypatch, 2, 1, 1, whole).attention()
+    assert torch.equal(out[2:], whole.q[2:, :, :RANK].double()) and (lse[2:] == 7).all()
+    assert (lse[:2] != 7).all() and not torch.equal(out[:2], whole.q[:2, :, :RANK].double())
+    assert asked[0].seq_lens.tolist() == [45] and asked[0].dcp_tot_seq_lens.tolist() == [90]
 
 
 def test_short_prefills_go_to_the_parent(monkeypatch):
@@ -308,11 +424,19 @@ def test_the_parents_schedule_is_made_where_a_layer_needs_it(monkeypatch):
             {},
             "2 drafts and multi-head latent attention of more than 10 heads a GPU",
         ),
-        (4, 0, {"decode_context_parallel_size": 2}, "decode context parallelism"),
+        (
+            17,
+            0,
+            {"decode_context_parallel_size": 2},
+            "multi-head latent attention of more than 32 heads a GPU",
+        ),
+        (4, 1, {"decode_context_parallel_size": 2}, "drafts under decode context parallelism"),
         (4, 0, {"use_ubatching": True}, "micro-batches"),
     ],
 )
 def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, heads, drafts, changes, reason):
+    be_rank(monkeypatch, changes.get("decode_context_parallel_size", 1), 0)
+
     def group() -> LatentGroup:
         return LatentGroup(monkeypatch, num_heads=heads, drafts=drafts, parallel=changes)
 

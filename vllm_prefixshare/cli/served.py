@@ -110,10 +110,13 @@ def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> s
 
     engine = engine or support.Engine()
     if layer.use_mla:
-        shape = layer.head_size, layer.kv_lora_rank
-        reason = support.latent_layer_refusal(
-            shape, layer.num_heads, engine
-        ) or support.invariance_refusal(engine)
+        shape, heads = (layer.head_size, layer.kv_lora_rank), layer.num_heads * engine.shards
+        reason = (
+            support.latent_refusal(heads)
+            or support.latent_layer_refusal(shape, heads, engine)
+            or support.invariance_refusal(engine)
+            or support.shard_refusal(shape_of(layer, engine.shards), engine)
+        )
     else:
         attention = shape_of(layer, engine.shards)
         reason = (
@@ -127,7 +130,7 @@ def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> s
     if layer.use_mla:
         from vllm_prefixshare.integration.cuda.latent import kernel_refusal
 
-        return kernel_refusal(shape_of(layer), engine.query_len)
+        return kernel_refusal(shape_of(layer, engine.shards), engine.query_len)
     if layer.sliding_window is not None:
         from vllm_prefixshare.integration.cuda.backend import short_window_refusal
 
@@ -150,7 +153,7 @@ def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -
     if block_size is None:
         block_size = FP8_LATENT_BLOCK if layer.use_mla and fp8 else USUAL_BLOCK
     if layer.use_mla:
-        shape = layer.num_heads, 1, layer.head_size, block_size, layer.dtype
+        shape = layer.num_heads * shards, 1, layer.head_size, block_size, layer.dtype
         return AttentionConfig(*shape, fp8, fp8, kv_lora_rank=layer.kv_lora_rank)
     features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
     kv_dtype = FP8 if "fp8" in layer.kv_cache_dtype else None
@@ -169,11 +172,7 @@ def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -
 
 def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> str | None:
     """Why a layer would fall back where a GPU's layers may have ``extras``."""
-    from vllm_prefixshare.integration.support import (
-        CUDA_DTYPES,
-        latent_refusal,
-        selector_refusal,
-    )
+    from vllm_prefixshare.integration.support import CUDA_DTYPES, selector_refusal
 
     if layer.value_size not in (0, layer.head_size):
         # vLLM names the backend itself, and asks nobody
@@ -184,7 +183,4 @@ def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> s
         return "ALiBi slopes"
     if layer.logits_soft_cap and "softcap" not in extras:
         return "a logits soft cap"
-    reason = selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
-    if reason is None and layer.use_mla:
-        reason = latent_refusal(layer.num_heads)
-    return reason
+    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)

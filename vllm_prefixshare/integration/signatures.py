@@ -88,9 +88,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     f"{_FLASH_ATTN}.FlashAttentionMetadata": (
         "block_table", "seq_lens", "query_start_loc", "dcp_context_kv_lens",
     ),
-    f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder": (
-        "dcp_world_size", "dcp_rank", "cp_kv_cache_interleave_size",
-    ),
+    f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder": (),
     f"{_FLASH_ATTN}.FlashAttentionImpl": ("dcp_combine", "_dcp_dtype", "_dcp_max_num_tokens"),
     "vllm.v1.attention.backend.MLAAttentionImpl": ("do_kv_cache_update",),
     f"{_MLA}.FlashAttnMLABackend": ("get_impl_cls", "get_builder_cls"),

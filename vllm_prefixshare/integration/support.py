@@ -86,7 +86,7 @@ def selector_refusal(
     # not every release has every field
     if "sinks" in extras:
         del named["has_sink"]
-    if "dcp" in extras and not layer.use_mla:
+    if "dcp" in extras:
         del named["use_dcp"]
     if "mla" in extras:
         del named["use_mla"]
@@ -129,7 +129,9 @@ class Engine(NamedTuple):
 
 
 def latent_refusal(num_heads: int) -> str | None:
-    """Why MLA with so many query heads on a GPU is not served, or None."""
+    """Why MLA with so many query heads on a GPU is not served, or None: under decode context
+    parallelism those of all ranks, which each rank multiplies with its shard.
+    """
     if num_heads > MOST_LATENT_ROWS:
         return f"multi-head latent attention of more than {MOST_LATENT_ROWS} heads a GPU"
     if settings().kernel == "portable":
@@ -142,11 +144,10 @@ def latent_layer_refusal(shape: tuple[int, int], num_heads: int, engine: Engine)
 
     Args:
         shape: head_dim, and how much of it is the latent (``kv_lora_rank``).
-        num_heads: query heads on a GPU.
+        num_heads: as in ``latent_refusal``.
     """
     most = MOST_LATENT_ROWS // engine.query_len
     checks = (
-        (engine.shards > 1, "decode context parallelism"),
         (shape != LATENT_SHAPE, f"head_dim {shape[0]}"),
         (
             engine.query_len > 1 and num_heads > most,
@@ -303,14 +304,14 @@ def impl_refusal(impl: Any, full_context: object, extras: frozenset[str] = NOTHI
 
 def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> AttentionConfig:
     """What an executor for these implementations of one shape must serve: the query heads of all
-    ranks that share KV heads under decode context parallelism.
+    ranks among which decode context parallelism divides the KV.
 
     Args:
         dtype: the model's, even if the KV cache has another.
     """
     impl, name = impls[0], str(dtype).removeprefix("torch.")
     if (rank := getattr(impl, "kv_lora_rank", None)) is not None:
-        shape = impl.num_heads, 1, impl.head_size, block_size, name
+        shape = impl.num_heads * impl.dcp_world_size, 1, impl.head_size, block_size, name
         fp8 = FP8 if impl.kv_cache_dtype in FP8_CACHES else None
         return AttentionConfig(*shape, fp8, fp8, kv_lora_rank=rank)
     has = {

@@ -33,6 +33,14 @@ class Interleaved(NamedTuple):
     rank: int
     interleave: int
 
+    @classmethod
+    def of(cls, config: Any) -> "Interleaved":
+        """Those of this process, by its ``VllmConfig``."""
+        parallel = config.parallel_config
+        size = parallel.decode_context_parallel_size
+        rank = get_dcp_group().rank_in_group if size > 1 else 0
+        return cls(size, rank, parallel.cp_kv_cache_interleave_size)
+
     def lengths(self, seq_lens: IntArray) -> IntArray:
         """Tokens that the rank holds of requests with ``seq_lens`` tokens; may be 0."""
         if self.size == 1:

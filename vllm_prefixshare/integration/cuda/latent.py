@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.cuda import planning
+from vllm_prefixshare.integration.cuda import context_parallel, planning
 from vllm_prefixshare.integration.cuda.backend import (
     attention_made_now,
     config_refusal,
@@ -30,8 +30,14 @@ from vllm_prefixshare.integration.cuda.backend import (
     set_up,
     this_device,
 )
+from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
-from vllm_prefixshare.integration.support import fall_back, latent_layer_refusal, latent_refusal
+from vllm_prefixshare.integration.support import (
+    fall_back,
+    latent_layer_refusal,
+    latent_refusal,
+    shard_refusal,
+)
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -69,6 +75,7 @@ class LatentBuilder(PlanningBuilder):
             final: as in ``PlanningBuilder._start_planning``.
         """
         self.layer_names = layer_names
+        self._shard = Interleaved.of(self.vllm_config)
         context = self.vllm_config.compilation_config.static_forward_context
         layers = [context[name] for name in layer_names]
         for layer in layers:
@@ -92,12 +99,17 @@ class LatentImpl(MLACommonImpl[Any]):
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         engine, shape = engine_of(config), (self.head_size, self.kv_lora_rank)
+        self.dcp_world_size = engine.shards  # vLLM 0.26 and 0.27 set it in the first step
+        heads = self.num_heads * engine.shards
         reason = (
-            latent_refusal(self.num_heads)
-            or latent_layer_refusal(shape, self.num_heads, engine)
+            latent_refusal(heads)
+            or latent_layer_refusal(shape, heads, engine)
             or config_refusal(config)
+            or shard_refusal(attention_made_now(self, config), engine)
             or kernel_refusal(attention_made_now(self, config), engine.query_len)
         )
+        if reason is None and engine.shards > 1:
+            context_parallel.check_collectives(config)
         set_up(self, config, reason)
 
     def forward_mqa(
@@ -111,12 +123,15 @@ class LatentImpl(MLACommonImpl[Any]):
 
         Args:
             q: ``[num_decode_tokens, num_heads, 576]``, or its first 512 columns and the others;
-                float8_e4m3fn where the cache is quantised.
+                float8_e4m3fn where the cache is quantised. Under decode context parallelism the
+                heads are those of all ranks.
             kv_c_and_k_pe_cache: ``[num_blocks, block_size, 576]`` of the same dtype.
 
         Returns:
-            ``[num_decode_tokens, num_heads, 512]`` of the model's dtype, and None: log-sum-exps are
-            for ranks that hold shards.
+            ``[num_decode_tokens, num_heads, 512]`` of the model's dtype; under decode context
+            parallelism also float32 ``[num_decode_tokens, num_heads]``, the natural logarithms of
+            the sums of exponentials over the rank's shard, by which vLLM combines the ranks, else
+            None.
         """
         parent: Any = super()
         planned, cache = attn_metadata, kv_c_and_k_pe_cache
@@ -128,9 +143,13 @@ class LatentImpl(MLACommonImpl[Any]):
         executor, n = planned.executor, planned.num_planned_tokens
         assert executor is not None
         dtype = getattr(torch, executor.attention.dtype)
-        out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=dtype)
+        out, lse = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=dtype), None
+        if self.dcp_world_size > 1:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         if planned.rest is not None:
-            out[n:] = parent.forward_mqa(q[n:], cache, planned.rest, layer)[0]
+            out[n:], rest_lse = parent.forward_mqa(q[n:], cache, planned.rest, layer)
+            if lse is not None:
+                lse[n:] = rest_lse
         if n:
             latents = cache[:, :, None]  # of one KV head
             executor.run(
@@ -142,9 +161,10 @@ class LatentImpl(MLACommonImpl[Any]):
                 out[:n],
                 self.scale,
                 attn_metadata.query_start_loc if executor.query_len > 1 else None,
+                lse=None if lse is None else lse[:n],
                 extras=self.extras_of(layer, executor.attention),
             )
-        return out, None
+        return out, lse
 
     def extras_of(self, layer: Any, attention: AttentionConfig) -> LayerExtras | None:
         """The scales of this layer, where it is quantised: one record, made anew when vLLM makes

@@ -61,9 +61,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._shard = Interleaved(
-            self.dcp_world_size, self.dcp_rank, self.cp_kv_cache_interleave_size
-        )
+        self._shard = Interleaved.of(vllm_config)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         query_len = decode_query_len(vllm_config)
         # Drafts make the rows of a plan several tokens wide; a rank with a shard has only some of

@@ -49,11 +49,13 @@ class PrefixShareMLAMetadataBuilder(LatentBuilder, FlashAttnMLAMetadataBuilder):
         rest, decode = None, stock.decode
         if decode is not None and stock.num_decode_tokens > n:
             # never in a graph, so FlashAttention may make its schedule itself
+            totals = decode.dcp_tot_seq_lens
             others = replace(
                 decode,
                 block_table=decode.block_table[num_decodes:],
                 seq_lens=decode.seq_lens[num_decodes:],
                 query_start_loc=decode.query_start_loc[num_decodes:] - n,
+                dcp_tot_seq_lens=None if totals is None else totals[num_decodes:],
                 scheduler_metadata=None,
                 max_num_splits=0,
             )
