@@ -6,8 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_prefixshare.integration import host_tables, register
+from vllm_prefixshare.integration.hooks.block_tables import hook_v1_dummy_batch
+from vllm_prefixshare.integration.hooks.wrapping import _MARK
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,28 @@ def test_the_v1_runners_table_is_found_by_any_first_rows_of_the_device_tensor():
     np.testing.assert_array_equal(found.block_table[:2, :3], [[7, 8, 9], [7, 8, 0]])
     table.move_row(0, 1)
     np.testing.assert_array_equal(found.block_table[1, :3], [7, 8, 9])
+
+
+def test_a_dummy_batch_of_the_v1_runner_has_no_requests():
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    table, starts = v1_table(), np.array([0, 1, 2, 2])
+    table.add_row([7], 0)
+    found = host_tables.find(table.get_device_tensor(2))
+    assert found is not None
+
+    class Runner:
+        def _dummy_run(self) -> int:
+            return found.num_reqs(starts)
+
+    hook_v1_dummy_batch(SimpleNamespace(GPUModelRunner=Runner))
+    assert Runner()._dummy_run() == 0
+    assert found.num_reqs(starts) == 2
+    # what a vLLM with patches passes has no rows then
+    assert host_tables.RowTable(found.block_table[:0]).num_reqs(starts) == 0
+    hooked = not hasattr(CommonAttentionMetadata, "block_table_cpu")
+    assert hasattr(GPUModelRunner._dummy_run, "__wrapped__")
+    assert getattr(GPUModelRunner._dummy_run, _MARK, False) is hooked
 
 
 def test_a_table_that_vllm_gave_up_is_forgotten():

@@ -9,6 +9,8 @@ A vLLM with ``patches/`` passes the copy in the metadata, and the hooks note not
 
 import itertools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,10 @@ _COPIES: dict[int, "weakref.ref[HostTable]"] = {}
 #: Whether a layer of this process needs the V2 runner's block ids. That runner creates its block
 #: tables after the layers.
 _wanted = False
+
+
+#: Whether the V1 runner runs a dummy batch, whose rows may have the block ids of past requests.
+_dummy = False
 
 
 def want() -> None:
@@ -61,7 +67,9 @@ class RowTable:
         self.block_table = block_table
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
-        """As ``HostTable.num_reqs``."""
+        """As ``HostTable.num_reqs``; a vLLM with ``patches/`` passes no rows in a dummy batch."""
+        if _dummy or not len(self.block_table):
+            return 0
         return int(np.count_nonzero(query_start_loc[1:] > query_start_loc[:-1]))
 
     def rows(self, num_reqs: int) -> tuple[None, None]:
@@ -164,6 +172,19 @@ def keep_v1_table(block_table: Any) -> None:
     buffer = block_table.block_table
     copy = block_table.prefixshare_copy = RowTable(buffer.np)
     _COPIES[buffer.gpu.data_ptr()] = weakref.ref(copy)
+
+
+@contextmanager
+def dummy_batch() -> Iterator[None]:
+    """While the V1 runner runs a batch without requests: to warm up, to capture a graph, or beside
+    other ranks of data parallelism.
+    """
+    global _dummy
+    _dummy = True
+    try:
+        yield
+    finally:
+        _dummy = False
 
 
 def keep_v2_tables(tables: Any) -> None:

@@ -115,6 +115,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.block_table.BlockTable": ("__init__", "block_table"),
     _V2_TABLES: ("__init__", "max_num_reqs", "input_block_tables"),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("block_tables",),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("_dummy_run",),
     "vllm.v1.worker.gpu.input_batch.InputBatch": ("idx_mapping_np",),
     "vllm.config.scheduler.SchedulerConfig": ("scheduler_cls",),
     f"{_SCHED}.scheduler.Scheduler": (

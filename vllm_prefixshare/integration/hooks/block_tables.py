@@ -3,7 +3,7 @@
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.integration.hooks.wrapping import after, before, wrap
+from vllm_prefixshare.integration.hooks.wrapping import Function, after, before, wrap
 
 
 def hook_v1_table(module: ModuleType) -> None:
@@ -11,6 +11,20 @@ def hook_v1_table(module: ModuleType) -> None:
     from vllm_prefixshare.integration import host_tables
 
     wrap(module.BlockTable, "__init__", after(host_tables.keep_v1_table))
+
+
+def hook_v1_dummy_batch(module: ModuleType) -> None:
+    """Say when the V1 runner runs a batch without requests."""
+    from vllm_prefixshare.integration import host_tables
+
+    def wrapper(original: Function) -> Function:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with host_tables.dummy_batch():
+                return original(*args, **kwargs)
+
+        return run
+
+    wrap(module.GPUModelRunner, "_dummy_run", wrapper)
 
 
 def hook_v2_tables(module: ModuleType) -> None:

@@ -57,6 +57,14 @@ HOOKS = (
         patched.carries_host_tables,
     ),
     Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._dummy_run",
+        "a batch without requests looks like any other to metadata builders (V1 model runner)",
+        "CommonAttentionMetadata says so",
+        block_tables.hook_v1_dummy_batch,
+        patched.carries_host_tables,
+    ),
+    Hook(
         "vllm.v1.worker.gpu.block_table",
         "BlockTables",
         "the V2 model runner sends block ids to the device and keeps none (__init__, "
