@@ -154,6 +154,7 @@ def test_decodes_with_unlike_numbers_of_drafts_are_the_parents(monkeypatch, sche
     group.start(batch)
     metadata = group.assert_right(batch, rows=6)
     assert type(metadata) is flashmla.FlashMLAMetadata and schedules == [2]
+    assert STATS.decode_steps == STATS.kv_tokens_stock == 0, "nothing was shared"
 
 
 def test_decodes_of_several_tokens_are_the_parents(monkeypatch, schedules):

@@ -44,8 +44,11 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     metadata builder (the parent), and divides each step between the two.
 
     latent: whether layers have latents in place of keys and values.
+    _step: KV tokens that stock reads in the step, and how many of them the plan saves; None where
+        nothing is planned.
     """
 
+    _step: tuple[int, int] | None = None
     supports_update_block_table = False  # another group has another tree
     latent = False
     _invariant = False
@@ -163,7 +166,11 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         if self._executor is None or table is None:
             parent: Any = super()
             return parent.build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._divide(self._executor, table, common_attn_metadata, dummy=False)
+        metadata = self._divide(self._executor, table, common_attn_metadata, dummy=False)
+        # the parent's own where a subclass leaves it the whole step
+        if self._step is not None and hasattr(metadata, "executor"):
+            STATS.note_step(*self._step)
+        return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """As in vLLM, with a plan of no requests: the graph reads later plans in its place."""
@@ -234,7 +241,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         Args:
             tokens: the rows of the plan, where they are not the requests themselves.
         """
-        made = self._planner.counters.plans
+        made, self._step = self._planner.counters.plans, None
         if num_decodes:
             bound = common.seq_lens_cpu_upper_bound
             # where lengths are unknown nothing is shared, and each request is read to its end
@@ -286,7 +293,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
         if num_decodes:
             seen = tokens_seen(seq_lens, self._window, self._query_len)
-            STATS.note_step(seen, self._tokens_saved)
+            self._step = seen, self._tokens_saved
 
 
 #: Builders that have a plan on the device.
