@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
@@ -23,7 +24,8 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.model import layer_kinds
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import host_tables, planner, register
+from vllm_prefixshare.integration import host_tables, planner, register, support
+from vllm_prefixshare.integration.compat import vllm_version
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import first_step, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
@@ -1033,6 +1035,24 @@ def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypat
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match="a sliding window"):
         Group(monkeypatch, spec=spec, sliding_window=70)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_quantised_cache_beside_others_is_served_where_vllm_clears_its_blocks(
+    monkeypatch, clears
+):
+    assert support.clears_mixed_caches() == (vllm_version() >= Version("0.27.0"))
+    monkeypatch.setattr(support, "clears_mixed_caches", lambda: clears)
+    config = vllm_config()
+    config.cache_config.cache_dtype = "fp8"
+    quantised = AttentionConfig(8, 2, 128, 16, "bfloat16", "float8_e4m3fn", "float8_e4m3fn")
+    plain = replace(quantised, kv_dtype=None, query_dtype=None)
+    refusal = support.mixed_cache_refusal
+    assert refusal(quantised, cuda.engine_of(config)) is None
+    config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
+    mixed = cuda.engine_of(config)
+    assert (refusal(quantised, mixed) is None) == clears
+    assert refusal(plain, mixed) is None
 
 
 def mixed_group(monkeypatch) -> Group:

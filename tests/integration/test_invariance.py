@@ -42,6 +42,36 @@ def _invariant(monkeypatch):
     planning._BUILDERS.clear()
 
 
+def test_there_is_no_room_for_the_pieces_of_rows_that_are_never_planned(monkeypatch):
+    """Each would have room for all pieces of the longest request, in every layer's buffers."""
+    reserved, reserve = [], cuda.reserve_partials
+
+    def note(*args):
+        partials = reserve(*args)
+        reserved.append(len(partials.lse))
+        return partials
+
+    monkeypatch.setattr(cuda, "reserve_partials", note)
+    group = Group(monkeypatch)
+    assert group.builder._first_step is None and group.impl.shares
+    assert reserved == [len(group.impl.partials.lse)]
+
+
+def test_a_larger_engine_in_one_process_gets_partial_results_of_its_own(monkeypatch):
+    first = Group(monkeypatch)
+    kept = first.impl.partials
+    kept.captured = True  # by its graphs, which read that memory
+    assert Group(monkeypatch).impl.partials is kept
+    room = len(kept.lse)
+    several = vllm_config()
+    several.scheduler_config.max_num_seqs *= 64
+    several.cache_config.num_gpu_blocks *= 64
+    monkeypatch.setattr(plain, "vllm_config", lambda drafts: several)
+    larger = Group(monkeypatch)
+    assert larger.impl.partials is not kept and len(larger.impl.partials.lse) > room
+    assert first.impl.partials is kept and len(kept.lse) == room
+
+
 def some_of(batch: PagedBatch, rows: list[int]) -> PagedBatch:
     """The same requests of a batch of one query each, in this order."""
     return replace(

@@ -99,6 +99,13 @@ def steps_in_flight(config: Any) -> int:
     return 1 + int(config.parallel_config.pipeline_parallel_size)
 
 
+def clears_mixed_caches() -> bool:
+    """Whether vLLM zeroes blocks that change between caches of unlike types: from 0.27 on."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    return hasattr(KVCacheConfig, "has_mixed_precision_kv_cache")
+
+
 def is_draft_model() -> bool:
     """Whether the layers that vLLM creates now belong to a draft model, which may inherit the
     backend. vLLM tags models for its compiler while it creates them.

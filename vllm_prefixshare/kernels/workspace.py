@@ -96,7 +96,7 @@ class _HostBuffer:
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self.words = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+        self.words = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def note_copy(self) -> None:
@@ -127,16 +127,20 @@ class PartialResults:
         self.captured = False
         self._allocate(0)
 
+    def holds(self, num_partials: int) -> bool:
+        """Whether there is room for so many."""
+        return num_partials * self._query_len <= len(self.lse)
+
     def reserve(self, num_partials: int) -> None:
         """Make room for partial results.
 
         Raises:
             PrefixShareError: there is less room, and a CUDA graph holds the buffers.
         """
-        tokens = num_partials * self._query_len
-        if tokens <= len(self.lse):
+        if self.holds(num_partials):
             return
         require_free(self.captured, f"{num_partials} partial results")
+        tokens = num_partials * self._query_len
         self._allocate(tokens + tokens // 2)
 
     def _allocate(self, tokens: int) -> None:

@@ -45,6 +45,7 @@ from vllm_prefixshare.integration.support import (
     gpu_extras,
     impl_refusal,
     invariance_refusal,
+    mixed_cache_refusal,
     shard_refusal,
     window_refusal,
 )
@@ -229,6 +230,7 @@ def _layer_refusal(impl: Any, config: Any) -> str | None:
     attention = attention_of([impl], 16, config.model_config.dtype)
     return (
         shard_refusal(attention, engine)
+        or mixed_cache_refusal(attention, engine)
         or window_refusal(attention, engine)
         or short_window_refusal(attention)
     )
@@ -302,10 +304,12 @@ def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialRes
     key = (*shape, query_len, device)
     partials = _PARTIALS.get(key)
     kernels = kernels_that_may_serve(attention, device, settings().kernel, query_len)
-    if partials is None:
+    room = config.scheduler_config.max_num_seqs, invariance.piece_limits(config)
+    most = max(k.capacity(*room).max_partials for k in kernels)
+    # captured: by graphs of another engine in this process, which keeps them
+    if partials is None or (partials.captured and not partials.holds(most)):
         load_planning(kernels[0], attention)
         partials = PartialResults(device, shape, query_len)
         _PARTIALS[key] = partials
-    room = config.scheduler_config.max_num_seqs, invariance.piece_limits(config)
-    partials.reserve(max(k.capacity(*room).max_partials for k in kernels))
+    partials.reserve(most)
     return partials

@@ -33,9 +33,11 @@ from vllm_prefixshare.integration.cuda.backend import (
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.support import (
+    Engine,
     fall_back,
     latent_layer_refusal,
     latent_refusal,
+    mixed_cache_refusal,
     shard_refusal,
 )
 from vllm_prefixshare.kernels.cache_write import CacheWrite
@@ -105,8 +107,7 @@ class LatentImpl(MLACommonImpl[Any]):
             latent_refusal(heads)
             or latent_layer_refusal(shape, heads, engine)
             or config_refusal(config)
-            or shard_refusal(attention_made_now(self, config), engine)
-            or kernel_refusal(attention_made_now(self, config), engine.query_len)
+            or _attention_refusal(attention_made_now(self, config), engine)
         )
         if reason is None and engine.shards > 1:
             context_parallel.check_collectives(config)
@@ -218,6 +219,15 @@ class LatentImpl(MLACommonImpl[Any]):
                     return
             kv_c_normed = torch.nan_to_num(kv_c_normed)
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
+
+
+def _attention_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
+    """Why a layer with latents of this shape cannot be served, or None."""
+    return (
+        shard_refusal(attention, engine)
+        or mixed_cache_refusal(attention, engine)
+        or kernel_refusal(attention, engine.query_len)
+    )
 
 
 @cache

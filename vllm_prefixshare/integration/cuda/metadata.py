@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_prefixshare.integration import invariance
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.first_step import (
@@ -65,8 +66,9 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         query_len = decode_query_len(vllm_config)
         # Drafts make the rows of a plan several tokens wide; a rank with a shard has only some of
-        # the tokens.
-        one_token_rows = query_len == self._shard.size == 1
+        # the tokens; under batch invariance the kernel of a request must not depend on the others,
+        # and each row would have room for all pieces of a request.
+        one_token_rows = query_len == self._shard.size == 1 and not invariance.wanted()
         self._start_planning(
             layers, PrefixShareMetadataBuilder, query_len, MOST_ROWS if one_token_rows else 0
         )
@@ -77,7 +79,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
                 # built without one before, as for the batch of a graph; then it would make those
                 # of prefills, and of layers with windows, for full attention
                 self.aot_schedule = False
-            # under batch_invariant the kernel of a request must not depend on the others
+            # also where only the divider is chosen
             invariant = self._planner.config.divider == "batch_invariant"
             measured = self._executor.name in KERNELS and self._window is None
             if one_token_rows and measured and not invariant:
@@ -177,7 +179,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         if common.is_prefilling is None or not common.is_prefilling[:num_decodes].any():
             return None, None
         found = common.is_prefilling[:num_decodes].nonzero().flatten()
-        starts = torch.arange(len(found) + 1, dtype=torch.int32)
+        starts = torch.arange(len(found) + 1, dtype=torch.int32, device="cpu")
         bound = common.seq_lens_cpu_upper_bound
         rows = found.to(self.device, non_blocking=True)
         part = common.replace(
