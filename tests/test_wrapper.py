@@ -141,6 +141,46 @@ def test_refuses_tensors_of_another_shape_or_dtype():
         w.run(q, k, v, TABLE[::-1], LENS[::-1])
 
 
+@pytest.mark.parametrize("of_plan", [False, True])
+def test_a_refused_batch_leaves_the_plan_as_it_was(of_plan):
+    few, many = TABLE, TABLE + 10
+
+    def refused(w, table):
+        if of_plan:
+            with pytest.raises(PrefixShareError, match="query_parents need a GPU"):
+                w.plan(table, LENS, query_parents=[-1, -1])
+            return
+        with pytest.raises(PrefixShareError, match="not the planned one"):
+            w.run(*tensors(20), table, LENS)
+
+    w = wrapper()
+    w.plan(few, LENS)
+    refused(w, many)
+    assert w.run(*tensors(5), few, LENS).shape == (2, 4, 64)
+    w.plan(many, LENS)
+    refused(w, few)
+    with pytest.raises(PrefixShareError, match="names block 14, but the cache has 5 blocks"):
+        w.run(*tensors(5), many, LENS)
+
+
+def test_queries_under_an_empty_plan_are_refused():
+    w = wrapper()
+    w.plan(np.zeros((0, 3), np.int32), [])
+    with pytest.raises(PrefixShareError, match="no requests, but q has 2 rows"):
+        w.run(*tensors(), TABLE, LENS)
+
+
+def test_another_default_device_changes_nothing():
+    w = wrapper()
+    q, k, v = tensors()
+    w.plan(TABLE, LENS)
+    usual = w.run(q, k, v, TABLE, LENS)
+    with torch.device("meta"):
+        w = wrapper()
+        w.plan(TABLE, LENS)
+        assert torch.equal(w.run(q, k, v, TABLE, LENS), usual)
+
+
 def test_an_empty_batch_is_a_batch():
     w = wrapper()
     assert w.plan(np.zeros((0, 3), np.int32), np.zeros(0, np.int32)).num_tiles == 0

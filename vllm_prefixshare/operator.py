@@ -78,6 +78,9 @@ class PrefixShareDecodeWrapper:
 
     Raises:
         PrefixShareError: an argument is out of range, or the device has no executor.
+
+    A wrapper holds one plan and the buffers of its runs: use it from one thread at a time, and on a
+    GPU on one stream.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class PrefixShareDecodeWrapper:
             np.zeros((0, 0), np.int32), *(np.zeros(n, np.int32) for n in (0, 1))
         )
         self._given_table: ArrayLike = self._batch.block_table
-        self._greatest_block = -1
+        self._greatest_block, self._longest = -1, 0
 
     @property
     def last_plan(self) -> DecodePlan:
@@ -188,7 +191,7 @@ class PrefixShareDecodeWrapper:
             PrefixShareError: shapes that disagree, ids below 0, lengths beyond the table, more
                 queries than ``max_query_len``, a plan too large for a captured CUDA graph.
         """
-        table, lens, starts = self._check_batch(block_table, seq_lens, query_start_loc)
+        table, lens, starts, greatest = self._check_batch(block_table, seq_lens, query_start_loc)
         most = int(np.diff(starts).max(initial=1))
         limit = self._executor.query_len
         if limit is not None and most > limit:
@@ -208,11 +211,13 @@ class PrefixShareDecodeWrapper:
         batch = HostBatch(table, lens.copy(), starts, mask)
         self._executor.prepare(plan, batch)
         self._plan, self._batch, self._given_table = plan, batch, block_table
+        self._greatest_block, self._longest = greatest, int(lens.max(initial=0))
         return plan
 
     def _check_batch(
         self, block_table: ArrayLike, seq_lens: ArrayLike, query_start_loc: ArrayLike | None
-    ) -> tuple[IntArray, IntArray, IntArray]:
+    ) -> tuple[IntArray, IntArray, IntArray, int]:
+        """Table, lengths and query starts as arrays, and the greatest block id in use."""
         table = host_integers(block_table, "block_table", 2)
         lens = host_integers(seq_lens, "seq_lens", 1)
         n = len(lens)
@@ -242,14 +247,14 @@ class PrefixShareDecodeWrapper:
                 f"seq_lens[{long[0]}] = {lens[long[0]]} goes beyond the block table: "
                 f"{table.shape[1]} blocks of {size} tokens."
             )
-        least, self._greatest_block = block_id_range(table, lens, size)
+        least, greatest = block_id_range(table, lens, size)
         if least < 0:
             used = np.arange(table.shape[1]) < -(-lens[:, None] // size)
             row, column = np.argwhere((table < 0) & used)[0]
             raise PrefixShareError(
                 f"block_table[{row}, {column}] = {table[row, column]}: block ids start at 0."
             )
-        return table, lens, starts
+        return table, lens, starts, greatest
 
     # fmt: off
     @overload
@@ -323,9 +328,21 @@ class PrefixShareDecodeWrapper:
         if return_lse and lse is None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         if not self.last_plan.num_reqs:
+            if len(q):
+                raise PrefixShareError(
+                    f"the plan in force has no requests, but q has {len(q)} rows: call plan() "
+                    "first."
+                )
             return out if lse is None or not return_lse else (out, lse)
         if self.device.type == "cpu":
             self._follow(block_table, seq_lens)
+        elif isinstance(block_table, torch.Tensor) and block_table.dim() == 2:
+            columns, size = block_table.shape[1], self.attention.block_size
+            if columns * size < self._longest:
+                raise PrefixShareError(
+                    f"block_table has {columns} blocks of {size} tokens, but a planned request "
+                    f"has {self._longest} tokens."
+                )
         self._check_cache(k_cache, v_cache)
         arguments = q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale
         self._executor.run(*arguments, lse=lse, extras=extras)
@@ -340,11 +357,11 @@ class PrefixShareDecodeWrapper:
             block_table is self._given_table or np.array_equal(block_table, table)
         ):
             return  # another layer of the same step
-        table, lens, _ = self._check_batch(block_table, seq_lens, starts)
+        table, lens, _, greatest = self._check_batch(block_table, seq_lens, starts)
         if not self._planner.holds(table, lens, int(np.diff(starts).max(initial=1))):
             raise PrefixShareError("this batch is not the planned one: call plan() for it first.")
         self._batch = self._batch._replace(block_table=table, seq_lens=lens.copy())
-        self._given_table = block_table
+        self._given_table, self._greatest_block = block_table, greatest
         self._executor.prepare(self.last_plan, self._batch)
 
     @staticmethod

@@ -106,7 +106,7 @@ class Ranks:
         self._over_nccl = backend == "nccl"
         self.gave_up: torch.Tensor | None = None
         if self._over_nccl:
-            self.gave_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self.gave_up = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
             with errors_left_to_us():
                 self.group = self._new_group(backend, timedelta(days=1))
             # nccl makes its communicator at the first use

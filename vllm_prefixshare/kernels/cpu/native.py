@@ -287,5 +287,5 @@ class NativeExecutor(CpuExecutor):
         """Address of scratch memory that is kept from layer to layer."""
         found = self._buffers.get(name)
         if found is None or found.numel() < num_bytes:
-            found = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+            found = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return found.data_ptr()

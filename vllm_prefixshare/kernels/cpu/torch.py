@@ -89,7 +89,7 @@ class TorchExecutor(CpuExecutor):
         self.gqa_group_size = attention.gqa_group_size
         self._buffers = _Buffers()
         self._static: tuple[DecodePlan, bytes, list[_SharedPiece]] | None = None
-        nothing = torch.zeros(0, 1, dtype=torch.int64)
+        nothing = self._nothing = torch.zeros(0, 1, dtype=torch.int64, device="cpu")
         self._step = _Step((), (), None, nothing[:, 0], nothing, 0)
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
@@ -119,7 +119,7 @@ class TorchExecutor(CpuExecutor):
         )
 
         owners = [p.tokens for p in shared] + [p.tokens for p in private]
-        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *owners]).numpy()
+        tokens = torch.cat([self._nothing[:, 0], *owners]).numpy()
         wanted = tokens_of(rows, query_start_loc) if rows is not None else None
         total = int(query_start_loc[-1])
         merge = merge_slots(tokens, total, len(tokens), _padding(private, slot, len(tokens)))
@@ -244,8 +244,9 @@ class TorchExecutor(CpuExecutor):
             comes after each query, for K as ``_gather`` returns it.
             """
             runs, blocks, *_, width = k.shape
-            offset = torch.arange(blocks)[:, None] * k_cache.shape[1] + torch.arange(width)
-            key = torch.as_tensor(piece.start).view(-1, 1, 1) + offset
+            offset = np.arange(blocks)[:, None] * k_cache.shape[1] + np.arange(width)
+            start = torch.as_tensor(piece.start, device="cpu").view(-1, 1, 1)
+            key = start + torch.from_numpy(offset)
             query = step.positions[piece.tokens].view(runs, 1, -1, 1)
             return (key[:, :, None] - query)[:, :, None, :, None]
 
@@ -397,7 +398,7 @@ class _Buffers:
         size, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < size or flat.dtype != dtype:
             with torch.inference_mode(False):  # one made in that mode could not be used outside
-                flat = self._flat[name] = torch.empty(size, dtype=dtype)
+                flat = self._flat[name] = torch.empty(size, dtype=dtype, device="cpu")
         return flat[:size].view(shape)
 
 
@@ -411,8 +412,7 @@ def _block_ids(ids: IntArray) -> BlockIds:
 
 def _padding(private: list[_PrivatePiece], first: int, total: int) -> np.ndarray:
     """Bool ``[total]``: partial results that only pad a ragged batch of queries."""
-    pad = np.zeros(total, bool)
-    at = first
+    pad, at = np.zeros(total, bool), first
     for piece in private:
         tokens = piece.tokens.numpy().reshape(piece.num_runs, -1)
         pad[at : at + tokens.size].reshape(tokens.shape)[:, 1:] = tokens[:, 1:] == tokens[:, :-1]
