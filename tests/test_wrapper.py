@@ -11,6 +11,7 @@ import torch
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states, operator
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 
 SHAPE = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
@@ -53,6 +54,11 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
         ({"features": None}, "features must be a list of names, got None"),
         ({"features": "sinks"}, "features must be a list of names, got 'sinks'"),
         ({"features": ["sinks", "tanh"]}, "features must be some of sinks, .*, got 'tanh'"),
+        ({"features": [["sinks"]]}, "features must be a list of names, got"),
+        ({"divider": ["fasttree"]}, "divider .'fasttree'. is unknown"),
+        ({"sliding_window": 2**63 - 1}, "sliding_window must be at most 2147483647, got 9"),
+        ({"block_size": 2**40}, "block_size must be at most 2147483647"),
+        ({"num_workers": 2**40}, "num_workers must be at most 1048576"),
         ({"cost": "table.json"}, "cost must be a cost model, got 'table.json': name the file"),
     ],
 )
@@ -127,6 +133,8 @@ def test_refuses_tensors_of_another_shape_or_dtype():
         w.run(q, k, v.half(), TABLE, LENS)
     with pytest.raises(PrefixShareError, match="names block 4, but the cache has 4 blocks"):
         w.run(*tensors(blocks=4), TABLE, LENS)
+    with pytest.raises(PrefixShareError, match="the cache has 0 blocks"):
+        w.run(q, torch.zeros(()), torch.zeros(()), TABLE, LENS)
     with pytest.raises(PrefixShareError, match="q must be a torch tensor, got ndarray"):
         w.run(q.numpy(), k, v, TABLE, LENS)
     with pytest.raises(PrefixShareError, match="out must be like q"):
@@ -179,6 +187,30 @@ def test_another_default_device_changes_nothing():
         w = wrapper()
         w.plan(TABLE, LENS)
         assert torch.equal(w.run(q, k, v, TABLE, LENS), usual)
+
+
+@pytest.mark.parametrize(
+    ("extras", "sentence"),
+    [
+        ((1,), "extras must be LayerExtras, got tuple"),
+        (LayerExtras(soft_cap="3"), "soft_cap must be 0 or more and finite, got 3"),
+        (LayerExtras(k_scale="abc"), "k_scale must be a number or a tensor, got 'abc'"),
+        (LayerExtras(k_scale=[1.0, 2.0]), "k_scale must be a number or a tensor"),
+        (LayerExtras(v_scale=10**400), "v_scale must be positive and finite"),
+        (LayerExtras(v_scale=float("nan")), "v_scale must be positive and finite"),
+    ],
+)
+def test_refuses_extras_of_another_kind(extras, sentence):
+    w = wrapper(kv_dtype=torch.float8_e4m3fn, features=["soft_cap"])
+    w.plan(TABLE, LENS)
+    q, k, v = tensors()
+    with pytest.raises(PrefixShareError, match=sentence):
+        w.run(q, *(x.to(torch.float8_e4m3fn) for x in (k, v)), TABLE, LENS, extras=extras)
+
+
+def test_a_greater_id_than_32_bits_hold_is_refused_in_any_type():
+    with pytest.raises(PrefixShareError, match="entries beyond 32 bits"):
+        wrapper().plan(np.full((2, 3), 2**31 + 5, np.uint32), LENS)
 
 
 def test_an_empty_batch_is_a_batch():

@@ -107,6 +107,9 @@ class PrefixShareDecodeWrapper:
     ) -> None:
         if isinstance(features, str) or not isinstance(features, Iterable):
             raise PrefixShareError(f"features must be a list of names, got {features!r}.")
+        features = tuple(features)
+        if not all(isinstance(name, str) for name in features):
+            raise PrefixShareError(f"features must be a list of names, got {features!r}.")
         if cost is not None and not hasattr(cost, "tile"):
             raise PrefixShareError(
                 f"cost must be a cost model, got {cost!r}: name the file of a table in "
@@ -377,7 +380,7 @@ class PrefixShareDecodeWrapper:
         return cache[:, :, None], cache[:, :, None, : LATENT_SHAPE[1]]
 
     def _check_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        limit = min(len(k_cache), len(v_cache))
+        limit = min(len(x) if x.dim() else 0 for x in (k_cache, v_cache))
         if self._greatest_block >= limit:
             raise PrefixShareError(
                 f"block_table names block {self._greatest_block}, but the cache has {limit} blocks."

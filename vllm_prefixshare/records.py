@@ -127,7 +127,8 @@ def host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
             f"got {array.dtype} with shape {list(array.shape)}."
         )
     if (
-        array.dtype.itemsize > 4
+        array.dtype.itemsize >= 4
+        and array.dtype != np.int32
         and array.size
         and not (-(2**31) <= array.min() <= array.max() < 2**31)
     ):

@@ -65,6 +65,8 @@ def test_a_file_may_hold_many_batches(tmp_path, capsys):
     path = write(tmp_path / "t.jsonl", f"{json.dumps(TABLES)}\n{json.dumps(one)}\n")
     assert report(capsys, path)["requests"] == 1
     assert report(capsys, path, "--step", 0)["requests"] == 3
+    blank = write(tmp_path / "blank.jsonl", f"{json.dumps(TABLES)}\n\n{json.dumps(one)}\n\n")
+    assert report(capsys, blank, "--step", -2)["requests"] == 3
     single = write(tmp_path / "t.json", json.dumps(TABLES, indent=1))
     assert report(capsys, single, "--step", 0)["requests"] == 3
     for file, step, steps in (

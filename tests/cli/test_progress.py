@@ -17,6 +17,13 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_nothing_is_drawn_where_standard_error_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress(1) as progress:
+        progress.step()
+    assert progress.done == 1
+
+
 def test_the_bar_fills_and_goes():
     stream = Terminal()
     with Progress(4, stream) as progress:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.cli.commands import run
+from tests.cli.commands import PROGRAM, run
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
 from vllm_prefixshare.cli.batches import read_batch
@@ -164,6 +164,22 @@ def test_a_program_without_plans_is_said_to_have_none(tmp_path, capsys):
     assert why.startswith("It made no plans: start vLLM with --attention-backend PREFIX_SHARE")
     assert main(["inspect", str(path)]) == 2
     assert f"{path} is empty: name a file" in capsys.readouterr().err
+
+
+def test_a_program_may_remove_its_trace(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    assert main(["trace", str(path), "--", "sh", "-c", f"rm {path}; exit 3"]) == 3
+    assert f"0 plans recorded in {path}, 0 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_a_name_that_standard_output_cannot_encode_is_escaped(tmp_path, encoding):
+    path = os.fsencode(tmp_path) + b"/b\xff\xe6\x97\xa5"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    words = [sys.executable, "-c", PROGRAM, "trace", path, "--", "sh", "-c", "exit 5"]
+    done = subprocess.run(words, capture_output=True, env=environment)
+    assert done.returncode == 5, done.stderr
+    assert b"0 plans recorded in " in done.stdout
 
 
 @pytest.mark.parametrize(

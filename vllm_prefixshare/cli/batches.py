@@ -75,7 +75,7 @@ def read_batch(path: Path, step: int = 0) -> Batch:
             f"{path} is empty: name a file with block tables, or trace a server that decodes with "
             "PREFIX_SHARE."
         )
-    lines = text.splitlines()
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines[0].rstrip().endswith("}"):  # one object over several lines
         lines = [text]
     if not -len(lines) <= step < len(lines):

@@ -89,7 +89,7 @@ class Canvas:
         """Raises:
         PrefixShareError: the file cannot be written.
         """
-        _write(path, self.svg().encode())
+        _write(path, self.svg().encode(errors="replace"))
 
     def write_png(self, path: Path) -> None:
         """Raises:

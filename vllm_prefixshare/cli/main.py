@@ -79,6 +79,9 @@ def _written_out() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     """Run a command. A user's mistake is one line on standard error and exit status 2."""
     try:
+        with contextlib.suppress(AttributeError):  # closed, or a stream of another kind
+            # names of files may have what the terminal's encoding has not
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         with _written_out():
             args = parser().parse_args(argv)
             status: int = args.run(args)

@@ -17,8 +17,8 @@ class Progress:
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self.total, self.done = total, 0
-        self._stream = stream or sys.stderr
-        self._shown = self._stream.isatty()
+        self._stream = stream or sys.stderr  # None where standard error is closed
+        self._shown = self._stream is not None and self._stream.isatty()
         self._began = time.monotonic()
 
     def step(self) -> None:

@@ -38,16 +38,23 @@ def load_tokenizer(name: str) -> Tokenizer:
         name: a folder, or a name for transformers to look up; no code of its own is run.
 
     Raises:
-        PrefixShareError: transformers is missing, or finds no such tokenizer.
+        PrefixShareError: transformers is missing, or cannot load the tokenizer.
     """
     try:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (ImportError, OSError, ValueError, KeyError) as e:
+    except Exception as e:  # what is wrong in its files raises errors of any kind
         reason = str(e).partition("\n")[0]
         raise PrefixShareError(f"tokenizer {name!r} cannot be loaded ({reason}).") from None
-    return lambda text: np.array(tokenizer.encode(text), np.int32)
+
+    def encode(text: str) -> IntArray:
+        try:
+            return np.array(tokenizer.encode(text), np.int32)
+        except TypeError as e:  # such as half of a surrogate pair
+            raise ValueError(f"the tokenizer does not take it: {e}") from None
+
+    return encode
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer) -> Iterator[IntArray]:

@@ -68,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    plans, size = path.read_bytes().count(b"\n"), path.stat().st_size
+    try:
+        recorded = path.read_bytes()
+    except OSError:  # the program removed it
+        recorded = b""
+    plans, size = recorded.count(b"\n"), len(recorded)
     if args.json:
         report = {"path": str(path), "plans": plans, "bytes": size, "status": status}
         print(json.dumps(report, indent=1))

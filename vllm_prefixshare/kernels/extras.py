@@ -1,14 +1,13 @@
 """Features of a layer beyond plain attention, and the scales of quantised queries and KV."""
 
 import math
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
-
-SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class LayerExtras(NamedTuple):
@@ -51,13 +50,16 @@ def checked_extras(
         PrefixShareError: a tensor of another shape, dtype or device, scales that are not positive
             and finite, or a feature that ``attention`` does not name.
     """
-    x = extras or PLAIN
+    x = PLAIN if extras is None else extras
+    if not isinstance(x, LayerExtras):
+        raise PrefixShareError(f"extras must be LayerExtras, got {type(x).__name__}.")
     asked = {
         "sinks": x.sinks is not None,
         "soft_cap": x.soft_cap != 0,
         "alibi": x.alibi_slopes is not None,
     }
-    if x.soft_cap is None or not (x.soft_cap >= 0 and math.isfinite(x.soft_cap)):
+    is_number = isinstance(x.soft_cap, Real)
+    if not (is_number and x.soft_cap >= 0 and math.isfinite(x.soft_cap)):
         raise PrefixShareError(f"soft_cap must be 0 or more and finite, got {x.soft_cap}.")
     for feature, is_asked in asked.items():
         if is_asked and feature not in attention.features:
@@ -111,8 +113,13 @@ def _scale(
             raise PrefixShareError(f"{name} is for quantised numbers, and this layer has none.")
         return None
     heads = attention.num_kv_heads
+    given: Any = value
     if not isinstance(value, torch.Tensor):
-        number = 1.0 if value is None else float(value)
+        if given is not None and not isinstance(given, Real):
+            raise PrefixShareError(f"{name} must be a number or a tensor, got {given!r}.")
+        number: Any = 1.0 if given is None else given
+        if number > torch.finfo(torch.float32).max:  # refused below, as infinite
+            number = math.inf
         value = torch.full((1,), number, dtype=torch.float32, device=device)
     elif value.dtype != torch.float32 or value.device != device:
         raise PrefixShareError(

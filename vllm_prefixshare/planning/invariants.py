@@ -55,6 +55,8 @@ def check(
     )
 
     first_seen = first_in_window(seq_lens, sliding_window, query_len)
+    # windows of longer requests have moved on, by unlike numbers of tokens
+    first_planned = first_in_window(plan.planned_seq_lens, sliding_window, query_len)
     reads = [np.zeros(max(int(n), 1) + 1, np.int64) for n in seq_lens]  # difference arrays
     touched = np.zeros(len(plan.tile_req_indices), bool)
     lengths = plan.run_lengths(seq_lens)
@@ -82,7 +84,7 @@ def check(
             for request in readers.tolist():
                 seen = slice(max(start, int(first_seen[request])) // plan.block_size, end)
                 _require(
-                    first_seen[row] <= first_seen[request]
+                    first_planned[row] <= first_planned[request]
                     and np.all(block_table[request, seen] == block_table[row, seen]),
                     f"run {run}: its readers do not hold the same blocks",
                 )

@@ -36,6 +36,6 @@ def get_divider(name: str) -> Divider:
     Raises:
         PrefixShareError: unknown name; the sentence lists the known ones.
     """
-    if name not in DIVIDERS:
+    if not isinstance(name, str) or name not in DIVIDERS:
         raise PrefixShareError(f"divider {name!r} is unknown: use one of {', '.join(DIVIDERS)}.")
     return DIVIDERS[name]
