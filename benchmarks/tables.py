@@ -1120,7 +1120,6 @@ TABLES = {
         "engine_gemma3",
         lambda: engine_table("engine_gemma3"),
     ),
-    "engine long": ("docs/performance.md", "engine_long", lambda: engine_table("engine_long")),
     **{
         f"engine {what.replace('_', ' ')}": (
             "docs/performance.md",

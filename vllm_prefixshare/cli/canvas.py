@@ -99,8 +99,7 @@ class Canvas:
             from PIL import Image, ImageDraw, ImageFont
         except ImportError:
             raise PrefixShareError(
-                "a PNG needs Pillow: install it with pip install 'vllm-prefixshare[png]', or use "
-                "--svg."
+                "a PNG needs Pillow: install it with pip install pillow, or use --svg."
             ) from None
         size = (self.width * SCALE, round(self.height) * SCALE)
         image = Image.new("RGB", size, BACKGROUND)

@@ -68,7 +68,7 @@ def _kernel(gpu: NamedGpu, attention: AttentionConfig) -> "Kernel":
         from vllm_prefixshare.kernels.registry import candidates, make_kernel
     except ImportError as e:
         raise PrefixShareError(
-            f"{e}: install what planning for a GPU needs with pip install 'vllm-prefixshare[gpu]'."
+            f"{e}: install what planning for a GPU needs with pip install '.[gpu]' in a checkout."
         ) from None
     here = Gpu(gpu.capability, gpu.multiprocessors, SHARED_MEMORY[gpu.capability] << 10)
     return make_kernel(candidates(attention, here)[0], attention, 1, here)
