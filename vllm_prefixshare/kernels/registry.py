@@ -26,14 +26,14 @@ class Choice(NamedTuple):
 
 #: where each kernel lives, in the order in which "auto" takes them. Imported one at a time: with
 #: a Triton whose Gluon does not suit the Hopper kernel, the portable one serves.
-_ROOMS = {
+KERNEL_CLASSES = {
     "hopper": "HopperKernel",
     "portable": "PortableKernel",
     "mla_hopper": "LatentHopperKernel",
 }
 
 #: a plan says in 16 bits, of which one is a sign, which rows of a tile read a part
-MOST_LATENT_ROWS = 32767
+MOST_ENCODABLE_ROWS = 32767
 
 
 @cache
@@ -99,7 +99,7 @@ def make_kernel(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu)
     Raises:
         CompileError: this Triton lacks what the kernel imports.
     """
-    kernel: Kernel = getattr(import_kernel(name), _ROOMS[name])(attention, query_len, gpu)
+    kernel: Kernel = getattr(import_kernel(name), KERNEL_CLASSES[name])(attention, query_len, gpu)
     return kernel
 
 
@@ -153,10 +153,10 @@ def _latent_candidates(
     attention: AttentionConfig, gpu: Gpu, kernel: str, query_len: int
 ) -> list[str]:
     rows = query_len * attention.num_qo_heads
-    if rows > MOST_LATENT_ROWS:
+    if rows > MOST_ENCODABLE_ROWS:
         raise PrefixShareError(
             "the kernel for a latent KV cache (kv_lora_rank) takes at most "
-            f"{MOST_LATENT_ROWS} rows of a request, its heads times max_query_len, got {rows}."
+            f"{MOST_ENCODABLE_ROWS} rows of a request, its heads times max_query_len, got {rows}."
         )
     if kernel == "portable" or gpu.capability != (9, 0):
         raise PrefixShareError(
