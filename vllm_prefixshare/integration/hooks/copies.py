@@ -15,13 +15,15 @@ from vllm_prefixshare.integration.prompts.copies import PART, StagedIds
 from vllm_prefixshare.integration.prompts.parts import is_enabled, measured, report_once
 from vllm_prefixshare.integration.prompts.token_ids import TokenIds
 
+_FIRST_FIELDS = ("request_id", "prompt_token_ids")
+
 
 def hook_encoder(module: ModuleType) -> None:
     """Encode the token ids of a request from their array."""
 
     def wrapper(original: Function) -> Function:
         def encode(self: Any, obj: Any) -> Any:
-            if not _is_long_request(obj) or not is_enabled(PART):
+            if not is_enabled(PART) or not _is_long_request(obj):
                 return original(self, obj)
             with measured(PART) as counters:
                 ids = obj.prompt_token_ids
@@ -42,23 +44,24 @@ def hook_encoder(module: ModuleType) -> None:
 
 
 def _is_long_request(obj: Any) -> bool:
-    # By name: a process may encode other messages before it can import the engine.
-    if type(obj).__name__ != "EngineCoreRequest" or not _has_known_form(type(obj)):
+    if not _is_request_type(type(obj)):
         return False
     ids = obj.prompt_token_ids
     return isinstance(ids, list) and len(ids) >= copies.MIN_TOKEN_IDS
 
 
-def _has_known_form(request_type: Any) -> bool:
-    """Whether an encoded request is an array of its id, its token ids and the other fields."""
+def _is_request_type(request_type: Any) -> bool:
+    """Whether this is ``EngineCoreRequest``, encoded as an array of the request's id, its token
+    ids and the other fields.
+    """
+    # By name: a process may encode other messages before it can import the engine.
+    if getattr(request_type, "__name__", None) != "EngineCoreRequest":
+        return False
     fields = request_type.__struct_fields__
-    known = request_type.__struct_config__.array_like and fields[:2] == (
-        "request_id",
-        "prompt_token_ids",
-    )
-    if not known:
-        report_once(PART, "the form of EngineCoreRequest is not known")
-    return known
+    if request_type.__struct_config__.array_like and fields[:2] == _FIRST_FIELDS:
+        return True
+    report_once(PART, "the form of EngineCoreRequest is not known")
+    return False
 
 
 def hook_decoder(module: ModuleType) -> None:
@@ -68,12 +71,10 @@ def hook_decoder(module: ModuleType) -> None:
 
     def wrapper(original: Function) -> Function:
         def decode(self: Any, bufs: Any) -> Any:
-            request_type = self.decoder.type
             if (
-                getattr(request_type, "__name__", "") != "EngineCoreRequest"
+                not is_enabled(PART)
                 or not isinstance(bufs, list | tuple)
-                or not is_enabled(PART)
-                or not _has_known_form(request_type)
+                or not _is_request_type(self.decoder.type)
             ):
                 return original(self, bufs)
             message = copies.split_message(bufs[0])

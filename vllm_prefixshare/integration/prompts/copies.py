@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vllm_prefixshare.integration.prompts.token_ids import TokenArray, TokenIds
+from vllm_prefixshare.integration.prompts.token_ids import TokenArray, TokenIds, as_array
 from vllm_prefixshare.settings import settings
 
 PART = "copies"
@@ -54,11 +54,8 @@ _HEAD = 64
 def encode_ids(ids: list[int]) -> msgspec.Raw | None:
     """The ids as a MessagePack array of 32-bit integers, or None if vLLM has to encode them."""
     try:
-        if isinstance(ids, TokenIds):
-            array = ids.array
-        else:
-            array = np.frombuffer(struct.pack(f"={len(ids)}i", *ids), np.int32)
-    except (struct.error, OverflowError, TypeError, ValueError):
+        array = ids.array if isinstance(ids, TokenIds) else as_array(ids)
+    except OverflowError:
         return None
     message = np.empty(_ARRAY32_BYTES + _RECORD.itemsize * len(array), np.uint8)
     message[:_ARRAY32_BYTES] = tuple(struct.pack(">BI", _ARRAY32, len(array)))
@@ -97,7 +94,8 @@ def split_message(message: Any) -> SplitMessage | None:
     if end > len(view):
         return None
     records = np.frombuffer(view[start + _ARRAY32_BYTES : end], _RECORD)
-    if records["marker"].tobytes().count(_INT32) != num_ids:
+    # Three times faster than comparing the strided markers.
+    if records["marker"].copy().tobytes() != bytes([_INT32]) * num_ids:
         return None
     rest = b"".join((view[:start], _NIL, view[end:]))
     return SplitMessage(rest, records["value"].astype(np.int32))
@@ -231,7 +229,7 @@ class MessageIds(TokenIds):
     def __reduce__(self) -> tuple[Callable[[Any], TokenIds], tuple[Any]]:
         try:
             return _received, (self.array.tobytes(),)
-        except (OverflowError, TypeError, ValueError):
+        except OverflowError:
             return MessageIds, (list(self),)
 
 
@@ -243,7 +241,7 @@ def with_array(block_ids: list[int]) -> list[int]:
     """The block ids of a group with their array, or the list itself where that does not pay."""
     if len(block_ids) < MIN_BLOCK_IDS or isinstance(block_ids, TokenIds):
         return block_ids
-    return MessageIds(block_ids, np.fromiter(block_ids, np.int32, len(block_ids)))
+    return MessageIds(block_ids, as_array(block_ids))
 
 
 def all_ids_with_array(all_ids: list[int], prompt_ids: list[int] | None) -> list[int]:
@@ -264,8 +262,11 @@ def all_ids_with_array(all_ids: list[int], prompt_ids: list[int] | None) -> list
         return prompt_ids if all_ids == prompt_ids else all_ids
     if all_ids[:num_prompt_ids] != prompt_ids:
         return all_ids
-    output = np.array(all_ids[num_prompt_ids:], np.int32)
-    return MessageIds(all_ids, np.concatenate([prompt_ids.array, output]))
+    try:
+        output = as_array(all_ids[num_prompt_ids:])
+        return MessageIds(all_ids, np.concatenate([prompt_ids.array, output]))
+    except OverflowError:
+        return all_ids
 
 
 class StagedIds:
