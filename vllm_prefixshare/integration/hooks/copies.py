@@ -87,7 +87,7 @@ def hook_decoder(module: ModuleType) -> None:
                 request.prompt_token_ids = shared.ids
                 counters.units += len(shared.ids)
                 counters.shared_units += shared.num_shared
-                counters.cache_bytes = recent.bytes
+                counters.cache_bytes = recent.num_bytes
                 return request
 
         return decode

@@ -150,7 +150,7 @@ class RecentIds:
         self._lock = Lock()
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes that the lists hold now."""
         return self._num_ids * _BYTES_PER_ID
 
