@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from packaging.version import Version
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
@@ -24,8 +23,7 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.model import layer_kinds
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import host_tables, planner, register, support
-from vllm_prefixshare.integration.compat import vllm_version
+from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import first_step, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
@@ -103,7 +101,9 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             dcp_comm_backend="ag_rs",
             use_ubatching=False,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120, kv_cache_dtype_skip_layers=[]
+        ),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
             max_cudagraph_capture_size=MAX_REQS,
@@ -606,7 +606,7 @@ def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monke
 
 
 def test_images_stay_with_their_requests(monkeypatch):
-    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False, raising=False)  # 0.26
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
     group = Group(monkeypatch)
     batch = shared_batch([70, 90, 80], [1, 60, 10])
     group.start(batch)
@@ -620,7 +620,7 @@ def test_images_stay_with_their_requests(monkeypatch):
 
 def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
     for module in ("vllm.utils.torch_utils", "vllm.v1.attention.backends.flash_attn"):
-        monkeypatch.setattr(f"{module}.PIN_MEMORY", False, raising=False)
+        monkeypatch.setattr(f"{module}.PIN_MEMORY", False)
     config = vllm_config()
     config.model_config.is_mm_prefix_lm = True
     config.scheduler_config.max_num_batched_tokens = 256
@@ -631,8 +631,6 @@ def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
     common = group.common(batch)
     common.mm_req_doc_ranges = {2: [(72, 76)]}
     prefill = group.builder.build(0, common).prefill_metadata
-    if not hasattr(prefill, "mm_prefix_query_range_tensor"):
-        pytest.skip("before vLLM 0.28 ranges are no tensor")
     ranges = prefill.mm_prefix_query_range_tensor
     assert len(ranges) == 70, "of the tokens in prefill"
     assert (ranges[:, 0] >= 0).nonzero().flatten().tolist() == list(range(62, 67))
@@ -773,8 +771,6 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
     supports = "flash_attn_supports_kv_cache_dtype"
     monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
-    takes = "supports_kv_cache_dtype"  # vLLM 0.26 asks the processor itself
-    monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
     share_whatever_it_costs(monkeypatch)
     changes, extras = EXTRAS[name]
     if name == "alibi":  # no engine on a GPU has run it
@@ -1037,22 +1033,14 @@ def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypat
         Group(monkeypatch, spec=spec, sliding_window=70)
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_a_quantised_cache_beside_others_is_served_where_vllm_clears_its_blocks(
-    monkeypatch, clears
-):
-    assert support.clears_mixed_caches() == (vllm_version() >= Version("0.27.0"))
-    monkeypatch.setattr(support, "clears_mixed_caches", lambda: clears)
+def test_a_quantised_cache_beside_caches_of_16_bits_is_served(monkeypatch):
     config = vllm_config()
     config.cache_config.cache_dtype = "fp8"
-    quantised = AttentionConfig(8, 2, 128, 16, "bfloat16", "float8_e4m3fn", "float8_e4m3fn")
-    plain = replace(quantised, kv_dtype=None, query_dtype=None)
-    refusal = support.mixed_cache_refusal
-    assert refusal(quantised, cuda.engine_of(config)) is None
     config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
-    mixed = cuda.engine_of(config)
-    assert (refusal(quantised, mixed) is None) == clears
-    assert refusal(plain, mixed) is None
+    assert cuda.engine_of(config).mixed_caches
+    monkeypatch.setattr(f"{__name__}.vllm_config", lambda *_: config)
+    quantised_group(monkeypatch)
+    assert not STATS.as_dict()["fallbacks"]
 
 
 def mixed_group(monkeypatch) -> Group:

@@ -45,7 +45,6 @@ from vllm_prefixshare.integration.support import (
     gpu_extras,
     impl_refusal,
     invariance_refusal,
-    mixed_cache_refusal,
     shard_refusal,
     window_refusal,
 )
@@ -206,8 +205,7 @@ def engine_of(config: Any) -> Engine:
         config.parallel_config.decode_context_parallel_size,
         config.model_config.is_hybrid,
         config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16")
-        # not in every release
-        and bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
+        and bool(config.cache_config.kv_cache_dtype_skip_layers),
     )
 
 
@@ -230,7 +228,6 @@ def _layer_refusal(impl: Any, config: Any) -> str | None:
     attention = attention_of([impl], 16, config.model_config.dtype)
     return (
         shard_refusal(attention, engine)
-        or mixed_cache_refusal(attention, engine)
         or window_refusal(attention, engine)
         or short_window_refusal(attention)
     )

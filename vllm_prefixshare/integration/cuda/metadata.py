@@ -210,14 +210,13 @@ def _take_image_ranges(
     whole: FlashAttentionMetadata,
     *parts: tuple[FlashAttentionMetadata | None, slice | torch.Tensor | None],
 ) -> None:
-    """Give parts of a batch their tokens' image ranges, of those of all tokens: vLLM from 0.28 on
-    has one buffer for them, which the whole batch is the last to fill.
+    """Give parts of a batch the image ranges of their tokens: vLLM has one buffer for the ranges,
+    and the whole batch is the last to fill it.
     """
-    name = "mm_prefix_query_range_tensor"
-    ranges = getattr(whole, name, None)
+    ranges = whole.mm_prefix_query_range_tensor
     for part, tokens in parts:
-        if part is not None and hasattr(part, name):
-            setattr(part, name, None if ranges is None else ranges[tokens])
+        if part is not None:
+            part.mm_prefix_query_range_tensor = None if ranges is None else ranges[tokens]
 
 
 def _ranges_of(

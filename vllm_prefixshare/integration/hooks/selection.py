@@ -39,9 +39,9 @@ def hook_backend_enum(module: ModuleType) -> None:
     """Add the member PREFIX_SHARE. Its value is the CUDA backend; on a CPU the platform's hook
     returns the CPU backend.
 
-    Made as vLLM 0.32 makes dynamic members (``AttentionBackendEnum.register``, which older
-    releases lack), but it pickles as a call of ``backend_member``: spawned workers unpickle
-    their configuration in a process that has not made it yet.
+    Made as ``AttentionBackendEnum.register`` makes dynamic members (vLLM 0.32 and later), but it
+    pickles as a call of ``backend_member``: spawned workers unpickle their configuration in a
+    process that has not made it yet.
 
     A misspelt PREFIX_SHARE is refused where vLLM would list the names of all backends.
     """
