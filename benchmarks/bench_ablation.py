@@ -39,7 +39,7 @@ from vllm_prefixshare.workloads.trees import tree
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 #: A correct kernel's relative error of a request's output is below this.
-MOST_ERROR = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
+MAX_ERROR = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 CHECKED_REQUESTS = 8
 
 
@@ -231,7 +231,7 @@ def run_variant(
     return {
         "ms": round(ms, 5),
         "error": float(f"{error:.3g}"),
-        "wrong": not error < MOST_ERROR[attention.dtype],
+        "wrong": not error < MAX_ERROR[attention.dtype],
         "kv_tokens_read": plan.kv_tokens_read(layer.seq_lens),
         "tiles": plan.num_tiles,
         "partials": plan.num_partials,
@@ -265,7 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", default="32:8", help="query heads:KV heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(MOST_ERROR))
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(MAX_ERROR))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernel", default="auto", choices=("auto", "hopper", "portable"))
     parser.add_argument("--table", type=Path, help="cost table (default: the one that matches)")

@@ -21,8 +21,8 @@ from vllm_prefixshare.costs import lookup as tables
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint
 from vllm_prefixshare.costs.profile_gpu import (
     BLOCK_SIZE,
-    MOST_TILES,
-    MOST_TOKENS,
+    MAX_TILES,
+    MAX_TOKENS,
     TOKENS,
     TileBench,
     measure_gpu,
@@ -101,8 +101,8 @@ def test_workers_read_blocks_of_their_own_or_the_same_ones():
 def test_many_tiles_are_more_than_few_and_bounded():
     for kv_len in TOKENS:
         few, many = tile_counts(kv_len)
-        assert 1 <= few < many <= MOST_TILES
-        assert many * kv_len <= MOST_TOKENS
+        assert 1 <= few < many <= MAX_TILES
+        assert many * kv_len <= MAX_TOKENS
         assert few * kv_len // BLOCK_SIZE % 16 == many * kv_len // BLOCK_SIZE % 16 == 0
 
 

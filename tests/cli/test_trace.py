@@ -65,7 +65,7 @@ def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
 
 
 def test_a_trace_ends_at_its_limit_with_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "MOST_BYTES", 1000)
+    monkeypatch.setattr(tracing, "MAX_BYTES", 1000)
     path = tmp_path / "t.jsonl"
     made = planner(monkeypatch, path)
     for n in range(20):

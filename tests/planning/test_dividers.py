@@ -354,8 +354,8 @@ def test_plans_of_batch_invariant_keep_to_the_limits_that_room_is_made_for(batch
     used = -(-batch.seq_lens // batch.block_size)
     rows = [row[:n].tolist() for row, n in zip(batch.block_table, used, strict=True)]
     blocks = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
-    most_pieces = -(-int(batch.seq_lens.max()) // piece)
-    limits = PieceLimits(most_pieces, len(blocks) * batch.block_size // piece)
+    max_pieces = -(-int(batch.seq_lens.max()) // piece)
+    limits = PieceLimits(max_pieces, len(blocks) * batch.block_size // piece)
     assert plan.num_runs == plan.num_tiles <= limits.max_tiles(plan.num_reqs, most)
     assert plan.num_partials <= plan.num_reqs * limits.per_request
 

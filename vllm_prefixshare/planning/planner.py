@@ -25,7 +25,7 @@ from vllm_prefixshare.tree.prefix_tree import first_difference
 #: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
 #: A plan is kept for so many steps, however unbalanced: a new one takes the host's time, too.
-LEAST_STEPS = 16
+MIN_STEPS = 16
 
 
 @dataclass(slots=True)
@@ -277,7 +277,7 @@ class DecodePlanner:
             return np.inf
         us_per_token = self._rates.memory[int(rows > HALF_ROWS)]
         growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
-        return max(growth, LEAST_STEPS * query_len)
+        return max(growth, MIN_STEPS * query_len)
 
 
 class CachedPlan:

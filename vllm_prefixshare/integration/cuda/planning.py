@@ -36,7 +36,7 @@ from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 #: KV blocks that are looked through at once after wake-up
-MOST_BLOCKS = 256
+MAX_BLOCKS = 256
 
 
 class PlanningBuilder(AttentionMetadataBuilder[Any]):
@@ -56,7 +56,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     _shard = Interleaved(1, 0, 1)
 
     def _start_planning(
-        self, layers: Iterable[Any], final: type, query_len: int, most_rows: int = 0
+        self, layers: Iterable[Any], final: type, query_len: int, max_rows: int = 0
     ) -> None:
         """Make an executor and a planner where a layer is served and its KV cache can be.
 
@@ -64,7 +64,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             layers: those of the group that may be served.
             final: the only class that may plan; vLLM derives others, which keep the parent.
             query_len: most query tokens of a decode.
-            most_rows: of a plan, where a request may have several.
+            max_rows: of a plan, where a request may have several.
         """
         self._executor: GpuExecutor | None = None
         self._query_len = query_len
@@ -75,9 +75,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         if served and reason is not None:
             fall_back(reason)
         elif served:
-            self._prepare_executor(served, most_rows)
+            self._prepare_executor(served, max_rows)
 
-    def _prepare_executor(self, impls: list[Any], most_rows: int) -> None:
+    def _prepare_executor(self, impls: list[Any], max_rows: int) -> None:
         dtype = self.vllm_config.model_config.dtype
         attention = attention_of(impls, self.kv_cache_spec.block_size, dtype)
         executor = GpuExecutor(
@@ -92,7 +92,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             impl.cache_write = write
         scheduler = self.vllm_config.scheduler_config
         pieces = invariance.piece_limits(self.vllm_config, self.kv_cache_spec.block_size)
-        executor.reserve_for(max(scheduler.max_num_seqs, most_rows), pieces)
+        executor.reserve_for(max(scheduler.max_num_seqs, max_rows), pieces)
         self._invariant = pieces is not None
         self._planner = planner_for(executor, attention, self.vllm_config, self._invariant)
         self._planner.warm_up(then=executor.prepare)
@@ -139,7 +139,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             for tensor in cache if isinstance(cache, list) else [cache]:
                 if tensor.element_size() == 1:  # e4m3: all bits set is NaN
                     # a block at a time would take seconds, all at once as much memory again
-                    for bits in tensor.view(torch.uint8).split(MOST_BLOCKS):
+                    for bits in tensor.view(torch.uint8).split(MAX_BLOCKS):
                         bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
                 else:
                     torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
