@@ -24,8 +24,6 @@ from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint, gpu, processor
 from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.profile_cpu import median_seconds
-from vllm_prefixshare.costs.profile_gpu import measure_gpu
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels.contract import HostBatch
@@ -34,6 +32,8 @@ from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.profiling.cpu_table import median_seconds
+from vllm_prefixshare.profiling.gpu_table import measure_gpu
 from vllm_prefixshare.workloads.sets import ANCHORS
 from vllm_prefixshare.workloads.trees import tree
 
@@ -149,8 +149,8 @@ class GpuRunner:
 
     def __init__(self, attention: AttentionConfig, kernel: str) -> None:
         # imported here, because some machines without a GPU have no triton
-        from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
         from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+        from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
         self._make: Callable[[AttentionConfig], GpuExecutor] = lambda shape: GpuExecutor(
             shape, "cuda", kernel=kernel

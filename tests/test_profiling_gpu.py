@@ -19,17 +19,6 @@ from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup as tables
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint
-from vllm_prefixshare.costs.profile_gpu import (
-    BLOCK_SIZE,
-    MAX_TILES,
-    MAX_TOKENS,
-    TOKENS,
-    TileBench,
-    measure_gpu,
-    scattered_blocks,
-    tile_counts,
-)
-from vllm_prefixshare.costs.profile_plans import repeated_tiles
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels import gpu_executor
@@ -39,6 +28,17 @@ from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.profiling.gpu_table import (
+    BLOCK_SIZE,
+    MAX_TILES,
+    MAX_TOKENS,
+    TOKENS,
+    TileBench,
+    measure_gpu,
+    scattered_blocks,
+    tile_counts,
+)
+from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
 from vllm_prefixshare.records import OPEN_END
 
 GPU = "NVIDIA H200 x132"

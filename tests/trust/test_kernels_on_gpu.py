@@ -11,8 +11,8 @@ import torch
 
 from tests.gpu.layer import DEVICE, KERNELS, ON_GPU, poison
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.profiling.gpu_timing import capture
 
 from . import scale
 from .forests import TOLERANCE, ForestCase, forest_cases, note, on_forests

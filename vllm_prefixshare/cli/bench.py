@@ -205,8 +205,8 @@ def _cpu_attn(
 def _sides_gpu(attention: AttentionConfig, batch: "Batch") -> Sides:
     import torch
 
-    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+    from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
     a, dtype = attention, getattr(torch, attention.dtype)
     shape = int(batch.block_table.max()) + 1, a.block_size, a.num_kv_heads, a.head_dim

@@ -1,8 +1,8 @@
 """The measured cost table and its file.
 
 FlashForge, section 5.2: the time of partial attention follows neither bytes nor FLOPs, so
-it is profiled over (query rows, KV length) and interpolated. ``profile_cpu`` and
-``profile_gpu`` fill the table; this module only reads, stores and interpolates it.
+it is profiled over (query rows, KV length) and interpolated. ``vllm_prefixshare.profiling`` fills
+the table; this module only reads, stores and interpolates it.
 """
 
 import json

@@ -14,10 +14,10 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import fingerprint
-from vllm_prefixshare.costs.profile_plans import repeated_tiles
 from vllm_prefixshare.costs.table import CostTable, Grid
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
 from vllm_prefixshare.records import FloatArray, IntArray
 
 ROWS = (16, 64, 128)
