@@ -224,7 +224,7 @@ def run_variant(
         planner = DecodePlanner(
             config, costs[variant.analytic], attention.block_size, attention.gqa_group_size
         )
-        plan = planner.update(layer.block_table, layer.seq_lens)
+        plan = planner.update(layer.block_table, layer.seq_lens).plan
         error, ms = runner.measure(plan, layer, repeats)
     except (PrefixShareError, torch.OutOfMemoryError) as e:
         return {"refused": str(e)}

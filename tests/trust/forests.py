@@ -165,7 +165,9 @@ class ForestCase:
         config = executor.planner_config(None, "always", null_block_id=0)
         arguments = config, cost, self.block_size, self.attention.gqa_group_size
         batch = self.block_table(), self.planned_lens, executor.query_len
-        plan, again = (DecodePlanner(*arguments).update(*batch, slack=self.slack) for _ in range(2))
+        plan, again = (
+            DecodePlanner(*arguments).update(*batch, slack=self.slack).plan for _ in range(2)
+        )
         for name in DecodePlan.__slots__:
             np.testing.assert_array_equal(getattr(plan, name), getattr(again, name))
         invariants.check(plan, batch[0], self.true_lens)

@@ -248,7 +248,7 @@ def _planned(
         attention.block_size,
         attention.gqa_group_size,
     )
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     starts = np.arange(len(batch.seq_lens) + 1, dtype=np.int32)
     executor.prepare(plan, HostBatch(batch.block_table, batch.seq_lens, starts))
     table, lens = (torch.from_numpy(x).to(q.device) for x in (batch.block_table, batch.seq_lens))

@@ -258,7 +258,7 @@ def estimator(
 
     def estimate(batch: "Batch") -> tuple[int, float, float]:
         lens = batch.seq_lens
-        unshared, shared = (p.update(batch.block_table, lens) for p in planners)
+        unshared, shared = (p.update(batch.block_table, lens).plan for p in planners)
         forest = shareable_forest(
             batch.block_table, lens, batch.block_size, null_block_id=gpu.config.null_block_id
         )

@@ -128,7 +128,7 @@ def _plan(
 
     planner = DecodePlanner(config, cost, batch.block_size, attention.gqa_group_size)
     planner.warm_up()
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     return Planned(config.divider, plan, planner.counters.plan_seconds)
 
 

@@ -31,6 +31,7 @@ from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.extras import checked_extras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import PLANNING_FAILED, PlanUpdate
 from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
@@ -241,7 +242,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         Args:
             tokens: the rows of the plan, where they are not the requests themselves.
         """
-        made, self._step = self._planner.counters.plans, None
+        self._step = None
         if num_decodes:
             bound = common.seq_lens_cpu_upper_bound
             # where lengths are unknown nothing is shared, and each request is read to its end
@@ -258,7 +259,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 # the rows of one step only, so the plan is kept for no other
                 row_ids = -1 - np.arange(len(table_rows)) - self._single_rows
                 self._single_rows += len(table_rows)
-            plan = self._planner.update(
+            update = self._planner.update(
                 table.block_table if table_rows is not None else table.block_table[:num_decodes],
                 lengths,
                 self._query_len,
@@ -268,8 +269,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             )
         else:
             seq_lens = lengths = np.zeros(0, np.int32)
-            plan = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
-        is_new = self._planner.counters.plans > made
+            update = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
+        plan = update.plan
         if plan is not self._plan:
             began = time.perf_counter()
             self._plan = None  # until the new one is in force
@@ -279,7 +280,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 raise
             except Exception as e:
                 least = np.maximum(lengths - self._slack, 1)
-                plan, is_new = self._planner.without_sharing(least, self._query_len, e), True
+                plan = self._planner.without_sharing(least, self._query_len, e)
+                update = PlanUpdate(plan, True, update.seconds, PLANNING_FAILED)
                 executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
@@ -288,9 +290,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             else:
                 stock = int(seq_lens.sum())
             self._tokens_saved = stock - plan.kv_tokens_read(planned)
-            if num_decodes and is_new:
-                seconds = self._planner.last_plan_seconds + time.perf_counter() - began
-                STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
+            if num_decodes and update.is_new:
+                seconds = update.seconds + time.perf_counter() - began
+                STATS.note_plan(seconds, plan.imbalance, update.fallback)
         if num_decodes:
             seen = tokens_seen(seq_lens, self._window, self._query_len)
             self._step = seen, self._tokens_saved
