@@ -250,7 +250,7 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(cuda, "_least_window", lambda attention: 64)
+    monkeypatch.setattr(cuda, "_min_window", lambda attention: 64)
     shape = {"num_heads": HEADS, "head_size": HEAD_DIM, "scale": 0.1, "num_kv_heads": 1}
     plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     queries = torch.zeros(0)

@@ -573,7 +573,7 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
 def worth_it(monkeypatch):
     """Share always, and plan new tokens on a context of any length: up to 24 of a request."""
     share_whatever_it_costs(monkeypatch)
-    monkeypatch.setattr(first_step, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr(first_step, "MIN_NUMBERS", 1)
     monkeypatch.setattr(cuda_metadata, "KERNELS", ("portable",))
 
 
@@ -689,7 +689,7 @@ def test_new_tokens_are_planned_where_half_of_the_requests_share_a_quarter(
     table[:, :shared] = table[0, :shared]
     new = np.array([2, 5, 3], np.int32)
     starts = np.array([0, 2, 7, 10], np.int32)
-    step = first_step.FirstStep(most_new_tokens=5, least_context=0, block_size=16)
+    step = first_step.FirstStep(max_new_tokens=5, min_context=0, block_size=16)
     rows = step.rows(starts, np.array(contexts, np.int32) + new, table, np.arange(3))
     assert (rows is not None) == expected
     if rows is not None:
@@ -707,12 +707,12 @@ def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case
     if case == "alone":
         batch.block_table[1:, :3] = [[121, 122, 123], [124, 125, 126]]
     elif case == "room":
-        monkeypatch.setattr(first_step, "MOST_ROWS", 5)
+        monkeypatch.setattr(first_step, "MAX_ROWS", 5)
     elif case == "batch_invariant":
         monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", case)
         settings.cache_clear()
     elif case == "short contexts":
-        monkeypatch.setattr(first_step, "LEAST_NUMBERS", 256 * (56 + 61 + 1))
+        monkeypatch.setattr(first_step, "MIN_NUMBERS", 256 * (56 + 61 + 1))
     elif case == "portable":
         monkeypatch.setattr(cuda_metadata, "KERNELS", ("hopper",))
     group = Group(monkeypatch, num_speculative_tokens=3 if case == "drafts" else 0)
@@ -898,10 +898,10 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
 def windows(monkeypatch):
     """Serve sliding windows from 64 tokens on."""
     monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
-    monkeypatch.setattr(cuda, "least_window", lambda *arguments: 64)
-    cuda._least_window.cache_clear()
+    monkeypatch.setattr(cuda, "min_window", lambda *arguments: 64)
+    cuda._min_window.cache_clear()
     yield
-    cuda._least_window.cache_clear()
+    cuda._min_window.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that see nothing of a run

@@ -35,7 +35,7 @@ PIECE = 32
 def _invariant(monkeypatch):
     """Batch invariance, with pieces of two blocks."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    monkeypatch.setattr(invariance, "LEAST_PIECE", PIECE)
+    monkeypatch.setattr(invariance, "MIN_PIECE", PIECE)
     monkeypatch.setattr(invariance, "KV_TILE", PIECE)
     settings.cache_clear()
     yield
@@ -142,7 +142,7 @@ def test_the_room_that_is_reserved_holds_every_plan(monkeypatch):
     group.start(batch)
     group.builder.build(0, group.common(batch))
     assert STATS.plans == 1 and not STATS.fallbacks
-    assert group.builder._planner.last_fallback is None
+    assert not group.builder._planner.counters.fallbacks
 
 
 def marked_by_flash_attention(monkeypatch) -> list[object]:
@@ -231,7 +231,7 @@ def test_another_divider_is_refused(monkeypatch, divider):
     ("longest", "piece", "pieces"), [(192, 512, 1), (32768, 512, 64), (131072, 2048, 64)]
 )
 def test_pieces_get_longer_where_requests_may_be_long(monkeypatch, longest, piece, pieces):
-    monkeypatch.setattr(invariance, "LEAST_PIECE", 512)
+    monkeypatch.setattr(invariance, "MIN_PIECE", 512)
     monkeypatch.setattr(invariance, "KV_TILE", 128)
     config = vllm_config()
     config.model_config.max_model_len = longest

@@ -281,7 +281,9 @@ class PlannerMachine(RuleBasedStateMachine):
         table, rows = engine.runner.arguments()
         before, failures = planner.counters.plans, planner.counters.fallbacks[PLANNING_FAILED]
         self.forest = None
-        plan = planner.update(table, step.host_lens, engine.query_len, slack=engine.slack, **rows)
+        plan = planner.update(
+            table, step.host_lens, engine.query_len, slack=engine.slack, **rows
+        ).plan
         total = assert_reads_what_was_written(
             plan, step, engine.memory, engine.block_size, engine.window
         )

@@ -15,7 +15,7 @@ from vllm_prefixshare.settings import settings
 DIVIDER = "batch_invariant"
 #: Tokens of a piece, and how many pieces the longest request may have before pieces get longer.
 #: Each needs room for a partial result. Pieces are multiples of the kernels' longest KV tile.
-LEAST_PIECE, MOST_PIECES, KV_TILE = 512, 64, 128
+MIN_PIECE, MAX_PIECES, KV_TILE = 512, 64, 128
 
 
 def wanted() -> bool:
@@ -58,8 +58,8 @@ def piece_tokens(config: Any) -> int:
     Args:
         config: a ``VllmConfig``.
     """
-    step = KV_TILE * MOST_PIECES
-    return max(LEAST_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
+    step = KV_TILE * MAX_PIECES
+    return max(MIN_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
 
 
 def piece_limits(config: Any, block_size: int = 0) -> PieceLimits | None:

@@ -27,7 +27,7 @@ FP8_LATENT_BLOCK = 64
 USUAL_HEAD_DIM = 256
 #: most rows of a request, query heads times query tokens, in a layer with latents (MLA) on a GPU:
 #: with more, a work tile of 64 rows holds one request, and nothing is shared
-MOST_LATENT_ROWS = 32
+MAX_LATENT_ROWS = 32
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
 GPU_EXTRAS = frozenset(
     {"dcp", "fp8", "invariance", "mla", "mla_fp8", "sinks", "softcap", "windows"}
@@ -132,8 +132,8 @@ def latent_refusal(num_heads: int) -> str | None:
     """Why MLA with so many query heads on a GPU is not served, or None: under decode context
     parallelism those of all ranks, which each rank multiplies with its shard.
     """
-    if num_heads > MOST_LATENT_ROWS:
-        return f"multi-head latent attention of more than {MOST_LATENT_ROWS} heads a GPU"
+    if num_heads > MAX_LATENT_ROWS:
+        return f"multi-head latent attention of more than {MAX_LATENT_ROWS} heads a GPU"
     if settings().kernel == "portable":
         return "multi-head latent attention and kernel 'portable'"
     return None
@@ -146,7 +146,7 @@ def latent_layer_refusal(shape: tuple[int, int], num_heads: int, engine: Engine)
         shape: head_dim, and how much of it is the latent (``kv_lora_rank``).
         num_heads: as in ``latent_refusal``.
     """
-    most = MOST_LATENT_ROWS // engine.query_len
+    most = MAX_LATENT_ROWS // engine.query_len
     checks = (
         (shape != LATENT_SHAPE, f"head_dim {shape[0]}"),
         (

@@ -52,7 +52,7 @@ from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.kernels.workspace import PartialResults
-from vllm_prefixshare.planning.sharing import least_window
+from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.settings import settings
 
 
@@ -241,7 +241,7 @@ def short_window_refusal(attention: AttentionConfig) -> str | None:
     """
     if attention.sliding_window is None:
         return None
-    least, window = _least_window(attention), attention.sliding_window
+    least, window = _min_window(attention), attention.sliding_window
     if least is None or window < least:
         from_here = "no window" if least is None else f"{least} tokens"
         return f"a sliding window of {window} tokens where sharing pays from {from_here} on"
@@ -249,11 +249,11 @@ def short_window_refusal(attention: AttentionConfig) -> str | None:
 
 
 @cache
-def _least_window(attention: AttentionConfig) -> int | None:
+def _min_window(attention: AttentionConfig) -> int | None:
     """The least sliding window that is served, by the cost table."""
     kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
     cost = cost_model(attention, kernel.name, logger().info_once)
-    return least_window(cost, attention.gqa_group_size, kernel.max_tile_requests)
+    return min_window(cost, attention.gqa_group_size, kernel.max_tile_requests)
 
 
 #: Partial results by shape. Layers of one shape share them, since the layers and KV-cache groups of

@@ -22,12 +22,12 @@ from vllm_prefixshare.records import IntArray
 KERNELS = ("hopper",)
 #: most query rows of a request on a KV head. FlashAttention-3 multiplies 128 rows of each request,
 #: used or not; with 64 of them used, the gain is 1.1 to 1.3.
-MOST_QUERY_ROWS = 48
+MAX_QUERY_ROWS = 48
 #: fewest numbers (tokens, times KV heads, times head_dim, K and V) that FLASH_ATTN would read: with
 #: fewer, what is saved is less than the 0.1 ms that our launches take longer on the host
-LEAST_NUMBERS = 1 << 29
+MIN_NUMBERS = 1 << 29
 #: most new tokens of a step, those of its decodes included
-MOST_ROWS = 2048
+MAX_ROWS = 2048
 
 
 class TokenRows(NamedTuple):
@@ -63,20 +63,20 @@ class TokenRows(NamedTuple):
 class FirstStep(NamedTuple):
     """Which requests of a step are planned with its decodes.
 
-    most_new_tokens: of a request.
-    least_context: tokens before the new ones, of all requests with several.
+    max_new_tokens: of a request.
+    min_context: tokens before the new ones, of all requests with several.
     """
 
-    most_new_tokens: int
-    least_context: int
+    max_new_tokens: int
+    min_context: int
     block_size: int
 
     @classmethod
     def of(cls, attention: AttentionConfig) -> "FirstStep":
         """The limits for a layer."""
         numbers = 2 * attention.num_kv_heads * attention.head_dim
-        most = MOST_QUERY_ROWS // attention.gqa_group_size
-        return cls(most, LEAST_NUMBERS // numbers, attention.block_size)
+        most = MAX_QUERY_ROWS // attention.gqa_group_size
+        return cls(most, MIN_NUMBERS // numbers, attention.block_size)
 
     def rows(
         self,
@@ -94,12 +94,12 @@ class FirstStep(NamedTuple):
             block_table: ``[rows, max_blocks]``. table_rows: ``[num_reqs]`` row of each request.
         """
         new = np.diff(query_start_loc)
-        fitting = int(np.searchsorted(query_start_loc, MOST_ROWS, "right")) - 1
-        many = np.flatnonzero(new > self.most_new_tokens)
+        fitting = int(np.searchsorted(query_start_loc, MAX_ROWS, "right")) - 1
+        many = np.flatnonzero(new > self.max_new_tokens)
         new = new[: min(fitting, *many[:1], len(new))]
         several = np.flatnonzero(new > 1)
         contexts = seq_lens[several] - new[several]
-        if not len(several) or contexts.sum() < self.least_context:
+        if not len(several) or contexts.sum() < self.min_context:
             return None
         # Who has a block of a context has all before it. The block looked at is the last one in the
         # context's first half whose column is a power of two, so that there are few columns.

@@ -19,7 +19,7 @@ from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.first_step import (
     KERNELS,
-    MOST_ROWS,
+    MAX_ROWS,
     FirstStep,
     TokenRows,
 )
@@ -70,7 +70,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         # and each row would have room for all pieces of a request.
         one_token_rows = query_len == self._shard.size == 1 and not invariance.wanted()
         self._start_planning(
-            layers, PrefixShareMetadataBuilder, query_len, MOST_ROWS if one_token_rows else 0
+            layers, PrefixShareMetadataBuilder, query_len, MAX_ROWS if one_token_rows else 0
         )
         self._first_step: FirstStep | None = None
         if self._executor is not None:
@@ -85,7 +85,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             if one_token_rows and measured and not invariant:
                 self._first_step = FirstStep.of(self._executor.attention)
             # the requests for our kernel come first
-            most = 0 if self._first_step is None else self._first_step.most_new_tokens
+            most = 0 if self._first_step is None else self._first_step.max_new_tokens
             self.reorder_batch_threshold = max(query_len, most)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
