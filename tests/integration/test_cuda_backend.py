@@ -6,12 +6,14 @@ prefill rows only the metadata that it would get is checked.
 
 import sys
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
@@ -25,7 +27,7 @@ from vllm_prefixshare.cli.model import layer_kinds
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
-from vllm_prefixshare.integration.cuda import first_step, planning
+from vllm_prefixshare.integration.cuda import first_step, mixed_graphs, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
@@ -105,7 +107,8 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120, kv_cache_dtype_skip_layers=[]
         ),
         compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            cudagraph_capture_sizes=[MAX_REQS],
             max_cudagraph_capture_size=MAX_REQS,
             static_forward_context={},
         ),
@@ -645,10 +648,39 @@ def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypat
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))
     assert metadata.num_planned_tokens == 6
+    metadata.rows.fill()
     assert metadata.kv_lens.tolist() == [70, 57, 58, 59, 60, 61]
     prefill = metadata.prefill_metadata
     assert prefill.query_start_loc.tolist() == [0, 25, 27]
     assert prefill.seq_lens.tolist() == [76, 55]
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("counts", [[1, 1, 30, 16], [40], [1, 70, 1]], ids=str)
+def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
+    group = Group(monkeypatch)
+    compilation = group.config.compilation_config
+    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+    batch = shared_batch([70, 90, 61, 66][: len(counts)], counts=counts)
+    group.start(batch)
+    common = replace(group.common(batch), num_actual_tokens=80)
+    metadata = group.builder.build(0, common)
+    assert metadata.prefill_metadata is None
+    assert metadata.num_planned_tokens == sum(counts)
+    out = group.forward(batch, metadata, 80)
+    assert relative_error(out[: sum(counts)], reference(batch)) < 2e-3
+    assert metadata.kv_table.shape[0] == len(metadata.kv_lens) == 80
+    assert not metadata.kv_lens[sum(counts) :].any()
+    # a decode step reads the same buffers: they are what a graph has captured
+    decodes = shared_batch([72, 93])
+    group.start(decodes)
+    later = group.builder.build(0, group.common(decodes))
+    assert later.kv_table.data_ptr() == metadata.kv_table.data_ptr()
+    assert later.kv_lens.data_ptr() == metadata.kv_lens.data_ptr()
+    assert relative_error(group.forward(decodes, later, 2), reference(decodes)) < 2e-3
+    # larger steps are in no graph
+    large = replace(common, num_actual_tokens=97)
+    assert group.builder.build(0, large).rows is not metadata.rows
 
 
 @pytest.mark.usefixtures("worth_it")
@@ -1188,9 +1220,45 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
     assert cuda.config_refusal(config) == reason
 
 
-def test_full_graphs_are_captured_for_uniform_batches():
-    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(None, None)
-    assert support is AttentionCGSupport.UNIFORM_BATCH
+#: what keeps mixed steps out of FULL graphs: a field of the configuration and its value
+NOT_MIXED = {
+    "the V1 model runner": ("use_v2_model_runner", False),
+    "speculative decoding": (
+        "speculative_config", SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+    ),
+    "decode context parallelism": ("parallel_config.decode_context_parallel_size", 2),
+    "micro-batches": ("parallel_config.use_ubatching", True),
+    "a KV connector": ("kv_transfer_config", object()),
+    "multi-head latent attention": ("model_config.use_mla", True),
+    "hybrid": ("model_config.is_hybrid", True),
+    "encoder-decoder": ("model_config.is_encoder_decoder", True),
+    "sliding windows": ("model_config.hf_text_config.sliding_window", 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", [None, *NOT_MIXED])
+def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch, reason):
+    monkeypatch.setattr("vllm.platforms.current_platform.is_device_capability", lambda _: True)
+    config = vllm_config()
+    config.use_v2_model_runner, config.kv_transfer_config = True, None
+    model = config.model_config
+    model.use_mla = model.is_encoder_decoder = False
+    model.hf_text_config = SimpleNamespace(sliding_window=None)
+    if reason is not None:
+        path, value = NOT_MIXED[reason]
+        owner, _, name = path.rpartition(".")
+        setattr(attrgetter(owner)(config) if owner else config, name, value)
+    assert (reason or "") in (mixed_graphs.mixed_graphs_refusal(config) or "")
+    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(config, None)
+    mixed_graphs.choose_mixed_graphs(config)
+    if reason is None:
+        assert support is AttentionCGSupport.ALWAYS
+        assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+        assert mixed_graphs.graph_rows(config) == MAX_REQS
+    else:
+        assert support is AttentionCGSupport.UNIFORM_BATCH
+        assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        assert mixed_graphs.graph_rows(config) == 0
 
 
 def test_non_causal_batches_are_refused(monkeypatch):

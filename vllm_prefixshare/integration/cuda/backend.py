@@ -109,6 +109,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         if n:
             assert metadata.executor is not None
             assert metadata.kv_table is not None and metadata.kv_lens is not None
+            if metadata.rows is not None:
+                metadata.rows.fill()
             if metadata.executor.attention.kv_dtype is not None:
                 kv_cache = kv_cache.view(torch.float8_e4m3fn)
             k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)

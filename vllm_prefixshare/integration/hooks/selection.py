@@ -21,6 +21,7 @@ from vllm_prefixshare.integration import (
     metrics,
     precompiling,
 )
+from vllm_prefixshare.integration.cuda.mixed_graphs import choose_mixed_graphs
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
@@ -119,9 +120,12 @@ def hook_engine_config(module: ModuleType) -> None:
                 choose_from_environment(self)
                 if not _chosen_by(self):
                     return original(self, *args, **kwargs)
-                check_platform()
+                on_cpu = check_platform()
                 precompiling.start_planning()
+                given = getattr(self.compilation_config, "cudagraph_mode", None)
                 config = original(self, *args, **kwargs)
+                if given is None and not on_cpu:
+                    choose_mixed_graphs(config)
                 context = args[0] if args else kwargs.get("usage_context")
                 offline = getattr(context, "name", "") == "LLM_CLASS"
                 _check_engine_config(config, offline)
