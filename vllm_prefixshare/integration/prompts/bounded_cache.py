@@ -34,7 +34,9 @@ class BoundedCache(Generic[Key, Value]):
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._lock = Lock()
-        self._entries: LRUCache[Key, tuple[Value, int]] = LRUCache(max_bytes, lambda entry: entry[1])
+        self._entries: LRUCache[Key, tuple[Value, int]] = LRUCache(
+            max_bytes, lambda entry: entry[1]
+        )
 
     @property
     def bytes(self) -> int:
