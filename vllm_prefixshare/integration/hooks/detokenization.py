@@ -11,10 +11,10 @@ def hook_detokenizer(module: ModuleType) -> None:
     from vllm_prefixshare.integration.prompts import detokenization
 
     def wrapper(original: Function) -> Function:
-        def __init__(self: Any, tokenizer: Any, request: Any) -> None:
+        def init(self: Any, tokenizer: Any, request: Any) -> None:
             detokenization.init(original, self, tokenizer, request)
 
-        return __init__
+        return init
 
     wrap(module.FastIncrementalDetokenizer, "__init__", wrapper)
 

@@ -22,7 +22,7 @@ form differs from that of an equal int), and blocks completed by output tokens.
 import functools
 import sys
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -204,7 +204,7 @@ def _read(request: "Request") -> _Prompt | None:
         _Feature(f.identifier, f.mm_position.offset, f.mm_position.offset + f.mm_position.length)
         for f in request.mm_features
     ]
-    if any(after.start < before.end for before, after in zip(features, features[1:], strict=False)):
+    if any(after.start < before.end for before, after in pairwise(features)):
         return None
     tokens = _as_array(ids)
     if tokens is None:

@@ -1,6 +1,7 @@
 """A thread-safe cache bounded in bytes that drops what was used least recently."""
 
 from collections.abc import Hashable
+from operator import itemgetter
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -34,9 +35,7 @@ class BoundedCache(Generic[Key, Value]):
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._lock = Lock()
-        self._entries: LRUCache[Key, tuple[Value, int]] = LRUCache(
-            max_bytes, lambda entry: entry[1]
-        )
+        self._entries: LRUCache[Key, tuple[Value, int]] = LRUCache(max_bytes, itemgetter(1))
 
     @property
     def bytes(self) -> int:
