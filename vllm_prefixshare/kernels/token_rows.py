@@ -70,5 +70,5 @@ def _token_rows(block_table, seq_lens, query_start_loc, row_table, row_lens, num
     if first < used:
         column = first + tl.arange(0, COLUMNS)
         there = column < tl.minimum(used, columns)
-        ids = tl.load(block_table + request.to(tl.int64) * stride_table + column, mask=there)
+        ids = tl.load(block_table + request * stride_table.to(tl.int64) + column, mask=there)
         tl.store(row_table + row.to(tl.int64) * stride_row + column, ids, mask=there)
