@@ -51,7 +51,7 @@ def has_lookahead() -> bool:
 def hashers(
     function: Callable[[Any], bytes], block_size: int, lookahead: int = 0
 ) -> tuple[BlockHasher, SharedBlockHasher]:
-    """vLLM's hasher and the shared one."""
+    """A hasher of vLLM and the shared one."""
     more = (lookahead,) if has_lookahead() else ()
     baseline = inspect.unwrap(kv_cache_utils.get_request_block_hasher)(block_size, function, *more)
     return baseline, SharedBlockHasher(baseline, block_size, function, *more)

@@ -229,8 +229,8 @@ def test_off_means_vllms_own(monkeypatch):
     assert count.calls == 80
 
 
-def test_another_vllm_gets_its_own_hasher_and_one_log_line(monkeypatch, caplog):
-    changed = {name: ("another",) for name in block_hashes.KNOWN_CODE}
+def test_another_vllm_gets_its_own_hasher_and_one_log_line(monkeypatch):
+    changed = dict.fromkeys(block_hashes.KNOWN_CODE, ("another",))
     monkeypatch.setattr(block_hashes, "KNOWN_CODE", changed)
     monkeypatch.setattr(parts, "_reported", set())
     messages: list[str] = []
