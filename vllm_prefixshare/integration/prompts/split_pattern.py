@@ -6,8 +6,8 @@ follow each other in a match (Glushkov's construction). The pairs are a superset
 engine matches, so that they prove what no match contains, greedy, lazy or possessive.
 
 The syntax is Oniguruma's (Ruby), which ``tokenizers`` uses. What is not understood in full raises
-`NotExactError`: anchors, look-behind, look-ahead of more than one class, back-references, flags other
-than a leading ``(?i)``.
+`NotExactError`: anchors, look-behind, look-ahead of more than one class, back-references, flags
+other than a leading ``(?i)``.
 """
 
 import re

@@ -9,6 +9,9 @@ covered by the pieces that end inside it, and these are decided by the text of t
 so the same ``size`` characters always give the same pieces and ids. What is left behind the last
 window of a size is covered by smaller windows, then by pieces, and the last few characters are
 encoded again for each prompt.
+
+With ``VLLM_USE_FASTOKENS=1`` the backend is fastokens, which remembers the words it has seen and
+encodes a new text faster than the memo could keep it: it is left alone.
 """
 
 import itertools
@@ -23,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 from vllm_prefixshare.integration.prompts.bounded_cache import BoundedCache, part_limit
 from vllm_prefixshare.integration.prompts.parts import report_once
@@ -103,30 +107,30 @@ class TextTokenizer:
     """A memo in front of one tokenizer. Thread-safe.
 
     Args:
-        backend: ``tokenizers.Tokenizer`` or fastokens' replacement of it. It is copied.
+        backend: the tokenizer. Its truncation and padding, which vLLM sets for each prompt, are
+            left alone.
         cache: where pieces and windows are kept; tokenizers may share one.
 
     Raises:
         NotExactError: the tokenizer's ids of a text are not provably the ids of its pieces.
     """
 
-    def __init__(self, backend: Any, cache: BoundedCache[Stretch, Span]) -> None:
-        if type(backend) is not Tokenizer and not _is_fastokens(backend):
-            raise NotExactError(f"backend {type(backend).__name__}")
-        state = backend.to_str()
-        parts = Tokenizer.from_str(state)
-        parts.encode_special_tokens = backend.encode_special_tokens
-        self._encoder = type(backend).from_str(state)
-        for tokenizer in (parts, self._encoder):
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-        self._cuts = find_cuts(parts)
+    def __init__(self, backend: Tokenizer, cache: BoundedCache[Stretch, Span]) -> None:
+        if type(backend) is not Tokenizer:
+            raise NotExactError(f"{type(backend).__module__} is the backend")
+        self._encoder = Tokenizer.from_str(backend.to_str())
+        self._encoder.encode_special_tokens = backend.encode_special_tokens
+        # JSON does not keep the last bit of each score of a Unigram model.
+        self._encoder.model = backend.model
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        self._cuts = find_cuts(self._encoder)
         self._prefix = _special(self._cuts.prefix_ids)
         self._suffix = _special(self._cuts.suffix_ids)
         self._cache = cache
         self._number = next(_numbers)
         # One int object per id, shared by all lists.
-        num_ids = max(parts.get_vocab(with_added_tokens=True).values()) + 1
+        num_ids = max(self._encoder.get_vocab(with_added_tokens=True).values()) + 1
         self._int_objects = np.arange(num_ids).astype(object)
 
     def encode(
@@ -241,12 +245,6 @@ def _joined(spans: list[Span]) -> Span:
     return Span(ids, np.concatenate([span.array for span in spans]), sum(s.chars for s in spans))
 
 
-def _is_fastokens(backend: Any) -> bool:
-    """Whether ``backend`` is what VLLM_USE_FASTOKENS=1 puts in the tokenizer's place."""
-    module = sys.modules.get("fastokens._compat")
-    return module is not None and type(backend) is getattr(module, "_TokenizerShim", None)
-
-
 @dataclass(slots=True)
 class _Analysis:
     """The memo of one backend, or that there is none. vocab_size: when it was analyzed."""
@@ -303,6 +301,11 @@ def _analyze(tokenizer: Any, backend: Any, result: Future[TextTokenizer | None])
     result.set_result(memo)
 
 
+def _copies_are_used(tokenizer: Any) -> bool:
+    """Whether vLLM encodes with a pool of copies of the tokenizer."""
+    return any(owner.__name__ == "ThreadSafeHFTokenizerMixin" for owner in type(tokenizer).__mro__)
+
+
 def _name(tokenizer: Any) -> str:
     return str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
 
@@ -317,5 +320,7 @@ def _check_python_side(tokenizer: Any) -> None:
         own = {"__call__", "_encode_plus", "_batch_encode_plus", "_call_one"} & vars(owner).keys()
         if own and not owner.__module__.startswith(_KNOWN_MODULES):
             raise NotExactError(f"{owner.__name__} has its own {min(own)}")
+    if _copies_are_used(tokenizer) and type(tokenizer._tokenizer.model) is Unigram:
+        raise NotExactError("copies of a Unigram model may differ")
     if tokenizer.split_special_tokens:
         raise NotExactError("special tokens are encoded as text")
