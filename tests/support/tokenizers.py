@@ -219,18 +219,20 @@ INEXACT: dict[str, Callable[[], Tokenizer]] = {
     "lower case": lambda: normalized(byte_level(LLAMA3), normalizers.Lowercase()),
 }
 
-_CLUSTERS = (
+_CLUSTERS_TEXT = (
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd \U0001f1e9\U0001f1ea e\u0301 "
     "a\u0308\u0323 \u1100\u1161\u11a8 \ufb01 \u212b \u00a0 \u3000 \u200b \u200d \ufeff \ufffd "
     "\u2028 \x00 \x85 \u0130 \u00df \u017f \u212a \u00bd \u00b2 \u2167 \U0001d400"
-).split(" ")
-_WORDS = (
+)
+_CLUSTERS = _CLUSTERS_TEXT.split(" ")
+_WORDS_TEXT = (
     "the of and it's don't we'll THEY'RE I'm attention Prefix GPU kernel KV-cache x1 3.14 12345 "
     "1,000 foo_bar __init__ https://a.b/c?d=e&f=g camelCase ALLCAPS na\u00efve Stra\u00dfe "
     "\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u03b3\u03b5\u03b9\u03ac "
     "\uc548\ub155 \uc138\uacc4 \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 "
     "\u0928\u092e\u0938\u094d\u0924\u0947 <a> <b> <c1> ab</s>cd a b c z Z kernel reads prefix"
-).split()
+)
+_WORDS = _WORDS_TEXT.split(" ")
 _SPACES = (" ", "\n", "\r\n", "\t", "\n\n", "   ", "\r", "\u3000")
 _HAN_TEXT = "\u4e00\u4e2d\u6587\u5b57\u6211\u4eec\u9f98\uff0c\u3002\uff1a,. a1\u300c"
 _BLOCKS = (
@@ -263,7 +265,7 @@ _FRAGMENTS: tuple[Callable[[Random], str], ...] = (
     lambda rnd: "".join(rnd.choices(_HAN_TEXT, k=rnd.randrange(1, 80))),
     lambda rnd: "".join(rnd.choices(_CLUSTERS, k=rnd.randrange(1, 6))),
     lambda rnd: rnd.choice(_SPACES) * rnd.randrange(1, 12),
-    lambda rnd: rnd.choice(CHAT_TOKENS + ("<s>", "</s>", "<mask>", "<unk>")),
+    lambda rnd: rnd.choice((*CHAT_TOKENS, "<s>", "</s>", "<mask>", "<unk>")),
     _any_characters,
     lambda rnd: str(rnd.randrange(10 ** rnd.randrange(1, 30))),
     lambda rnd: "".join(rnd.choices("abcdefgh ", k=rnd.randrange(1, 60))),

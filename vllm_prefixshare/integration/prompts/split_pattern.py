@@ -176,7 +176,7 @@ class SplitPattern:
 
     def _position(self, char_class: str, ignore_case: bool, kind: Kind = Kind.TAKES) -> _Item:
         if ignore_case:
-            if not char_class.isascii():
+            if not char_class.isascii() or re.search(r"\\[ux]", char_class):
                 raise NotExactError("pattern that ignores the case of characters beyond ASCII")
             char_class = f"(?i:{char_class})"
         self.positions.append(Position(char_class, kind))

@@ -18,6 +18,7 @@ import itertools
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock, Thread
@@ -274,26 +275,29 @@ def text_tokenizer(tokenizer: Any, timeout: float) -> TextTokenizer | None:
     size = backend.get_vocab_size()
     with _analyses_lock:
         analysis = _analyses.get(backend)
-        if analysis is None or analysis.vocab_size != size:
+        if analysis is None:
             analysis = _Analysis(size, Future())
             _analyses[backend] = analysis
             Thread(
                 target=_analyze,
-                args=(tokenizer, backend, analysis.result),
+                args=(tokenizer, analysis.result),
                 name="prefixshare-tokenizer-analysis",
                 daemon=True,
             ).start()
+    if analysis.vocab_size != size:
+        report_once(PART, f"{_name(tokenizer)}: tokens were added after it was analyzed")
+        return None
     try:
         return analysis.result.result(timeout)
     except TimeoutError:
         return None
 
 
-def _analyze(tokenizer: Any, backend: Any, result: Future[TextTokenizer | None]) -> None:
+def _analyze(tokenizer: Any, result: Future[TextTokenizer | None]) -> None:
     memo = None
     try:
         _check_python_side(tokenizer)
-        memo = TextTokenizer(backend, text_cache())
+        memo = TextTokenizer(_encoding_backend(tokenizer), text_cache())
     except NotExactError as e:
         report_once(PART, f"{_name(tokenizer)}: {e}")
     except Exception as e:  # an unknown tokenizer must not stop an engine
@@ -301,9 +305,11 @@ def _analyze(tokenizer: Any, backend: Any, result: Future[TextTokenizer | None])
     result.set_result(memo)
 
 
-def _copies_are_used(tokenizer: Any) -> bool:
-    """Whether vLLM encodes with a pool of copies of the tokenizer."""
-    return any(owner.__name__ == "ThreadSafeHFTokenizerMixin" for owner in type(tokenizer).__mro__)
+def _encoding_backend(tokenizer: Any) -> Tokenizer:
+    """The backend that encodes: where vLLM has a pool of copies, one of these."""
+    backend = tokenizer._tokenizer
+    pooled = any(c.__name__ == "ThreadSafeHFTokenizerMixin" for c in type(tokenizer).__mro__)
+    return deepcopy(backend) if pooled else backend
 
 
 def _name(tokenizer: Any) -> str:
@@ -320,7 +326,5 @@ def _check_python_side(tokenizer: Any) -> None:
         own = {"__call__", "_encode_plus", "_batch_encode_plus", "_call_one"} & vars(owner).keys()
         if own and not owner.__module__.startswith(_KNOWN_MODULES):
             raise NotExactError(f"{owner.__name__} has its own {min(own)}")
-    if _copies_are_used(tokenizer) and type(tokenizer._tokenizer.model) is Unigram:
-        raise NotExactError("copies of a Unigram model may differ")
     if tokenizer.split_special_tokens:
         raise NotExactError("special tokens are encoded as text")
