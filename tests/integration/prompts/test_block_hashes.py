@@ -180,7 +180,7 @@ def test_a_new_first_hash_starts_new_chains():
 
 
 def test_a_failing_hash_leaves_the_request_without_hashes():
-    baseline, shared = cases.hashers(cases.algorithm("sha256"), BLOCK)
+    _, shared = cases.hashers(cases.algorithm("sha256"), BLOCK)
     cases.make_request(DOCUMENT, shared)
     request = cases.make_request(DOCUMENT + random_ids(3, BLOCK), lambda _: [])
 

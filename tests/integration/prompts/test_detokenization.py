@@ -1,7 +1,6 @@
 """A detokenizer that starts from the end of its prompt returns the text of one that got it all."""
 
 from random import Random
-from typing import Any
 
 import pytest
 import transformers
@@ -50,7 +49,7 @@ def test_a_long_prompt_starts_from_its_tail(counters, name, skip_special_tokens)
     "character", ["\N{ROCKET}", "\N{LINEAR B SYLLABLE B008 A}", "\N{HANGUL SYLLABLE HIH}"]
 )
 def test_a_prompt_that_ends_inside_a_character_is_not_repeated(name, character):
-    """vLLM #48853: the first output of vLLM's detokenizer is the whole prompt."""
+    """The first output of vLLM is the whole prompt (vLLM #48853)."""
     tokenizer = decoding.backend(name)
     prompt = tokenizer.encode(TEXT, add_special_tokens=False).ids
     inside = tokenizer.encode("a" + character, add_special_tokens=False).ids
