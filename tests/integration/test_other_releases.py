@@ -42,7 +42,13 @@ TESTS = (
     "test_precompiling.py",
     "test_ways.py",
 )
-#: Of these, what `make test` runs with the installed release only.
+#: What also runs on each of them, from a folder below.
+PROMPT_TESTS = (
+    "prompts/test_block_hashes.py",
+    "prompts/test_block_lookup.py",
+    "prompts/test_detokenization.py",
+)
+#: Of TESTS, what `make test` runs with the installed release only.
 SELDOM = ("test_context_parallel.py", "test_precompiling.py")
 #: The other files of this folder: nothing in them is vLLM's.
 WITHOUT_VLLM = ("test_other_releases.py", "test_planner.py", "test_ray_metrics.py")
@@ -90,7 +96,8 @@ def test_the_backend_on_another_release(version):
     here = Path(__file__).parent
     root = here.parents[1]
     path = os.pathsep.join([str(python_files(version)), str(root)])
-    files = [str(here / name) for name in TESTS if ALL or name not in SELDOM]
+    names = [name for name in TESTS if ALL or name not in SELDOM]
+    files = [str(here / name) for name in (*names, *PROMPT_TESTS)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *files],
         env={**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_VLLM": version},

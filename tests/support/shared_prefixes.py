@@ -51,7 +51,7 @@ def has_lookahead() -> bool:
 def hashers(
     function: Callable[[Any], bytes], block_size: int, lookahead: int = 0
 ) -> tuple[BlockHasher, SharedBlockHasher]:
-    """vLLM's hasher and the shared one."""
+    """A hasher of vLLM and the shared one."""
     more = (lookahead,) if has_lookahead() else ()
     baseline = inspect.unwrap(kv_cache_utils.get_request_block_hasher)(block_size, function, *more)
     return baseline, SharedBlockHasher(baseline, block_size, function, *more)
@@ -128,7 +128,8 @@ def compare_hashes(rnd: Random, function: Callable[[Any], bytes]) -> int:
             theirs.append_output_token_ids(token)
             ours.append_output_token_ids(token)
         assert ours.block_hashes == theirs.block_hashes
-        assert len(ours.block_hashes) == (len(ids) + len(outputs) - lookahead) // block_size
+        num_tokens = max(len(ids) + len(outputs) - lookahead, 0)
+        assert len(ours.block_hashes) == num_tokens // block_size
     return len(family)
 
 

@@ -180,7 +180,7 @@ def test_a_new_first_hash_starts_new_chains():
 
 
 def test_a_failing_hash_leaves_the_request_without_hashes():
-    baseline, shared = cases.hashers(cases.algorithm("sha256"), BLOCK)
+    _, shared = cases.hashers(cases.algorithm("sha256"), BLOCK)
     cases.make_request(DOCUMENT, shared)
     request = cases.make_request(DOCUMENT + random_ids(3, BLOCK), lambda _: [])
 
@@ -229,8 +229,8 @@ def test_off_means_vllms_own(monkeypatch):
     assert count.calls == 80
 
 
-def test_another_vllm_gets_its_own_hasher_and_one_log_line(monkeypatch, caplog):
-    changed = {name: ("another",) for name in block_hashes.KNOWN_CODE}
+def test_another_vllm_gets_its_own_hasher_and_one_log_line(monkeypatch):
+    changed = dict.fromkeys(block_hashes.KNOWN_CODE, ("another",))
     monkeypatch.setattr(block_hashes, "KNOWN_CODE", changed)
     monkeypatch.setattr(parts, "_reported", set())
     messages: list[str] = []

@@ -90,7 +90,7 @@ def _starting(module: ModuleType, original: Function) -> Function:
     also where vLLM does it in a thread.
     """
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
 
         def run_in(context: Any, prompt: Any, params: Any) -> Any:
@@ -101,7 +101,7 @@ def _starting(module: ModuleType, original: Function) -> Function:
         if is_enabled(PART) and self.tokenizer is not None:
             tokenization.text_tokenizer(self.tokenizer, timeout=0)
 
-    return __init__
+    return init
 
 
 def _noting_extras(original: Function) -> Function:

@@ -6,8 +6,8 @@ follow each other in a match (Glushkov's construction). The pairs are a superset
 engine matches, so that they prove what no match contains, greedy, lazy or possessive.
 
 The syntax is Oniguruma's (Ruby), which ``tokenizers`` uses. What is not understood in full raises
-`NotExactError`: anchors, look-behind, look-ahead of more than one class, back-references, flags other
-than a leading ``(?i)``.
+`NotExactError`: anchors, look-behind, look-ahead of more than one class, back-references, flags
+other than a leading ``(?i)``.
 """
 
 import re
@@ -176,7 +176,7 @@ class SplitPattern:
 
     def _position(self, char_class: str, ignore_case: bool, kind: Kind = Kind.TAKES) -> _Item:
         if ignore_case:
-            if not char_class.isascii():
+            if not char_class.isascii() or re.search(r"\\[ux]", char_class):
                 raise NotExactError("pattern that ignores the case of characters beyond ASCII")
             char_class = f"(?i:{char_class})"
         self.positions.append(Position(char_class, kind))

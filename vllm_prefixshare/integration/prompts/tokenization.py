@@ -9,12 +9,16 @@ covered by the pieces that end inside it, and these are decided by the text of t
 so the same ``size`` characters always give the same pieces and ids. What is left behind the last
 window of a size is covered by smaller windows, then by pieces, and the last few characters are
 encoded again for each prompt.
+
+With ``VLLM_USE_FASTOKENS=1`` the backend is fastokens, which remembers the words it has seen and
+encodes a new text faster than the memo could keep it: it is left alone.
 """
 
 import itertools
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock, Thread
@@ -23,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 from vllm_prefixshare.integration.prompts.bounded_cache import BoundedCache, part_limit
 from vllm_prefixshare.integration.prompts.parts import report_once
@@ -103,30 +108,30 @@ class TextTokenizer:
     """A memo in front of one tokenizer. Thread-safe.
 
     Args:
-        backend: ``tokenizers.Tokenizer`` or fastokens' replacement of it. It is copied.
+        backend: the tokenizer. Its truncation and padding, which vLLM sets for each prompt, are
+            left alone.
         cache: where pieces and windows are kept; tokenizers may share one.
 
     Raises:
         NotExactError: the tokenizer's ids of a text are not provably the ids of its pieces.
     """
 
-    def __init__(self, backend: Any, cache: BoundedCache[Stretch, Span]) -> None:
-        if type(backend) is not Tokenizer and not _is_fastokens(backend):
-            raise NotExactError(f"backend {type(backend).__name__}")
-        state = backend.to_str()
-        parts = Tokenizer.from_str(state)
-        parts.encode_special_tokens = backend.encode_special_tokens
-        self._encoder = type(backend).from_str(state)
-        for tokenizer in (parts, self._encoder):
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-        self._cuts = find_cuts(parts)
+    def __init__(self, backend: Tokenizer, cache: BoundedCache[Stretch, Span]) -> None:
+        if type(backend) is not Tokenizer:
+            raise NotExactError(f"{type(backend).__module__} is the backend")
+        self._encoder = Tokenizer.from_str(backend.to_str())
+        self._encoder.encode_special_tokens = backend.encode_special_tokens
+        # JSON does not keep the last bit of each score of a Unigram model.
+        self._encoder.model = backend.model
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        self._cuts = find_cuts(self._encoder)
         self._prefix = _special(self._cuts.prefix_ids)
         self._suffix = _special(self._cuts.suffix_ids)
         self._cache = cache
         self._number = next(_numbers)
         # One int object per id, shared by all lists.
-        num_ids = max(parts.get_vocab(with_added_tokens=True).values()) + 1
+        num_ids = max(self._encoder.get_vocab(with_added_tokens=True).values()) + 1
         self._int_objects = np.arange(num_ids).astype(object)
 
     def encode(
@@ -241,12 +246,6 @@ def _joined(spans: list[Span]) -> Span:
     return Span(ids, np.concatenate([span.array for span in spans]), sum(s.chars for s in spans))
 
 
-def _is_fastokens(backend: Any) -> bool:
-    """Whether ``backend`` is what VLLM_USE_FASTOKENS=1 puts in the tokenizer's place."""
-    module = sys.modules.get("fastokens._compat")
-    return module is not None and type(backend) is getattr(module, "_TokenizerShim", None)
-
-
 @dataclass(slots=True)
 class _Analysis:
     """The memo of one backend, or that there is none. vocab_size: when it was analyzed."""
@@ -276,31 +275,41 @@ def text_tokenizer(tokenizer: Any, timeout: float) -> TextTokenizer | None:
     size = backend.get_vocab_size()
     with _analyses_lock:
         analysis = _analyses.get(backend)
-        if analysis is None or analysis.vocab_size != size:
+        if analysis is None:
             analysis = _Analysis(size, Future())
             _analyses[backend] = analysis
             Thread(
                 target=_analyze,
-                args=(tokenizer, backend, analysis.result),
+                args=(tokenizer, analysis.result),
                 name="prefixshare-tokenizer-analysis",
                 daemon=True,
             ).start()
+    if analysis.vocab_size != size:
+        report_once(PART, f"{_name(tokenizer)}: tokens were added after it was analyzed")
+        return None
     try:
         return analysis.result.result(timeout)
     except TimeoutError:
         return None
 
 
-def _analyze(tokenizer: Any, backend: Any, result: Future[TextTokenizer | None]) -> None:
+def _analyze(tokenizer: Any, result: Future[TextTokenizer | None]) -> None:
     memo = None
     try:
         _check_python_side(tokenizer)
-        memo = TextTokenizer(backend, text_cache())
+        memo = TextTokenizer(_encoding_backend(tokenizer), text_cache())
     except NotExactError as e:
         report_once(PART, f"{_name(tokenizer)}: {e}")
     except Exception as e:  # an unknown tokenizer must not stop an engine
         report_once(PART, f"{_name(tokenizer)}: {e!r}"[:300])
     result.set_result(memo)
+
+
+def _encoding_backend(tokenizer: Any) -> Tokenizer:
+    """The backend that encodes: where vLLM has a pool of copies, one of these."""
+    backend = tokenizer._tokenizer
+    pooled = any(c.__name__ == "ThreadSafeHFTokenizerMixin" for c in type(tokenizer).__mro__)
+    return deepcopy(backend) if pooled else backend
 
 
 def _name(tokenizer: Any) -> str:
