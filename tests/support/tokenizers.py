@@ -112,13 +112,19 @@ def gpt2(add_prefix_space: bool = False) -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece(style: str) -> Tokenizer:
+def sentencepiece(style: str, across: str | None = None) -> Tokenizer:
     """A SentencePiece BPE without pre-tokens, in Llama 2's (``legacy``), Mistral's
     (``metaspace``) or Gemma's (``gemma``) style.
+
+    across: a letter that the vocabulary has merged with the space behind it.
     """
     options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
-    tokenizer = Tokenizer(_bpe(_sentencepiece_model(), **options))
     space = "\u2581"
+    state = dict(_sentencepiece_model())
+    if across:
+        state["vocab"] = {**state["vocab"], across + space: len(state["vocab"])}
+        state["merges"] = [(across, space), *state["merges"]]
+    tokenizer = Tokenizer(_bpe(state, **options))
     if style == "legacy":
         steps = [normalizers.Prepend(space), normalizers.Replace(" ", space)]
         tokenizer.normalizer = normalizers.Sequence(steps)
@@ -205,6 +211,7 @@ def _encoding_special_tokens() -> Tokenizer:
 INEXACT: dict[str, Callable[[], Tokenizer]] = {
     "unigram without split": lambda: unigram(split=False),
     "vocabulary spans words": spanning,
+    "one entry spans words": lambda: sentencepiece("gemma", across="e"),
     "pattern spans words": lambda: byte_level(r"\p{L}+ \p{L}+|\p{L}+|\s+|."),
     "pattern leaves letters out": lambda: byte_level(r"\p{N}+|\s"),
     "pattern looks ahead": lambda: byte_level(r"\p{L}+(?!\s)|\p{L}|\s+|."),

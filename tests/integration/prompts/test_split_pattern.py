@@ -95,13 +95,16 @@ def test_random_patterns_divide_a_text_as_its_parts() -> None:
     """
     rnd = Random(5)
     proven = 0
-    for _ in range(4000):
+    for _ in range(8000):
         source = _random_pattern(rnd)
         pattern = SplitPattern(source)
         if pattern.spans("ab", " ") or not pattern.covers("ab"):
             continue
+        try:
+            split = pre_tokenizers.Split(Regex(source), "isolated")
+        except Exception:  # the engine refuses it
+            continue
         proven += 1
-        split = pre_tokenizers.Split(Regex(source), "isolated")
         for _ in range(6):
             left = "".join(rnd.choices("ab c1", k=rnd.randrange(6))) + rnd.choice("ab")
             right = " " + rnd.choice("ab") + "".join(rnd.choices("ab c1", k=rnd.randrange(6)))

@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.models import Unigram
 
 from vllm_prefixshare.integration.prompts.bounded_cache import BoundedCache, part_limit
 from vllm_prefixshare.integration.prompts.parts import report_once
