@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def parsed(sent: float, pieces: list[tuple[float, bytes]]) -> Served:
         sent=sent,
         first=times[0] - sent,
         total=pieces[-1][0] - sent,
-        between=[b - a for a, b in zip(times, times[1:], strict=False)],
+        between=[b - a for a, b in pairwise(times)],
         text="".join(texts),
         num_prompt_tokens=usage["prompt_tokens"],
         num_tokens=usage["completion_tokens"],

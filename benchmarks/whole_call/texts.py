@@ -12,6 +12,8 @@ from pathlib import Path
 
 #: Built-in documents, where the user names no files.
 BUILT_IN = 5
+#: More than English text has, so that a text of so many characters is long enough.
+CHARACTERS_PER_TOKEN = 6
 QUESTIONS = (
     "What does the text state about {}?",
     "Summarise in two sentences the part that mentions {}.",
@@ -85,10 +87,12 @@ def documents(
         return found
     if num_tokens is None:
         raise ValueError("the built-in documents need a length in tokens")
-    text = "\n\n".join(docstrings())
+    text = _start_of(docstrings(), BUILT_IN * CHARACTERS_PER_TOKEN * num_tokens)
     found = []
     for number in range(BUILT_IN):
-        document = tokenizer.cut(f"docstrings {number}", text[: 12 * num_tokens], num_tokens)
+        document = tokenizer.cut(
+            f"docstrings {number}", text[: 2 * CHARACTERS_PER_TOKEN * num_tokens], num_tokens
+        )
         if document.num_tokens < num_tokens:
             raise ValueError(
                 f"the built-in text has no {BUILT_IN} documents of {num_tokens} tokens"
@@ -98,13 +102,23 @@ def documents(
     return found
 
 
+def _start_of(parts: Iterator[str], length: int) -> str:
+    """Parts of a text, up to ``length`` characters or a little more."""
+    found: list[str] = []
+    while length > 0 and (part := next(parts, None)) is not None:
+        found.append(part)
+        length -= len(part)
+    return "\n\n".join(found)
+
+
 def docstrings() -> Iterator[str]:
     """Docstrings of the standard library of this Python, in the order of its files."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for path in [*sorted(folder.glob("*.py")), *sorted(folder.glob("[a-h]*/*.py"))]:
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():  # of invalid escapes in old files
+                warnings.simplefilter("ignore")
                 tree = ast.parse(path.read_text())
         except (SyntaxError, UnicodeDecodeError):
             continue
