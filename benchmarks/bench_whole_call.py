@@ -41,7 +41,7 @@ from whole_call import serving
 from whole_call.client import Served
 from whole_call.comparison import compare, compare_served
 from whole_call.measuring import Outcome, measure, measure_host
-from whole_call.report import comparison_table, faults, server_table, table
+from whole_call.report import comparison_table, faults, parts_table, server_table, table
 from whole_call.rows import ALL_ROWS, EXTRA_ROWS, ROWS, Row
 from whole_call.texts import Tokenizer, asked, documents, question
 from whole_call.workloads import (
@@ -515,8 +515,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (PrefixShareError, ValueError) as e:
         print(f"bench_whole_call: error: {e}", file=sys.stderr)
         return 2
-    for part in (table(result), server_table(result), comparison_table(result)):
-        print(f"\n{part}" if part else "")
+    for make in (table, server_table, parts_table, comparison_table):
+        if made := make(result):
+            print(f"\n{made}")
     wrong = faults(result)
     for fault in wrong:
         print(f"wrong: {fault}", file=sys.stderr)

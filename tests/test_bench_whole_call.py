@@ -274,6 +274,18 @@ def test_the_table_has_gains_and_losses():
     assert report.server_table(result) == report.comparison_table(result) == ""
 
 
+def test_host_time_by_part():
+    result = result_of(host=(0.1, 0.0015))
+    assert report.parts_table(result) == ""
+    entry = result["rows"]["prefix_share"]["workloads"]["host"]
+    entry["part_seconds"] = {"tokenization": 0.0004, "hashes": 0.0001}
+    assert report.parts_table(result).splitlines() == [
+        "| ms | row | all | tokenization | hashes |",
+        "|---|---|---|---|---|",
+        "| HOST | `prefix_share` | 1.50 | 0.40 | 0.10 |",
+    ]
+
+
 def test_faults_and_failures_are_named():
     result = result_of(cached=(9.9, 0.95))
     row = result["rows"]["prefix_share"]

@@ -60,6 +60,23 @@ def server_table(result: Result) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
+def parts_table(result: Result) -> str:
+    """Host time per request by part of VLLM_PREFIXSHARE_PROMPTS; empty where it was not measured.
+    ``all`` includes what belongs to no part.
+    """
+    lines = []
+    for workload in result["workloads"]:
+        for name, row in result["rows"].items():
+            entry = row["workloads"].get(workload["name"]) or {}
+            if parts := entry.get("part_seconds"):
+                if not lines:
+                    lines = [f"| ms | row | all | {' | '.join(parts)} |"]
+                    lines.append("|" + "---|" * (3 + len(parts)))
+                cells = [f"{1e3 * value:.2f}" for value in (entry["seconds"], *parts.values())]
+                lines.append(f"| {workload['title']} | `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def comparison_table(result: Result) -> str:
     """Shares of equal answers: with the baseline, and with the first row of the same backend."""
     names = [name for name in result["rows"] if name != result["baseline"]]
