@@ -7,6 +7,7 @@ from vllm_prefixshare.integration.hooks import (
     activation,
     block_hashes,
     block_tables,
+    copies,
     detokenization,
     graphs,
     lifecycle,
@@ -119,6 +120,7 @@ HOOKS = (
     *tokenization.HOOKS,
     *detokenization.HOOKS,
     *block_hashes.HOOKS,
+    *copies.HOOKS,
 )
 
 
