@@ -15,7 +15,7 @@ LATENT_SHAPE = 576, 512
 FP8 = "float8_e4m3fn"
 #: vLLM's names of a KV cache of that dtype, with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
-#: vLLM's names of all types of KV cache, in 0.26 to 0.33: to ask vLLM would import it for seconds
+#: vLLM's names of all types of KV cache, in 0.29 to 0.33: to ask vLLM would import it for seconds
 CACHE_DTYPES = (
     "auto",
     "float16",
@@ -42,7 +42,7 @@ CACHE_DTYPES = (
 #: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
 #: largest number of tokens, and of workers, that plans can have: they are integers of 32 bits
-MOST_TOKENS, MOST_WORKERS = 2**31 - 1, 2**20
+MAX_TOKENS, MAX_WORKERS = 2**31 - 1, 2**20
 SHARE_POLICIES = ("auto", "always", "never")
 #: names of GPU kernels, and "auto" for the first that serves
 KERNELS = ("auto", "hopper", "portable")
@@ -86,9 +86,9 @@ class AttentionConfig:
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("block_size", "sliding_window"):
-            if (getattr(self, name) or 0) > MOST_TOKENS:
+            if (getattr(self, name) or 0) > MAX_TOKENS:
                 raise PrefixShareError(
-                    f"{name} must be at most {MOST_TOKENS}, got {getattr(self, name)}."
+                    f"{name} must be at most {MAX_TOKENS}, got {getattr(self, name)}."
                 )
         if self.num_qo_heads % self.num_kv_heads:
             raise PrefixShareError(
@@ -238,9 +238,9 @@ class PlannerConfig:
         for name in (*counts, "kv_chunk_size", "kept_plans"):
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.num_workers > MOST_WORKERS:
+        if self.num_workers > MAX_WORKERS:
             raise PrefixShareError(
-                f"num_workers must be at most {MOST_WORKERS}, got {self.num_workers}."
+                f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers}."
             )
         if not self.rebalance_factor >= 1:
             raise PrefixShareError(

@@ -16,7 +16,7 @@ from vllm_prefixshare.cli.batches import tree_batch
 from vllm_prefixshare.cli.estimate import batch_of, estimator
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.prompts import MOST_LINE, byte_tokens, read_prompts
+from vllm_prefixshare.cli.prompts import MAX_LINE, byte_tokens, read_prompts
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.sharing import shareable_forest
 from vllm_prefixshare.records import PrefixShareError
@@ -330,7 +330,7 @@ def test_memory_is_bounded(tmp_path):
     tracemalloc.start()
     with pytest.raises(PrefixShareError, match="longer than the 8 MiB"):
         list(read_prompts(path, byte_tokens))
-    assert tracemalloc.get_traced_memory()[1] < 4 * MOST_LINE
+    assert tracemalloc.get_traced_memory()[1] < 4 * MAX_LINE
     tracemalloc.stop()
     long = np.zeros(1 << 20, np.int32)
     with pytest.raises(PrefixShareError, match="lower --batch"):
@@ -338,7 +338,7 @@ def test_memory_is_bounded(tmp_path):
 
 
 def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vllm_prefixshare.cli.estimate.MOST_TOKENS", 1000)
+    monkeypatch.setattr("vllm_prefixshare.cli.estimate.MAX_TOKENS", 1000)
     path = write(tmp_path / "p", [DOCUMENT[:400]] * 3)
     assert main(["estimate", str(path), "--gpu", "H200"]) == 2
     assert "3 prompts have more than 1000 tokens: lower --batch" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def make_plan(
     )
     cost = analytic_cost(attention, "portable" if spread else "torch")
     planner = DecodePlanner(config, cost, block_size, attention.gqa_group_size)
-    return planner.update(batch.block_table, batch.seq_lens, query_len)
+    return planner.update(batch.block_table, batch.seq_lens, query_len).plan
 
 
 @dataclass

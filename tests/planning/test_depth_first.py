@@ -28,7 +28,7 @@ ROWS_PER_REQUEST = 4
 def plan_of(work: Workload, **config: object) -> DecodePlan:
     settings = {"num_workers": 16, "max_tile_requests": 32, "divider": "depth_first", **config}
     planner = make_planner(work.block_size, gqa=ROWS_PER_REQUEST, **settings)
-    plan = planner.update(work.block_table, work.seq_lens)
+    plan = planner.update(work.block_table, work.seq_lens).plan
     invariants.check(plan, work.block_table, work.seq_lens)
     return plan
 
@@ -266,7 +266,7 @@ def test_merging_many_rows_costs_no_more_than_so_much():
     cost = LinearCost(5.0, 0.03, merge_per_row=0.1)
     work, limits = tree("1_4096"), {"num_workers": 132, "max_tile_requests": 1}
     planners = [make_planner(16, cost, n, divider="depth_first", **limits) for n in (6, 64)]
-    few, many = (p.update(work.block_table, work.seq_lens).num_tiles for p in planners)
+    few, many = (p.update(work.block_table, work.seq_lens).plan.num_tiles for p in planners)
     assert few == many > 16
 
 
@@ -345,7 +345,7 @@ def test_a_token_tree_is_divided_although_it_has_many_rows(query_cut_size, num_t
         divider="depth_first",
         query_cut_size=query_cut_size,
     )
-    plan = planner.update(work.block_table, work.seq_lens, 64)
+    plan = planner.update(work.block_table, work.seq_lens, 64).plan
     assert plan.num_tiles == num_tiles
     if query_cut_size:
         *others, last = plan.run_lengths(work.seq_lens).tolist()

@@ -152,7 +152,7 @@ def ratios(p: DivisionProblem) -> tuple[float, float]:
     plan = build_plan(flashforge(p), workers, BLOCK_SIZE, p.kv_lens)
     finish = max(plan.tile_cost[low:high].sum() for low, high in pairwise(plan.work_indptr))
     best, _ = optimal_division(costs, workers)
-    bounded, _ = optimal_division(costs, workers, most_splits=bound)
+    bounded, _ = optimal_division(costs, workers, split_bound=bound)
     return finish / best, finish / bounded
 
 

@@ -585,14 +585,14 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
     monkeypatch.setattr(owner, name, fails_twice)
     everything = batch.seq_lens.sum()
     for failures in (1, 2):
-        plan = planner.update(batch.block_table, batch.seq_lens)
+        plan = planner.update(batch.block_table, batch.seq_lens).plan
         assert plan.kv_tokens_read(batch.seq_lens) == everything
         assert plan.num_tiles == len(batch.seq_lens)
         assert planner.counters.fallbacks[PLANNING_FAILED] == failures
         assert not planner.holds(batch.block_table, batch.seq_lens)
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     assert plan.kv_tokens_read(batch.seq_lens) < everything
-    assert planner.update(batch.block_table, batch.seq_lens) is plan
+    assert planner.update(batch.block_table, batch.seq_lens).plan is plan
     assert planner.counters.fallbacks[PLANNING_FAILED] == 2
     assert len(told) == 1 and "IndexError: planted" in told[0]
 

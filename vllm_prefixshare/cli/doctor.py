@@ -34,7 +34,7 @@ USUAL = LayerKind("full attention", 1, 128, 32, 8, "bfloat16")
 #: name of a kernel, and why another that comes before it does not serve
 Choice = tuple[str, str | None]
 #: far more than any method proposes
-MOST_DRAFTS = 1024
+MAX_DRAFTS = 1024
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -159,9 +159,9 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
             f"--decode-context-parallel-size must divide --tensor-parallel-size {gpus}, got "
             f"{shards}."
         )
-    if not 0 <= drafts <= MOST_DRAFTS:
+    if not 0 <= drafts <= MAX_DRAFTS:
         raise PrefixShareError(
-            f"--num-speculative-tokens must be from 0 to {MOST_DRAFTS}, got {drafts}."
+            f"--num-speculative-tokens must be from 0 to {MAX_DRAFTS}, got {drafts}."
         )
     if gpus > 1 and args.model is None:  # without GPUs to divide them, there are no shards
         raise PrefixShareError(

@@ -45,7 +45,7 @@ READ_AGAIN = 0.63
 #: on an H200, in 16 published cells with 8 to 32 heads.
 LATENT_AGAIN = 0.85
 #: Most tokens of a batch; token ids take four bytes each.
-MOST_TOKENS = 1 << 26
+MAX_TOKENS = 1 << 26
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -72,12 +72,12 @@ class Totals(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Print what the prompts share and what decode would gain; the exit status is 0."""
-    from vllm_prefixshare.cli.batches import MOST_REQUESTS
+    from vllm_prefixshare.cli.batches import MAX_REQUESTS
     from vllm_prefixshare.cli.gpus import planning_for
     from vllm_prefixshare.cli.prompts import byte_tokens, load_tokenizer, read_prompts
 
-    if not 1 <= args.batch <= MOST_REQUESTS:
-        raise PrefixShareError(f"--batch must be from 1 to {MOST_REQUESTS}, got {args.batch}.")
+    if not 1 <= args.batch <= MAX_REQUESTS:
+        raise PrefixShareError(f"--batch must be from 1 to {MAX_REQUESTS}, got {args.batch}.")
     if not 0 <= args.output_tokens <= 1 << 20:
         raise PrefixShareError(
             f"--output-tokens must be from 0 to {1 << 20}, got {args.output_tokens}."
@@ -169,9 +169,9 @@ def _batches(
     for prompt in prompts:
         some.append(prompt)
         tokens += len(prompt)
-        if tokens > MOST_TOKENS:
+        if tokens > MAX_TOKENS:
             raise PrefixShareError(
-                f"{len(some)} prompts have more than {MOST_TOKENS} tokens: lower --batch."
+                f"{len(some)} prompts have more than {MAX_TOKENS} tokens: lower --batch."
             )
         if len(some) == size:
             yield batch_of(some, block_size, generated)
@@ -187,12 +187,12 @@ def batch_of(prompts: list[IntArray], block_size: int, generated: int = 0) -> "B
         prompts: token ids of each.
         generated: tokens that each has generated, besides the one to be computed.
     """
-    from vllm_prefixshare.cli.batches import MOST_ENTRIES, Batch
+    from vllm_prefixshare.cli.batches import MAX_ENTRIES, Batch
 
     lens = np.array([len(tokens) + generated + 1 for tokens in prompts], np.int32)
     blocks = -(-lens // block_size)
     width = int(blocks.max())
-    if len(prompts) * width > MOST_ENTRIES:
+    if len(prompts) * width > MAX_ENTRIES:
         raise PrefixShareError(
             f"{len(prompts)} requests of up to {int(lens.max())} tokens are too many at a time: "
             "lower --batch."
@@ -258,7 +258,7 @@ def estimator(
 
     def estimate(batch: "Batch") -> tuple[int, float, float]:
         lens = batch.seq_lens
-        unshared, shared = (p.update(batch.block_table, lens) for p in planners)
+        unshared, shared = (p.update(batch.block_table, lens).plan for p in planners)
         forest = shareable_forest(
             batch.block_table, lens, batch.block_size, null_block_id=gpu.config.null_block_id
         )

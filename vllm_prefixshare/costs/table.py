@@ -1,8 +1,8 @@
 """The measured cost table and its file.
 
 FlashForge, section 5.2: the time of partial attention follows neither bytes nor FLOPs, so
-it is profiled over (query rows, KV length) and interpolated. ``profile_cpu`` and
-``profile_gpu`` fill the table; this module only reads, stores and interpolates it.
+it is profiled over (query rows, KV length) and interpolated. ``vllm_prefixshare.profiling`` fills
+the table; this module only reads, stores and interpolates it.
 """
 
 import json
@@ -19,9 +19,9 @@ from vllm_prefixshare.trusted import read_text, write_whole
 
 FORMAT = 2
 #: Largest file that is read; a table has some kilobytes.
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 #: Most microseconds in a table: one with a longer time counts as damaged.
-MOST_US = 1e9
+MAX_US = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Grid:
                 raise PrefixShareError(
                     f"cost table: {name} must ascend from 1 or more and have 2 entries."
                 )
-        if not np.all((self.microseconds > 0) & (self.microseconds < MOST_US)):
+        if not np.all((self.microseconds > 0) & (self.microseconds < MAX_US)):
             raise PrefixShareError(
-                f"cost table: microseconds must be positive and finite, below {MOST_US:.0e}."
+                f"cost table: microseconds must be positive and finite, below {MAX_US:.0e}."
             )
 
     @classmethod
@@ -131,9 +131,9 @@ class CostTable:
     tile_l2_us: Grid | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.merge_us < MOST_US:
+        if not 0 <= self.merge_us < MAX_US:
             raise PrefixShareError(
-                f"cost table: merge_us must be 0 or more and less than {MOST_US:.0e}."
+                f"cost table: merge_us must be 0 or more and less than {MAX_US:.0e}."
             )
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
@@ -188,7 +188,7 @@ class CostTable:
         """
         remedy = "measure one with 'vllm-prefixshare profile', or unset the path"
         try:
-            data = json.loads(read_text(path, MOST_BYTES))
+            data = json.loads(read_text(path, MAX_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']}, expected {FORMAT}")
             table = cls(

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from vllm_prefixshare.tree.prefix_tree import first_difference
 #: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
 #: A plan is kept for so many steps, however unbalanced: a new one takes the host's time, too.
-LEAST_STEPS = 16
+MIN_STEPS = 16
 
 
 @dataclass(slots=True)
@@ -43,6 +44,32 @@ class PlannerCounters:
     fallbacks: Counter[str] = field(default_factory=Counter)
 
 
+class PlanUpdate(NamedTuple):
+    """The result of ``DecodePlanner.update``.
+
+    is_new: whether the plan was made for this batch.
+    seconds: time that making the plan took; 0 for a cached plan.
+    fallback: why a new plan shares nothing, ``PLANNING_FAILED`` or ``PLAN_TOO_LARGE``; else None.
+    """
+
+    plan: DecodePlan
+    is_new: bool = False
+    seconds: float = 0.0
+    fallback: str | None = None
+
+
+class _NewPlan(NamedTuple):
+    """A plan as it was made.
+
+    max_balanced_lens: ``[num_reqs]`` tokens of each request up to which the plan stays balanced.
+    fallback: as in ``PlanUpdate``.
+    """
+
+    plan: DecodePlan
+    max_balanced_lens: FloatArray
+    fallback: str | None
+
+
 class DecodePlanner:
     """Plans for the successive batches of one KV-cache group.
 
@@ -54,10 +81,6 @@ class DecodePlanner:
         on_failure: called once when a plan cannot be made; a warning is logged if None.
         on_plan: called with each new plan, its seconds, and the block table and the lengths of
             its requests.
-
-    Attributes:
-        last_plan_seconds: time that making the last plan took.
-        last_fallback: why the last plan made fell back to sharing nothing; None if it did not.
 
     Raises:
         PrefixShareError: unknown divider.
@@ -79,8 +102,6 @@ class DecodePlanner:
         self._on_failure = on_failure or logging.getLogger(__name__).warning
         self._on_plan = on_plan
         self.counters = PlannerCounters()
-        self.last_plan_seconds = 0.0
-        self.last_fallback: str | None = None
         self._divide = get_divider(config.divider)
         self._rates = TileRates.of(cost)
         #: Most recently used first.
@@ -99,7 +120,7 @@ class DecodePlanner:
         with one_process_at_a_time():
             for rows in (None, np.arange(2)):
                 for _ in range(2):  # first makes a plan, then checks that it holds
-                    plan = twin.update(table, lens, table_rows=rows, row_ids=rows)
+                    plan = twin.update(table, lens, table_rows=rows, row_ids=rows).plan
             if then is not None:
                 then(plan)
 
@@ -112,8 +133,8 @@ class DecodePlanner:
         table_rows: IntArray | None = None,
         row_ids: IntArray | None = None,
         slack: int = 0,
-    ) -> DecodePlan:
-        """The plan for this batch: a kept one if it still holds, else a new one.
+    ) -> PlanUpdate:
+        """The plan for this batch: a cached one if it still holds, else a new one.
 
         A step in which sequences only grew costs one comparison of the block table; int32
         arrays in C order are read as they are, others are copied first. Where planning itself
@@ -146,32 +167,33 @@ class DecodePlanner:
             )
         began = time.perf_counter()
         self.counters.updates += 1
-        known = self._first_that_holds(block_table, seq_lens, query_len, row_ids)
-        plan = known.plan
-        if plan is None:
-            least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
-            table = np.ascontiguousarray(block_table, np.int32)
-            self.last_fallback = None
-            try:
-                plan, max_balanced_lens = self._make_plan(
-                    table, table_rows, least, query_len, slack
-                )
-                known.remember(plan, max_balanced_lens, query_len, table, row_ids)
-            except PrefixShareError:
-                raise
-            except Exception as e:
-                plan = self.without_sharing(least, query_len, e)
-            if self.config.check_plans:
-                rows = table if table_rows is None else table[table_rows]
-                invariants.check(plan, rows, least, self.config.sliding_window, query_len)
-            self.counters.plans += 1
-            self.last_plan_seconds = time.perf_counter() - began
-            self.counters.plan_seconds += self.last_plan_seconds
-            if self._on_plan is not None:
-                rows = table if table_rows is None else table[table_rows]
-                self._on_plan(plan, self.last_plan_seconds, rows, seq_lens)
+        cached = self._first_that_holds(block_table, seq_lens, query_len, row_ids)
+        if cached.plan is not None:
+            self.counters.update_seconds += time.perf_counter() - began
+            return PlanUpdate(cached.plan)
+        least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
+        table = np.ascontiguousarray(block_table, np.int32)
+        try:
+            made = self._make_plan(table, table_rows, least, query_len, slack)
+            cached.remember(made.plan, made.max_balanced_lens, query_len, table, row_ids)
+            plan = made.plan
+            fallback = made.fallback
+        except PrefixShareError:
+            raise
+        except Exception as e:
+            plan = self.without_sharing(least, query_len, e)
+            fallback = PLANNING_FAILED
+        if self.config.check_plans:
+            rows = table if table_rows is None else table[table_rows]
+            invariants.check(plan, rows, least, self.config.sliding_window, query_len)
+        seconds = time.perf_counter() - began
+        self.counters.plans += 1
+        self.counters.plan_seconds += seconds
+        if self._on_plan is not None:
+            rows = table if table_rows is None else table[table_rows]
+            self._on_plan(plan, seconds, rows, seq_lens)
         self.counters.update_seconds += time.perf_counter() - began
-        return plan
+        return PlanUpdate(plan, True, seconds, fallback)
 
     def without_sharing(self, seq_lens: IntArray, query_len: int, reason: Exception) -> DecodePlan:
         """The plan of a step whose own plan could not be made or used: one tile for each request,
@@ -182,7 +204,7 @@ class DecodePlanner:
             reason: logged the first time.
         """
         self._known[0].forget()
-        self._note_fallback(PLANNING_FAILED)
+        self.counters.fallbacks[PLANNING_FAILED] += 1
         if self.counters.fallbacks[PLANNING_FAILED] == 1:
             self._on_failure(
                 f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
@@ -236,8 +258,8 @@ class DecodePlanner:
         seq_lens: IntArray,
         query_len: int,
         slack: int,
-    ) -> tuple[DecodePlan, FloatArray]:
-        """A plan, and the tokens of each request up to which it stays balanced."""
+    ) -> "_NewPlan":
+        """A plan for this batch; one without sharing where that would be too large."""
         kv_lens = seq_lens.astype(np.int32)
         null = self.config.null_block_id
         window = self.config.sliding_window
@@ -252,9 +274,10 @@ class DecodePlanner:
             problem = replace(problem, forest=without_losses(problem))
         tiles = self._divide(problem) if len(kv_lens) else WorkTiles.none()
         plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
-        limits = self.config.max_tiles, self.config.max_runs, self.config.max_partials
-        if not plan.fits(*limits):
-            self._note_fallback(PLAN_TOO_LARGE)
+        fallback = None
+        if not plan.fits(self.config.max_tiles, self.config.max_runs, self.config.max_partials):
+            fallback = PLAN_TOO_LARGE
+            self.counters.fallbacks[PLAN_TOO_LARGE] += 1
             tiles = one_tile_each(problem)
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         if window is not None:
@@ -263,13 +286,10 @@ class DecodePlanner:
             # the same plan, and so the same bits, for all lengths that end in the same piece
             piece = problem.round_up(self.config.kv_chunk_size)
             first = last_piece(kv_lens, piece)
-            return replace(plan, planned_seq_lens=first + 1), (first + piece).astype(float)
+            plan = replace(plan, planned_seq_lens=first + 1)
+            return _NewPlan(plan, (first + piece).astype(float), fallback)
         growth = self._balanced_growth(plan, rows, query_len)
-        return plan, kv_lens.astype(np.float64) + slack + growth
-
-    def _note_fallback(self, reason: str) -> None:
-        self.counters.fallbacks[reason] += 1
-        self.last_fallback = reason
+        return _NewPlan(plan, kv_lens.astype(np.float64) + slack + growth, fallback)
 
     def _balanced_growth(self, plan: DecodePlan, rows: int, query_len: int) -> float:
         """By how many tokens each request may grow until the plan is no longer balanced."""
@@ -277,7 +297,7 @@ class DecodePlanner:
             return np.inf
         us_per_token = self._rates.memory[int(rows > HALF_ROWS)]
         growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
-        return max(growth, LEAST_STEPS * query_len)
+        return max(growth, MIN_STEPS * query_len)
 
 
 class CachedPlan:

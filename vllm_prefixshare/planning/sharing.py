@@ -51,7 +51,7 @@ def without_losses(problem: DivisionProblem) -> Forest:
     return _drop_trees(forest, roots.tolist(), problem.kv_starts)
 
 
-def least_window(cost: CostModel, rows_per_request: int, readers: int) -> int | None:
+def min_window(cost: CostModel, rows_per_request: int, readers: int) -> int | None:
     """The least sliding window, a power of two, of which sharing can gain, in tokens. None if none
     does.
 

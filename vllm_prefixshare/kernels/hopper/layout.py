@@ -23,7 +23,7 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 #: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
-LEAST_PIECE = 16
+MIN_PIECE = 16
 MAX_HEAD_DIM = 256
 #: Most runs of a tile whose first KV tile is copied before its slots are found: the copy waits for
 #: block ids, and the search behind it comes later. More than 16 were not timed.
@@ -40,7 +40,7 @@ def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bo
     return (
         capability[0] == 9
         and attention.head_dim <= MAX_HEAD_DIM
-        and attention.block_size % LEAST_PIECE == 0
+        and attention.block_size % MIN_PIECE == 0
         and "alibi" not in attention.features
         # queries and cache are both quantised or neither; TMA rows are multiples of 16 bytes
         and attention.kv_dtype == attention.query_dtype

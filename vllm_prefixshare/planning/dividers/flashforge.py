@@ -19,13 +19,13 @@ def flashforge(problem: DivisionProblem) -> WorkTiles:
     counts = np.array([len(g.rows) for g in groups])
     lens = np.array([g.kv_len for g in groups])
     whole = problem.tile_cost(counts, lens)
-    most_splits = np.maximum(1, lens // problem.block_size)
+    max_splits = np.maximum(1, lens // problem.block_size)
     workers = problem.config.num_workers
     if workers == 1:
         return split(problem, groups, np.ones_like(lens))
 
     def splits_at(threshold: float) -> IntArray:
-        return np.minimum(most_splits, np.maximum(1, np.ceil(whole / threshold))).astype(np.int64)
+        return np.minimum(max_splits, np.maximum(1, np.ceil(whole / threshold))).astype(np.int64)
 
     def average_load(threshold: float) -> float:
         splits = splits_at(threshold)

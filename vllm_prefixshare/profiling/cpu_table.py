@@ -12,10 +12,10 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import fingerprint
-from vllm_prefixshare.costs.profile_plans import repeated_tiles
 from vllm_prefixshare.costs.table import CostTable, Grid
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
+from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
 
 REQUESTS = (1, 4, 16, 64)
 TOKENS = (256, 1024, 4096, 16384)

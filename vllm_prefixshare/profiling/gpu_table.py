@@ -14,10 +14,10 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import fingerprint
-from vllm_prefixshare.costs.profile_plans import repeated_tiles
 from vllm_prefixshare.costs.table import CostTable, Grid
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
 from vllm_prefixshare.records import FloatArray, IntArray
 
 ROWS = (16, 64, 128)
@@ -30,12 +30,12 @@ LATENT_HEADS = 16
 BLOCK_SIZE = 16
 #: Most tiles of a worker, and most tokens that it reads. They make block tables a multiple of 16
 #: wide. Triton compiles a separate kernel for those widths, so only one kernel is measured.
-MOST_TILES, MOST_TOKENS = 32, 16384
+MAX_TILES, MAX_TOKENS = 32, 16384
 MERGE_TOKENS, MERGE_TILES = 256, (2, 8)
 #: Most timings in ``measure_gpu``: two grids of few and many tiles, and merging.
 STEPS = 4 * len(ROWS) * len(TOKENS) + 2 * len(MERGE_TILES)
 #: Least price: keeps a price that is too small to measure positive.
-LEAST_US = 0.001
+MIN_US = 0.001
 
 #: Microseconds of one call, with cold caches, launches captured in a CUDA graph.
 Timer = Callable[[Callable[[], object]], float]
@@ -70,7 +70,7 @@ def profiled_shape(attention: AttentionConfig) -> AttentionConfig:
 
 def tile_counts(kv_len: int) -> tuple[int, int]:
     """Few and many tiles of ``kv_len`` tokens for a worker to run."""
-    many = min(MOST_TILES, max(2, MOST_TOKENS // kv_len))
+    many = min(MAX_TILES, max(2, MAX_TOKENS // kv_len))
     return max(1, many // 4), many
 
 
@@ -172,7 +172,7 @@ class TileBench:
     def grid(self, shared: bool) -> FloatArray:
         """``tile`` over requests and tokens, never falling along either."""
         times = np.array([[self.tile(n, kv, shared) for kv in TOKENS] for n in self.requests])
-        times = np.maximum.accumulate(np.maximum(times, LEAST_US), axis=0)
+        times = np.maximum.accumulate(np.maximum(times, MIN_US), axis=0)
         return np.maximum.accumulate(times, axis=1)
 
 
@@ -198,6 +198,6 @@ def measure_gpu(
     return CostTable(
         fingerprint=fingerprint(attention, bench.name, device_name),
         tile_us=Grid(rows, tokens, from_memory),
-        merge_us=max(bench.merge(), LEAST_US),
+        merge_us=max(bench.merge(), MIN_US),
         tile_l2_us=Grid(rows, tokens, from_cache),
     )
