@@ -159,6 +159,7 @@ def test_salts_share_only_if_they_may(
 
 def test_the_server_s_entry_points(active: parts.PartCounters) -> None:
     """Completions and chat, asynchronous, salted, at the same time."""
+    chat = ChatParams(chat_template_kwargs={"tokenize": False})  # as LLM.chat and the server
     messages = [[{"role": "user", "content": DOCUMENT + " What is a block?"}]]
 
     async def requests() -> list[Any]:
@@ -166,15 +167,15 @@ def test_the_server_s_entry_points(active: parts.PartCounters) -> None:
         return await asyncio.gather(
             renderer().render_cmpl_async([{"prompt": DOCUMENT}]),
             renderer().render_cmpl_async([{"prompt": DOCUMENT}], **salted),
-            renderer().render_chat_async(messages, ChatParams()),
-            renderer().render_chat_async(messages, ChatParams(), **salted),
+            renderer().render_chat_async(messages, chat),
+            renderer().render_chat_async(messages, chat, **salted),
         )
 
     asyncio.run(requests())
     first_chat = asyncio.run(requests())[2][1][0]["prompt_token_ids"]
     assert (active.requests, active.fallbacks) == (8, 0)
     assert active.shared_units > 4 * 11_000
-    (_, (offline,)) = renderer().render_chat(messages, ChatParams())
+    (_, (offline,)) = renderer().render_chat(messages, chat)
     assert offline["prompt_token_ids"] == first_chat
 
 
