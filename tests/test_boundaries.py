@@ -81,7 +81,8 @@ FLOORS = {
     "distributed": (RUNS | {"operator", "merging"}, {"numpy", "torch"}),
     "integration": (
         RUNS | {"costs.lookup", "costs.profile_cpu"},
-        {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"},
+        {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"}
+        | {"cachetools", "tokenizers"},  # vLLM requires both
     ),
     "cli": (
         RUNS
