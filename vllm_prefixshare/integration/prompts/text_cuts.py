@@ -29,6 +29,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -316,6 +317,7 @@ def _special_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(whole[: starts[0]]), tuple(whole[end:]), len(anchor)
 
 
+@lru_cache(maxsize=64)
 def _char_class(characters: str) -> str:
     """A regular expression's class of these characters."""
     ranges: list[list[int]] = []
