@@ -17,6 +17,7 @@ BLOCK = 16
 @pytest.fixture(autouse=True, scope="module")
 def hooks_are_installed():
     cases.install()
+    assert block_lookup._is_supported(), "asked once, before a test replaces a function of vLLM"
 
 
 @pytest.fixture

@@ -239,11 +239,24 @@ def _can_resume(prompt: _Prompt, start: int) -> bool:
 _UTILS = "vllm.v1.core.kv_cache_utils"
 #: What a hash depends on, in vLLM 0.29 to 0.33.
 KNOWN_CODE = {
-    f"{_UTILS}.hash_block_tokens": ("5a0f50cbdf71",),
-    f"{_UTILS}.generate_block_hash_extra_keys": ("0c98a653062f", "f2384f822087"),
-    f"{_UTILS}._gen_mm_extra_hash_keys": ("323d8f60d445", "13f4389e41f8"),
-    f"{_UTILS}._gen_lora_extra_hash_keys": ("b3072c1a6822", "975adee8e547"),
-    f"{_UTILS}.get_request_block_hasher": ("c68a00ef9328", "cf080f4be8b9", "5183577925e4"),
+    f"{_UTILS}.hash_block_tokens": ("1f0474c5df2e",),
+    f"{_UTILS}.generate_block_hash_extra_keys": (
+        "097d746f2032",
+        "b8ef1656a291",
+    ),
+    f"{_UTILS}._gen_mm_extra_hash_keys": (
+        "60501fad8c0f",
+        "22a4e59b1528",
+    ),
+    f"{_UTILS}._gen_lora_extra_hash_keys": (
+        "d5050347849a",
+        "84f0000dcc23",
+    ),
+    f"{_UTILS}.get_request_block_hasher": (
+        "3619baf784ab",
+        "0f13cb733a40",
+        "fcb418499da1",
+    ),
 }
 
 

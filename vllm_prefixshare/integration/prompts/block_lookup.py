@@ -175,18 +175,26 @@ _POOL = "vllm.v1.core.block_pool"
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 #: What is replaced or relied on here, in vLLM 0.29 to 0.33.
 KNOWN_CODE = {
-    f"{_MANAGERS}.FullAttentionManager.find_longest_cache_hit": ("03114def7555",),
-    f"{_MANAGERS}.SingleTypeKVCacheManager._get_num_evictable_blocks": ("103e0c10e14b",),
+    f"{_MANAGERS}.FullAttentionManager.find_longest_cache_hit": ("a76400908327",),
+    f"{_MANAGERS}.SingleTypeKVCacheManager._get_num_evictable_blocks": ("ef47843baa10",),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.estimate_cached_tokens": (
-        "53f5835b1726", "93e19e28e193",
+        "2d540ca57443",
+        "43ea9591cb48",
     ),
-    f"{_POOL}.BlockPool.get_cached_block": ("1d2868c3f2cc",),
-    f"{_POOL}.BlockHashToBlockMap.get_one_block": ("815e8b9d04d6",),
-    "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id": ("67ec06731714",),
-    "vllm.v1.core.kv_cache_utils.resolve_block_hashes": ("386164897836",),
-    f"{_POOL}.BlockPool.touch": ("9e08b26decc0", "4ce32add19e4"),
-    f"{_POOL}.BlockPool.free_blocks": ("6c0b19b8c6b6", "734fa41937d6", "37e1a3a17b6d"),
-}  # fmt: skip
+    f"{_POOL}.BlockPool.get_cached_block": ("78bf4c5f7c2a",),
+    f"{_POOL}.BlockHashToBlockMap.get_one_block": ("c3e780213a7f",),
+    "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id": ("80832cb0c8ae",),
+    "vllm.v1.core.kv_cache_utils.resolve_block_hashes": ("aa376b4a8549",),
+    f"{_POOL}.BlockPool.touch": (
+        "de2c8232ec96",
+        "cda15b9ce61a",
+    ),
+    f"{_POOL}.BlockPool.free_blocks": (
+        "708d989c83c4",
+        "47cbbfa50063",
+        "04c98a989529",
+    ),
+}
 
 
 @functools.cache

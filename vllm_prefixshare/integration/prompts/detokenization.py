@@ -178,7 +178,7 @@ def _decodes_by_token(decoder: dict[str, Any] | None, fused: bool = False) -> bo
 
 #: What is wrapped here, in vLLM 0.29 to 0.33.
 KNOWN_CODE = {
-    "vllm.v1.engine.detokenizer.FastIncrementalDetokenizer.__init__": ("e415749827cd",),
+    "vllm.v1.engine.detokenizer.FastIncrementalDetokenizer.__init__": ("f22bb9a561b1",),
 }
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from vllm_prefixshare.integration.prompts.parts import report_once
 
+_LAYOUT = str.maketrans("", "", "() \n")
+
 
 def fingerprint(function: Any) -> str:
     """Twelve hexadecimal digits that identify the code of a function: its original, where it is
@@ -28,7 +30,9 @@ def fingerprint(function: Any) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+    # Python 3.10 writes some parentheses that later versions do not
+    text = ast.unparse(tree).translate(_LAYOUT)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def is_known(part: str, known: Mapping[str, Collection[str]]) -> bool:
