@@ -80,7 +80,7 @@ FLOORS = {
     "integration": (
         RUNS | {"costs.lookup", "profiling"},
         {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"}
-        | {"cachetools", "tokenizers"},  # vLLM requires both
+        | {"cachetools", "msgspec", "tokenizers"},  # vLLM requires them
     ),
     "cli": (
         RUNS
