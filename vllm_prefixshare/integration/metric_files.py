@@ -60,8 +60,8 @@ class MetricFile:
         position = self._positions.get(key)
         if position is None:
             encoded = key.encode()
-            encoded += b" " * (8 - (len(encoded) + _LENGTH.size) % 8)
-            self._data += _LENGTH.pack(len(encoded)) + encoded
+            padding = b" " * (8 - (len(encoded) + _LENGTH.size) % 8)
+            self._data += _LENGTH.pack(len(encoded)) + encoded + padding
             position = self._positions[key] = len(self._data)
             self._data += bytes(_VALUE.size)
             _HEADER.pack_into(self._data, 0, len(self._data))

@@ -216,6 +216,7 @@ class Publisher(threading.Thread):
             if follows
             else {}
         )
+        self._last = dict(self._base)
 
     def run(self) -> None:
         """Write once a second and log once a minute, until the process or ``end``. Write at once
@@ -265,7 +266,6 @@ class Publisher(threading.Thread):
                 self._has_warned = True
                 logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
         else:
-            self._has_written = True
             self._failing_since = None
 
     def write(self, folder: Path, second_over: bool = True) -> None:
@@ -289,14 +289,16 @@ class Publisher(threading.Thread):
                 key = self._keys[place] = mmap_key(
                     metric, metric + sample.suffix, list(labels), list(labels.values()), sample.help
                 )
-            base = self._base.get(place, 0.0)
-            if sample.value < base:  # the counters were reset
-                base = self._base[place] = 0.0
-            self._files[sample.kind].set(key, float(sample.value - base))
+            if sample.value < self._last.get(place, 0.0):  # the counters were reset
+                self._base.pop(place, None)
+            self._last[place] = sample.value
+            value = sample.value - self._base.get(place, 0.0)
+            self._files[sample.kind].set(key, float(value))
         if not is_temporary(folder) and str(folder) != os.environ.get(SHARED):
             folder.mkdir(parents=True, exist_ok=True)  # the user's own, if it was removed
         for file in self._files.values():
             file.write()
+        self._has_written = True
 
     def close(self) -> None:
         """Close the files, in a child that was forked: as long as it has them open, they are
