@@ -78,7 +78,7 @@ def test_doctor_names_the_active_parts_of_shared_host_work(monkeypatch, value, e
 @pytest.mark.parametrize(
     ("installed", "variable", "advice"),
     [
-        (None, "", "with pip install 'vllm-prefixshare[fastokens]' and VLLM_USE_FASTOKENS=1"),
+        (None, "", "with pip install 'fastokens>=0.3.5' and VLLM_USE_FASTOKENS=1"),
         (True, "0", "; new text is tokenized faster with VLLM_USE_FASTOKENS=1"),
         (True, "1", "all parts"),
     ],

@@ -37,7 +37,7 @@ Choice = tuple[str, str | None]
 #: far more than any method proposes
 MAX_DRAFTS = 1024
 #: A tokenizer library that vLLM uses where a variable asks for it.
-FASTOKENS = "vllm-prefixshare[fastokens]"
+FASTOKENS = "fastokens>=0.3.5"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 #: Seconds that the analysis of a tokenizer may take; it takes up to three.
 ANALYSIS_SECONDS = 60.0
