@@ -17,10 +17,13 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import config as vllm_config
 
 from vllm_prefixshare import prompt_stats
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration import metric_files, metrics, stats
 from vllm_prefixshare.integration.hooks.selection import check_settings
 from vllm_prefixshare.integration.metric_sources import DecodeSteps, PromptParts
+from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.prompts import parts
+from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
@@ -421,6 +424,18 @@ def test_a_second_engine_in_the_process_has_its_own_labels(counted, registry, mo
     assert shown("large") == 1, "after a reset"
     for publisher in (*metrics._publishers.values(), *metrics._ended):
         publisher.end()
+
+
+def test_an_engine_whose_layers_vllm_remembers_is_published(monkeypatch):
+    """VLLM asks for the backend of a kind of layer once in a process."""
+    shape = AttentionConfig(4, 2, 64, 16)
+    later = config("later", "b")
+    later.parallel_config.pipeline_parallel_size = 1
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    planner_for(TorchExecutor(shape), shape, later)
+    publisher = metrics._publishers["steps"]
+    assert publisher.labels == {"model_name": "later", "engine": "0"}
+    publisher.end()
 
 
 # -- shared host work

@@ -121,16 +121,20 @@ def _temporary_folder() -> Path:
     return Path(_folder.name)
 
 
-def start_in_worker() -> None:
+def start_in_worker(config: Any = None) -> None:
     """Publish the decode steps if this process is the first worker of an engine. May be called
     again.
+
+    Args:
+        config: the ``VllmConfig``; None for vLLM's current one.
     """
     import torch.distributed
     from vllm.config import get_current_vllm_config
 
     if not torch.distributed.is_initialized():
         return  # the front end, or the engine core beside its workers
-    config = get_current_vllm_config()
+    if config is None:
+        config = get_current_vllm_config()
     if config.parallel_config.rank:
         return  # under tensor parallelism all ranks count the same
     _publish(DecodeSteps, config, {"engine": str(config.parallel_config.data_parallel_index)})
