@@ -88,7 +88,7 @@ FLOORS = {
         | {"profiling.gpu_timing"},
         {"numpy", "packaging", "PIL", "torch", "transformers"},
     ),
-    "__init__": ({"records", "operator", "merging"}, set()),
+    "__init__": ({"records", "operator", "merging", "integration"}, set()),
 }
 OWN = "vllm_prefixshare"
 

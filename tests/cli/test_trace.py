@@ -106,6 +106,13 @@ def test_a_file_system_without_locks_records(tmp_path, monkeypatch):
     assert len(path.read_text().splitlines()) == 1
 
 
+def test_a_file_that_can_no_longer_be_written_ends_no_engine(tmp_path, monkeypatch, caplog):
+    (tmp_path / "t.jsonl").mkdir()
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    assert made.update(TABLE, LENS).plan.num_reqs == 3
+    assert caplog.text.count("Nothing is recorded: VLLM_PREFIXSHARE_TRACE=") == 1
+
+
 def test_a_file_that_cannot_be_emptied_is_refused(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(errno.EROFS, "Read-only file system")
@@ -132,8 +139,8 @@ def test_a_file_that_cannot_be_written_is_refused_at_start_up(tmp_path, monkeypa
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none" / "t.jsonl", tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         sentence = f"TRACE={path} cannot be written .*: name"
-        with pytest.raises(PrefixShareError, match=sentence):
-            planner(monkeypatch, path)
+        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
+        settings.cache_clear()
         with pytest.raises(PrefixShareError, match=sentence):
             check_settings()
 

@@ -126,6 +126,12 @@ class Trace:
 
 
 @cache
-def trace_to(path: Path) -> Trace:
-    """The trace that all KV-cache groups of a process share."""
-    return Trace(path)
+def trace_to(path: Path) -> Trace | None:
+    """The trace that all KV-cache groups of a process share; None, with a warning, if the file can
+    no longer be written: the front end refused what could not be written at first.
+    """
+    try:
+        return Trace(path)
+    except PrefixShareError as e:
+        logger().warning("Nothing is recorded: %s", e)
+        return None

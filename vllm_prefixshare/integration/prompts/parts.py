@@ -1,5 +1,6 @@
 """Which parts of the shared host work are active in this process, and what they counted."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,12 @@ class PartCounters:
     def as_dict(self) -> dict[str, float]:
         """Every field by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def reset(self) -> None:
+        """Set the counters to zero; the caches hold what they held."""
+        for f in fields(self):
+            if f.name != "cache_bytes":
+                setattr(self, f.name, f.default)
 
 
 #: Part -> its counters in this process.
@@ -88,3 +95,12 @@ def measured(part: str) -> Iterator[PartCounters]:
         yield counters
     finally:
         counters.seconds += time.perf_counter() - start
+
+
+def _reset_all() -> None:
+    for counters in COUNTERS.values():
+        counters.reset()
+
+
+# A forked engine core or worker starts from zero.
+os.register_at_fork(after_in_child=_reset_all)
