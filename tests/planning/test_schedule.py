@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.plan import build_plan, longest_first
 
 from .exact import optimal_division, optimal_makespan
-from .strategies import COSTS, forest_of_ids, quick
+from .strategies import COSTS, forest_of_ids, gpu_config, quick
 
 COST_LISTS = st.lists(st.floats(0.5, 1000.0), min_size=1, max_size=40)
 
@@ -133,7 +132,7 @@ def problem(trees: list[tuple[int, int]], tail: int, cost: str, num_workers: int
         cost=COSTS[cost],
         rows_per_request=GQA_GROUP_SIZE,
         block_size=BLOCK_SIZE,
-        config=PlannerConfig(num_workers=num_workers, grouping=False),
+        config=gpu_config(num_workers=num_workers, grouping=False),
     )
 
 

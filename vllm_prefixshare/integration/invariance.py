@@ -10,13 +10,15 @@ import functools
 from typing import Any
 
 from vllm_prefixshare.integration import signatures
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.records import PieceLimits, PrefixShareError
 from vllm_prefixshare.settings import settings
 
 DIVIDER = "batch_invariant"
 #: Tokens of a piece, and how many pieces the longest request may have before pieces get longer.
 #: Each needs room for a partial result. Pieces are multiples of the kernels' longest KV tile.
-MIN_PIECE, MAX_PIECES, KV_TILE = 512, 64, 128
+MIN_PIECE = 512
+MAX_PIECES = 64
 
 #: Functions that choose a CUDA graph for a batch, in the V1 and the V2 model runner. vLLM 0.26 and
 #: 0.27 do not have the second.
@@ -67,8 +69,8 @@ def piece_tokens(config: Any) -> int:
     Args:
         config: a ``VllmConfig``.
     """
-    step = KV_TILE * MAX_PIECES
-    return max(MIN_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
+    step = GPU.kv_tile * MAX_PIECES
+    return max(MIN_PIECE, -(-int(config.model_config.max_model_len) // step) * GPU.kv_tile)
 
 
 def piece_limits(config: Any, block_size: int = 0) -> PieceLimits | None:

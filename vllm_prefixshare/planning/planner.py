@@ -14,10 +14,9 @@ from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, last_piece
+from vllm_prefixshare.planning.dividers.batch_invariant import last_piece
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
-from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
 from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
@@ -102,8 +101,8 @@ class DecodePlanner:
         self._on_failure = on_failure or logging.getLogger(__name__).warning
         self._on_plan = on_plan
         self.counters = PlannerCounters()
-        self._divide = get_divider(config.divider)
-        self._rates = TileRates.of(cost)
+        self.divider = get_divider(config.divider)
+        self._rates = TileRates.of(cost, config.geometry)
         #: Most recently used first.
         self._known = [CachedPlan(block_size) for _ in range(config.kept_plans)]
 
@@ -271,8 +270,9 @@ class DecodePlanner:
             forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates, query_len
         )
         if self.config.share != "always":
-            problem = replace(problem, forest=without_losses(problem))
-        tiles = self._divide(problem) if len(kv_lens) else WorkTiles.none()
+            kept = without_losses(problem, self.divider.tiles_span_nodes)
+            problem = replace(problem, forest=kept)
+        tiles = self.divider.divide(problem) if len(kv_lens) else WorkTiles.none()
         plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         fallback = None
         if not plan.fits(self.config.max_tiles, self.config.max_runs, self.config.max_partials):
@@ -282,7 +282,7 @@ class DecodePlanner:
             plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
         if window is not None:
             plan = through_the_shortest(plan)
-        if self.config.divider == batch_invariant.__name__:
+        if self.divider.cuts_at_fixed_places:
             # the same plan, and so the same bits, for all lengths that end in the same piece
             piece = problem.round_up(self.config.kv_chunk_size)
             first = last_piece(kv_lens, piece)
@@ -295,7 +295,7 @@ class DecodePlanner:
         """By how many tokens each request may grow until the plan is no longer balanced."""
         if self.config.num_workers == 1:
             return np.inf
-        us_per_token = self._rates.memory[int(rows > HALF_ROWS)]
+        us_per_token = self._rates.memory[int(rows > self.config.geometry.half_rows)]
         growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
         return max(growth, MIN_STEPS * query_len)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from vllm_prefixshare.config import TileGeometry
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import SIZES, TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
@@ -33,14 +34,17 @@ def shareable_forest(
     return windowed_forest(table, filled, first, band, block_size, null_block_id, table_rows)
 
 
-def without_losses(problem: DivisionProblem) -> Forest:
+def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> Forest:
     """The forest of ``problem`` without the trees that cost less when every request is read
-    alone; without any tree if its configuration never shares.
+    separately; without any tree if its configuration never shares.
+
+    Args:
+        tiles_span_nodes: as in ``dividers.registry.Divider``.
     """
     forest = problem.forest
     roots = np.flatnonzero(forest.node_parent < 0)
     if problem.config.share != "never" and len(roots):
-        positions, costs = _shared_costs(problem)
+        positions, costs = _shared_costs(problem, tiles_span_nodes)
         lens = problem.kv_lens - problem.kv_starts
         alone = problem.cost.unshared(problem.rows_per_request, lens)
         shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
@@ -51,14 +55,17 @@ def without_losses(problem: DivisionProblem) -> Forest:
     return _drop_trees(forest, roots.tolist(), problem.kv_starts)
 
 
-def min_window(cost: CostModel, rows_per_request: int, readers: int) -> int | None:
+def min_window(
+    cost: CostModel, rows_per_request: int, readers: int, geometry: TileGeometry
+) -> int | None:
     """The least sliding window, a power of two, of which sharing can gain, in tokens. None if none
     does.
 
     Compared are one request for each worker, read alone; and as many requests in work tiles of
     ``readers`` each, of which every worker reads a part.
     """
-    rates, rows = TileRates.of(cost), readers * rows_per_request
+    rates = TileRates.of(cost, geometry)
+    rows = readers * rows_per_request
     apart = cost.tile(rows_per_request, SIZES)
     together = cost.tile(rows, np.maximum(SIZES / readers, 1)) + rates.partial_write
     together += rates.merge_launch + readers * cost.merge(rows_per_request)
@@ -66,14 +73,14 @@ def min_window(cost: CostModel, rows_per_request: int, readers: int) -> int | No
     return int(gains[0]) if len(gains) else None
 
 
-def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
+def _shared_costs(problem: DivisionProblem, tiles_span_nodes: bool) -> tuple[IntArray, FloatArray]:
     """For each segment in a batch that shares: the depth-first position of a request that reads
     it, and its microseconds.
     """
     forest, config, rows = problem.forest, problem.config, problem.rows_per_request
     lens = np.maximum(1, problem.kv_lens[forest.request_rows] - forest.private_start)
-    if config.divider == "depth_first":  # its tiles are not single nodes: rates suffice
-        rates = problem.rates or TileRates.of(problem.cost)
+    if tiles_span_nodes:
+        rates = problem.rates or TileRates.of(problem.cost, config.geometry)
         nodes = (forest.node_end - forest.node_start) * rates.memory[1]
         private = lens * rates.memory[0]
         private[:: config.max_tile_requests] += rates.overhead

@@ -4,6 +4,7 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import AttentionConfig, part_size
+from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import (
     LOW_REQS,
     LOW_RUNS,
@@ -18,7 +19,6 @@ from vllm_prefixshare.kernels.hopper.arrays import (
     WORDS,
     PlanArrays,
 )
-from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
@@ -90,7 +90,7 @@ def linked_layout(
         plan.run_reader_end,
         -(-lengths // at_once),
         tile_tokens // at_once,
-        HALF_ROWS // rows_per_request,
+        HOPPER.half_rows // rows_per_request,
         max_slots,
         max_runs,
     )

@@ -12,7 +12,17 @@ from vllm_prefixshare.records import WorkTiles
 
 #: a price of 1 per token, whichever requests read it
 _ONE = np.ones(2)
-TOKENS = TileRates(_ONE, _ONE, np.ones((4, 1)), overhead=0.0, merge=0.0)
+TOKENS = TileRates(
+    memory=_ONE,
+    cached=_ONE,
+    lines=np.ones((4, 1)),
+    overhead=0.0,
+    merge=0.0,
+    partial_write=0.0,
+    merge_launch=0.0,
+    min_merge=0.0,
+    max_merge=0.0,
+)
 
 
 def fasttree(problem: DivisionProblem) -> WorkTiles:
@@ -41,7 +51,9 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     """
     limits = Limits.of(problem, kv_tile=1)
     ends, _ = window_ends(problem.forest, limits.max_tile_requests, TOKENS)
-    runs = list_runs(problem.forest, problem.kv_lens, ends, 1, limits.cut_size, TOKENS)
+    runs = list_runs(
+        problem.forest, problem.kv_lens, ends, 1, limits.half_rows, limits.cut_size, TOKENS
+    )
     chunk = problem.round_up(-(-int(runs.tokens.sum()) // limits.num_workers))
     tiles, lengths = [], []
     run = done = 0

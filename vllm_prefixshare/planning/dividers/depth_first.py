@@ -39,7 +39,6 @@ from vllm_prefixshare.planning.dividers.pieces import (
 )
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.dividers.windows import (
-    HALF_ROWS,
     Runs,
     ends_of_windows,
     list_runs,
@@ -52,14 +51,6 @@ from vllm_prefixshare.records import FloatArray, Forest, IntArray, WorkTiles
 SLACK, OVERHEAD_SLACK = 0.02, 0.2
 #: bisection ends at this precision
 PRECISION = 0.005
-#: Advantage of an even cut, whose windows read in step, as a part of the finish: where L2 keeps
-#: what several windows share, and where it does not. The second is twice as large for tiles of up
-#: to 64 rows, which have half the arithmetic for as many bytes.
-IN_STEP, NOT_KEPT = 0.03, 0.08
-#: tokens of a KV head that L2 keeps while private parts pass through it, for each of its workers
-KEPT_TOKENS = 90
-#: the same of a cut whose pieces are spread
-SPREAD = 0.03
 #: tiles keep their order where their costs differ by less than this part of the largest
 ABOUT_EQUAL = 0.02
 
@@ -70,7 +61,7 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
     Windows as large as a tile suit long shared prefixes; where little is shared, smaller ones
     need fewer cuts. So three sizes are tried, and the least estimated finish wins.
     """
-    rates = problem.rates or TileRates.of(problem.cost)
+    rates = problem.rates or TileRates.of(problem.cost, problem.config.geometry)
     return WorkTiles(*_divide(problem.forest, problem.kv_lens, Limits.of(problem), rates))
 
 
@@ -88,7 +79,7 @@ def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> f
         tiles_of[runs.reader_start[run]] += 1  # in preorder the first run has the first reader
         tiles_of[runs.reader_end[run : end + (done > 0)].max()] -= 1
     most = np.cumsum(tiles_of).max()
-    each = min(max(rates.merge * limits.rows_per_query, rates.merge_least), rates.merge_most)
+    each = min(max(rates.merge * limits.rows_per_query, rates.min_merge), rates.max_merge)
     return rates.merge_launch + most * each if most > 1 else 0.0
 
 
@@ -314,10 +305,11 @@ def _in_step(forest: Forest, runs: Runs, limits: Limits) -> float:
     before = np.searchsorted(begins, forest.node_reader_start, "right")
     several = before < np.searchsorted(begins, forest.node_reader_end, "left")
     tokens = ((forest.node_end - forest.node_start) * several).sum()
-    if tokens <= KEPT_TOKENS * limits.num_workers:
-        return IN_STEP
-    half = limits.max_tile_requests * limits.rows_per_request <= HALF_ROWS
-    return 2 * NOT_KEPT if half else NOT_KEPT
+    if tokens <= limits.cached_tokens * limits.num_workers:
+        return limits.lockstep_gain
+    gain = limits.uncached_lockstep_gain
+    half = limits.max_tile_requests * limits.rows_per_request <= limits.half_rows
+    return 2 * gain if half else gain
 
 
 @compiled
@@ -334,7 +326,7 @@ def _best_cut(runs: Runs, limits: Limits, rates: TileRates, in_step: float, know
     if least >= known:
         return best
     spread = limits.spread and _some_can_spread(runs, limits, ends)
-    handicap, alike = 1 + in_step, in_step > IN_STEP
+    handicap, alike = 1 + in_step, in_step > limits.lockstep_gain
     for num_tiles in (workers, 2 * workers, workers // 2, 0):
         at_once = min(max(num_tiles, len(ends)), workers)
         if runs.before[-1] >= known * at_once:
@@ -345,7 +337,7 @@ def _best_cut(runs: Runs, limits: Limits, rates: TileRates, in_step: float, know
                 known, best = cut.finish, cut
             if spread:
                 cut = _cut_evenly(runs, limits, rates, ends, num_tiles, alike, True)
-                finish = cut.finish * (1 - SPREAD)
+                finish = cut.finish * (1 - limits.spread_gain)
                 if cut.tiles[:, 7].any() and finish < known:
                     known, best = finish, Cut(finish, cut.tiles, cut.cost)
     if least * handicap < known:
@@ -372,10 +364,16 @@ def _divide(
         ways = window_ends(forest, size, rates)
         for way in range(1 if np.array_equal(*ways) else 2):
             runs = list_runs(
-                forest, kv_lens, ways[way], limits.rows_per_request, limits.cut_size, rates
+                forest,
+                kv_lens,
+                ways[way],
+                limits.rows_per_request,
+                limits.half_rows,
+                limits.cut_size,
+                rates,
             )
             in_step = _in_step(forest, runs, limits)
-            if way > 0 and in_step > IN_STEP:
+            if way > 0 and in_step > limits.lockstep_gain:
                 continue  # windows that take unlike times do not stay in step
             cut = _best_cut(runs, limits, rates, in_step, finish)
             if cut.finish < finish:

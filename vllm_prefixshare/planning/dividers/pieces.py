@@ -11,9 +11,6 @@ from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.dividers.windows import Runs
 from vllm_prefixshare.records import OPEN_END, FloatArray, IntArray
 
-#: tokens that a kernel multiplies at once
-KV_TILE = 128
-
 
 class Limits(NamedTuple):
     """Limits of a cut.
@@ -21,8 +18,8 @@ class Limits(NamedTuple):
     rows_per_request, rows_per_query: query rows of one request and of one of its query tokens, on
         one KV head.
     cut_size, kv_tile: tokens; long runs are cut at multiples of kv_tile, short ones of cut_size.
-    query_cut_size: as in ``PlannerConfig`` if tiles hold several queries of one request, else 0.
-    spread: as in ``PlannerConfig``.
+    query_cut_size: as in ``TileGeometry`` if tiles hold several queries of one request, else 0.
+    half_rows and the fields after it: as in ``TileGeometry``.
     """
 
     num_workers: int
@@ -33,11 +30,20 @@ class Limits(NamedTuple):
     cut_size: int
     kv_tile: int
     query_cut_size: int
+    half_rows: int
     spread: bool
+    spread_gain: float
+    lockstep_gain: float
+    uncached_lockstep_gain: float
+    cached_tokens: int
 
     @classmethod
-    def of(cls, problem: DivisionProblem, kv_tile: int = KV_TILE) -> "Limits":
-        """The limits of ``problem``; kv_tile is rounded up to a multiple of cut_size."""
+    def of(cls, problem: DivisionProblem, kv_tile: int | None = None) -> "Limits":
+        """The limits of ``problem``; kv_tile, the geometry's if None, is rounded up to a multiple
+        of cut_size.
+        """
+        geometry = problem.config.geometry
+        kv_tile = geometry.kv_tile if kv_tile is None else kv_tile
         size = problem.config.cut_size or problem.block_size
         requests = min(problem.config.max_tile_requests, problem.forest.num_reqs)
         alone = requests == 1 and problem.query_len > 1
@@ -49,8 +55,13 @@ class Limits(NamedTuple):
             problem.rows_per_request // problem.query_len,
             size,
             (kv_tile + size - 1) // size * size,
-            -(-(problem.config.query_cut_size or 0) // size) * size if alone else 0,
-            problem.config.spread,
+            -(-(geometry.query_cut_size or 0) // size) * size if alone else 0,
+            geometry.half_rows,
+            geometry.spread,
+            geometry.spread_gain,
+            geometry.lockstep_gain,
+            geometry.uncached_lockstep_gain,
+            geometry.cached_tokens,
         )
 
 

@@ -79,7 +79,7 @@ class DivisionProblem:
         return -(-tokens // self.block_size) * self.block_size
 
 
-Divider = Callable[[DivisionProblem], WorkTiles]
+Divide = Callable[[DivisionProblem], WorkTiles]
 
 
 def indptr_of(counts: IntArray) -> IntArray:

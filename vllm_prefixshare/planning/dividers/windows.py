@@ -12,9 +12,6 @@ from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.records import FloatArray, Forest, IntArray
 
-#: Query rows of half a kernel tile: those of one consumer warpgroup on Hopper.
-HALF_ROWS = 64
-
 
 class Runs(NamedTuple):
     """The runs of all windows, laid end to end; each array has an entry per run.
@@ -101,6 +98,7 @@ def list_runs(
     kv_lens: IntArray,
     ends: IntArray,
     rows_per_request: int,
+    half_rows: int,
     cut_size: int,
     rates: TileRates,
 ) -> Runs:
@@ -110,6 +108,7 @@ def list_runs(
         kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
         ends: ``[num_reqs]`` as from ``window_ends``.
         rows_per_request: query rows of one request on one KV head.
+        half_rows: query rows of half a tile.
         cut_size: private parts are rounded up to multiples of so many tokens.
     """
     request_rows, private_start = forest.request_rows, forest.private_start
@@ -152,7 +151,7 @@ def list_runs(
                 low, stop, readers = private_start[p], p + 1, 1
                 length = max(1, kv_lens[request_rows[p]] - low)
                 length = (length + cut_size - 1) // cut_size * cut_size
-            if p < half < stop or rows_per_request > HALF_ROWS:
+            if p < half < stop or rows_per_request > half_rows:
                 per_token = cached[1] + (memory[1] - cached[1]) / readers
             elif ends[p] > half:  # the other half reads something else meanwhile
                 per_token = max(cached[0] / 2, memory[0] / readers)
