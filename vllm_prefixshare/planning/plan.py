@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.records import OPEN_END, FloatArray, IntArray, WorkTiles
+from vllm_prefixshare.records import (
+    OPEN_END,
+    RUN_KV_END,
+    RUN_KV_START,
+    RUN_READER_END,
+    RUN_READER_START,
+    RUN_ROW,
+    FloatArray,
+    IntArray,
+    WorkTiles,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +217,7 @@ def build_plan(
         tiles = _in_order(tiles, order)
     else:
         work_indptr = np.searchsorted(tiles.worker, np.arange(num_workers + 1)).astype(np.int32)
-    row, kv_start, kv_end, reader_start, reader_end = np.ascontiguousarray(tiles.runs.T)
+    runs = np.ascontiguousarray(tiles.runs.T)
     return DecodePlan(
         num_reqs=len(seq_lens),
         block_size=block_size,
@@ -216,11 +226,11 @@ def build_plan(
         tile_req_indptr=tiles.row_indptr,
         tile_req_indices=tiles.rows,
         tile_run_indptr=tiles.run_indptr,
-        run_row=row,
-        run_kv_start=kv_start,
-        run_kv_end=kv_end,
-        run_reader_start=reader_start,
-        run_reader_end=reader_end,
+        run_row=runs[RUN_ROW],
+        run_kv_start=runs[RUN_KV_START],
+        run_kv_end=runs[RUN_KV_END],
+        run_reader_start=runs[RUN_READER_START],
+        run_reader_end=runs[RUN_READER_END],
         partial_indices=partial,
         merge_indptr=merge_indptr,
         planned_seq_lens=np.array(seq_lens, np.int32),

@@ -14,7 +14,7 @@ from vllm_prefixshare.tree.prefix_tree import forest_from_blocks, windowed_fores
 
 def shareable_forest(
     table: IntArray,
-    kv_lens: IntArray,
+    planned_seq_lens: IntArray,
     block_size: int,
     query_len: int = 1,
     null_block_id: int | None = None,
@@ -23,11 +23,11 @@ def shareable_forest(
 ) -> Forest:
     """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
     # a block that this step's queries may still write to is not shared
-    filled = np.maximum(kv_lens - query_len, 0) // block_size
+    filled = np.maximum(planned_seq_lens - query_len, 0) // block_size
     filled = np.minimum(filled, table.shape[1]).astype(np.int32)
     if sliding_window is None:
         return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
-    first = first_in_window(kv_lens, sliding_window, query_len) // block_size
+    first = first_in_window(planned_seq_lens, sliding_window, query_len) // block_size
     first = first.astype(np.int32)
     # readers of a node then have at least half of their windows in common
     band = sliding_window // (2 * block_size)
@@ -45,7 +45,7 @@ def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> Forest:
     roots = np.flatnonzero(forest.node_parent < 0)
     if problem.config.share != "never" and len(roots):
         positions, costs = _shared_costs(problem, tiles_span_nodes)
-        lens = problem.kv_lens - problem.kv_starts
+        lens = problem.planned_seq_lens - problem.kv_starts
         alone = problem.cost.unshared(problem.rows_per_request, lens)
         shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
         # running sums over positions, because those of a tree are neighbours
@@ -78,7 +78,7 @@ def _shared_costs(problem: DivisionProblem, tiles_span_nodes: bool) -> tuple[Int
     it, and its microseconds.
     """
     forest, config, rows = problem.forest, problem.config, problem.rows_per_request
-    lens = np.maximum(1, problem.kv_lens[forest.request_rows] - forest.private_start)
+    lens = np.maximum(1, problem.planned_seq_lens[forest.request_rows] - forest.private_start)
     if tiles_span_nodes:
         rates = problem.rates or TileRates.of(problem.cost, config.geometry)
         nodes = (forest.node_end - forest.node_start) * rates.memory[1]
@@ -86,7 +86,7 @@ def _shared_costs(problem: DivisionProblem, tiles_span_nodes: bool) -> tuple[Int
         private[:: config.max_tile_requests] += rates.overhead
         positions = np.concatenate([forest.node_reader_start, np.arange(forest.num_reqs)])
         return positions, np.concatenate([nodes, private])
-    groups = group_queries(forest, problem.kv_lens, problem.cost, rows, config.grouping)
+    groups = group_queries(forest, problem.planned_seq_lens, problem.cost, rows, config.grouping)
     counts = np.array([len(g.rows) for g in groups]) * rows
     costs = problem.cost.tile(counts, np.array([g.kv_len for g in groups]))
     position_of = np.empty(forest.num_reqs, np.int64)

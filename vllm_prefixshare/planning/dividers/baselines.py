@@ -5,9 +5,18 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.planning.dividers.pieces import Limits, as_tiles, tile_end
+from vllm_prefixshare.planning.dividers.cuts import (
+    COLUMNS,
+    END_RUN,
+    END_TOKEN,
+    FIRST_RUN,
+    FIRST_TOKEN,
+    Limits,
+    as_tiles,
+    tile_end,
+)
+from vllm_prefixshare.planning.dividers.kv_list import list_runs, window_ends
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, alone, by_chunk, split
-from vllm_prefixshare.planning.dividers.windows import list_runs, window_ends
 from vllm_prefixshare.records import WorkTiles
 
 #: a price of 1 per token, whichever requests read it
@@ -52,18 +61,25 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     limits = Limits.of(problem, kv_tile=1)
     ends, _ = window_ends(problem.forest, limits.max_tile_requests, TOKENS)
     runs = list_runs(
-        problem.forest, problem.kv_lens, ends, 1, limits.half_rows, limits.cut_size, TOKENS
+        problem.forest, problem.planned_seq_lens, ends, 1, limits.half_rows, limits.cut_size, TOKENS
     )
     chunk = problem.round_up(-(-int(runs.tokens.sum()) // limits.num_workers))
-    tiles, lengths = [], []
-    run = done = 0
+    tiles = np.zeros((len(runs.tokens) + limits.num_workers, COLUMNS), np.int32)
+    tokens = np.empty(len(tiles))
+    count = 0
+    run = 0
+    done = 0
     while run < len(runs.tokens):
-        begun = run, done
-        run, done, tokens = tile_end(runs, limits, run, done, runs.before[run] + done + chunk)
-        tiles.append((0, *begun, run, done, 0, 0, 0))
-        lengths.append(tokens)
-    cut = np.array(tiles, np.int32)
-    divided = WorkTiles(*as_tiles(runs, cut, np.array(lengths), problem.forest.request_rows)[:5])
+        tile = tiles[count]
+        tile[FIRST_RUN] = run
+        tile[FIRST_TOKEN] = done
+        goal = runs.before[run] + done + chunk
+        run, done, tokens[count] = tile_end(runs, limits, run, done, goal)
+        tile[END_RUN] = run
+        tile[END_TOKEN] = done
+        count += 1
+    rows = problem.forest.request_rows
+    divided = WorkTiles(*as_tiles(runs, tiles[:count], tokens[:count], rows)[:5])
     counts = np.diff(divided.row_indptr)
     return replace(divided, cost=problem.tile_cost(counts, divided.cost))
 

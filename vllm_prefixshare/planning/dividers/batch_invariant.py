@@ -12,19 +12,28 @@ on average, by itself. The last piece is never shared: it grows.
 import numpy as np
 
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, indptr_of
-from vllm_prefixshare.records import OPEN_END, IntArray, WorkTiles
+from vllm_prefixshare.records import (
+    OPEN_END,
+    RUN_COLUMNS,
+    RUN_KV_END,
+    RUN_KV_START,
+    RUN_READER_END,
+    RUN_ROW,
+    IntArray,
+    WorkTiles,
+)
 
 
-def last_piece(kv_lens: IntArray, piece: int) -> IntArray:
+def last_piece(planned_seq_lens: IntArray, piece: int) -> IntArray:
     """First token of the piece that holds the last token of each request."""
-    return np.maximum(kv_lens - 1, 0) // piece * piece
+    return np.maximum(planned_seq_lens - 1, 0) // piece * piece
 
 
 def batch_invariant(problem: DivisionProblem) -> WorkTiles:
     """Tiles of one piece each, in the order of their places."""
     forest, limit = problem.forest, problem.config.max_tile_requests
     piece = problem.round_up(problem.config.kv_chunk_size)
-    lens = problem.kv_lens[forest.request_rows]
+    lens = problem.planned_seq_lens[forest.request_rows]
     # for each node, then each request alone: readers as depth-first positions, and tokens
     alone = np.arange(forest.num_reqs)
     low = np.concatenate([forest.node_reader_start, alone])
@@ -45,11 +54,11 @@ def batch_invariant(problem: DivisionProblem) -> WorkTiles:
     start = start[order] * piece
     tokens = np.where(is_last, lens[low] - start, piece)
     slot, nth = _ranges(high - low)
-    runs = np.zeros((len(start), 5), np.int32)
-    runs[:, 0] = forest.request_rows[low]
-    runs[:, 1] = start
-    runs[:, 2] = np.where(is_last, OPEN_END, start + piece)
-    runs[:, 4] = high - low
+    runs = np.zeros((len(start), RUN_COLUMNS), np.int32)
+    runs[:, RUN_ROW] = forest.request_rows[low]
+    runs[:, RUN_KV_START] = start
+    runs[:, RUN_KV_END] = np.where(is_last, OPEN_END, start + piece)
+    runs[:, RUN_READER_END] = high - low
     return WorkTiles(
         row_indptr=indptr_of(high - low),
         rows=forest.request_rows[low[slot] + nth],

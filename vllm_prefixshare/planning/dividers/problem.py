@@ -17,6 +17,11 @@ from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import (
     OPEN_END,
+    RUN_COLUMNS,
+    RUN_KV_END,
+    RUN_KV_START,
+    RUN_READER_END,
+    RUN_ROW,
     FloatArray,
     Forest,
     IntArray,
@@ -30,14 +35,14 @@ from vllm_prefixshare.records import (
 class DivisionProblem:
     """One batch to divide.
 
-    kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
+    planned_seq_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
     rows_per_request: query rows of one request on one KV head.
     rates: rates of ``cost``, if already known.
     query_len: most query tokens of a request.
     """
 
     forest: Forest
-    kv_lens: IntArray
+    planned_seq_lens: IntArray
     cost: CostModel
     rows_per_request: int
     block_size: int
@@ -48,14 +53,14 @@ class DivisionProblem:
     @property
     def kv_starts(self) -> IntArray:
         """``[num_reqs]`` first token of the first block that a batch row sees."""
-        first = first_in_window(self.kv_lens, self.config.sliding_window, self.query_len)
+        first = first_in_window(self.planned_seq_lens, self.config.sliding_window, self.query_len)
         return first // self.block_size * self.block_size
 
     def groups(self, concatenate: bool) -> list[QueryGroup]:
         """Query groups, each with no more requests than a work tile takes."""
         limit = self.config.max_tile_requests
         groups = group_queries(
-            self.forest, self.kv_lens, self.cost, self.rows_per_request, concatenate
+            self.forest, self.planned_seq_lens, self.cost, self.rows_per_request, concatenate
         )
         if all(len(g.rows) <= limit for g in groups):
             return groups
@@ -100,12 +105,12 @@ def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) 
     group = np.repeat(np.arange(len(groups)), pieces)
     last = np.cumsum(pieces) - 1
     index = np.arange(len(group)) - (last - pieces + 1)[group]
-    runs = np.zeros((len(group), 5), np.int32)
-    runs[:, 0] = row[group]
-    runs[:, 1] = start[group] + index * chunks[group]
-    runs[:, 2] = runs[:, 1] + chunks[group]
-    runs[last, 2] = end
-    runs[:, 4] = counts[group]
+    runs = np.zeros((len(group), RUN_COLUMNS), np.int32)
+    runs[:, RUN_ROW] = row[group]
+    runs[:, RUN_KV_START] = start[group] + index * chunks[group]
+    runs[:, RUN_KV_END] = runs[:, RUN_KV_START] + chunks[group]
+    runs[last, RUN_KV_END] = end
+    runs[:, RUN_READER_END] = counts[group]
     return WorkTiles(
         row_indptr=indptr_of(counts[group]),
         rows=np.concatenate([groups[g].rows for g in group]),
@@ -129,7 +134,7 @@ def one_tile_each(problem: DivisionProblem) -> WorkTiles:
 
 def alone(problem: DivisionProblem) -> list[QueryGroup]:
     """A query group for each request by itself."""
-    tokens = zip(problem.kv_starts.tolist(), problem.kv_lens.tolist(), strict=True)
+    tokens = zip(problem.kv_starts.tolist(), problem.planned_seq_lens.tolist(), strict=True)
     return [
         QueryGroup(KVSegment(row, start, OPEN_END), np.array([row], np.int32), max(1, end - start))
         for row, (start, end) in enumerate(tokens)
