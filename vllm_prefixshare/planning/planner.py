@@ -171,9 +171,9 @@ class DecodePlanner:
         began = time.perf_counter()
         self.counters.updates += 1
         cached = self._first_that_holds(block_table, max_seq_lens, query_len, row_ids)
-        if cached.plan is not None:
+        if cached.unchanged is not None:
             self.counters.update_seconds += time.perf_counter() - began
-            return PlanUpdate(cached.plan)
+            return cached.unchanged
         planned_seq_lens = max_seq_lens.astype(np.int32)
         if slack:
             planned_seq_lens = np.maximum(planned_seq_lens - slack, 1)
@@ -314,10 +314,12 @@ class CachedPlan:
 
     Attributes:
         plan: None until something is remembered.
+        unchanged: the result of an update for which the plan holds; None as long as ``plan`` is.
     """
 
     def __init__(self, block_size: int) -> None:
         self.plan: DecodePlan | None = None
+        self.unchanged: PlanUpdate | None = None
         self._block_size = block_size
         self._query_len = 1
         self._row_ids: IntArray | None = None
@@ -340,6 +342,7 @@ class CachedPlan:
             query_len, block_table, row_ids: as in ``DecodePlanner.update``.
         """
         self.plan = plan
+        self.unchanged = PlanUpdate(plan)
         self._max_balanced_lens = max_balanced_lens
         self._query_len = query_len
         self._row_ids = None if row_ids is None else row_ids.copy()
@@ -356,6 +359,7 @@ class CachedPlan:
     def forget(self) -> None:
         """Drop the plan: it holds for no batch any more."""
         self.plan = None
+        self.unchanged = None
         self._row_ids = None
 
     def holds(

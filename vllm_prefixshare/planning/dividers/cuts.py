@@ -20,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.config import TileGeometry
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.kv_list import Runs, ends_of_windows
-from vllm_prefixshare.planning.dividers.prices import reading_in, tile_us
+from vllm_prefixshare.planning.dividers.prices import merging_us, reading_in, tile_us
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.records import (
@@ -66,7 +67,7 @@ class Limits(NamedTuple):
         one KV head.
     cut_size, kv_tile: tokens; long runs are cut at multiples of kv_tile, short ones of cut_size.
     query_cut_size: as in ``TileGeometry`` if tiles hold several queries of one request, else 0.
-    half_rows and the fields after it: as in ``TileGeometry``.
+    half_rows: as in ``TileGeometry``.
     """
 
     num_workers: int
@@ -78,11 +79,6 @@ class Limits(NamedTuple):
     kv_tile: int
     query_cut_size: int
     half_rows: int
-    spread: bool
-    spread_gain: float
-    lockstep_gain: float
-    uncached_lockstep_gain: float
-    cached_tokens: int
 
     @classmethod
     def of(cls, problem: DivisionProblem, kv_tile: int | None = None) -> "Limits":
@@ -108,6 +104,24 @@ class Limits(NamedTuple):
             kv_tile=_round_up(kv_tile, cut_size),
             query_cut_size=query_cut_size,
             half_rows=geometry.half_rows,
+        )
+
+
+class Gains(NamedTuple):
+    """What even cuts may gain, as in ``TileGeometry``. Apart from ``Limits``, which is copied at
+    each call of a compiled function.
+    """
+
+    spread: bool
+    spread_gain: float
+    lockstep_gain: float
+    uncached_lockstep_gain: float
+    cached_tokens: int
+
+    @classmethod
+    def of(cls, geometry: TileGeometry) -> "Gains":
+        """The gains of a kernel."""
+        return cls(
             spread=geometry.spread,
             spread_gain=geometry.spread_gain,
             lockstep_gain=geometry.lockstep_gain,
@@ -170,9 +184,7 @@ def tile_end(
 
 @compiled
 def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> float:
-    """Microseconds of merging. One program merges all partial results of a query token, and the
-    tokens of a request are merged side by side.
-    """
+    """Microseconds of merging the partial results of a cut's ``tiles``."""
     num_reqs = runs.reader_end[-1]
     tiles_of = np.zeros(num_reqs + 1, np.int32)  # differences between neighbours
     for t in range(len(tiles)):
@@ -184,8 +196,7 @@ def _merging(runs: Runs, limits: Limits, rates: TileRates, tiles: IntArray) -> f
         tiles_of[runs.reader_start[run]] += 1  # in preorder the first run has the first reader
         tiles_of[runs.reader_end[run:end].max()] -= 1
     max_partials = np.cumsum(tiles_of).max()
-    each = min(max(rates.merge * limits.rows_per_query, rates.min_merge), rates.max_merge)
-    return rates.merge_launch + max_partials * each if max_partials > 1 else 0.0
+    return merging_us(rates, limits.rows_per_query, max_partials)
 
 
 @compiled
@@ -287,46 +298,58 @@ def _splits_of_windows(load: FloatArray, num_tiles: int, overhead: float, alike:
 
 
 @compiled
-def _cut_window(
+def _cut_windows(
     runs: Runs,
     limits: Limits,
-    lines: FloatArray,
-    first: int,
-    end: int,
-    splits: int,
+    rates: TileRates,
+    ends: IntArray,
+    splits: IntArray,
+    spread: bool,
     tiles: IntArray,
     cost: FloatArray,
+    split_of: IntArray,
 ) -> int:
-    """Cut the window of the runs ``[first, end)`` into ``splits`` tiles of equal time, or more
-    where the room for runs ends.
+    """Cut each window into ``splits[w]`` tiles of equal time, or more where the room for runs ends.
 
     Args:
-        lines: as in ``TileRates``.
+        ends: ``[num_windows]`` run before which each window ends.
+        spread: spread windows where that is possible.
         tiles, cost: as in ``Cut`` with room for more; written.
+        split_of: ``[room]`` number of each tile within its window; written.
 
     Returns:
         number of tiles.
     """
-    begin = runs.before[first]
-    load = runs.before[end] - begin
-    run = first
-    done = 0
     count = 0
-    while run < end:
-        goal = np.inf
-        if count + 1 < splits:
-            goal = begin + load * (count + 1) / splits
-            if limits.query_cut_size:  # as long as the others, if those before were longer
-                at = runs.before[run] + done * runs.rate[run]
-                goal = max(goal, at + load / splits)
-        tile = tiles[count]
-        tile[FIRST_RUN] = run
-        tile[FIRST_TOKEN] = done
-        run, done, reading = tile_end(runs, limits, run, done, goal)
-        tile[END_RUN] = run
-        tile[END_TOKEN] = done
-        cost[count] = tile_us(lines, reading)
-        count += 1
+    run = 0
+    done = 0
+    for w in range(len(ends)):
+        begun = count
+        begin = runs.before[run]
+        load = runs.before[ends[w]] - begin
+        if spread and _can_spread(runs, limits, run, ends[w], splits[w]):
+            count += splits[w]
+            _spread(runs, limits, rates.lines, run, ends[w], tiles[begun:count], cost[begun:count])
+            run = ends[w]
+        while run < ends[w]:
+            goal = np.inf
+            split = count + 1 - begun
+            if split < splits[w]:
+                goal = begin + load * split / splits[w]
+                if limits.query_cut_size:  # as long as the others, if those before were longer
+                    at = runs.before[run] + done * runs.rate[run]
+                    goal = max(goal, at + load / splits[w])
+            tile = tiles[count]
+            tile[FIRST_RUN] = run
+            tile[FIRST_TOKEN] = done
+            run, done, reading = tile_end(runs, limits, run, done, goal)
+            tile[END_RUN] = run
+            tile[END_TOKEN] = done
+            cost[count] = tile_us(rates.lines, reading)
+            count += 1
+        if count > begun + 1:
+            cost[begun:count] += rates.partial_write
+        split_of[begun:count] = np.arange(count - begun)
     return count
 
 
@@ -345,9 +368,8 @@ def _cut_evenly(
     ``alike``, windows that take about as long get as many splits: 5, 5 and 5 instead of 6, 5 and 5,
     which end no sooner. With ``spread`` windows are spread where that is possible.
     """
-    num_windows = len(ends)
-    load = np.empty(num_windows)
-    for w in range(num_windows):
+    load = np.empty(len(ends))
+    for w in range(len(ends)):
         load[w] = runs.before[ends[w]] - runs.before[ends[w - 1] if w else 0]
     alike = alike and num_tiles <= limits.num_workers
     splits = _splits_of_windows(load, num_tiles, rates.overhead, alike)
@@ -355,21 +377,7 @@ def _cut_evenly(
     tiles = np.zeros((room, COLUMNS), np.int32)
     cost = np.empty(room)
     split_of = np.empty(room, np.int32)
-    count = 0
-    run = 0
-    for w in range(num_windows):
-        begun = count
-        if spread and _can_spread(runs, limits, run, ends[w], splits[w]):
-            count += splits[w]
-            _spread(runs, limits, rates.lines, run, ends[w], tiles[begun:count], cost[begun:count])
-        else:
-            count += _cut_window(
-                runs, limits, rates.lines, run, ends[w], splits[w], tiles[begun:], cost[begun:]
-            )
-        run = ends[w]
-        if count > begun + 1:
-            cost[begun:count] += rates.partial_write
-        split_of[begun:count] = np.arange(count - begun)
+    count = _cut_windows(runs, limits, rates, ends, splits, spread, tiles, cost, split_of)
     # the same split of every window, then the next: neighbouring workers read the same tokens
     by_split = np.argsort(split_of[:count], kind="mergesort")
     tiles = tiles[by_split]
@@ -478,7 +486,9 @@ def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates, known: fl
 
 
 @compiled
-def best_cut(runs: Runs, limits: Limits, rates: TileRates, lockstep: float, known: float) -> Cut:
+def best_cut(
+    runs: Runs, limits: Limits, gains: Gains, rates: TileRates, lockstep: float, known: float
+) -> Cut:
     """The best cut of the list, its finish without its advantage; one with infinite finish if none
     finishes before ``known``.
 
@@ -491,9 +501,9 @@ def best_cut(runs: Runs, limits: Limits, rates: TileRates, lockstep: float, know
     min_finish = (runs.before[-1] + len(ends) * rates.overhead) / workers
     if min_finish >= known:
         return best
-    spread = limits.spread and _some_can_spread(runs, limits, ends)
+    spread = gains.spread and _some_can_spread(runs, limits, ends)
     handicap = 1 + lockstep
-    alike = lockstep > limits.lockstep_gain
+    alike = lockstep > gains.lockstep_gain
     for num_tiles in (workers, 2 * workers, workers // 2, 0):
         at_once = min(max(num_tiles, len(ends)), workers)
         if runs.before[-1] >= known * at_once:
@@ -505,7 +515,7 @@ def best_cut(runs: Runs, limits: Limits, rates: TileRates, lockstep: float, know
                 best = cut
             if spread:
                 cut = _cut_evenly(runs, limits, rates, ends, num_tiles, alike, True)
-                finish = cut.finish * (1 - limits.spread_gain)
+                finish = cut.finish * (1 - gains.spread_gain)
                 if cut.tiles[:, HEAD_END].any() and finish < known:
                     known = finish
                     best = Cut(finish, cut.tiles, cut.cost)

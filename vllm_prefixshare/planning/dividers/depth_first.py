@@ -5,8 +5,9 @@ neighbouring requests share the most, so the batch is cut into windows of as man
 a work tile holds. The runs of KV tokens below a window, root to leaves, follow each other in
 preorder: then the readers of any range of the list are neighbours, too.
 
-It takes three steps, each a module that calls the ones before it: ``kv_list`` lists the runs of all
-windows at the ``prices`` of their tokens, and ``cuts`` cuts the list into work tiles.
+It takes three steps, each a module, and calls go one way: ``kv_list`` lists the runs of all windows
+with the rates of their tokens, ``prices`` prices tiles and merging, and ``cuts``, which calls both,
+cuts the list into work tiles.
 
 The price of a token depends on its readers. A kernel's tile is two halves, each with half of the
 requests: a run that both halves read is bound by arithmetic, a run that one half reads by memory,
@@ -19,7 +20,7 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.planning.dividers.cuts import Limits, as_tiles, best_cut
+from vllm_prefixshare.planning.dividers.cuts import Gains, Limits, as_tiles, best_cut
 from vllm_prefixshare.planning.dividers.kv_list import (
     Runs,
     ends_of_windows,
@@ -36,12 +37,15 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
     Windows as large as a tile suit long shared prefixes; where little is shared, smaller ones
     need fewer cuts. So three sizes are tried, and the lowest estimated finish wins.
     """
-    rates = problem.rates or TileRates.of(problem.cost, problem.config.geometry)
-    return WorkTiles(*_divide(problem.forest, problem.planned_seq_lens, Limits.of(problem), rates))
+    geometry = problem.config.geometry
+    limits = Limits.of(problem)
+    rates = problem.rates or TileRates.of(problem.cost, geometry)
+    lens = problem.planned_seq_lens
+    return WorkTiles(*_divide(problem.forest, lens, limits, Gains.of(geometry), rates))
 
 
 @compiled
-def _lockstep_gain(forest: Forest, runs: Runs, limits: Limits) -> float:
+def _lockstep_gain(forest: Forest, runs: Runs, limits: Limits, gains: Gains) -> float:
     """Time saved by an even cut, whose windows read in lockstep, as a fraction of the finish."""
     if not len(forest.node_start):
         return 0.0
@@ -50,16 +54,16 @@ def _lockstep_gain(forest: Forest, runs: Runs, limits: Limits) -> float:
     before = np.searchsorted(begins, forest.node_reader_start, "right")
     several = before < np.searchsorted(begins, forest.node_reader_end, "left")
     tokens = ((forest.node_end - forest.node_start) * several).sum()
-    if tokens <= limits.cached_tokens * limits.num_workers:
-        return limits.lockstep_gain
-    gain = limits.uncached_lockstep_gain
+    if tokens <= gains.cached_tokens * limits.num_workers:
+        return gains.lockstep_gain
+    gain = gains.uncached_lockstep_gain
     is_half = limits.max_tile_requests * limits.rows_per_request <= limits.half_rows
     return 2 * gain if is_half else gain
 
 
 @compiled
 def _divide(
-    forest: Forest, planned_seq_lens: IntArray, limits: Limits, rates: TileRates
+    forest: Forest, planned_seq_lens: IntArray, limits: Limits, gains: Gains, rates: TileRates
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
     """The arrays of ``WorkTiles``, for windows of as many requests as a tile takes, a half, or
     a quarter.
@@ -77,10 +81,10 @@ def _divide(
                 forest, planned_seq_lens, ways[way], limits.rows_per_request, limits.half_rows,
                 limits.cut_size, rates,
             )  # fmt: skip
-            lockstep = _lockstep_gain(forest, runs, limits)
-            if way > 0 and lockstep > limits.lockstep_gain:
+            lockstep = _lockstep_gain(forest, runs, limits, gains)
+            if way > 0 and lockstep > gains.lockstep_gain:
                 continue  # windows that take unlike times do not stay in lockstep
-            cut = best_cut(runs, limits, rates, lockstep, finish)
+            cut = best_cut(runs, limits, gains, rates, lockstep, finish)
             if cut.finish < finish:
                 finish = cut.finish
                 best_runs = runs

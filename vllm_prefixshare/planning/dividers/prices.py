@@ -1,6 +1,7 @@
-"""Prices by which depth-first cuts are chosen: of a KV token, of a work tile, of merging."""
+"""Prices by which depth-first cuts are chosen: of a work tile, and of merging."""
 
 from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.records import FloatArray
 
 #: Rows of ``TileRates.lines``.
@@ -8,25 +9,6 @@ READING_END = 0
 TILE_END = 1
 BASE = 2
 SLOPE = 3
-
-
-@compiled
-def token_us(
-    memory: FloatArray, cached: FloatArray, windows: int, both_halves: bool, paired: bool
-) -> float:
-    """Microseconds of a token that a tile reads.
-
-    Args:
-        memory, cached: as in ``TileRates``.
-        windows: windows that read the token at about the same time; memory is read once.
-        both_halves: both halves of the tile read it, which is bound by arithmetic.
-        paired: only one half reads it, and the other half reads something else meanwhile.
-    """
-    if both_halves:
-        return cached[1] + (memory[1] - cached[1]) / windows
-    if paired:
-        return max(cached[0] / 2, memory[0] / windows)
-    return cached[0] + (memory[0] - cached[0]) / windows
 
 
 @compiled
@@ -54,3 +36,16 @@ def reading_in(lines: FloatArray, us: float) -> float:
     if at:
         return (us - lines[BASE, at]) / lines[SLOPE, at]
     return us - lines[TILE_END, 0]
+
+
+@compiled
+def merging_us(rates: TileRates, rows: int, max_partials: int) -> float:
+    """Microseconds of merging. One program merges all partial results of a query token, and the
+    tokens of a request are merged side by side.
+
+    Args:
+        rows: query rows of a query token on one KV head.
+        max_partials: maximum number of partial results of a request.
+    """
+    each = min(max(rates.merge * rows, rates.min_merge), rates.max_merge)
+    return rates.merge_launch + max_partials * each if max_partials > 1 else 0.0
