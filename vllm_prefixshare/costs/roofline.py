@@ -88,7 +88,8 @@ class AnalyticCost:
     def _roof(
         self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float, bytes_per_us: float
     ) -> FloatArray:
-        rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
+        rows = np.asarray(rows, np.float64)
+        kv_len = np.asarray(kv_len, np.float64)
         if self.roofline.rows_of_all is not None:
             rows = np.full_like(rows, self.roofline.rows_of_all)
         item = 4 if self.attention.dtype == "float32" else 2

@@ -105,7 +105,8 @@ def _edges_to_cut(
     apart = cost.tile(kid_rows, kid_lens) + cost.merge(kid_rows)
     joined = cost.tile(kid_rows, kid_lens + length)
 
-    cut, left = [], num_reqs
+    cut = []
+    left = num_reqs
     for reader, n, split_kv, split_q in zip(readers, counts.tolist(), apart, joined, strict=True):
         if own[left] + split_kv > own[left - n] + split_q:
             cut.append(reader)

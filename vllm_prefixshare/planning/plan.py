@@ -148,13 +148,16 @@ def _balanced_growth(
     factor: float,
 ) -> float:
     num_workers = len(work_indptr) - 1
-    load, growing = np.zeros(num_workers), np.zeros(num_workers)
+    load = np.zeros(num_workers)
+    growing = np.zeros(num_workers)
     for worker in range(num_workers):
         for tile in range(work_indptr[worker], work_indptr[worker + 1]):
             load[worker] += tile_cost[tile]
             for run in range(tile_run_indptr[tile], tile_run_indptr[tile + 1]):
                 growing[worker] += run_kv_end[run] == OPEN_END  # of one request each
-    most, even, tokens = factor * load.max(), factor * growing.mean(), np.inf
+    most = factor * load.max()
+    even = factor * growing.mean()
+    tokens = np.inf
     for worker in range(num_workers):
         if growing[worker] > even:
             tokens = min(tokens, (most - load[worker]) / (growing[worker] - even))

@@ -77,7 +77,9 @@ def _shared_costs(problem: DivisionProblem, tiles_span_nodes: bool) -> tuple[Int
     """For each segment in a batch that shares: the depth-first position of a request that reads
     it, and its microseconds.
     """
-    forest, config, rows = problem.forest, problem.config, problem.rows_per_request
+    forest = problem.forest
+    config = problem.config
+    rows = problem.rows_per_request
     lens = np.maximum(1, problem.planned_seq_lens[forest.request_rows] - forest.private_start)
     if tiles_span_nodes:
         rates = problem.rates or TileRates.of(problem.cost, config.geometry)
@@ -106,7 +108,8 @@ def _drop_trees(forest: Forest, roots: list[int], kv_starts: IntArray) -> Forest
     private = forest.private_start.copy()
     keep = np.ones(forest.num_nodes, bool)
     for root in roots:
-        low, high = int(forest.node_reader_start[root]), int(forest.node_reader_end[root])
+        low = int(forest.node_reader_start[root])
+        high = int(forest.node_reader_end[root])
         private[low:high] = kv_starts[forest.request_rows[low:high]]
         keep &= (forest.node_reader_start < low) | (forest.node_reader_start >= high)
     renumber = np.cumsum(keep, dtype=np.int32) - 1

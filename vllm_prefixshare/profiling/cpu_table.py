@@ -53,7 +53,8 @@ def measure_cpu(
             requests that share nothing.
         on_step: called after each of ``STEPS``.
     """
-    size, group = attention.block_size, attention.gqa_group_size
+    size = attention.block_size
+    group = attention.gqa_group_size
     tokens = sorted({-(-n // size) * size for n in TOKENS})
     num_blocks = tokens[-1] // size
     dtype = getattr(torch, attention.dtype)

@@ -16,7 +16,8 @@ def block_id_range(table: IntArray, seq_lens: IntArray, block_size: int) -> tupl
         table: ``[num_reqs, max_blocks]`` physical block ids.
         seq_lens: ``[num_reqs]`` tokens of each request, within the table.
     """
-    least, greatest = _NONE, np.int32(-1)
+    least = _NONE
+    greatest = np.int32(-1)
     for row in range(len(seq_lens)):
         for column in range((seq_lens[row] + block_size - 1) // block_size):
             block = table[row, column]

@@ -31,7 +31,8 @@ def last_piece(planned_seq_lens: IntArray, piece: int) -> IntArray:
 
 def batch_invariant(problem: DivisionProblem) -> WorkTiles:
     """Tiles of one piece each, in the order of their places."""
-    forest, limit = problem.forest, problem.config.max_tile_requests
+    forest = problem.forest
+    limit = problem.config.max_tile_requests
     piece = problem.round_up(problem.config.kv_chunk_size)
     lens = problem.planned_seq_lens[forest.request_rows]
     # for each node, then each request alone: readers as depth-first positions, and tokens
@@ -41,16 +42,23 @@ def batch_invariant(problem: DivisionProblem) -> WorkTiles:
     start = np.concatenate([forest.node_start, forest.private_start]) // piece
     end = np.concatenate([forest.node_end // piece, last_piece(lens, piece) // piece + 1])
     part, nth = _ranges(np.maximum(end - start, 0))
-    low, high, start = low[part], high[part], start[part] + nth
+    low = low[part]
+    high = high[part]
+    start = start[part] + nth
     is_last = (part >= forest.num_nodes) & (start + 1 == end[part])
     # no more readers than a tile takes
     tiles = -(-(high - low) // limit)
     part, nth = _ranges(tiles)
-    count, tiles, start, is_last = (high - low)[part], tiles[part], start[part], is_last[part]
+    count = (high - low)[part]
+    tiles = tiles[part]
+    start = start[part]
+    is_last = is_last[part]
     high = low[part] + count * (nth + 1) // tiles
     low = low[part] + count * nth // tiles
     order = np.argsort(start, kind="stable")
-    low, high, is_last = low[order], high[order], is_last[order]
+    low = low[order]
+    high = high[order]
+    is_last = is_last[order]
     start = start[order] * piece
     tokens = np.where(is_last, lens[low] - start, piece)
     slot, nth = _ranges(high - low)

@@ -31,7 +31,8 @@ def flashforge(problem: DivisionProblem) -> WorkTiles:
         splits = splits_at(threshold)
         return float((splits * problem.tile_cost(counts, lens / splits)).sum() / workers)
 
-    low, high = float(whole.sum()) / workers, max(float(whole.max()), float(whole.sum()) / workers)
+    low = float(whole.sum()) / workers
+    high = max(float(whole.max()), float(whole.sum()) / workers)
     for _ in range(12):
         mid = (low + high) / 2
         low, high = (mid, high) if average_load(mid) > mid else (low, mid)
