@@ -95,7 +95,7 @@ def window_ends(forest: Forest, size: int, rates: TileRates) -> tuple[IntArray, 
 
 
 @compiled
-def _windows_of_positions(ends: IntArray) -> IntArray:
+def _number_windows(ends: IntArray) -> IntArray:
     """``[num_reqs]`` number of the window of each depth-first position."""
     number = np.zeros(len(ends), np.int32)
     for p in range(1, len(ends)):
@@ -104,7 +104,7 @@ def _windows_of_positions(ends: IntArray) -> IntArray:
 
 
 @compiled
-def list_runs(
+def list_runs(  # noqa: PLR0915 - functions for parts of its loop took 8% of a plan's time
     forest: Forest,
     planned_seq_lens: IntArray,
     ends: IntArray,
@@ -132,7 +132,7 @@ def list_runs(
     cached = rates.cached
     n = len(request_rows)
     num_nodes = len(node_reader_start)
-    number = _windows_of_positions(ends)
+    number = _number_windows(ends)
     max_runs = n
     for v in range(num_nodes):
         max_runs += 1 + number[node_reader_end[v] - 1] - number[node_reader_start[v]]
@@ -172,7 +172,6 @@ def list_runs(
                 length = (length + cut_size - 1) // cut_size * cut_size
                 stop = p + 1
                 windows = 1
-            # A function of this price took 8% of a plan's time.
             if p < half < stop or rows_per_request > half_rows:
                 us = cached[1] + (memory[1] - cached[1]) / windows
             elif ends[p] > half:  # the other half reads something else meanwhile
