@@ -30,7 +30,7 @@ def check(
         block_table: ``[num_reqs, max_blocks]``.
         seq_lens: ``[num_reqs]``, the planned lengths or any longer ones.
         sliding_window: as in ``AttentionConfig``.
-        query_len: most query tokens of a request.
+        query_len: maximum number of query tokens of a request.
 
     Raises:
         InvariantError: naming the request and what is wrong.

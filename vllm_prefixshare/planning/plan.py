@@ -41,7 +41,7 @@ class DecodePlan:
         partial_indices: parallel to tile_req_indices: row of partial_out and partial_lse,
             or -1 where the request has one tile only and is written directly.
         merge_indptr: ``[num_reqs + 1]`` partial rows to merge into each request.
-    planned_seq_lens: ``[num_reqs]`` least lengths that the plan serves; except with
+    planned_seq_lens: ``[num_reqs]`` minimum lengths that the plan serves; except with
         ``batch_invariant`` also those that it was balanced for.
     """
 
@@ -155,12 +155,12 @@ def _balanced_growth(
             load[worker] += tile_cost[tile]
             for run in range(tile_run_indptr[tile], tile_run_indptr[tile + 1]):
                 growing[worker] += run_kv_end[run] == OPEN_END  # of one request each
-    most = factor * load.max()
+    max_load = factor * load.max()
     even = factor * growing.mean()
     tokens = np.inf
     for worker in range(num_workers):
         if growing[worker] > even:
-            tokens = min(tokens, (most - load[worker]) / (growing[worker] - even))
+            tokens = min(tokens, (max_load - load[worker]) / (growing[worker] - even))
     return tokens / us_per_token
 
 

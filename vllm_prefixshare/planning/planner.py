@@ -14,7 +14,7 @@ from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.batch_invariant import last_piece
+from vllm_prefixshare.planning.dividers.batch_invariant import last_split
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
@@ -278,11 +278,11 @@ class DecodePlanner:
         if window is not None:
             plan = through_the_shortest(plan)
         if self.divider.cuts_at_fixed_places:
-            # the same plan, and so the same bits, for all lengths that end in the same piece
-            piece = problem.round_up(self.config.kv_chunk_size)
-            first = last_piece(planned_seq_lens, piece)
+            # the same plan, and so the same bits, for all lengths that end in the same split
+            size = problem.round_up(self.config.kv_chunk_size)
+            first = last_split(planned_seq_lens, size)
             plan = replace(plan, planned_seq_lens=first + 1)
-            return _NewPlan(plan, (first + piece).astype(float), fallback)
+            return _NewPlan(plan, (first + size).astype(float), fallback)
         growth = self._balanced_growth(plan, problem.rows_per_request, query_len)
         return _NewPlan(plan, planned_seq_lens.astype(np.float64) + slack + growth, fallback)
 
@@ -401,8 +401,8 @@ def _blocks_hold(
     max_lens: FloatArray,
     block_size: int,
 ) -> bool:
-    """Whether each request has at least its planned tokens, in its known blocks, and no more
-    than ``max_lens``.
+    """Whether each request has at least its planned tokens, in its known blocks, and at most
+    ``max_lens`` tokens.
     """
     for row in range(len(seq_lens)):
         # fewer tokens than planned: rolled back, maybe into blocks that are read to their end

@@ -58,10 +58,10 @@ def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> Forest:
 def min_window(
     cost: CostModel, rows_per_request: int, readers: int, geometry: TileGeometry
 ) -> int | None:
-    """The least sliding window, a power of two, of which sharing can gain, in tokens. None if none
+    """The shortest sliding window, a power of two, that gains by sharing, in tokens. None if none
     does.
 
-    Compared are one request for each worker, read alone; and as many requests in work tiles of
+    Compared are one request for each worker, read separately; and as many requests in work tiles of
     ``readers`` each, of which every worker reads a part.
     """
     rates = TileRates.of(cost, geometry)

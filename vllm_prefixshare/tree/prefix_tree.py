@@ -4,7 +4,7 @@ The tree of FlashForge (section 4.1) and of DeFT, taken from vLLM's automatic pr
 two requests share a prefix exactly when their rows of the block table start with the same
 physical block ids. Several roots are normal, so this is a forest.
 
-Reading the whole table takes tens of microseconds, so nothing is kept from batch to batch.
+Reading the whole table takes tens of microseconds, so no state is carried from batch to batch.
 """
 
 import numpy as np
@@ -136,7 +136,7 @@ def _aligned(
 ) -> IntArray:
     """The table from the first column that any window sees on, in which rows of a tree begin alike:
     a row gets, before its window, the blocks of an earlier row that has its first block, or a
-    number of its own.
+    unique number.
     """
     n = len(num_shareable)
     base = first_seen.min()
@@ -281,7 +281,7 @@ def _forest(
         node = groups[height, NODE]
         leader = groups[height, LEADER]
         row = row_after[leader]
-        if row < 0:  # a request alone
+        if row < 0:  # a single request
             continue
         path = table[table_rows[leader]]
         end = num_shareable[leader]
@@ -341,7 +341,7 @@ def _split(
     split: int,
 ) -> tuple[int, int]:
     """Divide the list that begins with ``row`` by the block at ``depth``, where ``node`` ends, into
-    groups, and push these on the stack. The leader of a group is its request with the least rank.
+    groups, and push these on the stack. The leader of a group is its request with the lowest rank.
     Returns the stack's new height, and the number of requests in the list.
     """
     mask = len(slots) - 1

@@ -16,7 +16,12 @@ from vllm_prefixshare.planning.dividers.cuts import (
     tile_end,
 )
 from vllm_prefixshare.planning.dividers.kv_list import list_runs, window_ends
-from vllm_prefixshare.planning.dividers.problem import DivisionProblem, alone, by_chunk, split
+from vllm_prefixshare.planning.dividers.problem import (
+    DivisionProblem,
+    by_chunk,
+    split,
+    unshared_groups,
+)
 from vllm_prefixshare.records import WorkTiles
 
 #: a price of 1 per token, whichever requests read it
@@ -85,14 +90,14 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
 
 
 def fixed(problem: DivisionProblem) -> WorkTiles:
-    """Cut every group into ``num_splits`` pieces, whatever their cost."""
+    """Cut every group into ``num_splits`` KV splits, whatever their cost."""
     groups = problem.groups(problem.config.grouping)
     lens = np.array([g.kv_len for g in groups])
-    most = np.maximum(1, lens // problem.block_size)
-    return split(problem, groups, np.minimum(most, problem.config.num_splits))
+    max_splits = np.maximum(1, lens // problem.block_size)
+    return split(problem, groups, np.minimum(max_splits, problem.config.num_splits))
 
 
 def per_request(problem: DivisionProblem) -> WorkTiles:
     """Flash-decoding: nothing is shared; long requests are split to fill the workers."""
-    groups = alone(problem)
+    groups = unshared_groups(problem)
     return by_chunk(problem, groups, problem.even_chunk(groups))

@@ -1,12 +1,12 @@
-"""The divider with pieces at fixed places: a request's output bits do not depend on the batch.
+"""The divider that splits KV at fixed places: a request's output bits do not depend on the batch.
 
 Every request is cut at the same places, multiples of ``kv_chunk_size`` from its first token, and
-each piece is a tile of one run. A kernel then walks a piece in the same steps for all its readers,
-and merge states merges a request's pieces from first to last. A piece's other readers and its
+each split is a tile of one run. A kernel then walks a split in the same steps for all its readers,
+and merge states merges a request's splits from first to last. A split's other readers and its
 worker do not change the bits: in a matrix product a row does not depend on others.
 
-Requests therefore share whole pieces only; each reads the rest of a shared prefix, half a piece
-on average, by itself. The last piece is never shared: it grows.
+Requests therefore share whole splits only; each reads the rest of a shared prefix, half a split
+on average, separately. The last split is never shared: it grows.
 """
 
 import numpy as np
@@ -24,23 +24,23 @@ from vllm_prefixshare.records import (
 )
 
 
-def last_piece(planned_seq_lens: IntArray, piece: int) -> IntArray:
-    """First token of the piece that holds the last token of each request."""
-    return np.maximum(planned_seq_lens - 1, 0) // piece * piece
+def last_split(planned_seq_lens: IntArray, size: int) -> IntArray:
+    """First token of the split that holds the last token of each request."""
+    return np.maximum(planned_seq_lens - 1, 0) // size * size
 
 
 def batch_invariant(problem: DivisionProblem) -> WorkTiles:
-    """Tiles of one piece each, in the order of their places."""
+    """Tiles of one split each, in the order of their places."""
     forest = problem.forest
     limit = problem.config.max_tile_requests
-    piece = problem.round_up(problem.config.kv_chunk_size)
+    size = problem.round_up(problem.config.kv_chunk_size)
     lens = problem.planned_seq_lens[forest.request_rows]
-    # for each node, then each request alone: readers as depth-first positions, and tokens
-    alone = np.arange(forest.num_reqs)
-    low = np.concatenate([forest.node_reader_start, alone])
-    high = np.concatenate([forest.node_reader_end, alone + 1])
-    start = np.concatenate([forest.node_start, forest.private_start]) // piece
-    end = np.concatenate([forest.node_end // piece, last_piece(lens, piece) // piece + 1])
+    # for each node, then each request: readers as depth-first positions, and tokens
+    positions = np.arange(forest.num_reqs)
+    low = np.concatenate([forest.node_reader_start, positions])
+    high = np.concatenate([forest.node_reader_end, positions + 1])
+    start = np.concatenate([forest.node_start, forest.private_start]) // size
+    end = np.concatenate([forest.node_end // size, last_split(lens, size) // size + 1])
     part, nth = _ranges(np.maximum(end - start, 0))
     low = low[part]
     high = high[part]
@@ -59,13 +59,13 @@ def batch_invariant(problem: DivisionProblem) -> WorkTiles:
     low = low[order]
     high = high[order]
     is_last = is_last[order]
-    start = start[order] * piece
-    tokens = np.where(is_last, lens[low] - start, piece)
+    start = start[order] * size
+    tokens = np.where(is_last, lens[low] - start, size)
     slot, nth = _ranges(high - low)
     runs = np.zeros((len(start), RUN_COLUMNS), np.int32)
     runs[:, RUN_ROW] = forest.request_rows[low]
     runs[:, RUN_KV_START] = start
-    runs[:, RUN_KV_END] = np.where(is_last, OPEN_END, start + piece)
+    runs[:, RUN_KV_END] = np.where(is_last, OPEN_END, start + size)
     runs[:, RUN_READER_END] = high - low
     return WorkTiles(
         row_indptr=indptr_of(high - low),

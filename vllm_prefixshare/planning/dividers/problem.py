@@ -1,7 +1,7 @@
 """DivisionProblem, the input of dividers, and how query groups become work tiles.
 
-Minimising the slowest thread block over all splits and assignments is NP-hard (FlashForge,
-section 5.1). Every strategy splits along KV only and leaves the assignment to
+Minimising the time of the slowest thread block over all splits and assignments is NP-hard
+(FlashForge, section 5.1). Every strategy splits along KV only and leaves the assignment to
 ``plan.longest_first``, except ``depth_first``, which schedules its own tiles.
 """
 
@@ -38,7 +38,7 @@ class DivisionProblem:
     planned_seq_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
     rows_per_request: query rows of one request on one KV head.
     rates: rates of ``cost``, if already known.
-    query_len: most query tokens of a request.
+    query_len: maximum number of query tokens of a request.
     """
 
     forest: Forest
@@ -95,16 +95,16 @@ def indptr_of(counts: IntArray) -> IntArray:
 
 
 def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) -> WorkTiles:
-    """Cut each group into at most ``splits`` pieces of whole blocks, equal but the last."""
+    """Cut each group into at most ``splits`` KV splits of whole blocks, equal but the last."""
     counts = np.array([len(g.rows) for g in groups])
     lens = np.array([g.kv_len for g in groups])
     row, start, end = np.array([g.segment for g in groups]).T
     chunks = -(-lens // splits // problem.block_size) * problem.block_size
     chunks = np.where(splits > 1, np.maximum(chunks, problem.block_size), lens)
-    pieces = -(-lens // chunks)
-    group = np.repeat(np.arange(len(groups)), pieces)
-    last = np.cumsum(pieces) - 1
-    index = np.arange(len(group)) - (last - pieces + 1)[group]
+    num_splits = -(-lens // chunks)
+    group = np.repeat(np.arange(len(groups)), num_splits)
+    last = np.cumsum(num_splits) - 1
+    index = np.arange(len(group)) - (last - num_splits + 1)[group]
     runs = np.zeros((len(group), RUN_COLUMNS), np.int32)
     runs[:, RUN_ROW] = row[group]
     runs[:, RUN_KV_START] = start[group] + index * chunks[group]
@@ -121,19 +121,19 @@ def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) 
 
 
 def by_chunk(problem: DivisionProblem, groups: list[QueryGroup], chunk: int) -> WorkTiles:
-    """Cut every KV segment into equal pieces of about ``chunk`` tokens."""
+    """Cut every KV segment into equal KV splits of about ``chunk`` tokens."""
     lens = np.array([g.kv_len for g in groups])
     return split(problem, groups, np.maximum(1, -(-lens // chunk)))
 
 
 def one_tile_each(problem: DivisionProblem) -> WorkTiles:
     """One tile for each request, without sharing or splits: the plan that always fits."""
-    groups = alone(problem)
+    groups = unshared_groups(problem)
     return split(problem, groups, np.ones(len(groups), np.int64))
 
 
-def alone(problem: DivisionProblem) -> list[QueryGroup]:
-    """A query group for each request by itself."""
+def unshared_groups(problem: DivisionProblem) -> list[QueryGroup]:
+    """One query group for each request: no sharing."""
     tokens = zip(problem.kv_starts.tolist(), problem.planned_seq_lens.tolist(), strict=True)
     return [
         QueryGroup(KVSegment(row, start, OPEN_END), np.array([row], np.int32), max(1, end - start))
