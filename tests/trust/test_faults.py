@@ -172,7 +172,7 @@ batch = document_qa(3, 9, document_blocks=40, tail=30)
 for divider in ("depth_first", "flashforge"):
     planner = make_planner(16, table, divider=divider, num_workers=16, max_tile_requests=8,
                            max_tile_runs=16, share="auto")
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     invariants.check(plan, batch.block_table, batch.seq_lens)
     assert not planner.counters.fallbacks[PLANNING_FAILED]
 """

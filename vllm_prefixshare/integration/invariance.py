@@ -19,6 +19,7 @@ DIVIDER = "batch_invariant"
 #: Each needs room for a partial result. Pieces are multiples of the kernels' longest KV tile.
 MIN_PIECE = 512
 MAX_PIECES = 64
+KV_TILE = GPU.kv_tile
 
 #: Functions that choose a CUDA graph for a batch, in the V1 and the V2 model runner. vLLM 0.26 and
 #: 0.27 do not have the second.
@@ -69,8 +70,8 @@ def piece_tokens(config: Any) -> int:
     Args:
         config: a ``VllmConfig``.
     """
-    step = GPU.kv_tile * MAX_PIECES
-    return max(MIN_PIECE, -(-int(config.model_config.max_model_len) // step) * GPU.kv_tile)
+    step = KV_TILE * MAX_PIECES
+    return max(MIN_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
 
 
 def piece_limits(config: Any, block_size: int = 0) -> PieceLimits | None:
