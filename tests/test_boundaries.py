@@ -79,7 +79,8 @@ FLOORS = {
     "distributed": (RUNS | {"operator", "merging"}, {"numpy", "torch"}),
     "integration": (
         RUNS | {"costs.lookup", "profiling"},
-        {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"},
+        {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"}
+        | {"cachetools", "msgspec", "tokenizers"},  # vLLM requires them
     ),
     "cli": (
         RUNS

@@ -15,7 +15,7 @@ LATENT_SHAPE = 576, 512
 FP8 = "float8_e4m3fn"
 #: vLLM's names of a KV cache of that dtype, with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
-#: vLLM's names of all types of KV cache, in 0.26 to 0.33: to ask vLLM would import it for seconds
+#: vLLM's names of all types of KV cache, in 0.29 to 0.33: to ask vLLM would import it for seconds
 CACHE_DTYPES = (
     "auto",
     "float16",

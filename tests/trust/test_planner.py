@@ -78,7 +78,7 @@ class PlannerMachine(RuleBasedStateMachine):
         heads=st.sampled_from(HEADS),
         multiprocessors=st.sampled_from([132, 16, 8]),  # small parts of a GPU, too
         block_size=st.sampled_from([16, 32]),
-        runner=st.sampled_from(["v1", "v1 of older releases", "v2", "v2 with divided blocks"]),
+        runner=st.sampled_from(["v1", "v2", "v2 with divided blocks"]),
         spare_blocks=st.sampled_from([0, 4, 12, 40, 80]),
         drafts=st.sampled_from([0, 0, 1, 3]),
         steps_in_flight=st.integers(1, 2),
@@ -117,8 +117,7 @@ class PlannerMachine(RuleBasedStateMachine):
             attention = AttentionConfig(*heads, 128, block_size, sliding_window=window)
         width = MAX_LEN // block_size
         rows = {
-            "v1": lambda: V1Rows(Engine.MAX_REQS, width, clears=True),
-            "v1 of older releases": lambda: V1Rows(Engine.MAX_REQS, width, clears=False),
+            "v1": lambda: V1Rows(Engine.MAX_REQS, width),
             "v2": lambda: V2Slots(Engine.MAX_REQS, width, 1),
             "v2 with divided blocks": lambda: V2Slots(Engine.MAX_REQS, width, 2),
         }[runner]()

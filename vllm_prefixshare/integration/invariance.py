@@ -9,7 +9,6 @@ every token in every batch: ``docs/fidelity.md`` says what follows.
 import functools
 from typing import Any
 
-from vllm_prefixshare.integration import signatures
 from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.records import PieceLimits, PrefixShareError
 from vllm_prefixshare.settings import settings
@@ -20,13 +19,6 @@ DIVIDER = "batch_invariant"
 MIN_PIECE = 512
 MAX_PIECES = 64
 KV_TILE = GPU.kv_tile
-
-#: Functions that choose a CUDA graph for a batch, in the V1 and the V2 model runner. vLLM 0.26 and
-#: 0.27 do not have the second.
-GRAPH_CHOICES = (
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._determine_batch_execution_and_padding",
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.gather_batch_req_state",
-)
 
 
 def wanted() -> bool:
@@ -47,8 +39,7 @@ def is_possible() -> bool:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     hooked = not hasattr(CommonAttentionMetadata, "block_table_cpu")  # as hooks.patched
-    supports = FlashAttentionBackend.supports_batch_invariance()
-    return hooked and supports and all(map(signatures.is_function, GRAPH_CHOICES))
+    return hooked and FlashAttentionBackend.supports_batch_invariance()
 
 
 def check_divider(divider: str) -> None:

@@ -12,7 +12,6 @@ from vllm_prefixshare.config import (
     AttentionConfig,
 )
 from vllm_prefixshare.integration import BACKEND_NAME, invariance, metrics
-from vllm_prefixshare.integration.compat import clears_mixed_caches
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.records import PrefixShareError
@@ -84,7 +83,6 @@ def selector_refusal(
         "use_adaptive_verification": "adaptive verification",
         "use_batch_invariant": "batch invariance",
     }
-    # not every release has every field
     if "sinks" in extras:
         del named["has_sink"]
     if "dcp" in extras:
@@ -95,6 +93,7 @@ def selector_refusal(
         del named["use_batch_invariant"]
     if "windows" in extras and not layer.use_mla:
         del named["has_sliding_window"]
+    # vLLM 0.29 has no use_rswa
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
@@ -192,16 +191,6 @@ def shard_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
         (attention.kv_dtype is not None, "an fp8 KV cache under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)
-
-
-def mixed_cache_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
-    """Why a layer on a GPU whose KV cache is quantised, unlike that of others, cannot be served, or
-    None. A block that another layer has left holds numbers of 16 bits, which read as NaN; vLLM 0.26
-    does not clear such blocks.
-    """
-    if engine.mixed_caches and attention.kv_dtype is not None and not clears_mixed_caches():
-        return "a quantised KV cache beside KV caches of 16 bits"
-    return None
 
 
 def window_refusal(attention: AttentionConfig, engine: Engine) -> str | None:

@@ -45,7 +45,6 @@ from vllm_prefixshare.integration.support import (
     gpu_extras,
     impl_refusal,
     invariance_refusal,
-    mixed_cache_refusal,
     shard_refusal,
     window_refusal,
 )
@@ -110,6 +109,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         if n:
             assert metadata.executor is not None
             assert metadata.kv_table is not None and metadata.kv_lens is not None
+            if metadata.rows is not None:
+                metadata.rows.fill()
             if metadata.executor.attention.kv_dtype is not None:
                 kv_cache = kv_cache.view(torch.float8_e4m3fn)
             k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
@@ -206,8 +207,7 @@ def engine_of(config: Any) -> Engine:
         config.parallel_config.decode_context_parallel_size,
         config.model_config.is_hybrid,
         config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16")
-        # not in every release
-        and bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
+        and bool(config.cache_config.kv_cache_dtype_skip_layers),
     )
 
 
@@ -230,7 +230,6 @@ def _layer_refusal(impl: Any, config: Any) -> str | None:
     attention = attention_of([impl], 16, config.model_config.dtype)
     return (
         shard_refusal(attention, engine)
-        or mixed_cache_refusal(attention, engine)
         or window_refusal(attention, engine)
         or short_window_refusal(attention)
     )

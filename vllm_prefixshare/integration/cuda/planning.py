@@ -137,13 +137,12 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         context = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             cache = context[name].kv_cache
-            for tensor in cache if isinstance(cache, list) else [cache]:
-                if tensor.element_size() == 1:  # e4m3: all bits set is NaN
-                    # a block at a time would take seconds, all at once as much memory again
-                    for bits in tensor.view(torch.uint8).split(MAX_BLOCKS):
-                        bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
-                else:
-                    torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+            if cache.element_size() == 1:  # e4m3: all bits set is NaN
+                # a block at a time would take seconds, all at once as much memory again
+                for bits in cache.view(torch.uint8).split(MAX_BLOCKS):
+                    bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
+            else:
+                torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
 
     def after_wake_up(self, tags: list[str] | None) -> None:
         """Make a new plan and clean the KV cache, if the cache slept.
