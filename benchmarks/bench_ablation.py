@@ -28,6 +28,7 @@ from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.geometry import CPU
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -126,7 +127,9 @@ class CpuRunner:
 
     def planner_config(self, variant: Variant) -> PlannerConfig:
         divider = variant.divider or "flashforge"
-        return PlannerConfig(divider, variant.share, num_workers=16, max_tile_requests=32)
+        return PlannerConfig(
+            divider, variant.share, num_workers=16, max_tile_requests=32, geometry=CPU
+        )
 
     def measure(self, plan: DecodePlan, layer: Layer, repeats: int) -> tuple[float, float]:
         """Relative error and milliseconds of ``plan``."""

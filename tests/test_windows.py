@@ -7,6 +7,7 @@ import torch
 from vllm_prefixshare import LayerExtras, PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.sharing import min_window
@@ -95,6 +96,6 @@ def test_the_threshold_falls_with_what_a_token_costs(kernel):
     found = []
     for head_dim in (64, 128, 256):
         cost = analytic_cost(AttentionConfig(32, 8, head_dim, 16), kernel)
-        found.append(min_window(cost, 4, 16))
+        found.append(min_window(cost, 4, 16, GPU))
     assert found == sorted(found, reverse=True) and found[0] > found[-1]
-    assert min_window(cost, 4, 1) is None, "one reader has nothing to share"
+    assert min_window(cost, 4, 1, GPU) is None, "one reader has nothing to share"

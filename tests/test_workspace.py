@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.planning.strategies import make_planner
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from tests.planning.strategies import gpu_config, make_planner
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.roofline import analytic_cost
@@ -181,7 +181,7 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(kernel, heads, div
             num_workers=k.num_workers,
             max_tile_requests=k.max_tile_requests,
             max_tile_runs=k.max_tile_runs,
-            spread=k.spread,
+            spread=k.geometry.spread,
             **limits,
         )
         plan = planner.update(work.block_table, work.seq_lens).plan
@@ -209,7 +209,7 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
     attention = AttentionConfig(*heads, head_dim, 16)
     k = PortableKernel(attention, 1, Gpu(sheet.capability, sheet.multiprocessors, shared))
     cost = cost_model(attention, k.name, device_name=f"{sheet.device} x{sheet.multiprocessors}")
-    config = PlannerConfig(
+    config = gpu_config(
         divider="depth_first",
         share="always",
         num_workers=k.num_workers,
@@ -223,10 +223,10 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
         for document, private in product((4096, 32768, 131072), (100, 500, 2000)):
             work = tree(f"1,{num_reqs}_{document},{private}")
             plans = [
-                DecodePlanner(replace(config, spread=on), cost, 16, attention.gqa_group_size)
+                DecodePlanner(c, cost, 16, attention.gqa_group_size)
                 .update(work.block_table, work.seq_lens)
                 .plan
-                for on in (True, False)
+                for c in (config, replace(config, geometry=replace(config.geometry, spread=False)))
             ]
             spread += plans[0].run_row.size > plans[1].run_row.size
             assert plans[0].fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
@@ -246,13 +246,13 @@ def test_reserved_room_holds_plans_with_more_workers_than_requests(
     attention = AttentionConfig(*heads, 128, 16)
     k = kernel(attention, query_len, H100)
     cost = cost_model(attention, k.name, device_name="NVIDIA H200 x132")
-    config = PlannerConfig(
+    config = gpu_config(
         divider="depth_first",
         share="always",
         num_workers=k.num_workers,
         max_tile_requests=k.max_tile_requests,
         max_tile_runs=k.max_tile_runs,
-        spread=k.spread,
+        spread=k.geometry.spread,
     )
     capacity = k.capacity(num_reqs)
     most = 0

@@ -47,8 +47,9 @@ def rows_of(model: str) -> list[tuple[str, ...]]:
 def min_window_on(gpu: str, attention: AttentionConfig) -> int | None:
     """The least window that is served on a GPU without a measured cost table."""
     planning = planning_for(gpu, attention)
-    readers = planning.config.max_tile_requests
-    return min_window(planning.cost, attention.gqa_group_size, readers)
+    config = planning.config
+    rows = attention.gqa_group_size
+    return min_window(planning.cost, rows, config.max_tile_requests, config.geometry)
 
 
 def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.hopper_emulator import emulate, kv_tiles
-from tests.planning.strategies import document_qa, make_planner
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
+from tests.planning.strategies import document_qa, gpu_config, make_planner
+from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.arrays import NUM_RUNS, PLAIN_START, RESULTS
@@ -48,7 +48,7 @@ def walk(
     rows = query_len * q_heads // kv_heads
     slots = max(1, 2 * (64 // rows))
     runs = max(32, 1 << (2 * slots - 1).bit_length())
-    config = PlannerConfig(
+    config = gpu_config(
         divider=divider,
         share="always",
         num_workers=workers,

@@ -23,7 +23,8 @@ from tests.mla import (
     let_scores_rise,
     quantised,
 )
-from vllm_prefixshare.config import FP8, AttentionConfig, PlannerConfig
+from tests.planning.strategies import gpu_config
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras, checked_extras
@@ -64,7 +65,7 @@ class Latents:
         self.extras = PLAIN
         if of_cache:
             self.extras = checked_extras(LayerExtras(**SCALES), attention, DEVICE)
-        config = PlannerConfig(
+        config = gpu_config(
             divider=self.divider,
             num_workers=self.workers,
             max_tile_requests=hopper.requests_of_a_tile(self.query_len * heads),

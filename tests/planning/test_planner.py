@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -25,6 +24,7 @@ from .strategies import (
     LinearCost,
     batches,
     document_qa,
+    gpu_config,
     make_batch,
     make_planner,
     quick,
@@ -550,7 +550,7 @@ def test_checking_plans_calls_the_invariants(monkeypatch):
     monkeypatch.setattr(invariants, "check", lambda *args: calls.append(args))
     batch = document_qa(1, 2, document_blocks=2, tail=3)
     for check_plans in (False, True):
-        config = PlannerConfig(check_plans=check_plans)
+        config = gpu_config(check_plans=check_plans)
         planner = DecodePlanner(config, COSTS["h200"], 16, 4)
         planner.update(batch.block_table, batch.seq_lens)
         assert len(calls) == check_plans

@@ -5,7 +5,7 @@ common.
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -149,15 +149,15 @@ class PlannerMachine(RuleBasedStateMachine):
         self.executor = None if mode.path == "cpu" else paths.executor(*options)
         self.forest: Forest | None = None
         self.fails = self.failed = False
-        divide = self.planner._divide
+        divider = self.planner.divider
 
         def noted(problem):
             if self.fails:
                 raise InjectedError("planted")
             self.forest = problem.forest
-            return divide(problem)
+            return divider.divide(problem)
 
-        self.planner._divide = noted
+        self.planner.divider = replace(divider, divide=noted)
         self.tried["sequences"] += 1
         for copy in range(6):  # the first requests: two groups of three
             engine = self.engine

@@ -106,12 +106,14 @@ def _planning(
         gpu = planning_for(args.gpu, attention)
         return gpu.config, gpu.cost, gpu.says
     from vllm_prefixshare.costs.roofline import analytic_cost
+    from vllm_prefixshare.kernels.geometry import GPU
 
     if args.workers > 1 << 16:
         raise PrefixShareError(f"--workers must be at most {1 << 16}, got {args.workers}.")
     if args.tile_rows < 1:
         raise PrefixShareError(f"--tile-rows must be at least 1, got {args.tile_rows}.")
     config = PlannerConfig(
+        geometry=GPU,
         divider="depth_first",
         share="always",
         num_workers=args.workers,

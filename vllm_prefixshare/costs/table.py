@@ -41,7 +41,8 @@ class Fingerprint:
     def of(cls, attention: AttentionConfig, device: str, kernel: str) -> "Fingerprint":
         """The fingerprint of a layer."""
         a = attention
-        heads, dtypes = (a.num_kv_heads, a.gqa_group_size, a.head_dim), (a.dtype, a.of_cache)
+        heads = (a.num_kv_heads, a.gqa_group_size, a.head_dim)
+        dtypes = (a.dtype, a.of_cache)
         return cls(device, *heads, *dtypes, a.block_size, kernel)
 
     def file_name(self) -> str:
@@ -201,7 +202,8 @@ class CostTable:
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as e:
             raise PrefixShareError(f"{path} is not a usable cost table ({e}): {remedy}.") from None
         if expected is not None and table.fingerprint != expected:
-            have, want = asdict(table.fingerprint), asdict(expected)
+            have = asdict(table.fingerprint)
+            want = asdict(expected)
             diff = ", ".join(
                 f"{k} {have[k]!r} instead of {want[k]!r}" for k in want if have[k] != want[k]
             )

@@ -9,13 +9,16 @@ every token in every batch: ``docs/fidelity.md`` says what follows.
 import functools
 from typing import Any
 
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.records import PieceLimits, PrefixShareError
 from vllm_prefixshare.settings import settings
 
 DIVIDER = "batch_invariant"
 #: Tokens of a piece, and how many pieces the longest request may have before pieces get longer.
 #: Each needs room for a partial result. Pieces are multiples of the kernels' longest KV tile.
-MIN_PIECE, MAX_PIECES, KV_TILE = 512, 64, 128
+MIN_PIECE = 512
+MAX_PIECES = 64
+KV_TILE = GPU.kv_tile
 
 
 def wanted() -> bool:

@@ -30,8 +30,7 @@ def planner_for(
     chosen = settings()
     cost = cost_model(attention, executor.name, logger().info_once)
     share = chosen.share
-    if share == "auto" and executor.name == "torch" and isinstance(cost, AnalyticCost):
-        # in all measurements, CPU_ATTN was at least as fast as sharing in torch operators
+    if share == "auto" and not executor.trusts_estimates and isinstance(cost, AnalyticCost):
         share = "never"
     pieces = {"kv_chunk_size": invariance.piece_tokens(vllm_config)} if invariant else {}
     config = executor.planner_config(

@@ -47,6 +47,8 @@ class GpuExecutor:
             cannot be compiled.
     """
 
+    trusts_estimates = True
+
     def __init__(
         self,
         attention: AttentionConfig,

@@ -1,4 +1,4 @@
-"""DecodePlanner: keeps plans, and makes a new one only when none of them fits the batch."""
+"""DecodePlanner: caches plans, and makes a new one only when none of them fits the batch."""
 
 import logging
 import time
@@ -14,24 +14,25 @@ from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, last_piece
+from vllm_prefixshare.planning.dividers.batch_invariant import last_split
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
-from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
 from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
 from vllm_prefixshare.tree.prefix_tree import first_difference
 
 #: Reasons to fall back to a plan that shares nothing.
-PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
-#: A plan is kept for so many steps, however unbalanced: a new one takes the host's time, too.
+PLANNING_FAILED = "planning failed"
+PLAN_TOO_LARGE = "plan too large"
+#: Minimum steps between replans for balance; replanning costs host time even if the plan is
+#: unbalanced.
 MIN_STEPS = 16
 
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """Numbers of updates and of plans made, and the seconds that each took in all.
+    """Numbers of updates and of plans made, and the total seconds of each.
 
     fallbacks: plans without sharing, by reason: the plan with sharing exceeded the limits, or
         making it raised an exception.
@@ -102,8 +103,8 @@ class DecodePlanner:
         self._on_failure = on_failure or logging.getLogger(__name__).warning
         self._on_plan = on_plan
         self.counters = PlannerCounters()
-        self._divide = get_divider(config.divider)
-        self._rates = TileRates.of(cost)
+        self.divider = get_divider(config.divider)
+        self._rates = TileRates.of(cost, config.geometry)
         #: Most recently used first.
         self._known = [CachedPlan(block_size) for _ in range(config.kept_plans)]
 
@@ -127,7 +128,7 @@ class DecodePlanner:
     def update(
         self,
         block_table: IntArray,
-        seq_lens: IntArray,
+        max_seq_lens: IntArray,
         query_len: int = 1,
         *,
         table_rows: IntArray | None = None,
@@ -142,65 +143,71 @@ class DecodePlanner:
 
         Args:
             block_table: ``[num_reqs, max_blocks]`` physical block ids.
-            seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
-            query_len: most query tokens of a request. They and the block that they fill
-                stay private.
+            max_seq_lens: ``[num_reqs]`` tokens of each request, its queries included: the true
+                lengths or more, see ``slack``.
+            query_len: maximum number of query tokens of a request. They and the block that they
+                fill stay private.
             row_ids: ``[num_reqs]`` compared in place of the block table: a number that a
                 request keeps as long as the blocks it has stay the same, and that no other
                 request has had before.
             table_rows: ``[num_reqs]`` row of ``block_table`` that each request has, where its
                 rows are not those of the batch; goes with ``row_ids``.
-            slack: by how many tokens the true lengths may be less than ``seq_lens``.
+            slack: maximum number of tokens by which the true lengths may be less.
 
         Raises:
             PrefixShareError: the arguments differ in their number of requests.
         """
-        if len(block_table if table_rows is None else table_rows) != len(seq_lens):
+        num_reqs = len(max_seq_lens)
+        if len(block_table if table_rows is None else table_rows) != num_reqs:
             raise PrefixShareError(
-                f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
+                f"block_table has {len(block_table)} rows and seq_lens {num_reqs} entries: "
                 "pass one of each for every request."
             )
-        if row_ids is not None and len(row_ids) != len(seq_lens):
+        if row_ids is not None and len(row_ids) != num_reqs:
             raise PrefixShareError(
-                f"row_ids has {len(row_ids)} entries and seq_lens {len(seq_lens)}: "
+                f"row_ids has {len(row_ids)} entries and seq_lens {num_reqs}: "
                 "pass one of each for every request."
             )
         began = time.perf_counter()
         self.counters.updates += 1
-        cached = self._first_that_holds(block_table, seq_lens, query_len, row_ids)
-        if cached.plan is not None:
+        cached = self._first_that_holds(block_table, max_seq_lens, query_len, row_ids)
+        if cached.unchanged is not None:
             self.counters.update_seconds += time.perf_counter() - began
-            return PlanUpdate(cached.plan)
-        least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
+            return cached.unchanged
+        planned_seq_lens = max_seq_lens.astype(np.int32)
+        if slack:
+            planned_seq_lens = np.maximum(planned_seq_lens - slack, 1)
         table = np.ascontiguousarray(block_table, np.int32)
         try:
-            made = self._make_plan(table, table_rows, least, query_len, slack)
+            made = self._make_plan(table, table_rows, planned_seq_lens, query_len, slack)
             cached.remember(made.plan, made.max_balanced_lens, query_len, table, row_ids)
             plan = made.plan
             fallback = made.fallback
         except PrefixShareError:
             raise
         except Exception as e:
-            plan = self.without_sharing(least, query_len, e)
+            plan = self.without_sharing(planned_seq_lens, query_len, e)
             fallback = PLANNING_FAILED
         if self.config.check_plans:
             rows = table if table_rows is None else table[table_rows]
-            invariants.check(plan, rows, least, self.config.sliding_window, query_len)
+            invariants.check(plan, rows, planned_seq_lens, self.config.sliding_window, query_len)
         seconds = time.perf_counter() - began
         self.counters.plans += 1
         self.counters.plan_seconds += seconds
         if self._on_plan is not None:
             rows = table if table_rows is None else table[table_rows]
-            self._on_plan(plan, seconds, rows, seq_lens)
+            self._on_plan(plan, seconds, rows, max_seq_lens)
         self.counters.update_seconds += time.perf_counter() - began
         return PlanUpdate(plan, True, seconds, fallback)
 
-    def without_sharing(self, seq_lens: IntArray, query_len: int, reason: Exception) -> DecodePlan:
+    def without_sharing(
+        self, planned_seq_lens: IntArray, query_len: int, reason: Exception
+    ) -> DecodePlan:
         """The plan of a step whose own plan could not be made or used: one tile for each request,
-        which is right for every batch. The next update plans anew.
+        which is right for every batch. The next update makes a new plan.
 
         Args:
-            seq_lens: ``[num_reqs]`` least tokens of each request.
+            planned_seq_lens: ``[num_reqs]`` minimum number of tokens of each request.
             reason: logged the first time.
         """
         self._known[0].forget()
@@ -210,19 +217,10 @@ class DecodePlanner:
                 f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
                 "nothing: please report it. Later failures are counted, not logged."
             )
-        kv_lens = seq_lens.astype(np.int32)
-        problem = DivisionProblem(
-            Forest.alone(len(kv_lens)),
-            kv_lens,
-            self.cost,
-            self.gqa_group_size * query_len,
-            self.block_size,
-            self.config,
-            self._rates,
-            query_len,
-        )
-        tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
-        return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+        planned_seq_lens = planned_seq_lens.astype(np.int32)
+        problem = self._problem(Forest.alone(len(planned_seq_lens)), planned_seq_lens, query_len)
+        tiles = one_tile_each(problem) if len(planned_seq_lens) else WorkTiles.none()
+        return build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""
@@ -255,47 +253,58 @@ class DecodePlanner:
         self,
         table: IntArray,
         table_rows: IntArray | None,
-        seq_lens: IntArray,
+        planned_seq_lens: IntArray,
         query_len: int,
         slack: int,
     ) -> "_NewPlan":
         """A plan for this batch; one without sharing where that would be too large."""
-        kv_lens = seq_lens.astype(np.int32)
         null = self.config.null_block_id
         window = self.config.sliding_window
         forest = shareable_forest(
-            table, kv_lens, self.block_size, query_len, null, table_rows, window
+            table, planned_seq_lens, self.block_size, query_len, null, table_rows, window
         )
-        rows = self.gqa_group_size * query_len
-        problem = DivisionProblem(
-            forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates, query_len
-        )
+        problem = self._problem(forest, planned_seq_lens, query_len)
         if self.config.share != "always":
-            problem = replace(problem, forest=without_losses(problem))
-        tiles = self._divide(problem) if len(kv_lens) else WorkTiles.none()
-        plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+            kept = without_losses(problem, self.divider.tiles_span_nodes)
+            problem = replace(problem, forest=kept)
+        tiles = self.divider.divide(problem) if len(planned_seq_lens) else WorkTiles.none()
+        plan = build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
         fallback = None
         if not plan.fits(self.config.max_tiles, self.config.max_runs, self.config.max_partials):
             fallback = PLAN_TOO_LARGE
             self.counters.fallbacks[PLAN_TOO_LARGE] += 1
             tiles = one_tile_each(problem)
-            plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+            plan = build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
         if window is not None:
             plan = through_the_shortest(plan)
-        if self.config.divider == batch_invariant.__name__:
-            # the same plan, and so the same bits, for all lengths that end in the same piece
-            piece = problem.round_up(self.config.kv_chunk_size)
-            first = last_piece(kv_lens, piece)
+        if self.divider.cuts_at_fixed_places:
+            # the same plan, and so the same bits, for all lengths that end in the same split
+            size = problem.round_up(self.config.kv_chunk_size)
+            first = last_split(planned_seq_lens, size)
             plan = replace(plan, planned_seq_lens=first + 1)
-            return _NewPlan(plan, (first + piece).astype(float), fallback)
-        growth = self._balanced_growth(plan, rows, query_len)
-        return _NewPlan(plan, kv_lens.astype(np.float64) + slack + growth, fallback)
+            return _NewPlan(plan, (first + size).astype(float), fallback)
+        growth = self._balanced_growth(plan, problem.rows_per_request, query_len)
+        return _NewPlan(plan, planned_seq_lens.astype(np.float64) + slack + growth, fallback)
+
+    def _problem(
+        self, forest: Forest, planned_seq_lens: IntArray, query_len: int
+    ) -> DivisionProblem:
+        return DivisionProblem(
+            forest=forest,
+            planned_seq_lens=planned_seq_lens,
+            cost=self.cost,
+            rows_per_request=self.gqa_group_size * query_len,
+            block_size=self.block_size,
+            config=self.config,
+            rates=self._rates,
+            query_len=query_len,
+        )
 
     def _balanced_growth(self, plan: DecodePlan, rows: int, query_len: int) -> float:
         """By how many tokens each request may grow until the plan is no longer balanced."""
         if self.config.num_workers == 1:
             return np.inf
-        us_per_token = self._rates.memory[int(rows > HALF_ROWS)]
+        us_per_token = self._rates.memory[int(rows > self.config.geometry.half_rows)]
         growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
         return max(growth, MIN_STEPS * query_len)
 
@@ -305,10 +314,12 @@ class CachedPlan:
 
     Attributes:
         plan: None until something is remembered.
+        unchanged: the result of an update for which the plan holds; None as long as ``plan`` is.
     """
 
     def __init__(self, block_size: int) -> None:
         self.plan: DecodePlan | None = None
+        self.unchanged: PlanUpdate | None = None
         self._block_size = block_size
         self._query_len = 1
         self._row_ids: IntArray | None = None
@@ -330,20 +341,26 @@ class CachedPlan:
             max_balanced_lens: ``[num_reqs]`` tokens up to which the plan is balanced.
             query_len, block_table, row_ids: as in ``DecodePlanner.update``.
         """
-        self.plan, self._max_balanced_lens, self._query_len = plan, max_balanced_lens, query_len
+        self.plan = plan
+        self.unchanged = PlanUpdate(plan)
+        self._max_balanced_lens = max_balanced_lens
+        self._query_len = query_len
         self._row_ids = None if row_ids is None else row_ids.copy()
         if row_ids is not None:
             return
         used = np.minimum(-(-plan.planned_seq_lens // self._block_size), block_table.shape[1])
-        num_rows, width = len(used), int(used.max(initial=0))
+        num_rows = len(used)
+        width = int(used.max(initial=0))
         if num_rows > self._block_ids.shape[0] or width > self._block_ids.shape[1]:
             # with room to grow, because the first touch of new memory is slow
             self._block_ids = np.empty((num_rows + num_rows // 4, width + width // 4), np.int32)
         _copy_rows(block_table, used, self._block_ids)
 
     def forget(self) -> None:
-        """Drop the plan, so that it holds for no batch."""
-        self.plan = self._row_ids = None
+        """Drop the plan: it holds for no batch any more."""
+        self.plan = None
+        self.unchanged = None
+        self._row_ids = None
 
     def holds(
         self,
@@ -384,8 +401,8 @@ def _blocks_hold(
     max_lens: FloatArray,
     block_size: int,
 ) -> bool:
-    """Whether each request has at least its planned tokens, in its known blocks, and no more
-    than ``max_lens``.
+    """Whether each request has at least its planned tokens, in its known blocks, and at most
+    ``max_lens`` tokens.
     """
     for row in range(len(seq_lens)):
         # fewer tokens than planned: rolled back, maybe into blocks that are read to their end

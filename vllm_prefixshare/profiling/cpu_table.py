@@ -53,7 +53,8 @@ def measure_cpu(
             requests that share nothing.
         on_step: called after each of ``STEPS``.
     """
-    size, group = attention.block_size, attention.gqa_group_size
+    size = attention.block_size
+    group = attention.gqa_group_size
     tokens = sorted({-(-n // size) * size for n in TOKENS})
     num_blocks = tokens[-1] // size
     dtype = getattr(torch, attention.dtype)
@@ -63,8 +64,8 @@ def measure_cpu(
     # scattered, so that they are gathered and not read in place
     ids = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
 
-    def tile_seconds(requests: int, kv_len: int, pieces: int = 1) -> float:
-        plan = repeated_tiles(1, requests, kv_len // pieces, pieces, size, partials=pieces > 1)
+    def tile_seconds(requests: int, kv_len: int, splits: int = 1) -> float:
+        plan = repeated_tiles(1, requests, kv_len // splits, splits, size, partials=splits > 1)
         lens = plan.planned_seq_lens
         table = np.broadcast_to(ids[: kv_len // size], (requests, kv_len // size))
         starts = np.arange(requests + 1, dtype=np.int32)
@@ -80,9 +81,9 @@ def measure_cpu(
     longer = max(1, 2048 // size) * 2 * size  # two halves of whole blocks
     # cutting a tile in two costs a launch and a merge; the rest of the difference is small, so
     # a floor keeps it positive
-    most = REQUESTS[-1]
-    halves = (tile_seconds(most, longer, 2) - tile_seconds(most, longer)) * 1e6
-    merge = max(halves - tile[0, 0], 0.0) / (most * group)
+    requests = REQUESTS[-1]
+    halves = (tile_seconds(requests, longer, 2) - tile_seconds(requests, longer)) * 1e6
+    merge = max(halves - tile[0, 0], 0.0) / (requests * group)
     rows = np.array(REQUESTS, np.float64) * group
     alone = None
     if unshared is not None:

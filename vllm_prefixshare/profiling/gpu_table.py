@@ -23,15 +23,18 @@ from vllm_prefixshare.records import FloatArray, IntArray
 ROWS = (16, 64, 128)
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 #: Heads that the table is measured with. Its prices hold for others too: a worker has a thread
-#: block of its own for each KV head, and a block sees query rows, not heads.
-NUM_QO_HEADS, NUM_KV_HEADS = 32, 8
+#: separate block for each KV head, and a block sees query rows, not heads.
+NUM_QO_HEADS = 32
+NUM_KV_HEADS = 8
 #: the same of a latent KV cache, whose tiles have as many rows whatever the heads
 LATENT_HEADS = 16
 BLOCK_SIZE = 16
-#: Most tiles of a worker, and most tokens that it reads. They make block tables a multiple of 16
+#: Maximum tiles of a worker, and tokens that it reads. They make block tables a multiple of 16
 #: wide. Triton compiles a separate kernel for those widths, so only one kernel is measured.
-MAX_TILES, MAX_TOKENS = 32, 16384
-MERGE_TOKENS, MERGE_TILES = 256, (2, 8)
+MAX_TILES = 32
+MAX_TOKENS = 16384
+MERGE_TOKENS = 256
+MERGE_TILES = (2, 8)
 #: Most timings in ``measure_gpu``: two grids of few and many tiles, and merging.
 STEPS = 4 * len(ROWS) * len(TOKENS) + 2 * len(MERGE_TILES)
 #: Least price: keeps a price that is too small to measure positive.
@@ -78,7 +81,7 @@ def scattered_blocks(num_workers: int, requests: int, num_blocks: int, shared: i
     """Block table ``[num_workers * requests, num_blocks]`` whose blocks lie scattered.
 
     Args:
-        shared: 0: each worker reads blocks of its own. Otherwise: all workers read the same
+        shared: 0: each worker reads separate blocks. Otherwise: all workers read the same
             ``shared`` blocks repeatedly.
     """
     ids = np.random.default_rng(0).permutation(num_workers * num_blocks).astype(np.int32)
@@ -108,13 +111,14 @@ class TileBench:
         self.make_executor = lambda: make_executor(self.attention)
         self.timer = timer
         executor = self.make_executor()
-        self.name, self.device = executor.name, executor.device
+        self.name = executor.name
+        self.device = executor.device
         self.num_workers = executor.num_workers
         group = self.attention.gqa_group_size
         self.requests = sorted({min(n // group, executor.max_tile_requests) for n in ROWS})
-        most = self.num_workers * max(n * tile_counts(n)[1] for n in tokens)
+        max_tokens = self.num_workers * max(n * tile_counts(n)[1] for n in tokens)
         a = self.attention
-        shape = (most // BLOCK_SIZE, BLOCK_SIZE, a.num_kv_heads, a.head_dim)
+        shape = (max_tokens // BLOCK_SIZE, BLOCK_SIZE, a.num_kv_heads, a.head_dim)
         self.k_cache = self._random(a.of_cache, *shape)
         latent = a.kv_lora_rank is not None
         self.v_cache = (

@@ -26,7 +26,8 @@ def repeated_tiles(
             that of the tile before: wrong as attention unless ``repeats`` is 1, but the price
             of a tile alone.
     """
-    num_reqs, num_tiles = num_workers * requests, num_workers * repeats
+    num_reqs = num_workers * requests
+    num_tiles = num_workers * repeats
     worker, index = np.divmod(np.arange(num_tiles, dtype=np.int32), repeats)
     rows = worker[:, None] * requests + np.arange(requests, dtype=np.int32)
     slots = rows * repeats + index[:, None] if partials else np.full_like(rows, -1)

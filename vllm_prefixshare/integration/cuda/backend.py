@@ -255,7 +255,8 @@ def _min_window(attention: AttentionConfig) -> int | None:
     """The least sliding window that is served, by the cost table."""
     kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
     cost = cost_model(attention, kernel.name, logger().info_once)
-    return min_window(cost, attention.gqa_group_size, kernel.max_tile_requests)
+    rows = attention.gqa_group_size
+    return min_window(cost, rows, kernel.max_tile_requests, kernel.geometry)
 
 
 #: Partial results by shape. Layers of one shape share them, since the layers and KV-cache groups of

@@ -93,7 +93,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
                 # of prefills, and of layers with windows, for full attention
                 self.aot_schedule = False
             # also where only the divider is chosen
-            invariant = self._planner.config.divider == "batch_invariant"
+            invariant = self._planner.divider.cuts_at_fixed_places
             measured = self._executor.name in KERNELS and self._window is None
             if one_token_rows and measured and not invariant:
                 self._first_step = FirstStep.of(self._executor.attention)

@@ -1,7 +1,7 @@
-"""Windows of neighbouring requests, and the runs of KV tokens that the requests of each read.
+"""Windows of neighbouring requests, and the list of KV runs that the requests of each read.
 
 A window is what one work tile can hold. Its runs follow each other root to leaves, in preorder,
-so that the readers of any piece of the list are neighbours, too.
+so that the readers of consecutive runs are neighbours, too.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,6 @@ import numpy as np
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.records import FloatArray, Forest, IntArray
-
-#: Query rows of half a kernel tile: those of one consumer warpgroup on Hopper.
-HALF_ROWS = 64
 
 
 class Runs(NamedTuple):
@@ -56,7 +53,8 @@ def _window_ends(
     cost = np.zeros(n + 1)  # of the best windows up to a position
     begin = np.zeros(n + 1, np.int32)  # of the last of them
     queue = np.zeros(n + 1, np.int32)  # candidates for it, the best first
-    head, tail = 0, 1
+    head = 0
+    tail = 1
     for stop in range(1, n + 1):
         while queue[head] < stop - size:
             head += 1
@@ -86,7 +84,8 @@ def window_ends(forest: Forest, size: int, rates: TileRates) -> tuple[IntArray, 
         and windows of which all but one are full, 4 and 16, which may suit the number of workers.
     """
     n = len(forest.request_rows)
-    start, end = forest.node_reader_start, forest.node_reader_end
+    start = forest.node_reader_start
+    end = forest.node_reader_end
     tokens = forest.node_end - forest.node_start
     price = np.array([rates.overhead, rates.cached[1]])
     full, cost = _window_ends(n, size, start, end, tokens, price)
@@ -96,47 +95,65 @@ def window_ends(forest: Forest, size: int, rates: TileRates) -> tuple[IntArray, 
 
 
 @compiled
-def list_runs(
+def _number_windows(ends: IntArray) -> IntArray:
+    """``[num_reqs]`` number of the window of each depth-first position."""
+    number = np.zeros(len(ends), np.int32)
+    for p in range(1, len(ends)):
+        number[p] = number[p - 1] + (ends[p] != ends[p - 1])
+    return number
+
+
+@compiled
+def list_runs(  # noqa: PLR0915 - functions for parts of its loop took 8% of a plan's time
     forest: Forest,
-    kv_lens: IntArray,
+    planned_seq_lens: IntArray,
     ends: IntArray,
     rows_per_request: int,
+    half_rows: int,
     cut_size: int,
     rates: TileRates,
 ) -> Runs:
     """The runs of all windows, each in preorder.
 
     Args:
-        kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
+        planned_seq_lens: ``[num_reqs]`` tokens of each batch row.
         ends: ``[num_reqs]`` as from ``window_ends``.
         rows_per_request: query rows of one request on one KV head.
+        half_rows: query rows of half a tile.
         cut_size: private parts are rounded up to multiples of so many tokens.
     """
-    request_rows, private_start = forest.request_rows, forest.private_start
-    node_start, node_end = forest.node_start, forest.node_end
-    node_reader_start, node_reader_end = forest.node_reader_start, forest.node_reader_end
-    memory, cached = rates.memory, rates.cached
-    n, num_nodes = len(request_rows), len(node_reader_start)
-    number = np.zeros(n, np.int32)  # window of each position
-    for p in range(1, n):
-        number[p] = number[p - 1] + (ends[p] != ends[p - 1])
-    most = n
+    request_rows = forest.request_rows
+    private_start = forest.private_start
+    node_start = forest.node_start
+    node_end = forest.node_end
+    node_reader_start = forest.node_reader_start
+    node_reader_end = forest.node_reader_end
+    memory = rates.memory
+    cached = rates.cached
+    n = len(request_rows)
+    num_nodes = len(node_reader_start)
+    number = _number_windows(ends)
+    max_runs = n
     for v in range(num_nodes):
-        most += 1 + number[node_reader_end[v] - 1] - number[node_reader_start[v]]
+        max_runs += 1 + number[node_reader_end[v] - 1] - number[node_reader_start[v]]
 
-    window_end, start, tokens, reader_start, reader_end = np.empty((5, most), np.int32)
-    rate = np.empty(most)
+    window_end, start, tokens, reader_start, reader_end = np.empty((5, max_runs), np.int32)
+    rate = np.empty(max_runs)
     above = np.empty(num_nodes + 1, np.int32)  # nodes on the path to the current position
     depth = 0
-    count = v = begun = origin = 0
+    count = 0
+    v = 0
+    begun = 0
+    origin = 0
     for p in range(n):
-        new_window = p == 0 or ends[p] != ends[p - 1]
-        if new_window:
-            window_end[begun:count] = count
-            begun, origin = count, p
         while depth and node_reader_end[above[depth - 1]] <= p:
             depth -= 1
-        skip = 0 if new_window else depth  # nodes from the last window are read again
+        skip = depth
+        if p == 0 or ends[p] != ends[p - 1]:
+            window_end[begun:count] = count
+            begun = count
+            origin = p
+            skip = 0  # nodes of the last window are read again
         while v < num_nodes and node_reader_start[v] == p:
             above[depth] = v
             depth += 1
@@ -145,32 +162,38 @@ def list_runs(
         for level in range(skip, depth + 1):
             if level < depth:
                 node = above[level]
-                low, length, stop = node_start[node], node_end[node] - node_start[node], ends[p]
-                stop = min(node_reader_end[node], stop)
-                readers = 1 + number[node_reader_end[node] - 1] - number[node_reader_start[node]]
+                low = node_start[node]
+                length = node_end[node] - low
+                stop = min(node_reader_end[node], ends[p])
+                windows = 1 + number[node_reader_end[node] - 1] - number[node_reader_start[node]]
             else:
-                low, stop, readers = private_start[p], p + 1, 1
-                length = max(1, kv_lens[request_rows[p]] - low)
+                low = private_start[p]
+                length = max(1, planned_seq_lens[request_rows[p]] - low)
                 length = (length + cut_size - 1) // cut_size * cut_size
-            if p < half < stop or rows_per_request > HALF_ROWS:
-                per_token = cached[1] + (memory[1] - cached[1]) / readers
+                stop = p + 1
+                windows = 1
+            if p < half < stop or rows_per_request > half_rows:
+                us = cached[1] + (memory[1] - cached[1]) / windows
             elif ends[p] > half:  # the other half reads something else meanwhile
-                per_token = max(cached[0] / 2, memory[0] / readers)
+                us = max(cached[0] / 2, memory[0] / windows)
             else:
-                per_token = cached[0] + (memory[0] - cached[0]) / readers
-            above_it = count - 1
+                us = cached[0] + (memory[0] - cached[0]) / windows
+            last = count - 1
             if (
                 count > begun
-                and reader_start[above_it] == p
-                and reader_end[above_it] == stop
-                and start[above_it] + tokens[above_it] == low
+                and reader_start[last] == p
+                and reader_end[last] == stop
+                and start[last] + tokens[last] == low
             ):  # the same readers continue: one run
-                cost = rate[above_it] * tokens[above_it] + per_token * length
-                tokens[above_it] += length
-                rate[above_it] = cost / tokens[above_it]
+                cost = rate[last] * tokens[last] + us * length
+                tokens[last] += length
+                rate[last] = cost / tokens[last]
                 continue
-            start[count], tokens[count] = low, length
-            reader_start[count], reader_end[count], rate[count] = p, stop, per_token
+            start[count] = low
+            tokens[count] = length
+            reader_start[count] = p
+            reader_end[count] = stop
+            rate[count] = us
             count += 1
     window_end[begun:count] = count
     before = np.zeros(count + 1)
@@ -185,7 +208,8 @@ def list_runs(
 def ends_of_windows(runs: Runs) -> IntArray:
     """``[num_windows]`` the run after the last of each window."""
     ends = np.empty(len(runs.tokens), np.int32)
-    count = end = 0
+    count = 0
+    end = 0
     while end < len(runs.tokens):
         end = runs.window_end[end]
         ends[count] = end
