@@ -1220,6 +1220,18 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
     assert cuda.config_refusal(config) == reason
 
 
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 3]], ids=str)
+def test_a_graph_of_mixed_steps_holds_every_token(monkeypatch, counts):
+    group = Group(monkeypatch)
+    compilation = group.config.compilation_config
+    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+    batch = shared_batch([70, 90, 61], counts=counts)
+    metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
+    assert metadata.num_planned_tokens == len(metadata.kv_lens) == sum(counts)
+    assert metadata.prefill_metadata is None
+
+
 #: what keeps mixed steps out of FULL graphs: a field of the configuration and its value
 NOT_MIXED = {
     "the V1 model runner": ("use_v2_model_runner", False),

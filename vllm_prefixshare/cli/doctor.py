@@ -359,8 +359,9 @@ def _tokenizer(folder: Path) -> str:
         return f"the tokenizer cannot be loaded ({_first_line(e)})"
     if text_tokenizer(tokenizer, ANALYSIS_SECONDS) is not None:
         return "known text is not tokenized again"
+    backend: Any = getattr(tokenizer, "_tokenizer", None)
     try:
-        TextTokenizer(getattr(tokenizer, "_tokenizer", None), text_cache())
+        TextTokenizer(backend, text_cache())
     except NotExactError as e:
         reason = _first_line(e)
     else:

@@ -77,7 +77,7 @@ class DeviceRows:
         self.lens = lens
         self._batch = common.block_table_tensor, common.seq_lens, common.query_start_loc
         self._block_size = block_size
-        self._filled = False
+        self._filled_in: bool | None = None
 
     @classmethod
     def allocate(cls, common: Any, num_rows: int, block_size: int) -> "DeviceRows":
@@ -88,10 +88,13 @@ class DeviceRows:
         return cls(common, table, table.new_empty(num_rows), block_size)
 
     def fill(self) -> None:
-        """Fill the rows, once."""
-        if not self._filled:
+        """Fill the rows, once, and once more within a capture: a graph must hold the launch, and
+        vLLM may capture a batch that it has run before.
+        """
+        capturing = self.table.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing != self._filled_in:
             fill_token_rows(*self._batch, self.table, self.lens, self._block_size)
-            self._filled = True
+            self._filled_in = capturing
 
 
 class FirstStep(NamedTuple):

@@ -222,7 +222,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         starts = common.query_start_loc_cpu.numpy()
         num_reqs = 0 if dummy else table.num_reqs(starts)
         num_decodes, num_tokens = num_reqs, common.num_actual_tokens
-        if common.max_query_len > self._query_len:  # some are in prefill
+        # a graph of mixed steps is captured with several tokens a request: all of them are rows
+        if not dummy and common.max_query_len > self._query_len:  # some are in prefill
             num_decodes = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
             num_tokens = int(starts[num_decodes])
         self._load_plan(executor, table, common, num_decodes)

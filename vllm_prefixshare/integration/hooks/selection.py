@@ -121,7 +121,9 @@ def hook_engine_config(module: ModuleType) -> None:
                 choose_from_environment(self)
                 if not _chosen_by(self):
                     activate(uses_prefix_share=False)
-                    return original(self, *args, **kwargs)
+                    config = original(self, *args, **kwargs)
+                    metrics.start_for_prompts("api_server", config)
+                    return config
                 on_cpu = check_platform()
                 precompiling.start_planning()
                 given = getattr(self.compilation_config, "cudagraph_mode", None)
@@ -153,6 +155,7 @@ def check_where_chosen(config: Any) -> None:
     """Check a finished ``VllmConfig`` where it names PREFIX_SHARE, in a patched vLLM."""
     if not chosen_in(config.attention_config):
         activate(uses_prefix_share=False)
+        metrics.start_for_prompts("api_server", config)
         return
     try:
         check_platform()
@@ -240,6 +243,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     activate(uses_prefix_share=True)
     metrics.expose()
+    metrics.start_for_prompts("api_server", config)
     order_requests(config, offline)
 
 
