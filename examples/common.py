@@ -381,7 +381,7 @@ def note() -> str:
 
 def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
     if backend == OURS:
-        llm.collective_rpc("prefix_share_stats", args=(True,))  # resets the counters
+        _host_work(llm.collective_rpc("prefix_share_stats", args=(True,))[0])  # resets them
     before = _latencies(llm)
     began = time.perf_counter()
     completions, shown = work(llm, args)
@@ -394,10 +394,23 @@ def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
         shown=shown,
         seconds=seconds,
         ms_per_token=total / count * 1e3 if count else None,
-        stats=llm.collective_rpc("prefix_share_stats")[0] if backend == OURS else {},
+        stats=_host_work(llm.collective_rpc("prefix_share_stats")[0]) if backend == OURS else {},
         dtype=dtype,
         note=note() if backend == OURS else "",
     )
+
+
+def _host_work(stats: dict[str, Any]) -> dict[str, Any]:
+    """The worker's counters with this process's own counts of host work on prompts added, which
+    start again from zero.
+    """
+    from vllm_prefixshare import prompt_stats
+
+    for part, counters in prompt_stats(reset=True).items():
+        of_worker = stats["prompts"][part]
+        for name, value in counters.items():
+            of_worker[name] += value
+    return stats
 
 
 def _latencies(llm: Any) -> tuple[float, int]:
@@ -535,8 +548,14 @@ def show_gain(found: Comparison) -> int:
         if values:
             cells = [show(values[b]) if b in values else "-" for b in (OURS, STOCK)]
             _row(name, *cells, statistics.median(ratios) if ratios else None)
+    requests = len(found.ours.tokens)
+    calls = medians(found, lambda result: result.seconds / requests)
+    if calls[0]:
+        cells = [f"{1 / calls[0][b]:,.1f}" if b in calls[0] else "-" for b in (OURS, STOCK)]
+        _row("answers per second", *cells, statistics.median(calls[1]) if calls[1] else None)
     says, status = same_tokens(found)
     print(f"{'same tokens':32}{says:>28}")
+    show_host_work(stats.get("prompts", {}))
     ratios = times[1] or rates[1]
     if ratios:
         print(
@@ -546,6 +565,17 @@ def show_gain(found: Comparison) -> int:
         if statistics.median(ratios) < 1 and first[OURS].note:
             print(f"sharing gains no time on this machine: {first[OURS].note}")
     return status
+
+
+def show_host_work(parts: dict[str, dict[str, float]]) -> None:
+    """Print what the host did for each prompt in the last pass with PREFIX_SHARE, by part."""
+    active = {name: part for name, part in parts.items() if part["requests"]}
+    if not active:
+        return
+    print("\nhost work per request, and how much of it came from earlier requests:")
+    for name, part in active.items():
+        shared = part["shared_units"] / max(1, part["units"])
+        print(f"  {name:16}{1e3 * part['seconds'] / part['requests']:8.2f} ms{shared:10.0%}")
 
 
 def _row(name: str, ours: str, stock: str, gain: float | None) -> None:

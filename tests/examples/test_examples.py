@@ -79,7 +79,10 @@ def test_the_demo_beside_stock(document, tmp_path):
     read, alone = kv_tokens(printed)
     assert alone > 2 * read
     assert re.search(r"^same tokens +yes, all 4 sequences$", printed, re.M)
-    for row in ("milliseconds per output token", "output tokens per second"):
+    assert re.search(r"^  tokenization +[\d.]+ ms +\d+%$", printed, re.M), "host work by part"
+    for row in (
+        "milliseconds per output token", "output tokens per second", "answers per second",
+    ):  # fmt: skip
         assert re.search(rf"^{row} +[\d,.]+ +[\d,.]+ +[\d.]+x$", printed, re.M), row
     assert re.search(r"^█+ \d{3} tokens, read once for 4 requests$", printed, re.M)
     assert 'the text: "It was founded in 1952 by the teacher' in " ".join(printed.split())
