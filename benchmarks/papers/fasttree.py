@@ -230,6 +230,6 @@ EXPERIMENTS = (
 
 LEFT_OUT = (
     LeftOut(PAPER, "figures 2 and 11", "time of a whole engine, and SGLang with it: "
-            "[performance](performance.md) has vLLM's"),
+            "[the engine table](engine.md) has vLLM's"),
     LeftOut(PAPER, "SGLang's kernel as a baseline", "not installed on the GPU machine"),
 )  # fmt: skip
