@@ -42,6 +42,19 @@ def _part(node: ast.AST) -> str:
     return NAMES.get(ast.unparse(node.value), "...")
 
 
+#: A clause that tells the reader what to do, or what a value must be.
+REMEDY = re.compile(
+    r"[:,;)] (please )?(\w+ )?(add|call|choose|commit|describe|free|give|install|leave out|lower"
+    r"|make|measure|name|pass|plan|reinstall|report|restart|send|set|start|take|trace|unset|use|wait"
+    r"|write)\b|\bmust (ascend|be|come|divide|have|rise)\b|\bneeds? [^:]*:"
+)
+
+
+def names_remedy(message: str) -> bool:
+    """Whether a sentence says itself what to do, so that a page need not."""
+    return bool(REMEDY.search(message))
+
+
 @cache
 def modules() -> dict[str, ast.Module]:
     """Every module of the package, by path."""
