@@ -17,7 +17,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 
 MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
 
-.PHONY: demo test docs trust soak ray releases kernels lint venv model clean
+.PHONY: demo test docs dist trust soak ray releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
@@ -28,7 +28,13 @@ test: lint model $(RAY)/.locked
 
 # The documentation as a site, in site/.
 docs: venv
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# The source distribution and the wheel, in dist/.
+dist: venv
+	rm -rf dist
+	mkdir dist
+	$(PY) -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 # What CI tries a little of, at length: an hour or two on one core.
 trust: venv

@@ -45,7 +45,7 @@ def _part(node: ast.AST) -> str:
 #: A clause that tells the reader what to do, or what a value must be.
 REMEDY = re.compile(
     r"[:,;)] (please )?(\w+ )?(add|call|choose|commit|describe|free|give|install|leave out|lower"
-    r"|make|measure|name|pass|plan|reinstall|report|restart|send|set|start|take|trace|unset|use|wait"
+    r"|make|measure|name|pass|plan|reinstall|report|restart|see|send|set|start|take|trace|unset|use|wait"
     r"|write)\b|\bmust (ascend|be|come|divide|have|rise)\b|\bneeds? [^:]*:"
 )
 
