@@ -59,10 +59,7 @@ def versions(result: dict) -> str:
 
 def cpu_table() -> str:
     result = published("cpu")
-    if "pairs" in result:
-        runs = f"{result['pairs']} short runs of each engine in turns; speed-up: median of pairs"
-    else:  # measured before runs were paired
-        runs = f"{result['repeats']} runs of each engine, taking turns"
+    runs = f"{result['pairs']} short runs of each engine in turns; speed-up: median of pairs"
     lines = [
         f"{result['model']}; {result['processor']} cores; {versions(result)}. "
         f"`{result['command']}`: median and range of {runs}.",
@@ -79,32 +76,6 @@ def cpu_table() -> str:
             f"| {row['prefix_share_ms']:.1f} ({ours[0]:.1f}-{ours[1]:.1f}) "
             f"| {row['speedup']:.2f} | {row['share_factor']:.1f} "
             f"| {row['plans']} / {row['decode_steps']} |"
-        )
-    return "\n".join(lines)
-
-
-def kernel_summary() -> str:
-    """One line per workload: all peers at the first head shape, the gain at the others."""
-    result = published("kernel")
-    heads = list(dict.fromkeys(cell["heads"] for cell in result["cells"]))
-    titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
-    rows: dict[str, dict[str, dict]] = {}
-    for cell in result["cells"]:
-        rows.setdefault(cell["workload"], {})[cell["heads"]] = cell
-    lines = [
-        f"{measured_how(result)} Times are of {heads[0]} heads; the gain is the fastest peer's "
-        "time over ours.",
-        "",
-        f"| workload | batch | roof | {' | '.join(titles.values())} "
-        f"| {' | '.join(f'gain {h}' for h in heads)} |",
-        "|" + "---|" * (3 + len(titles) + len(heads)),
-    ]
-    for workload, cells in rows.items():
-        first = cells[heads[0]]
-        entries = [kernel_entry(first["peers"][name]) for name in titles]
-        lines.append(
-            f"| {workload} | {first['batch']} | {first['roof_ms']:.4f} | {' | '.join(entries)} "
-            f"| {' | '.join(gain(cells[h]) for h in heads)} |"
         )
     return "\n".join(lines)
 
@@ -1188,7 +1159,6 @@ PAGES = {
         "Attention of one layer",
         f"{TREES} [Performance](../../docs/performance.md) summarises these tables.",
         (
-            Section("Summary", "kernel", kernel_summary),
             kernel_section("Every cell", "kernel"),
             kernel_section("Other workloads", "kernel_workloads"),
             kernel_section("Batches of any size", "kernel_batches"),
