@@ -38,7 +38,7 @@ dist: venv
 
 # What CI tries a little of, at length: an hour or two on one core.
 trust: venv
-	TRUST_SEQUENCES=20000 TRUST_FORESTS=500 $(PY) -m pytest tests/trust $(PYTEST_ARGS)
+	TRUST_SEQUENCES=20000 TRUST_FORESTS=500 TRUST_TEXTS=100000 $(PY) -m pytest tests/trust $(PYTEST_ARGS)
 
 # Engine chaos and a server under load, of which CI tries a little, and several API servers: half
 # an hour.

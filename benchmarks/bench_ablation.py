@@ -24,22 +24,23 @@ from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint, gpu, processor
 from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.profile_cpu import median_seconds
-from vllm_prefixshare.costs.profile_gpu import measure_gpu
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.geometry import CPU
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.profiling.cpu_table import median_seconds
+from vllm_prefixshare.profiling.gpu_table import measure_gpu
 from vllm_prefixshare.workloads.sets import ANCHORS
 from vllm_prefixshare.workloads.trees import tree
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 #: A correct kernel's relative error of a request's output is below this.
-MOST_ERROR = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
+MAX_ERROR = {"bfloat16": 0.01, "float16": 0.002, "float32": 1e-4}
 CHECKED_REQUESTS = 8
 
 
@@ -126,7 +127,9 @@ class CpuRunner:
 
     def planner_config(self, variant: Variant) -> PlannerConfig:
         divider = variant.divider or "flashforge"
-        return PlannerConfig(divider, variant.share, num_workers=16, max_tile_requests=32)
+        return PlannerConfig(
+            divider, variant.share, num_workers=16, max_tile_requests=32, geometry=CPU
+        )
 
     def measure(self, plan: DecodePlan, layer: Layer, repeats: int) -> tuple[float, float]:
         """Relative error and milliseconds of ``plan``."""
@@ -149,8 +152,8 @@ class GpuRunner:
 
     def __init__(self, attention: AttentionConfig, kernel: str) -> None:
         # imported here, because some machines without a GPU have no triton
-        from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
         from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+        from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
         self._make: Callable[[AttentionConfig], GpuExecutor] = lambda shape: GpuExecutor(
             shape, "cuda", kernel=kernel
@@ -224,14 +227,14 @@ def run_variant(
         planner = DecodePlanner(
             config, costs[variant.analytic], attention.block_size, attention.gqa_group_size
         )
-        plan = planner.update(layer.block_table, layer.seq_lens)
+        plan = planner.update(layer.block_table, layer.seq_lens).plan
         error, ms = runner.measure(plan, layer, repeats)
     except (PrefixShareError, torch.OutOfMemoryError) as e:
         return {"refused": str(e)}
     return {
         "ms": round(ms, 5),
         "error": float(f"{error:.3g}"),
-        "wrong": not error < MOST_ERROR[attention.dtype],
+        "wrong": not error < MAX_ERROR[attention.dtype],
         "kv_tokens_read": plan.kv_tokens_read(layer.seq_lens),
         "tiles": plan.num_tiles,
         "partials": plan.num_partials,
@@ -265,7 +268,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", default="32:8", help="query heads:KV heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(MOST_ERROR))
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(MAX_ERROR))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernel", default="auto", choices=("auto", "hopper", "portable"))
     parser.add_argument("--table", type=Path, help="cost table (default: the one that matches)")

@@ -52,7 +52,7 @@ ORDERS = ("off", "prefix")
 VOCAB = 32000
 #: What is asked for: p99 of the time to first token over that of first come, first served, and
 #: throughput over its throughput. "Never lower" is asked; 1% is what rounding of times hides.
-MOST_P99, LEAST_THROUGHPUT = 1.1, 0.99
+MAX_P99, MIN_THROUGHPUT = 1.1, 0.99
 #: seconds within which an engine starts, and a case ends
 START, CASE = 300.0, 300.0
 
@@ -330,7 +330,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
         "throughput_noise": noise(found, throughput),
     }
     # above 1 where it is worse than asked for
-    worse = row["p99_ratio"] / MOST_P99, LEAST_THROUGHPUT / row["throughput_ratio"]
+    worse = row["p99_ratio"] / MAX_P99, MIN_THROUGHPUT / row["throughput_ratio"]
     noises = row["p99_noise"], row["throughput_noise"]
     if max(worse) <= 1:
         verdict = "holds"

@@ -112,17 +112,17 @@ def measure(
     fewer = work.block_table[:-1], work.seq_lens[:-1]
     whole = work.block_table, work.seq_lens
     for batch in (fewer, whole):
-        invariants.check(used.update(*batch), *batch)
+        invariants.check(used.update(*batch).plan, *batch)
 
     def turns() -> Iterator[tuple]:
         while True:
             yield from (fewer, whole)
 
     turn = turns()
-    change = microseconds(lambda: used.update(*next(turn)), repeats)
+    change = microseconds(lambda: used.update(*next(turn)).plan, repeats)
     plans = used.counters.plans
     used.update(*whole)
-    steady = microseconds(lambda: used.update(*whole), repeats)
+    steady = microseconds(lambda: used.update(*whole).plan, repeats)
     if not plans <= used.counters.plans <= plans + 1:
         raise invariants.InvariantError("a plan was made where the last one holds")
 
@@ -130,8 +130,8 @@ def measure(
         nonlocal used
         used = planner(kernel, divider, share)
 
-    scratch = microseconds(lambda: used.update(*whole), repeats, before=forget)
-    plan = used.update(*whole)
+    scratch = microseconds(lambda: used.update(*whole).plan, repeats, before=forget)
+    plan = used.update(*whole).plan
     layout = microseconds(lambda: kernel.layout(plan), repeats)
     return {
         "scratch_us": scratch,

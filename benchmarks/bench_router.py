@@ -41,8 +41,8 @@ from vllm_prefixshare import PrefixShareError
 STEP_MS, REQUEST_MS, PREFILL_MS, READ_MS = 4.75, 0.009, 0.033, 131072 / 4.35e9
 BLOCK = 512  # tokens of a hash id in a Mooncake trace
 CACHE_BLOCKS = 376_000 // BLOCK
-MOST_REQUESTS, MOST_PREFILL = 256, 8192  # of a step
-LEAST_MATCH = 0.1  # part of a prompt; a shorter match is none, as in Ray
+MAX_REQUESTS, MAX_PREFILL = 256, 8192  # of a step
+MIN_MATCH = 0.1  # part of a prompt; a shorter match is none, as in Ray
 THRESHOLDS = (2, 4, 8, 16, 32, 64, math.inf)
 
 
@@ -63,7 +63,7 @@ class Request:
     def match(self, known: Container[int]) -> int:
         """How many leading blocks are ``known``; 0 if these are too few to count."""
         found = next((i for i, b in enumerate(self.blocks) if b not in known), len(self.blocks))
-        return found if found >= LEAST_MATCH * len(self.blocks) else 0
+        return found if found >= MIN_MATCH * len(self.blocks) else 0
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Replica:
     def start_waiting(self) -> None:
         """Start requests, the oldest first, while there is room for their KV."""
         private = sum(r.own + r.answer for r in self.running) // BLOCK
-        while self.waiting and len(self.running) < MOST_REQUESTS:
+        while self.waiting and len(self.running) < MAX_REQUESTS:
             request = self.waiting[0]
             new = sum(b not in self.used for b in request.blocks)
             private += (request.own + request.answer) // BLOCK
@@ -123,7 +123,7 @@ class Replica:
         decoding = [r for r in self.running if not r.missing]
         shared = {block for r in decoding for block in r.blocks}
         tokens = len(shared) * BLOCK + sum(r.own + r.done for r in decoding)
-        left = MOST_PREFILL - len(decoding)
+        left = MAX_PREFILL - len(decoding)
         for request in self.running:
             if request.missing and left:
                 part = min(request.missing, left)
@@ -132,7 +132,7 @@ class Replica:
                 request.done += not request.missing  # the end of prefill gives a token
         for request in decoding:
             request.done += 1
-        filled = MOST_PREFILL - len(decoding) - left
+        filled = MAX_PREFILL - len(decoding) - left
         self.read += tokens
         self.computed += filled
         self.now += STEP_MS + REQUEST_MS * len(decoding) + PREFILL_MS * filled + READ_MS * tokens

@@ -54,7 +54,7 @@ SERVER_LEN = 1024
 #: Bytes a minute by which a run may grow in its last three fifths, and bytes that need no
 #: explanation, in a short run: a process frees memory late. Open files by which it may grow: a
 #: server has as many connections as clients.
-MOST_A_MINUTE, MOST_AT_ONCE, MOST_FILES = 3 << 20, 24 << 20, 0
+MAX_PER_MINUTE, MAX_AT_ONCE, MAX_FILES = 3 << 20, 24 << 20, 0
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def model_of(args: argparse.Namespace, folder: Path) -> Model:
     return Model(path, tokenizer.encode(text), tokenizer.eos_token_id)
 
 
-def leaks(growth: chaos.Growth | None, most_files: int) -> list[str]:
+def leaks(growth: chaos.Growth | None, max_files: int) -> list[str]:
     """The resources that grew by more than allowed, in words."""
     if growth is None:
         return []
     found = []
-    most = max(MOST_AT_ONCE, MOST_A_MINUTE * growth.seconds / 60)
+    most = max(MAX_AT_ONCE, MAX_PER_MINUTE * growth.seconds / 60)
     for what, name in (("memory", "rss"), ("GPU memory", "device")):
         if (grew := getattr(growth.more, name)) > most:
             found.append(
@@ -94,7 +94,7 @@ def leaks(growth: chaos.Growth | None, most_files: int) -> list[str]:
                 f"{growth.per_minute(name) / 2**20:.1f} MiB a minute"
             )
     files = growth.more.open_files
-    return found + ([f"{files} more files are open"] if files > most_files else [])
+    return found + ([f"{files} more files are open"] if files > max_files else [])
 
 
 def without_sharing(args: argparse.Namespace, shared_steps: int) -> list[str]:
@@ -178,7 +178,7 @@ def engine(
     except (RuntimeError, PrefixShareError) as e:  # the other variants go on
         ended = [f"the engine ended: {str(e)[-3000:]}"]
     growth = chaos.grown(report.held)
-    wrong = [*report.wrong, *leaks(growth, MOST_FILES), *ended]
+    wrong = [*report.wrong, *leaks(growth, MAX_FILES), *ended]
     wrong += without_sharing(args, report.shared_steps)
     result = {**asdict(report), "variant": name, "seconds": seconds, "cases": len(cases)}
     return {**result, **row_of_growth(report.held, growth), "wrong": wrong}

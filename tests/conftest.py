@@ -21,7 +21,8 @@ if not torch.cuda.is_available():
 
     import vllm_prefixshare.kernels.cache_write
     import vllm_prefixshare.kernels.merge_states
-    import vllm_prefixshare.kernels.portable.kernel  # noqa: F401
+    import vllm_prefixshare.kernels.portable.kernel
+    import vllm_prefixshare.kernels.token_rows  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 

@@ -19,17 +19,6 @@ from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup as tables
 from vllm_prefixshare.costs.lookup import cost_model, fingerprint
-from vllm_prefixshare.costs.profile_gpu import (
-    BLOCK_SIZE,
-    MOST_TILES,
-    MOST_TOKENS,
-    TOKENS,
-    TileBench,
-    measure_gpu,
-    scattered_blocks,
-    tile_counts,
-)
-from vllm_prefixshare.costs.profile_plans import repeated_tiles
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.kernels import gpu_executor
@@ -39,6 +28,17 @@ from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.profiling.gpu_table import (
+    BLOCK_SIZE,
+    MAX_TILES,
+    MAX_TOKENS,
+    TOKENS,
+    TileBench,
+    measure_gpu,
+    scattered_blocks,
+    tile_counts,
+)
+from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
 from vllm_prefixshare.records import OPEN_END
 
 GPU = "NVIDIA H200 x132"
@@ -101,8 +101,8 @@ def test_workers_read_blocks_of_their_own_or_the_same_ones():
 def test_many_tiles_are_more_than_few_and_bounded():
     for kv_len in TOKENS:
         few, many = tile_counts(kv_len)
-        assert 1 <= few < many <= MOST_TILES
-        assert many * kv_len <= MOST_TOKENS
+        assert 1 <= few < many <= MAX_TILES
+        assert many * kv_len <= MAX_TOKENS
         assert few * kv_len // BLOCK_SIZE % 16 == many * kv_len // BLOCK_SIZE % 16 == 0
 
 

@@ -453,7 +453,7 @@ def test_large_token_trees_are_walked_by_several_tiles():
 def test_a_long_request_has_the_partial_results_that_the_page_names(heads, way, most):
     w = tree("1_65536")
     planner, _ = methods.planner_of(way, w, heads)
-    plan = planner.update(w.block_table, w.seq_lens, 1)
+    plan = planner.update(w.block_table, w.seq_lens, 1).plan
     assert np.diff(plan.merge_indptr).tolist() == [most]
 
 
@@ -498,7 +498,7 @@ def test_merged_serially_a_layer_has_the_bits_of_one_launch():
     executor = paths.executor("portable", attention, 1, 16, 3)
     config = executor.planner_config("flashforge", "always")
     planner = DecodePlanner(config, analytic_cost(attention, "torch"), 16, 2)
-    plan = planner.update(THREE.block_table, THREE.seq_lens)
+    plan = planner.update(THREE.block_table, THREE.seq_lens).plan
     executor.prepare(plan)
     case = in_float16((4, 2))
     with paths.as_on_a_gpu(3):
@@ -518,7 +518,7 @@ def test_only_the_first_of_serial_merges_may_begin_before_the_attention_has_ende
     attention = AttentionConfig(4, 2, 128, 16, "float16")
     config = paths.executor("hopper", attention, 1, 16).planner_config("deft_node", "always")
     planner = DecodePlanner(config, analytic_cost(attention, "torch"), 16, 2)
-    plan = planner.update(THREE.block_table, THREE.seq_lens)
+    plan = planner.update(THREE.block_table, THREE.seq_lens).plan
     serially = merging.Serially.on_cpu(plan, attention)
     serially.kernel.starts_merging = True
     noted: list[tuple[list[int], bool]] = []

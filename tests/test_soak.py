@@ -131,7 +131,7 @@ def test_what_chaos_runs_at_once_is_shared_by_default_on_a_gpu(gpu, variant):
                 whole = prompt[: (block + 1) * size] if (block + 1) * size <= len(prompt) else (i,)
                 table[i, block] = ids.setdefault((block, *whole), 1 + len(ids))
         planner = DecodePlanner(planning.config, planning.cost, size, attention.gqa_group_size)
-        plan = planner.update(table, lens, query_len)
+        plan = planner.update(table, lens, query_len).plan
         shared += plan.kv_tokens_read(lens) < lens.sum()
     assert shared > 20
     assert chaos.GPU_SETTINGS["max_num_seqs"] > 10

@@ -7,9 +7,10 @@ import torch
 from vllm_prefixshare import LayerExtras, PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
-from vllm_prefixshare.planning.sharing import least_window
+from vllm_prefixshare.planning.sharing import min_window
 
 from .batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
 
@@ -95,6 +96,6 @@ def test_the_threshold_falls_with_what_a_token_costs(kernel):
     found = []
     for head_dim in (64, 128, 256):
         cost = analytic_cost(AttentionConfig(32, 8, head_dim, 16), kernel)
-        found.append(least_window(cost, 4, 16))
+        found.append(min_window(cost, 4, 16, GPU))
     assert found == sorted(found, reverse=True) and found[0] > found[-1]
-    assert least_window(cost, 4, 1) is None, "one reader has nothing to share"
+    assert min_window(cost, 4, 1, GPU) is None, "one reader has nothing to share"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.planning.strategies import make_planner
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from tests.planning.strategies import gpu_config, make_planner
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.roofline import analytic_cost
@@ -136,7 +136,7 @@ def test_a_refused_plan_leaves_the_last_one_with_its_queries(monkeypatch, exceed
         table = np.arange(1, 12 * num_reqs + 1, dtype=np.int32).reshape(num_reqs, 12)
         lens = np.full(num_reqs, 100, np.int32)
         starts = 4 * np.arange(num_reqs + 1, dtype=np.int32)
-        executor.prepare(planner.update(table, lens, 4), HostBatch(table, lens, starts))
+        executor.prepare(planner.update(table, lens, 4).plan, HostBatch(table, lens, starts))
 
     prepare(2)
     workspace = executor.workspace
@@ -181,10 +181,10 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(kernel, heads, div
             num_workers=k.num_workers,
             max_tile_requests=k.max_tile_requests,
             max_tile_runs=k.max_tile_runs,
-            spread=k.spread,
+            spread=k.geometry.spread,
             **limits,
         )
-        plan = planner.update(work.block_table, work.seq_lens)
+        plan = planner.update(work.block_table, work.seq_lens).plan
         layout = k.layout(plan)
         assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
         assert plan.num_partials <= capacity.max_partials
@@ -209,7 +209,7 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
     attention = AttentionConfig(*heads, head_dim, 16)
     k = PortableKernel(attention, 1, Gpu(sheet.capability, sheet.multiprocessors, shared))
     cost = cost_model(attention, k.name, device_name=f"{sheet.device} x{sheet.multiprocessors}")
-    config = PlannerConfig(
+    config = gpu_config(
         divider="depth_first",
         share="always",
         num_workers=k.num_workers,
@@ -223,10 +223,10 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
         for document, private in product((4096, 32768, 131072), (100, 500, 2000)):
             work = tree(f"1,{num_reqs}_{document},{private}")
             plans = [
-                DecodePlanner(
-                    replace(config, spread=on), cost, 16, attention.gqa_group_size
-                ).update(work.block_table, work.seq_lens)
-                for on in (True, False)
+                DecodePlanner(c, cost, 16, attention.gqa_group_size)
+                .update(work.block_table, work.seq_lens)
+                .plan
+                for c in (config, replace(config, geometry=replace(config.geometry, spread=False)))
             ]
             spread += plans[0].run_row.size > plans[1].run_row.size
             assert plans[0].fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
@@ -246,20 +246,20 @@ def test_reserved_room_holds_plans_with_more_workers_than_requests(
     attention = AttentionConfig(*heads, 128, 16)
     k = kernel(attention, query_len, H100)
     cost = cost_model(attention, k.name, device_name="NVIDIA H200 x132")
-    config = PlannerConfig(
+    config = gpu_config(
         divider="depth_first",
         share="always",
         num_workers=k.num_workers,
         max_tile_requests=k.max_tile_requests,
         max_tile_runs=k.max_tile_runs,
-        spread=k.spread,
+        spread=k.geometry.spread,
     )
     capacity = k.capacity(num_reqs)
     most = 0
     for private in (100, 500, 2000, 8000):
         work = tree(f"1,{num_reqs}_131072,{private}")
         planner = DecodePlanner(config, cost, 16, attention.gqa_group_size)
-        plan = planner.update(work.block_table, work.seq_lens, query_len)
+        plan = planner.update(work.block_table, work.seq_lens, query_len).plan
         most = max(most, plan.num_tiles)
         assert plan.fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
         layout = k.layout(plan)
@@ -285,7 +285,7 @@ def test_reserved_room_holds_every_plan_of_fixed_pieces(kernel, heads):
             max_tile_requests=k.max_tile_requests,
             max_tile_runs=k.max_tile_runs,
         )
-        plan = planner.update(work.block_table, work.seq_lens)
+        plan = planner.update(work.block_table, work.seq_lens).plan
         assert plan.fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
         layout = k.layout(plan)
         assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
@@ -324,7 +324,7 @@ def test_token_trees_over_latents_are_refused(monkeypatch, attention):
     assert executor.takes_token_trees != is_latent
     work = tree("1,2_64,64", 64)
     planner = DecodePlanner(executor.planner_config(), analytic_cost(attention, "hopper"), 64, 4)
-    executor.prepare(planner.update(work.block_table, work.seq_lens, 2))
+    executor.prepare(planner.update(work.block_table, work.seq_lens, 2).plan)
     q = torch.zeros(4, 4, attention.head_dim, dtype=torch.bfloat16)
     cache = torch.zeros(1, 64, 1, attention.head_dim, dtype=torch.bfloat16)
     tensors = q, cache, cache[..., : attention.v_head_dim]
@@ -351,7 +351,7 @@ def test_merging_is_launched_where_it_is_needed_and_before_and_in_a_capture(monk
     executor = gpu.GpuExecutor(attention, CPU)
     work = tree(spec)
     planner = DecodePlanner(executor.planner_config(), analytic_cost(attention, "hopper"), 16, 4)
-    plan = planner.update(work.block_table, work.seq_lens)
+    plan = planner.update(work.block_table, work.seq_lens).plan
     assert (plan.num_partials > 0) == (spec != "32_256")
     q = torch.zeros(work.num_reqs, 32, 128, dtype=torch.bfloat16)
     cache = torch.zeros(1, 16, 8, 128, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 """Frozen configuration, checked once where it is made."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 
 from vllm_prefixshare.records import PrefixShareError
@@ -15,7 +15,7 @@ LATENT_SHAPE = 576, 512
 FP8 = "float8_e4m3fn"
 #: vLLM's names of a KV cache of that dtype, with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
-#: vLLM's names of all types of KV cache, in 0.26 to 0.33: to ask vLLM would import it for seconds
+#: vLLM's names of all types of KV cache, in 0.29 to 0.33: to ask vLLM would import it for seconds
 CACHE_DTYPES = (
     "auto",
     "float16",
@@ -42,7 +42,7 @@ CACHE_DTYPES = (
 #: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
 #: largest number of tokens, and of workers, that plans can have: they are integers of 32 bits
-MOST_TOKENS, MOST_WORKERS = 2**31 - 1, 2**20
+MAX_TOKENS, MAX_WORKERS = 2**31 - 1, 2**20
 SHARE_POLICIES = ("auto", "always", "never")
 #: names of GPU kernels, and "auto" for the first that serves
 KERNELS = ("auto", "hopper", "portable")
@@ -86,9 +86,9 @@ class AttentionConfig:
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("block_size", "sliding_window"):
-            if (getattr(self, name) or 0) > MOST_TOKENS:
+            if (getattr(self, name) or 0) > MAX_TOKENS:
                 raise PrefixShareError(
-                    f"{name} must be at most {MOST_TOKENS}, got {getattr(self, name)}."
+                    f"{name} must be at most {MAX_TOKENS}, got {getattr(self, name)}."
                 )
         if self.num_qo_heads % self.num_kv_heads:
             raise PrefixShareError(
@@ -175,15 +175,60 @@ def require_launchable(kernel: str, query_len: int) -> None:
 def part_size(block_size: int) -> int:
     """Tokens of a block that the GPU kernels for plain attention read at once: the largest power of
     two up to 32 that divides it. Runs of tokens are padded to such parts: with parts of 64 tokens
-    trees of short nodes took 1.2 to 1.4 times as long (docs/kernel-notes.md).
+    trees of short nodes took 1.2 to 1.4 times as long (docs/notes/l2-and-memory.md).
     """
     return math.gcd(32, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class TileGeometry:
+    """A kernel's work tiles, as far as plans depend on them. Each kernel provides its own.
+
+    half_rows: query rows of half a tile. The halves work in parallel: KV that both read is bound by
+        arithmetic, KV that one reads by memory.
+    kv_tile: KV tokens at whose multiples long KV ranges are cut; a multiple of the tokens that a
+        step of the kernel's loop reads.
+    query_cut_size: where a tile holds several queries of one request, its KV tokens are a multiple
+        of this, rounded up, because the rest of the kernel's step would be masked for each query;
+        None: a multiple of ``PlannerConfig.cut_size``.
+    spread: each cut of a window may get a part of the KV that all of its requests share and a part
+        of the rest, so that cuts take equal times whatever the price of one kind.
+    spread_gain: time saved by spreading, as a fraction of the finish.
+    lockstep_gain, uncached_lockstep_gain: time saved by windows that read the KV they share at the
+        same time, as a fraction of the finish: where L2 holds that KV, and where it does not. The
+        second counts twice for half tiles, which have half the arithmetic for as many bytes.
+    cached_tokens: shared tokens of a KV head that L2 holds for each worker while private KV passes
+        through it.
+    partial_write_us: microseconds to write a tile's results as partial ones.
+    merge_launch_us: microseconds to launch the merging.
+    min_merge_us, max_merge_us: bounds of the microseconds to merge one partial result of all rows
+        of a request: few rows wait for memory as long as many, and many are merged side by side.
+    """
+
+    half_rows: int
+    kv_tile: int
+    query_cut_size: int | None
+    spread: bool
+    spread_gain: float
+    lockstep_gain: float
+    uncached_lockstep_gain: float
+    cached_tokens: int
+    partial_write_us: float
+    merge_launch_us: float
+    min_merge_us: float
+    max_merge_us: float
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile."""
+        return 2 * self.half_rows
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """How plans are made.
 
+    geometry: of the tiles of the kernel that walks the plans.
     divider: name of the divider strategy (``planning.dividers.registry.DIVIDERS``).
     share: ``auto`` shares only trees where sharing pays by the cost model.
     num_workers: thread blocks that walk the plan side by side (1 on a CPU).
@@ -194,11 +239,6 @@ class PlannerConfig:
     grouping: merge short nodes into their children (FastTree, section 4.2).
     cut_size: tokens at whose multiples ``depth_first`` may cut a KV segment, a divisor of the block
         size; None for whole blocks.
-    query_cut_size: tokens of which pieces are whole multiples, rounded up, where a tile holds
-        several queries of one request: the rest of a kernel's step would be masked for each query.
-        None: as ``cut_size``.
-    spread: ``depth_first`` may give each piece of a window a part of what all of its requests
-        share and a part of the rest.
     num_splits: pieces of each group, for the divider ``fixed``.
     kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
     rebalance_factor: a new plan is made where, by the cost model, the busiest of several workers
@@ -209,6 +249,7 @@ class PlannerConfig:
     sliding_window: as in ``AttentionConfig``.
     """
 
+    geometry: TileGeometry = field(kw_only=True)
     divider: str = "flashforge"
     share: str = "auto"
     num_workers: int = 1
@@ -219,8 +260,6 @@ class PlannerConfig:
     max_partials: int = 1 << 30
     grouping: bool = True
     cut_size: int | None = None
-    query_cut_size: int | None = None
-    spread: bool = False
     num_splits: int = 4
     kv_chunk_size: int = 512
     rebalance_factor: float = 1.05
@@ -238,9 +277,9 @@ class PlannerConfig:
         for name in (*counts, "kv_chunk_size", "kept_plans"):
             if getattr(self, name) < 1:
                 raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.num_workers > MOST_WORKERS:
+        if self.num_workers > MAX_WORKERS:
             raise PrefixShareError(
-                f"num_workers must be at most {MOST_WORKERS}, got {self.num_workers}."
+                f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers}."
             )
         if not self.rebalance_factor >= 1:
             raise PrefixShareError(

@@ -214,7 +214,7 @@ class PrefixShareDecodeWrapper:
             if (limit or most) > 1:
                 parents = host_integers(query_parents, "query_parents", 1)
                 mask = ancestor_masks(parents, starts)
-        plan = self._planner.update(table, lens, limit or most)
+        plan = self._planner.update(table, lens, limit or most).plan
         batch = HostBatch(table, lens.copy(), starts, mask)
         self._executor.prepare(plan, batch)
         self._plan, self._batch, self._given_table = plan, batch, block_table

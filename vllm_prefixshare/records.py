@@ -11,6 +11,13 @@ FloatArray = NDArray[np.float64]
 
 #: ``kv_end`` of a run that reads up to the current length of its only request.
 OPEN_END = -1
+#: Columns of ``WorkTiles.runs``.
+RUN_ROW = 0
+RUN_KV_START = 1
+RUN_KV_END = 2
+RUN_READER_START = 3
+RUN_READER_END = 4
+RUN_COLUMNS = 5
 #: Exit status of ``kernels.precompile`` where Triton compiles no kernel that would serve the layer.
 NOT_COMPILED = 3
 
@@ -86,9 +93,9 @@ class WorkTiles:
     row_indptr: ``[num_tiles + 1]`` int32, into ``rows``.
     rows: ``[num_slots]`` int32 batch rows, the requests of tile after tile.
     run_indptr: ``[num_tiles + 1]`` int32, into ``runs``.
-    runs: ``[num_runs, 5]`` int32: row, kv_start, kv_end, reader_start, reader_end. A run is
-        read for the requests ``[reader_start, reader_end)`` of its tile, through the block table
-        of batch row ``row``.
+    runs: int32 ``[num_runs, RUN_COLUMNS]``. A run is tokens ``[RUN_KV_START, RUN_KV_END)``
+        of batch row ``RUN_ROW``, read for the requests ``[RUN_READER_START, RUN_READER_END)`` of
+        its tile, through the block table of that row.
     cost: ``[num_tiles]`` float64, estimated microseconds.
     worker: ``[num_tiles]`` int32, ascending: worker of each tile, which runs its tiles in this
         order; None leaves the assignment to ``planning.plan.longest_first``.
@@ -106,7 +113,7 @@ class WorkTiles:
         """No tiles at all."""
         nothing = np.zeros(0, np.int32)
         start = np.zeros(1, np.int32)
-        return cls(start, nothing, start, np.zeros((0, 5), np.int32), np.zeros(0))
+        return cls(start, nothing, start, np.zeros((0, RUN_COLUMNS), np.int32), np.zeros(0))
 
 
 def host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:

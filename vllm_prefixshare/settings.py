@@ -13,6 +13,8 @@ from vllm_prefixshare.records import PrefixShareError
 PREFIX = "VLLM_PREFIXSHARE_"
 #: features of layers that ran in few engines or none: served only where the user asks for them
 EXPERIMENTAL = ("alibi", "head_dim")
+#: parts of the host work on a prompt that requests with a common prefix share
+PROMPT_PARTS = ("tokenization", "detokenization", "hashes", "lookup", "copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class Settings:
 
     divider: None for the one measured fastest with the kernel.
     order_bound: seconds; None for a bound that fits the engine.
+    prompts: the active parts of ``PROMPT_PARTS``; None for all of them with PREFIX_SHARE and none
+        with another backend.
     """
 
     kernel: Literal["auto", "hopper", "portable"]
@@ -35,6 +39,9 @@ class Settings:
     trace: Path | None
     metrics: Path | None
     experimental: frozenset[str]
+    prompts: frozenset[str] | None
+    prompts_cache_mib: int
+    prompts_cache_by_salt: bool
 
 
 class Variable(NamedTuple):
@@ -95,6 +102,23 @@ def _experimental(value: str) -> frozenset[str]:
     return names
 
 
+def _prompt_parts(value: str) -> frozenset[str] | None:
+    names = frozenset(name.strip().lower() for name in value.split(",") if name.strip())
+    if names == {"auto"}:
+        return None
+    if names in ({"on"}, {"off"}):
+        return frozenset(PROMPT_PARTS) if "on" in names else frozenset()
+    if not names or not names <= set(PROMPT_PARTS):
+        raise ValueError(f"auto, on, off, or some of {','.join(PROMPT_PARTS)}")
+    return names
+
+
+def _mebibytes(value: str) -> int:
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1 << 20:
+        raise ValueError("a number of MiB from 1 to 1048576")
+    return int(value)
+
+
 def _folder(value: str) -> Path:
     if not value:
         raise ValueError("a folder, or unset it")
@@ -153,6 +177,21 @@ VARIABLES: dict[str, Variable] = {
         "",
         "kinds of layers to serve on a GPU though few engines or none have run them: "
         + ", ".join(EXPERIMENTAL),
+    ),
+    "VLLM_PREFIXSHARE_PROMPTS": Variable(
+        _prompt_parts,
+        "auto",
+        "host work on a shared prefix that is done once: auto (all parts with PREFIX_SHARE), on "
+        f"(with any backend), off, or some of {','.join(PROMPT_PARTS)}",
+    ),
+    "VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB": Variable(
+        _mebibytes, "256", "maximum MiB that the caches of shared host work hold in each process"
+    ),
+    "VLLM_PREFIXSHARE_PROMPTS_CACHE_BY_SALT": Variable(
+        _flag,
+        "1",
+        "1: texts of requests with different cache_salt share no tokenization; 0: they do, which "
+        "shows by its timing whether a text was seen before",
     ),
 }
 

@@ -35,17 +35,17 @@ def own_folder(path: Path) -> Path | None:
         return None
 
 
-def read_text(path: Path, most_bytes: int) -> str:
-    """The text of a file of at most ``most_bytes``; no more is read of a longer one.
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a file of at most ``max_bytes``; no more is read of a longer one.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is longer, or not UTF-8 text.
     """
     with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"it is larger than the {most_bytes >> 20} MiB that are read")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than the {max_bytes >> 20} MiB that are read")
     return data.decode()
 
 

@@ -40,7 +40,7 @@ def count(
     total: Counter[str] = Counter()
     for tokens in grown:
         lens = w.seq_lens + tokens
-        plan = planner.update(w.block_table, lens, w.query_len)
+        plan = planner.update(w.block_table, lens, w.query_len).plan
         kv = plan.kv_tokens_read(lens) * kv_token_bytes(heads)
         total.update(
             tiles=plan.num_tiles,

@@ -134,7 +134,7 @@ class Planned:
             w.block_size,
             attention.gqa_group_size,
         )
-        plan = planner.update(w.block_table, w.seq_lens, w.query_len)
+        plan = planner.update(w.block_table, w.seq_lens, w.query_len).plan
         starts = case.query_start_loc().cpu().numpy()
         mask = None
         if w.query_parents is not None:

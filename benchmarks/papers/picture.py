@@ -11,7 +11,7 @@ from papers.experiment import Bars
 #: the space between two groups
 LETTER, WIDTH, RIGHT, BAR, GAP = 6.6, 430, 70, 12, 9
 #: more points than these are left to the table
-MOST_POINTS = 36
+MAX_POINTS = 36
 #: colours of the series, on light ground and on dark
 COLOURS = (
     ("#0969da", "#58a6ff"),
@@ -44,7 +44,7 @@ def draw(title: str, bars: Bars) -> str:
     Returns:
         an SVG document; "" if there is nothing to draw.
     """
-    groups = dict(list(bars.values.items())[:MOST_POINTS])
+    groups = dict(list(bars.values.items())[:MAX_POINTS])
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     numbers = [x for group in groups.values() for x in group.values() if x > 0]
     if not numbers:

@@ -12,7 +12,7 @@ from peers import Options, Peer, UnavailableError, make
 
 from papers.experiment import Figures, Setting
 from papers.methods import Method, Planned
-from vllm_prefixshare.costs.gpu_timing import GpuTimer, MachineRates, measure_rates
+from vllm_prefixshare.profiling.gpu_timing import GpuTimer, MachineRates, measure_rates
 from vllm_prefixshare.workloads.trees import Workload
 
 

@@ -125,9 +125,9 @@ class FA3Invariant(FA3):
 
 
 class FA3Cascade:
-    """The cascade of vLLM 0.26 (``cascade_attention``; 0.33 has none): one pass over the prefix
-    that the whole batch shares, one over the rest of each request, and a merge. Used wherever there
-    is such a prefix, without vLLM's heuristic.
+    """The cascade of vLLM 0.29 to 0.31 (``cascade_attention``; 0.32 has none): one pass over the
+    prefix that the whole batch shares, one over the rest of each request, and a merge. Used
+    wherever there is such a prefix, without vLLM's heuristic.
     """
 
     def __init__(self, options: Options) -> None:

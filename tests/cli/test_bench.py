@@ -34,7 +34,7 @@ def test_the_command_prints_one_table():
 
 
 def test_both_ways_are_compared_and_timed(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "LEAST_PAIRS", 3)
+    monkeypatch.setattr(bench, "MIN_PAIRS", 3)
     found = report(capsys, "--tree", SHARED, "--tree", ALONE)
     assert found["right"]
     for row in found["rows"]:

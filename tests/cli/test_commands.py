@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.embedded_model import embedded_model_path
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
 from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
@@ -26,7 +28,10 @@ from vllm_prefixshare.integration import compat, signatures, support
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
-from vllm_prefixshare.settings import settings
+from vllm_prefixshare.settings import read, settings
+
+#: of the user, not of a test
+CACHE = read(os.environ).cache
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +64,51 @@ def test_doctor_finds_everything_in_place(tmp_path):
     assert "2 full attention, head_dim 64: served" in done.stdout
     assert "2 sliding attention, head_dim 64: keep vLLM's own backend (a sliding" in done.stdout
     assert done.stdout.endswith("PREFIX_SHARE can be chosen\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("auto", "all parts; "), ("off", "off"), ("lookup,hashes", "hashes, lookup; ")],
+)
+def test_doctor_names_the_active_parts_of_shared_host_work(monkeypatch, value, expected):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_PROMPTS", value)
+    assert doctor.host_work(doctor.Machine([], False)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("installed", "variable", "advice"),
+    [
+        (None, "", "with pip install 'fastokens>=0.3.5' and VLLM_USE_FASTOKENS=1"),
+        (True, "0", "; new text is tokenized faster with VLLM_USE_FASTOKENS=1"),
+        (True, "1", "all parts"),
+    ],
+)
+def test_doctor_names_fastokens_where_it_would_help(monkeypatch, installed, variable, advice):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: installed)
+    monkeypatch.setenv("VLLM_USE_FASTOKENS", variable)
+    assert doctor.host_work(doctor.Machine([], False)).endswith(advice)
+
+
+def test_doctor_refuses_fastokens_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setenv("VLLM_USE_FASTOKENS", "1")
+    with pytest.raises(PrefixShareError, match="needs fastokens: pip install"):
+        doctor.host_work(doctor.Machine([], False))
+
+
+def test_doctor_says_whether_a_tokenizer_can_be_cut(tmp_path):
+    path = embedded_model_path(CACHE)
+    assert "known text is not tokenized again" in doctor.host_work(doctor.Machine([], model=path))
+    machine = doctor.Machine([], model=tmp_path)
+    assert "no tokenizer that could be checked" in doctor.host_work(machine)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "the tokenizer cannot be loaded (" in doctor.host_work(machine)
+    for file in path.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    changed = json.loads((tmp_path / "tokenizer.json").read_text())
+    changed["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    assert "of this model is left to vLLM (" in doctor.host_work(machine)
 
 
 @pytest.mark.parametrize("fields", [{"head_dim": 48}, {"layer_types": ["mamba"] * 4}])

@@ -13,11 +13,13 @@ import pytest
 from tests.cli.commands import run
 from tests.support.embedded_model import embedded_model_path
 from vllm_prefixshare.cli.batches import tree_batch
-from vllm_prefixshare.cli.estimate import batch_of, estimator
+from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times
+from vllm_prefixshare.cli.estimate import _prompt_tokens, batch_of, estimator
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.prompts import MOST_LINE, byte_tokens, read_prompts
+from vllm_prefixshare.cli.prompts import MAX_LINE, byte_tokens, read_prompts
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.planning.sharing import shareable_forest
 from vllm_prefixshare.records import PrefixShareError
 
@@ -30,8 +32,8 @@ def write(path: Path, lines: list[object]) -> Path:
     return path
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    assert main(["estimate", "--gpu", "H200", "--json", *map(str, arguments)]) == 0
+def report(capsys: pytest.CaptureFixture[str], *arguments: object, gpu: str = "H200") -> dict:
+    assert main(["estimate", "--gpu", gpu, "--json", *map(str, arguments)]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -297,6 +299,59 @@ def test_tokens_are_of_one_step(tmp_path, capsys):
     assert by_two["kv_tokens_read"] < together["kv_tokens_read"]
 
 
+def test_a_whole_call_is_near_what_was_measured(tmp_path, capsys):
+    """64 questions on a document of 34k tokens that is not cached, 64 output tokens, Llama-3.1-8B
+    on an H100: 10.8 s with FLASH_ATTN, 9.0 with PREFIX_SHARE, 2.1 with the parts.
+    """
+    document = [(7 * i) % 1000 for i in range(34_400)]
+    path = write(tmp_path / "p", [[*document, *range(i, i + 30)] for i in range(64)])
+    model = write_model(tmp_path / "model", num_hidden_layers=32)
+    words = ["--model", model, "--weights-gb", 16, "--output-tokens", 64]
+    found = report(capsys, path, *words, gpu="H100")["call_ms"]
+    assert 0.8 < found["sum"]["vllm"] / 10_770 < 1.3
+    assert 0.8 < found["sum"]["parts_off"] / 9_040 < 1.2
+    assert 0.8 < found["sum"]["parts_on"] / 2_090 < 1.2
+    for side in ("vllm", "parts_off", "parts_on"):
+        rows = [times[side] for row, times in found.items() if row != "sum"]
+        assert sum(rows) == pytest.approx(found["sum"][side], abs=0.1)
+
+
+def test_only_new_text_is_tokenized_and_hashed_again():
+    batch = batch_of([np.arange(n, dtype=np.int32) for n in (33, 33, 49, 20)], 16, generated=5)
+    # of 33 tokens two blocks are shared; the last token is computed in any case
+    new = [33, 1, 17, 4]
+    attended = sum(sum(range(n - k + 1, n + 1)) for n, k in zip((33, 33, 49, 20), new, strict=True))
+    assert _prompt_tokens(batch, 5) == (135, sum(new), attended)
+    work, attention = Work(1000, 100, 1e5, 10), Attention(50.0, 5.0, 4096.0)
+    known = call_times(work, attention, 0, GPUS["H200"])
+    assert list(known) == [*MEASURED.new_us, "sum"], "no weights, no prefill and decode"
+    half = 900 * MEASURED.shared_us["hashes"] + 100 * MEASURED.new_us["hashes"]
+    assert known["hashes"].parts_on == pytest.approx(half / 1e3)
+    assert known["lookup"].parts_on == pytest.approx(MEASURED.shared_us["lookup"])
+    nothing = call_times(work._replace(new_tokens=1000), attention, 0, GPUS["H200"])
+    assert nothing["tokenization"].parts_on == nothing["tokenization"].parts_off
+    whole = call_times(work, attention, 10**9, GPUS["H200"])
+    assert whole["decode"].vllm > whole["decode"].parts_off == whole["decode"].parts_on
+    assert whole["prefill"].parts_on == whole["prefill"].vllm > 0
+
+
+def test_the_table_says_where_the_time_goes(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(8)])
+    words = ["estimate", str(path), "--gpu", "H200"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "where the time goes, ms of a batch, one thing after the other:\n" in said
+    assert "\ntokenization          83.2       83.2       10.7\n" in said
+    assert said.endswith("name a --model that has them, or --weights-gb\n")
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    (model / "model.safetensors").write_bytes(bytes(1000))
+    assert main([*words, "--model", str(model), "--host-costs", "tokenization=0.06,copies=0"]) == 0
+    said = capsys.readouterr().out
+    assert "\nprefill " in said and "\ndecode " in said and "--weights-gb" not in said
+    assert "\ntokenization           2.0        2.0        0.5\n" in said
+    assert "\ncopies                 0.0        0.0        0.0\n" in said
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -330,7 +385,7 @@ def test_memory_is_bounded(tmp_path):
     tracemalloc.start()
     with pytest.raises(PrefixShareError, match="longer than the 8 MiB"):
         list(read_prompts(path, byte_tokens))
-    assert tracemalloc.get_traced_memory()[1] < 4 * MOST_LINE
+    assert tracemalloc.get_traced_memory()[1] < 4 * MAX_LINE
     tracemalloc.stop()
     long = np.zeros(1 << 20, np.int32)
     with pytest.raises(PrefixShareError, match="lower --batch"):
@@ -338,7 +393,7 @@ def test_memory_is_bounded(tmp_path):
 
 
 def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vllm_prefixshare.cli.estimate.MOST_TOKENS", 1000)
+    monkeypatch.setattr("vllm_prefixshare.cli.estimate.MAX_TOKENS", 1000)
     path = write(tmp_path / "p", [DOCUMENT[:400]] * 3)
     assert main(["estimate", str(path), "--gpu", "H200"]) == 2
     assert "3 prompts have more than 1000 tokens: lower --batch" in capsys.readouterr().err
@@ -353,6 +408,11 @@ def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
         (["{path}", "--output-tokens", "-1"], "--output-tokens must be from 0 to"),
         (["{path}", "--head-dim", "48"], "head_dim must be"),
         (["{path}", "--block-size", "9" * 30], "--block-size must be at most"),
+        (["{path}", "--host-costs", "copies"], "--host-costs has 'copies': give PART="),
+        (["{path}", "--host-costs", "prefill=1"], "--host-costs has 'prefill=1': give PART="),
+        (["{path}", "--host-costs", "copies=nan"], "with a part of tokenization, "),
+        (["{path}", "--weights-gb", "16"], "--weights-gb needs --model"),
+        (["{path}", "--weights-gb", "-1"], "--weights-gb must be above 0"),
         (["{path}", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype must be one of auto, "),
     ],
 )

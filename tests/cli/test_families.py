@@ -98,10 +98,10 @@ def test_mimo_has_a_backend_of_its_own_where_values_are_narrower(tmp_path):
         ("0.33.1", {"model_type": "gemma3"}, True),
         ("0.32.0", {"model_type": "gemma3"}, False),
         (None, {"model_type": "gemma3_text"}, False),
-        ("0.26.0", {"model_type": "molmo2"}, True),
+        ("0.29.0", {"model_type": "molmo2"}, True),
         (None, {"model_type": "paligemma"}, False),
         (None, {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}, False),
-        ("0.26.0", {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text",
+        ("0.29.0", {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text",
          "use_bidirectional_attention": "vision"}}, True),
         (None, {"model_type": "gemma4_unified", "text_config":
          {"model_type": "gemma4_unified_text"}}, True),

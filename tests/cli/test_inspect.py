@@ -142,7 +142,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, capsys):
         file.truncate(1 << 40)  # sparse
     tracemalloc.start()
     assert main(["inspect", str(path)]) == 2
-    assert tracemalloc.get_traced_memory()[1] < 3 * batches.MOST_BYTES
+    assert tracemalloc.get_traced_memory()[1] < 3 * batches.MAX_BYTES
     tracemalloc.stop()
     assert "larger than the 16 MiB that are read" in capsys.readouterr().err
     path.write_bytes(b"\xff\xfe")
@@ -182,16 +182,16 @@ def test_a_tree_that_is_too_large_is_not_made(spec):
 def test_the_longest_requests_are_planned(tmp_path, capsys):
     """Planning counts in 32 bits, and rounds up to whole blocks and tiles."""
     size = 65536
-    row = [*range(1, batches.MOST_TOKENS // size + 1)]
+    row = [*range(1, batches.MAX_TOKENS // size + 1)]
     tables = {
         "block_size": size,
         "block_tables": [row, [*row[:-1], 5000], row],
-        "kv_lens": [batches.MOST_TOKENS] * 3,
+        "kv_lens": [batches.MAX_TOKENS] * 3,
     }
     found = report(capsys, write(tmp_path / "t.json", tables))
     read = {row["divider"]: row["kv_tokens_read"] for row in found["dividers"]}
-    assert read["per_request"] == 3 * batches.MOST_TOKENS
-    assert read["depth_first"] == read["deft_node"] == batches.MOST_TOKENS + 2 * size
+    assert read["per_request"] == 3 * batches.MAX_TOKENS
+    assert read["depth_first"] == read["deft_node"] == batches.MAX_TOKENS + 2 * size
 
 
 def draw(folder: Path, *arguments: object) -> ElementTree.Element:

@@ -9,10 +9,10 @@ import pytest
 
 from tests.docs.pages import files_of
 from tests.docs.test_snippets import RUN
-from vllm_prefixshare.cli.batches import MOST_BYTES, MOST_ENTRIES, MOST_REQUESTS, MOST_TOKENS
+from vllm_prefixshare.cli.batches import MAX_BYTES, MAX_ENTRIES, MAX_REQUESTS, MAX_TOKENS
 from vllm_prefixshare.cli.main import COMMANDS, main
-from vllm_prefixshare.cli.picture import MOST_WORKERS
-from vllm_prefixshare.cli.prompts import MOST_LINE
+from vllm_prefixshare.cli.picture import MAX_WORKERS
+from vllm_prefixshare.cli.prompts import MAX_LINE
 from vllm_prefixshare.costs.gpus import GPUS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,10 +37,10 @@ def test_every_command_has_its_section():
 
 
 def test_limits_are_those_of_the_code():
-    limits = f"{MOST_BYTES >> 20} MiB, {MOST_REQUESTS} requests of up to {MOST_TOKENS:,} tokens"
+    limits = f"{MAX_BYTES >> 20} MiB, {MAX_REQUESTS} requests of up to {MAX_TOKENS:,} tokens"
     assert limits in PAGE
-    assert f"{MOST_ENTRIES:,} entries" in PAGE
-    assert f"A line may have {MOST_LINE >> 20} MiB" in PAGE
-    assert f"At most {MOST_WORKERS} workers are shown" in PAGE
+    assert f"{MAX_ENTRIES:,} entries" in PAGE
+    assert f"A line may have {MAX_LINE >> 20} MiB" in PAGE
+    assert f"At most {MAX_WORKERS} workers are shown" in PAGE
     *most, last = GPUS
     assert f"{', '.join(most)} and {last}" in PAGE

@@ -9,7 +9,7 @@ import sys
 from tests.cli.commands import PROGRAM
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs import profile_cpu
+from vllm_prefixshare.profiling import cpu_table
 
 
 class Terminal(io.StringIO):
@@ -43,11 +43,11 @@ def test_nothing_is_written_into_a_file():
 
 
 def test_every_step_of_a_profile_is_counted(monkeypatch):
-    monkeypatch.setattr(profile_cpu, "median_seconds", lambda call, repeats=7: 1e-3)
+    monkeypatch.setattr(cpu_table, "median_seconds", lambda call, repeats=7: 1e-3)
     steps: list[int] = []
     shape = AttentionConfig(4, 2, 64, 64)
-    profile_cpu.measure_cpu(shape, lambda requests, tokens: 1e-3, lambda: steps.append(1))
-    assert len(steps) == profile_cpu.STEPS
+    cpu_table.measure_cpu(shape, lambda requests, tokens: 1e-3, lambda: steps.append(1))
+    assert len(steps) == cpu_table.STEPS
 
 
 def test_bench_draws_one_on_a_terminal():

@@ -49,7 +49,7 @@ def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
     path = tmp_path / "t.jsonl"
     made = planner(monkeypatch, path)
     for lens in (LENS, LENS + 1, LENS + 2):  # the plan holds
-        plan = made.update(TABLE, lens)
+        plan = made.update(TABLE, lens).plan
     made.update(TABLE[:2], LENS[:2])
     slots = np.array([2, 0])
     made.update(TABLE, LENS[[2, 0]], table_rows=slots, row_ids=np.array([7, 8]))
@@ -65,7 +65,7 @@ def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
 
 
 def test_a_trace_ends_at_its_limit_with_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "MOST_BYTES", 1000)
+    monkeypatch.setattr(tracing, "MAX_BYTES", 1000)
     path = tmp_path / "t.jsonl"
     made = planner(monkeypatch, path)
     for n in range(20):
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_no_step(tmp_path, monkeypatch):
     made = planner(monkeypatch, tmp_path / "t.jsonl")
     written = tracing.os.pwrite
     monkeypatch.setattr(tracing.os, "pwrite", lambda f, data, at: written(f, data[:10], at))
-    assert made.update(TABLE, LENS).num_reqs == 3
+    assert made.update(TABLE, LENS).plan.num_reqs == 3
     assert (tmp_path / "t.jsonl").read_bytes() == b""
 
 
@@ -93,7 +93,7 @@ def test_a_disk_that_fails_altogether_ends_no_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tracing.os, "pwrite", fails)
     monkeypatch.setattr(tracing.os, "ftruncate", fails)
-    assert made.update(TABLE, LENS).num_reqs == 3
+    assert made.update(TABLE, LENS).plan.num_reqs == 3
 
 
 def test_a_file_system_without_locks_records(tmp_path, monkeypatch):
@@ -104,6 +104,13 @@ def test_a_file_system_without_locks_records(tmp_path, monkeypatch):
     path = tmp_path / "t.jsonl"
     planner(monkeypatch, path).update(TABLE, LENS)
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_file_that_can_no_longer_be_written_ends_no_engine(tmp_path, monkeypatch, caplog):
+    (tmp_path / "t.jsonl").mkdir()
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    assert made.update(TABLE, LENS).plan.num_reqs == 3
+    assert caplog.text.count("Nothing is recorded: VLLM_PREFIXSHARE_TRACE=") == 1
 
 
 def test_a_file_that_cannot_be_emptied_is_refused(tmp_path, monkeypatch):
@@ -132,8 +139,8 @@ def test_a_file_that_cannot_be_written_is_refused_at_start_up(tmp_path, monkeypa
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none" / "t.jsonl", tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         sentence = f"TRACE={path} cannot be written .*: name"
-        with pytest.raises(PrefixShareError, match=sentence):
-            planner(monkeypatch, path)
+        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
+        settings.cache_clear()
         with pytest.raises(PrefixShareError, match=sentence):
             check_settings()
 

@@ -19,7 +19,7 @@ from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.support import CUDA_DTYPES, Engine
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.registry import candidates
-from vllm_prefixshare.planning.sharing import least_window
+from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.records import PrefixShareError
 
 PAGE = (ROOT / "docs" / "served.md").read_text()
@@ -44,11 +44,12 @@ def rows_of(model: str) -> list[tuple[str, ...]]:
     return found
 
 
-def least_window_on(gpu: str, attention: AttentionConfig) -> int | None:
+def min_window_on(gpu: str, attention: AttentionConfig) -> int | None:
     """The least window that is served on a GPU without a measured cost table."""
     planning = planning_for(gpu, attention)
-    readers = planning.config.max_tile_requests
-    return least_window(planning.cost, attention.gqa_group_size, readers)
+    config = planning.config
+    rows = attention.gqa_group_size
+    return min_window(planning.cost, rows, config.max_tile_requests, config.geometry)
 
 
 def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:
@@ -67,7 +68,7 @@ def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_model_is_served_as_doctor_says(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cuda, "_least_window", partial(least_window_on, "H200"))
+    monkeypatch.setattr(cuda, "_min_window", partial(min_window_on, "H200"))
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **CONFIGS[model]}))
     main(["doctor", "--json", "--model", str(tmp_path)])
     layers = json.loads(capsys.readouterr().out)["layers"]
@@ -182,7 +183,7 @@ def test_windows_are_served_from_where_the_estimate_says():
                 layer = AttentionConfig(
                     heads, kv_heads, head_dim, 16, kv_dtype=cache, query_dtype=cache
                 )
-                least = least_window_on(name, layer)
+                least = min_window_on(name, layer)
                 found.setdefault((name == "H200", cache is not None), set()).add(least)
     assert found == {
         (True, False): {1024},

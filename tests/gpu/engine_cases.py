@@ -186,7 +186,7 @@ class EveryQuestion(PrefixShareWorkerExtension):
 
         for builder in planning._BUILDERS:
             if builder._first_step is not None:
-                builder._first_step = builder._first_step._replace(least_context=0)
+                builder._first_step = builder._first_step._replace(min_context=0)
 
 
 def _scale_latents(of_queries: float, of_latents: float) -> None:

@@ -21,7 +21,7 @@ def plan_with(
     work: Workload, cost: CostModel, rows_per_request: int, config: PlannerConfig
 ) -> DecodePlan:
     planner = DecodePlanner(config, cost, work.block_size, rows_per_request)
-    return planner.update(work.block_table, work.seq_lens)
+    return planner.update(work.block_table, work.seq_lens).plan
 
 
 def node_plans(

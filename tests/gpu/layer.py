@@ -13,8 +13,8 @@ import torch
 
 from tests.batches import batch_at_boundaries
 from vllm_prefixshare import PrefixShareDecodeWrapper
-from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.profiling.gpu_timing import capture
 from vllm_prefixshare.records import IntArray
 from vllm_prefixshare.workloads.trees import Workload
 

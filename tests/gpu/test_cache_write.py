@@ -12,8 +12,8 @@ import torch
 from tests.support.dummy_model import write_small_llama
 from tests.support.engine_steps import drive
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.compile import load_cache_write
+from vllm_prefixshare.profiling.gpu_timing import capture
 
 from . import engine_cases as cases
 from .engine_cases import GREEDY, Text, engines

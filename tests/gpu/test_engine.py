@@ -24,7 +24,7 @@ from tests.support.dummy_model import write_eagle, write_lora, write_small_llama
 from tests.support.engine import PREFIX_SHARE, RUNNERS, EngineProcess
 from tests.support.engine_steps import Run, drive
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.planning.planner import LEAST_STEPS
+from vllm_prefixshare.planning.planner import MIN_STEPS
 
 from . import engine_cases as cases
 from .engine_cases import (
@@ -126,7 +126,7 @@ def test_requests_on_one_document(engine, stock, text):
     assert len(run.completions) == 11 and run.preemptions == 0
     assert run.stats["decode_steps"] >= 95
     # a new plan where a request joins or ends, and where new tokens have unbalanced the workers
-    assert run.stats["plans"] <= 2 * 11 + 4 + 96 // LEAST_STEPS
+    assert run.stats["plans"] <= 2 * 11 + 4 + 96 // MIN_STEPS
 
 
 def test_a_wrong_block_would_show(engine, stock, text):

@@ -19,12 +19,12 @@ from tests.gpu.layer import (
 )
 from vllm_prefixshare import PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.compile import load_cache_write
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.profiling.gpu_timing import capture
 from vllm_prefixshare.workloads.sets import workload_set
 from vllm_prefixshare.workloads.trees import tree
 
@@ -156,7 +156,7 @@ def test_interleaved_shards_merge_to_the_whole(kernel, interleave):
         planner = DecodePlanner(
             executor.planner_config(), analytic_cost(config, "hopper"), block_size, 32
         )
-        executor.prepare(planner.update(work.block_table, held))
+        executor.prepare(planner.update(work.block_table, held).plan)
         poison(executor)
         assert (held == 0).sum() == (0, 2)[rank]
         out = torch.full_like(whole.q, torch.nan)
@@ -239,7 +239,9 @@ def test_one_captured_graph_serves_every_plan_and_smaller_batches(kernel):
         for work in works
         for name in DIVIDERS
     ]
-    plans = [(work, planner.update(work.block_table, work.seq_lens)) for work, planner in plans]
+    plans = [
+        (work, planner.update(work.block_table, work.seq_lens).plan) for work, planner in plans
+    ]
     for _, plan in plans:
         executor.reserve(plan, room=1.0)
     executor.prepare(plans[0][1])

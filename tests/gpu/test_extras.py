@@ -7,8 +7,8 @@ import torch
 
 from tests.gpu.layer import BF16, DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from vllm_prefixshare import LayerExtras, PrefixShareError
-from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.profiling.gpu_timing import capture
 from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = ON_GPU

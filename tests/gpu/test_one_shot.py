@@ -21,7 +21,7 @@ class World:
 
     def __init__(self, size: int, rows: int, head_dim: int, dtype: torch.dtype) -> None:
         num_bytes = one_shot_bytes(size, rows, head_dim, dtype.itemsize)
-        self.most_rows = rows
+        self.max_rows = rows
         self.memory = torch.zeros(size, num_bytes, dtype=torch.uint8, device=DEVICE)
         self.addresses = torch.tensor([m.data_ptr() for m in self.memory], device=DEVICE)
         self.rounds = torch.zeros(size, PROGRAMS, dtype=torch.int32, device=DEVICE)
@@ -30,7 +30,7 @@ class World:
 
     def merge(self, rank: int, state, patience: float = PATIENCE):
         out, lse = state
-        mine = self.rounds[rank], self.gave_up, rank, self.most_rows
+        mine = self.rounds[rank], self.gave_up, rank, self.max_rows
         return one_shot(out, lse, self.addresses, *mine, patience)
 
     def together(self, states):

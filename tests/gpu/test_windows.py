@@ -12,10 +12,10 @@ import torch
 from tests.gpu.layer import DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from tests.gpu.test_extras import FP8_TOLERANCE, extras_of, prepared
 from vllm_prefixshare import LayerExtras
-from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.extras import PLAIN
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.window import first_in_window
+from vllm_prefixshare.profiling.gpu_timing import capture
 from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = ON_GPU

@@ -4,7 +4,6 @@ The group is a stand-in that knows the queries of all ranks. What the layers lea
 vLLM's own reference of its combine, and compared with float64 attention over the whole KV.
 """
 
-import importlib
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -134,13 +133,9 @@ class World:
 
 def vllms_combine():
     """The combine of vLLM, in torch operators."""
-    for name in ("dcp", "dcp_alltoall"):  # until vLLM 0.28 the latter
-        try:
-            module = importlib.import_module(f"vllm.v1.attention.ops.{name}")
-        except ImportError:
-            continue
-        return module._lse_weighted_combine
-    raise AssertionError("moved")
+    from vllm.v1.attention.ops import dcp
+
+    return dcp._lse_weighted_combine
 
 
 def flash_attn_config(size: int, interleave: int) -> SimpleNamespace:
@@ -249,15 +244,13 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
     supports = "flash_attn_supports_kv_cache_dtype"
     monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
-    takes = "supports_kv_cache_dtype"  # vLLM 0.26 asks the processor itself
-    monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
     available = "is_flash_attn_varlen_func_available"
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
     monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi")
     settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(cuda, "_least_window", lambda attention: 64)
+    monkeypatch.setattr(cuda, "_min_window", lambda attention: 64)
     shape = {"num_heads": HEADS, "head_size": HEAD_DIM, "scale": 0.1, "num_kv_heads": 1}
     plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     queries = torch.zeros(0)

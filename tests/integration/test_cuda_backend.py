@@ -6,13 +6,14 @@ prefill rows only the metadata that it would get is checked.
 
 import sys
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from packaging.version import Version
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
@@ -24,10 +25,9 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.model import layer_kinds
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import host_tables, planner, register, support
-from vllm_prefixshare.integration.compat import vllm_version
+from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
-from vllm_prefixshare.integration.cuda import first_step, planning
+from vllm_prefixshare.integration.cuda import first_step, mixed_graphs, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
@@ -103,9 +103,12 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             dcp_comm_backend="ag_rs",
             use_ubatching=False,
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120, kv_cache_dtype_skip_layers=[]
+        ),
         compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True),
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            cudagraph_capture_sizes=[MAX_REQS],
             max_cudagraph_capture_size=MAX_REQS,
             static_forward_context={},
         ),
@@ -573,7 +576,7 @@ def test_prefill_rows_go_to_flash_attention(monkeypatch):
 def worth_it(monkeypatch):
     """Share always, and plan new tokens on a context of any length: up to 24 of a request."""
     share_whatever_it_costs(monkeypatch)
-    monkeypatch.setattr(first_step, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr(first_step, "MIN_NUMBERS", 1)
     monkeypatch.setattr(cuda_metadata, "KERNELS", ("portable",))
 
 
@@ -606,7 +609,7 @@ def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monke
 
 
 def test_images_stay_with_their_requests(monkeypatch):
-    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False, raising=False)  # 0.26
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
     group = Group(monkeypatch)
     batch = shared_batch([70, 90, 80], [1, 60, 10])
     group.start(batch)
@@ -620,7 +623,7 @@ def test_images_stay_with_their_requests(monkeypatch):
 
 def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
     for module in ("vllm.utils.torch_utils", "vllm.v1.attention.backends.flash_attn"):
-        monkeypatch.setattr(f"{module}.PIN_MEMORY", False, raising=False)
+        monkeypatch.setattr(f"{module}.PIN_MEMORY", False)
     config = vllm_config()
     config.model_config.is_mm_prefix_lm = True
     config.scheduler_config.max_num_batched_tokens = 256
@@ -631,8 +634,6 @@ def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
     common = group.common(batch)
     common.mm_req_doc_ranges = {2: [(72, 76)]}
     prefill = group.builder.build(0, common).prefill_metadata
-    if not hasattr(prefill, "mm_prefix_query_range_tensor"):
-        pytest.skip("before vLLM 0.28 ranges are no tensor")
     ranges = prefill.mm_prefix_query_range_tensor
     assert len(ranges) == 70, "of the tokens in prefill"
     assert (ranges[:, 0] >= 0).nonzero().flatten().tolist() == list(range(62, 67))
@@ -647,10 +648,39 @@ def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypat
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))
     assert metadata.num_planned_tokens == 6
+    metadata.rows.fill()
     assert metadata.kv_lens.tolist() == [70, 57, 58, 59, 60, 61]
     prefill = metadata.prefill_metadata
     assert prefill.query_start_loc.tolist() == [0, 25, 27]
     assert prefill.seq_lens.tolist() == [76, 55]
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("counts", [[1, 1, 30, 16], [40], [1, 70, 1]], ids=str)
+def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
+    group = Group(monkeypatch)
+    compilation = group.config.compilation_config
+    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+    batch = shared_batch([70, 90, 61, 66][: len(counts)], counts=counts)
+    group.start(batch)
+    common = replace(group.common(batch), num_actual_tokens=80)
+    metadata = group.builder.build(0, common)
+    assert metadata.prefill_metadata is None
+    assert metadata.num_planned_tokens == sum(counts)
+    out = group.forward(batch, metadata, 80)
+    assert relative_error(out[: sum(counts)], reference(batch)) < 2e-3
+    assert metadata.kv_table.shape[0] == len(metadata.kv_lens) == 80
+    assert not metadata.kv_lens[sum(counts) :].any()
+    # a decode step reads the same buffers: they are what a graph has captured
+    decodes = shared_batch([72, 93])
+    group.start(decodes)
+    later = group.builder.build(0, group.common(decodes))
+    assert later.kv_table.data_ptr() == metadata.kv_table.data_ptr()
+    assert later.kv_lens.data_ptr() == metadata.kv_lens.data_ptr()
+    assert relative_error(group.forward(decodes, later, 2), reference(decodes)) < 2e-3
+    # larger steps are in no graph
+    large = replace(common, num_actual_tokens=97)
+    assert group.builder.build(0, large).rows is not metadata.rows
 
 
 @pytest.mark.usefixtures("worth_it")
@@ -691,7 +721,7 @@ def test_new_tokens_are_planned_where_half_of_the_requests_share_a_quarter(
     table[:, :shared] = table[0, :shared]
     new = np.array([2, 5, 3], np.int32)
     starts = np.array([0, 2, 7, 10], np.int32)
-    step = first_step.FirstStep(most_new_tokens=5, least_context=0, block_size=16)
+    step = first_step.FirstStep(max_new_tokens=5, min_context=0, block_size=16)
     rows = step.rows(starts, np.array(contexts, np.int32) + new, table, np.arange(3))
     assert (rows is not None) == expected
     if rows is not None:
@@ -709,12 +739,12 @@ def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case
     if case == "alone":
         batch.block_table[1:, :3] = [[121, 122, 123], [124, 125, 126]]
     elif case == "room":
-        monkeypatch.setattr(first_step, "MOST_ROWS", 5)
+        monkeypatch.setattr(first_step, "MAX_ROWS", 5)
     elif case == "batch_invariant":
         monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", case)
         settings.cache_clear()
     elif case == "short contexts":
-        monkeypatch.setattr(first_step, "LEAST_NUMBERS", 256 * (56 + 61 + 1))
+        monkeypatch.setattr(first_step, "MIN_NUMBERS", 256 * (56 + 61 + 1))
     elif case == "portable":
         monkeypatch.setattr(cuda_metadata, "KERNELS", ("hopper",))
     group = Group(monkeypatch, num_speculative_tokens=3 if case == "drafts" else 0)
@@ -773,8 +803,6 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
     supports = "flash_attn_supports_kv_cache_dtype"
     monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
-    takes = "supports_kv_cache_dtype"  # vLLM 0.26 asks the processor itself
-    monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
     share_whatever_it_costs(monkeypatch)
     changes, extras = EXTRAS[name]
     if name == "alibi":  # no engine on a GPU has run it
@@ -902,10 +930,10 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
 def windows(monkeypatch):
     """Serve sliding windows from 64 tokens on."""
     monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
-    monkeypatch.setattr(cuda, "least_window", lambda *arguments: 64)
-    cuda._least_window.cache_clear()
+    monkeypatch.setattr(cuda, "min_window", lambda *arguments: 64)
+    cuda._min_window.cache_clear()
     yield
-    cuda._least_window.cache_clear()
+    cuda._min_window.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that see nothing of a run
@@ -1037,22 +1065,14 @@ def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypat
         Group(monkeypatch, spec=spec, sliding_window=70)
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_a_quantised_cache_beside_others_is_served_where_vllm_clears_its_blocks(
-    monkeypatch, clears
-):
-    assert support.clears_mixed_caches() == (vllm_version() >= Version("0.27.0"))
-    monkeypatch.setattr(support, "clears_mixed_caches", lambda: clears)
+def test_a_quantised_cache_beside_caches_of_16_bits_is_served(monkeypatch):
     config = vllm_config()
     config.cache_config.cache_dtype = "fp8"
-    quantised = AttentionConfig(8, 2, 128, 16, "bfloat16", "float8_e4m3fn", "float8_e4m3fn")
-    plain = replace(quantised, kv_dtype=None, query_dtype=None)
-    refusal = support.mixed_cache_refusal
-    assert refusal(quantised, cuda.engine_of(config)) is None
     config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
-    mixed = cuda.engine_of(config)
-    assert (refusal(quantised, mixed) is None) == clears
-    assert refusal(plain, mixed) is None
+    assert cuda.engine_of(config).mixed_caches
+    monkeypatch.setattr(f"{__name__}.vllm_config", lambda *_: config)
+    quantised_group(monkeypatch)
+    assert not STATS.as_dict()["fallbacks"]
 
 
 def mixed_group(monkeypatch) -> Group:
@@ -1200,9 +1220,57 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
     assert cuda.config_refusal(config) == reason
 
 
-def test_full_graphs_are_captured_for_uniform_batches():
-    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(None, None)
-    assert support is AttentionCGSupport.UNIFORM_BATCH
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 3]], ids=str)
+def test_a_graph_of_mixed_steps_holds_every_token(monkeypatch, counts):
+    group = Group(monkeypatch)
+    compilation = group.config.compilation_config
+    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+    batch = shared_batch([70, 90, 61], counts=counts)
+    metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
+    assert metadata.num_planned_tokens == len(metadata.kv_lens) == sum(counts)
+    assert metadata.prefill_metadata is None
+
+
+#: what keeps mixed steps out of FULL graphs: a field of the configuration and its value
+NOT_MIXED = {
+    "the V1 model runner": ("use_v2_model_runner", False),
+    "speculative decoding": (
+        "speculative_config", SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+    ),
+    "decode context parallelism": ("parallel_config.decode_context_parallel_size", 2),
+    "micro-batches": ("parallel_config.use_ubatching", True),
+    "a KV connector": ("kv_transfer_config", object()),
+    "multi-head latent attention": ("model_config.use_mla", True),
+    "hybrid": ("model_config.is_hybrid", True),
+    "encoder-decoder": ("model_config.is_encoder_decoder", True),
+    "sliding windows": ("model_config.hf_text_config.sliding_window", 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", [None, *NOT_MIXED])
+def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch, reason):
+    monkeypatch.setattr("vllm.platforms.current_platform.is_device_capability", lambda _: True)
+    config = vllm_config()
+    config.use_v2_model_runner, config.kv_transfer_config = True, None
+    model = config.model_config
+    model.use_mla = model.is_encoder_decoder = False
+    model.hf_text_config = SimpleNamespace(sliding_window=None)
+    if reason is not None:
+        path, value = NOT_MIXED[reason]
+        owner, _, name = path.rpartition(".")
+        setattr(attrgetter(owner)(config) if owner else config, name, value)
+    assert (reason or "") in (mixed_graphs.mixed_graphs_refusal(config) or "")
+    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(config, None)
+    mixed_graphs.choose_mixed_graphs(config)
+    if reason is None:
+        assert support is AttentionCGSupport.ALWAYS
+        assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+        assert mixed_graphs.graph_rows(config) == MAX_REQS
+    else:
+        assert support is AttentionCGSupport.UNIFORM_BATCH
+        assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        assert mixed_graphs.graph_rows(config) == 0
 
 
 def test_non_causal_batches_are_refused(monkeypatch):

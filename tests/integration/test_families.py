@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 import vllm
-from packaging.version import Version
 from transformers import AutoConfig, GraniteConfig
 from vllm.config import ModelConfig
 from vllm.config.cache import CacheDType
+from vllm.model_executor.models.granite import granite_layer_attn_params
 
 from vllm_prefixshare.cli.model import layer_kinds, read_config
 from vllm_prefixshare.config import CACHE_DTYPES
@@ -43,8 +43,6 @@ def mm_prefix_by_vllm(whole, part, images: bool = True) -> bool:
     ],
 )
 def test_images_see_each_other_where_vllm_tells_the_layers(tmp_path, model_type, fields):
-    if model_type.startswith("gemma4") and vllm_version() < Version("0.29"):
-        pytest.skip("these releases need an older transformers for Gemma 4")
     whole = AutoConfig.for_model(model_type)
     part = whole.get_text_config()
     for name, value in fields.items():
@@ -61,8 +59,7 @@ def test_images_see_each_other_where_vllm_tells_the_layers(tmp_path, model_type,
     (tmp_path / "config.json").write_text(json.dumps(file))
     (kind, *_) = layer_kinds(tmp_path, read_config(tmp_path), vllm_version())
     assert kind.use_mm_prefix == wanted
-    if vllm_version() >= Version("0.27"):
-        assert not mm_prefix_by_vllm(whole, part, images=False)
+    assert not mm_prefix_by_vllm(whole, part, images=False)
 
 
 def _source(model: str) -> str:
@@ -90,12 +87,9 @@ def test_layers_are_made_from_the_configuration_of_the_whole_model(model):
     ],
 )
 def test_granite_has_sinks_as_in_vllm(fields):
-    granite = pytest.importorskip("vllm.model_executor.models.granite")
-    if not hasattr(granite, "granite_layer_attn_params"):
-        pytest.skip("no sinks in Granite before vLLM 0.29")
     shape = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
     config = GraniteConfig(**shape, **fields, sliding_window=512)
-    _, _, wanted = granite.granite_layer_attn_params(config, 0)
+    _, _, wanted = granite_layer_attn_params(config, 0)
     file = {"model_type": "granite", "sliding_window": None, **shape, **fields}
     assert {kind.has_sink for kind in layer_kinds(Path(), file)} == {wanted}
 

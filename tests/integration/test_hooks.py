@@ -30,7 +30,6 @@ from vllm_prefixshare.integration import (
     FP8_MLA_BACKEND,
     MLA_BACKEND,
     compat,
-    invariance,
     register,
     signatures,
     stats,
@@ -60,9 +59,7 @@ def on_cpu(monkeypatch):
 def test_every_hook_names_a_real_target_and_why(hook):
     assert hook.why
     assert hook.until
-    if hook.target in invariance.GRAPH_CHOICES and compat.vllm_version() < Version("0.28"):
-        assert not invariance.is_possible(), "these releases have one of them"
-    elif hook.module == "vllm.platforms.cuda":  # imports CUDA's libraries: its source is parsed
+    if hook.module == "vllm.platforms.cuda":  # imports CUDA's libraries: its source is parsed
         owner, method = hook.name.split(".")
         source = Path(importlib.util.find_spec(hook.module).origin).read_text()
         assert f"class {owner}(" in source
@@ -77,7 +74,6 @@ def test_every_hook_names_a_real_target_and_why(hook):
 NOT_SIGNATURES = {
     "vllm.envs.environment_variables": "without it vLLM warns of a variable",
     "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls": "one release has a CPU backend",
-    **dict.fromkeys(invariance.GRAPH_CHOICES, "without it batch invariance is left to vLLM"),
 }
 
 
@@ -440,14 +436,14 @@ def _judge_anew():
 
 
 @pytest.mark.usefixtures("_judge_anew")
-@pytest.mark.parametrize("version", ["0.9.0", "0.25.1"])
+@pytest.mark.parametrize("version", ["0.9.0", "0.25.1", "0.28.0"])
 def test_releases_that_are_too_old_are_refused(version):
     with pytest.raises(PrefixShareError, match=f"vLLM {version} is not supported.*install"):
         compat.check_release(Version(version))
 
 
 @pytest.mark.usefixtures("_judge_anew")
-@pytest.mark.parametrize("version", ["0.26.0", "0.31.0", "0.33.0", "0.34.0"])
+@pytest.mark.parametrize("version", ["0.29.0", "0.31.0", "0.33.0", "0.34.0"])
 def test_other_cpu_backends_are_refused(version):
     compat.check_release(Version(version))
     with pytest.raises(PrefixShareError, match=r"not supported .*on a CPU: install version 0\.32"):

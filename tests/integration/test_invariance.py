@@ -35,7 +35,7 @@ PIECE = 32
 def _invariant(monkeypatch):
     """Batch invariance, with pieces of two blocks."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    monkeypatch.setattr(invariance, "LEAST_PIECE", PIECE)
+    monkeypatch.setattr(invariance, "MIN_PIECE", PIECE)
     monkeypatch.setattr(invariance, "KV_TILE", PIECE)
     settings.cache_clear()
     yield
@@ -142,7 +142,7 @@ def test_the_room_that_is_reserved_holds_every_plan(monkeypatch):
     group.start(batch)
     group.builder.build(0, group.common(batch))
     assert STATS.plans == 1 and not STATS.fallbacks
-    assert group.builder._planner.last_fallback is None
+    assert not group.builder._planner.counters.fallbacks
 
 
 def marked_by_flash_attention(monkeypatch) -> list[object]:
@@ -201,17 +201,17 @@ def test_what_is_not_served_with_batch_invariance(monkeypatch, tokens, ranks, re
     assert cuda.config_refusal(config) is None
 
 
-def test_releases_whose_graphs_cannot_be_chosen_keep_flash_attention():
+def test_batch_invariance_is_served_except_for_latents():
     layer = AttentionSelectorConfig(
         head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16,
         use_batch_invariant=True,
     )  # fmt: skip
-    possible = hasattr(GPUModelRunner, "gather_batch_req_state")  # from vLLM 0.28 on
-    extras = support.GPU_EXTRAS - (set() if invariance.is_possible() else {"invariance"})
-    reason = support.selector_refusal(layer, support.CUDA_DTYPES, extras)
-    assert reason == (None if possible else "batch invariance")
+    assert invariance.is_possible()
+    extras = support.GPU_EXTRAS
+    assert support.selector_refusal(layer, support.CUDA_DTYPES, extras) is None
+    without = extras - {"invariance"}
+    assert support.selector_refusal(layer, support.CUDA_DTYPES, without) == "batch invariance"
     latent = layer._replace(use_mla=True, head_size=576)
-    extras = extras | {"mla"}
     assert support.selector_refusal(latent, support.CUDA_DTYPES, extras) == "batch invariance"
 
 
@@ -231,7 +231,7 @@ def test_another_divider_is_refused(monkeypatch, divider):
     ("longest", "piece", "pieces"), [(192, 512, 1), (32768, 512, 64), (131072, 2048, 64)]
 )
 def test_pieces_get_longer_where_requests_may_be_long(monkeypatch, longest, piece, pieces):
-    monkeypatch.setattr(invariance, "LEAST_PIECE", 512)
+    monkeypatch.setattr(invariance, "MIN_PIECE", 512)
     monkeypatch.setattr(invariance, "KV_TILE", 128)
     config = vllm_config()
     config.model_config.max_model_len = longest
@@ -286,5 +286,4 @@ def test_the_hooks_are_in_force():
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
     assert hasattr(V1Runner._determine_batch_execution_and_padding, "__wrapped__")
-    if invariance.is_possible():
-        assert hasattr(GPUModelRunner.gather_batch_req_state, "__wrapped__")
+    assert hasattr(GPUModelRunner.gather_batch_req_state, "__wrapped__")

@@ -75,8 +75,8 @@ PREFILL = SimpleNamespace(prepare_metadata=lambda metadata: None, get_name=lambd
 SPEC = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": WIDTH, "dtype": torch.float16}
 
 
-class DCPManager(getattr(mla_attention, "MLADCPManager", object)):
-    """Of a rank that holds a shard, where prefills gather nothing; vLLM 0.26 and 0.27 have none."""
+class DCPManager(mla_attention.MLADCPManager):
+    """Of a rank that holds a shard, where prefills gather nothing."""
 
     def __init__(self) -> None:
         pass
@@ -140,7 +140,6 @@ class LatentGroup(Group):
         config.model_config.dtype = self.dtype
         config.model_config.max_model_len = 64 * self.block_size
         config.model_config.get_head_size = lambda: WIDTH
-        config.model_config.hf_text_config = SimpleNamespace(**SHAPE)  # up to vLLM 0.26
         config.attention_config.use_prefill_query_quantization = False
         config.scheduler_config.max_num_batched_tokens = 1024
         for module in (latent, mla_attention):

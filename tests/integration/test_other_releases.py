@@ -16,9 +16,6 @@ from vllm_prefixshare.settings import settings
 
 #: version -> SHA-256 of its wheel for x86-64: the newest patch release of each
 RELEASES = {
-    "0.26.0": "adb1e4c9b46d0dfdb094121ae5aad670a42412dd813ed4e5db069ed6a15006de",
-    "0.27.1": "98e9fc2a1ed8549a733c9d1b242e2002b82367da9e29e37801761438cb3a2670",
-    "0.28.0": "addb0ffdaafd8155d75e9b3f5ddb3da28fdee9e8a7097ede91f7db2e9e1a3889",
     "0.29.0": "09d48617fc2be9c6cdcd5db480651ab0d84817b257204f2cc2e3ecbb70bbb635",
     "0.30.0": "ef52ee58c410ead0b8afb190838fa4cbcb52075596f67862a03859d984966ac4",
     "0.31.0": "39132b433967f0962d03d8a5f633b9bee6b32708f566c7d5637b79f8d0ef3433",
@@ -45,7 +42,13 @@ TESTS = (
     "test_precompiling.py",
     "test_ways.py",
 )
-#: Of these, what `make test` runs with the installed release only.
+#: What also runs on each of them, from a folder below.
+PROMPT_TESTS = (
+    "prompts/test_block_hashes.py",
+    "prompts/test_block_lookup.py",
+    "prompts/test_detokenization.py",
+)
+#: Of TESTS, what `make test` runs with the installed release only.
 SELDOM = ("test_context_parallel.py", "test_precompiling.py")
 #: The other files of this folder: nothing in them is vLLM's.
 WITHOUT_VLLM = ("test_other_releases.py", "test_planner.py", "test_ray_metrics.py")
@@ -93,7 +96,8 @@ def test_the_backend_on_another_release(version):
     here = Path(__file__).parent
     root = here.parents[1]
     path = os.pathsep.join([str(python_files(version)), str(root)])
-    files = [str(here / name) for name in TESTS if ALL or name not in SELDOM]
+    names = [name for name in TESTS if ALL or name not in SELDOM]
+    files = [str(here / name) for name in (*names, *PROMPT_TESTS)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *files],
         env={**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_VLLM": version},

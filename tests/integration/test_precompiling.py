@@ -165,7 +165,7 @@ def test_a_named_kernel_is_not_refused_for_another_reason(named, end):
 
 
 def test_an_engine_waits_no_longer_than_it_should_for_a_named_kernel(named, monkeypatch):
-    monkeypatch.setattr(precompiling, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(precompiling, "MAX_SECONDS", 0.1)
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(1)"], stdout=subprocess.PIPE, text=True
     )
@@ -185,7 +185,7 @@ def test_nobody_waits_under_auto_or_for_latents(started, monkeypatch):
 
 
 def test_a_process_that_is_not_waited_for_may_write_a_lot(named, monkeypatch):
-    monkeypatch.setattr(precompiling, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(precompiling, "MAX_SECONDS", 0.1)
     code = "import sys, time; time.sleep(0.5); sys.stdout.write('x' * (1 << 20))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     precompiling.refuse_what_does_not_compile(process)

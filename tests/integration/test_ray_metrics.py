@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from vllm_prefixshare.integration import metrics, ray_metrics, stats
+from vllm_prefixshare.integration.metric_sources import DecodeSteps
 
 LABELS = {"model_name": "small", "engine": "0"}
 
@@ -48,9 +49,8 @@ def ray(monkeypatch):
 def test_ray_shows_what_the_workers_counted(ray, monkeypatch, tmp_path):
     counted = stats.BackendStats()
     monkeypatch.setattr(stats, "STATS", counted)
-    monkeypatch.setattr(metrics, "STATS", counted)
-    publisher = metrics.Publisher(tmp_path, LABELS)
-    forwarder = ray_metrics.Forwarder(str(tmp_path))
+    publisher = metrics.Publisher(DecodeSteps(), tmp_path, LABELS)
+    forwarder = ray_metrics.Forwarder(tmp_path)
     forwarder.forward()
     assert Recorded.shown == {}, "no worker has written"
     for _ in range(2):
@@ -70,11 +70,11 @@ def test_only_a_process_of_ray_forwards(ray, monkeypatch, tmp_path):
     monkeypatch.setattr(ray_metrics, "_forwarder", None)
     monkeypatch.setattr(ray_metrics.Forwarder, "start", lambda self: started.append(self))
     ray.is_initialized = lambda: False
-    ray_metrics.forward(str(tmp_path))
+    ray_metrics.forward(tmp_path)
     assert started == []
     ray.is_initialized = lambda: True
-    ray_metrics.forward(str(tmp_path))
-    ray_metrics.forward(str(tmp_path))
+    ray_metrics.forward(tmp_path)
+    ray_metrics.forward(tmp_path)
     assert len(started) == 1
     monkeypatch.delitem(sys.modules, "ray")
     assert not ray_metrics.connected()

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from tests.batches import PagedBatch
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
+from tests.planning.strategies import gpu_config
+from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Gpu, Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
@@ -29,7 +30,7 @@ def make_plan(
     window: int | None = None,
     spread: bool = False,
 ) -> DecodePlan:
-    """spread: as in ``PlannerConfig``, by the GPU's prices, at which so short runs are cut."""
+    """spread: as in ``TileGeometry``, by the GPU's prices, at which so short runs are cut."""
     heads, head_dim = batch.q.shape[1:]
     block_size, kv_heads = batch.k_cache.shape[1:3]
     name = "float16" if batch.q.element_size() == 1 else str(batch.q.dtype).removeprefix("torch.")
@@ -37,7 +38,7 @@ def make_plan(
     query_len = int(np.diff(batch.query_start_loc).max())
     rows = query_len * attention.gqa_group_size
     limit = max(1, q_tile(head_dim, H100).rows // rows)
-    config = PlannerConfig(
+    config = gpu_config(
         divider=divider,
         num_workers=workers,
         max_tile_requests=max_requests or limit,
@@ -49,7 +50,7 @@ def make_plan(
     )
     cost = analytic_cost(attention, "portable" if spread else "torch")
     planner = DecodePlanner(config, cost, block_size, attention.gqa_group_size)
-    return planner.update(batch.block_table, batch.seq_lens, query_len)
+    return planner.update(batch.block_table, batch.seq_lens, query_len).plan
 
 
 @dataclass

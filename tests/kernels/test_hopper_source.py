@@ -82,8 +82,10 @@ def check(work, query_len, kv_heads, workers, lengths, group, extras=PLAIN):
     kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), blocks, 227 << 10))
     config = planner_config(kernel, attention)
     cost = analytic_cost(attention, "hopper")
-    plan = DecodePlanner(config, cost, block_size, group).update(
-        work.block_table, work.seq_lens, query_len
+    plan = (
+        DecodePlanner(config, cost, block_size, group)
+        .update(work.block_table, work.seq_lens, query_len)
+        .plan
     )
     arrays = {name: torch.from_numpy(x.reshape(-1)) for name, x in kernel.layout(plan).items()}
     torch.manual_seed(0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.kernels.hopper_emulator import emulate, kv_tiles
-from tests.planning.strategies import document_qa, make_planner
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
+from tests.planning.strategies import document_qa, gpu_config, make_planner
+from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.arrays import NUM_RUNS, PLAIN_START, RESULTS
@@ -48,7 +48,7 @@ def walk(
     rows = query_len * q_heads // kv_heads
     slots = max(1, 2 * (64 // rows))
     runs = max(32, 1 << (2 * slots - 1).bit_length())
-    config = PlannerConfig(
+    config = gpu_config(
         divider=divider,
         share="always",
         num_workers=workers,
@@ -60,7 +60,7 @@ def walk(
     )
     cost = analytic_cost(AttentionConfig(q_heads, kv_heads, head_dim, block_size), "hopper")
     planner = DecodePlanner(config, cost, block_size, q_heads // kv_heads)
-    plan = planner.update(batch.block_table, batch.seq_lens, query_len)
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len).plan
 
     rng = np.random.default_rng(0)
     shape = (batch.num_blocks, block_size, kv_heads, head_dim)
@@ -151,7 +151,9 @@ def test_a_tile_whose_tokens_are_gone_still_ends():
     # two workers share a request of 5100 tokens, of which 20 are left
     planner = make_planner(16, divider="depth_first", num_workers=2)
     batch = document_qa(1, 1, document_blocks=318, tail=12)
-    layout = linked_layout(planner.update(batch.block_table, batch.seq_lens), 4, 32, 64)._asdict()
+    layout = linked_layout(
+        planner.update(batch.block_table, batch.seq_lens).plan, 4, 32, 64
+    )._asdict()
     lens, starts = np.array([20], np.int32), np.array([0, 1], np.int32)
     tiles = [
         kv_tiles(layout, tile, 0, batch.block_table, lens, starts, 4, 16, 128, 64)
@@ -167,7 +169,7 @@ def test_a_tile_whose_tokens_are_gone_still_ends():
 def test_what_is_copied_early_is_the_first_kv_tile(spec, heads):
     batch, slots = tree(spec, 16), 2 * (64 // heads)
     planner = make_planner(16, divider="depth_first", num_workers=7, max_tile_requests=slots)
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     layout = linked_layout(plan, heads, slots, 256)._asdict()
     starts = np.arange(batch.num_reqs + 1, dtype=np.int32)
     for tile in range(7):

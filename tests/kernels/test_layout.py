@@ -174,7 +174,7 @@ def test_private_parts_of_one_half_of_the_requests_are_read_by_both_halves():
     planner = make_planner(
         16, divider="depth_first", gqa=4, num_workers=2, max_tile_requests=32, max_tile_runs=64
     )
-    plan = planner.update(work.block_table, work.seq_lens)
+    plan = planner.update(work.block_table, work.seq_lens).plan
     info = linked_layout(plan, 4, 32, 64).tile_info
     for _, num_runs, wide, low, _, _, _, _ in info:
         assert wide <= 1 and abs(num_runs - wide - 2 * low) <= 1
@@ -194,7 +194,7 @@ def test_requests_are_in_one_half_where_that_saves_work(spec, rows, low):
     planner = make_planner(
         16, divider="depth_first", gqa=rows, num_workers=1, max_tile_requests=8, max_tile_runs=32
     )
-    plan = planner.update(work.block_table, work.seq_lens)
+    plan = planner.update(work.block_table, work.seq_lens).plan
     assert plan.num_tiles == 1
     assert linked_layout(plan, rows, 8, 32).tile_info[0, 5] == low
 

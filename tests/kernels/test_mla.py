@@ -23,7 +23,8 @@ from tests.mla import (
     let_scores_rise,
     quantised,
 )
-from vllm_prefixshare.config import FP8, AttentionConfig, PlannerConfig
+from tests.planning.strategies import gpu_config
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras, checked_extras
@@ -64,14 +65,14 @@ class Latents:
         self.extras = PLAIN
         if of_cache:
             self.extras = checked_extras(LayerExtras(**SCALES), attention, DEVICE)
-        config = PlannerConfig(
+        config = gpu_config(
             divider=self.divider,
             num_workers=self.workers,
             max_tile_requests=hopper.requests_of_a_tile(self.query_len * heads),
             share="always",
         )
         planner = DecodePlanner(config, analytic_cost(attention, "mla_hopper"), size, heads)
-        self.plan = planner.update(b.block_table, b.seq_lens, self.query_len)
+        self.plan = planner.update(b.block_table, b.seq_lens, self.query_len).plan
         grid = hopper.grid(size, self.query_len)
         arrays = latent_layout(self.plan, grid, config.max_tile_requests)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in arrays.items()}

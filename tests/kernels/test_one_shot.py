@@ -45,11 +45,11 @@ def rank_in_interpreter(rank, memory, late, tokens_of_launches, patience, result
     addresses = torch.tensor([m.data_ptr() for m in memory])
     rounds = torch.zeros(one_shot.PROGRAMS, dtype=torch.int32)
     gave_up = torch.zeros(1, dtype=torch.int32)
-    most_rows = max(TOKENS) * HEADS
+    max_rows = max(TOKENS) * HEADS
     found = []
     for tokens in tokens_of_launches:
         outs, lses = (x[rank] for x in states(tokens, len(memory)))
-        mine = rounds, gave_up, rank, most_rows
+        mine = rounds, gave_up, rank, max_rows
         out, lse = one_shot.one_shot(outs, lses, addresses, *mine, patience)
         found.append((out.float().numpy(), lse.numpy()))
     results.send((found, gave_up.item(), rounds.tolist()))

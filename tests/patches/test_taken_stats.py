@@ -8,7 +8,7 @@ from vllm_prefixshare.integration import stats
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.setattr(stats, "STATS", stats.BackendStats())
-    monkeypatch.setattr(stats, "_LOGGED", stats.Since())
+    monkeypatch.setattr(stats, "_LOGGED", stats.Since(stats.backend_counters))
 
 
 def test_each_step_is_told_once():

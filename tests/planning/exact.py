@@ -27,14 +27,14 @@ def optimal_makespan(costs: list[float], num_workers: int) -> float:
 
 
 def optimal_division(
-    split_costs: np.ndarray, num_workers: int, most_splits: np.ndarray | None = None
+    split_costs: np.ndarray, num_workers: int, split_bound: np.ndarray | None = None
 ) -> tuple[float, list[int]]:
     """FlashForge, equation 3, with the queries undivided, as a mixed integer program.
 
     Args:
         split_costs: ``[num_groups, max_splits]`` time of one piece of a group cut into
             ``column + 1`` pieces.
-        most_splits: ``[num_groups]`` bound on the pieces of each group, such as equation 5.
+        split_bound: ``[num_groups]`` bound on the pieces of each group, such as equation 5.
 
     Returns:
         The least load of the busiest worker, and the number of pieces of each group.
@@ -65,8 +65,8 @@ def optimal_division(
 
     upper = np.full(size, float(max_splits))
     upper[:options] = 1
-    if most_splits is not None:
-        allowed = np.arange(1, max_splits + 1)[None, :] <= most_splits[:, None]
+    if split_bound is not None:
+        allowed = np.arange(1, max_splits + 1)[None, :] <= split_bound[:, None]
         upper[:options] = allowed.ravel()
     upper[-1] = np.inf
     integrality = np.ones(size)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import Forest
 from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
@@ -168,9 +169,19 @@ def document_qa(
     return make_batch(prefixes, [tail] * len(prefixes), block_size)
 
 
+def gpu_config(**options: object) -> PlannerConfig:
+    """A configuration with a GPU's tile geometry.
+
+    Args:
+        options: fields of ``PlannerConfig``, and ``spread`` and ``query_cut_size`` of its geometry.
+    """
+    of_tiles = {name: options.pop(name) for name in ("spread", "query_cut_size") if name in options}
+    return PlannerConfig(geometry=replace(GPU, **of_tiles), **options)
+
+
 def make_planner(
     block_size: int = 16, cost: object = COSTS["h200"], gqa: int = 4, **config: object
 ) -> DecodePlanner:
-    """A planner that shares all that it can, unless ``share`` is given."""
+    """A planner that shares all that it can, unless ``share`` is given; see ``gpu_config``."""
     settings_ = {"share": "always", "null_block_id": NULL_BLOCK, **config}
-    return DecodePlanner(PlannerConfig(**settings_), cost, block_size, gqa)
+    return DecodePlanner(gpu_config(**settings_), cost, block_size, gqa)

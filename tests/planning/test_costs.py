@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.costs.padding import PaddingCost
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
 
-from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, quick
+from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, gpu_config, quick
 
 
 @st.composite
@@ -215,7 +216,7 @@ def test_without_a_grid_for_the_cache_other_readers_change_nothing():
 
 def test_the_estimate_for_a_gpu_is_near_what_an_h200_measures():
     """Microseconds for 64 tokens of one KV head, head_dim 128, all multiprocessors busy."""
-    rates = TileRates.of(analytic_cost(LLAMA, "hopper"))
+    rates = TileRates.of(analytic_cost(LLAMA, "hopper"), GPU)
     np.testing.assert_allclose(64 * rates.memory, [1.04, 1.04], rtol=0.05)
     np.testing.assert_allclose(64 * rates.cached, [0.68, 0.90], rtol=0.05)
     assert rates.overhead == pytest.approx(2.5, rel=0.1)
@@ -224,7 +225,7 @@ def test_the_estimate_for_a_gpu_is_near_what_an_h200_measures():
 @quick(60)
 @given(st.floats(0.1, 100), st.floats(0.001, 1), st.floats(0, 0.1), st.floats(0, 10))
 def test_rates_of_a_linear_cost_model_are_its_own(launch, per_token, per_row_token, merge):
-    rates = TileRates.of(LinearCost(launch, per_token, per_row_token, merge))
+    rates = TileRates.of(LinearCost(launch, per_token, per_row_token, merge), GPU)
     expected = per_token + per_row_token * np.array([64, 128])
     np.testing.assert_allclose(rates.memory, expected, rtol=1e-6)
     np.testing.assert_allclose(rates.cached, expected, rtol=1e-6)
@@ -235,7 +236,7 @@ def test_rates_of_a_linear_cost_model_are_its_own(launch, per_token, per_row_tok
 @quick(60)
 @given(grids(), grids())
 def test_rates_are_positive_whatever_was_measured(tile, cached):
-    rates = TileRates.of(CostTable(fingerprint(), tile, 0.0, tile_l2_us=cached))
+    rates = TileRates.of(CostTable(fingerprint(), tile, 0.0, tile_l2_us=cached), GPU)
     assert rates.overhead > 0
     assert np.all(rates.memory > 0)
     assert np.all(rates.cached > 0)
@@ -446,4 +447,4 @@ def test_fasttrees_decisions_are_those_of_its_equations(left, own, above, below)
 def test_prices_that_are_no_finite_numbers_are_refused(field, price):
     cost = replace(LinearCost(1.0, 0.1), **{field: price})
     with np.errstate(invalid="ignore"), pytest.raises(PrefixShareError, match="must be finite"):
-        DecodePlanner(PlannerConfig(), cost, 16, 4)
+        DecodePlanner(gpu_config(), cost, 16, 4)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.depth_first import NOT_KEPT
-from vllm_prefixshare.planning.dividers.pieces import KV_TILE, tile_us
-from vllm_prefixshare.planning.dividers.windows import ends_of_windows, list_runs, window_ends
+from vllm_prefixshare.planning.dividers.kv_list import ends_of_windows, list_runs, window_ends
+from vllm_prefixshare.planning.dividers.prices import tile_us
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import OPEN_END
 from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
@@ -21,14 +21,16 @@ from .oracle import tile_rows, tile_runs
 from .strategies import COSTS, LinearCost, make_planner, quick
 
 COST = COSTS["h200"]
-OVERHEAD = TileRates.of(COST).overhead
+KV_TILE = GPU.kv_tile
+NOT_KEPT = GPU.uncached_lockstep_gain
+OVERHEAD = TileRates.of(COST, GPU).overhead
 ROWS_PER_REQUEST = 4
 
 
 def plan_of(work: Workload, **config: object) -> DecodePlan:
     settings = {"num_workers": 16, "max_tile_requests": 32, "divider": "depth_first", **config}
     planner = make_planner(work.block_size, gqa=ROWS_PER_REQUEST, **settings)
-    plan = planner.update(work.block_table, work.seq_lens)
+    plan = planner.update(work.block_table, work.seq_lens).plan
     invariants.check(plan, work.block_table, work.seq_lens)
     return plan
 
@@ -102,7 +104,7 @@ def test_little_is_wasted_where_there_is_enough_work(spec, num_workers):
     """The finish, compared with all runs read at full speed and one overhead per tile."""
     work = tree(spec)
     plan = plan_of(work, num_workers=num_workers)
-    rates = TileRates.of(COST)
+    rates = TileRates.of(COST, GPU)
     distinct = sum((n.end - n.start) * work.block_size for n in work.nodes)
     read = int(plan.kv_tokens_read(work.seq_lens))
     least = (distinct * rates.memory[0] + (read - distinct) * rates.cached[0]) / num_workers
@@ -147,11 +149,12 @@ def test_spread_pieces_share_out_what_all_read_and_what_one_reads(spec):
 def test_spread_tiles_cost_what_they_read_and_are_cut_at_kv_tiles():
     work = tree("1,64_32016,128")
     plan = plan_of(work, num_workers=32, max_tile_requests=16, spread=True)
-    rates = TileRates.of(COST)
+    rates = TileRates.of(COST, GPU)
     filled = ((work.seq_lens - 1) // work.block_size).astype(np.int32)
     batch = forest_from_blocks(work.block_table, filled, work.block_size, 0)
     even, _ = window_ends(batch, 16, rates)
-    runs = list_runs(batch, work.seq_lens, even, ROWS_PER_REQUEST, work.block_size, rates)
+    limits = ROWS_PER_REQUEST, GPU.half_rows, work.block_size
+    runs = list_runs(batch, work.seq_lens, even, *limits, rates)
     lengths = plan.run_lengths(work.seq_lens)
     for tile in range(plan.num_tiles):
         first, last = plan.tile_run_indptr[tile : tile + 2]
@@ -226,9 +229,9 @@ def windows_of(work: Workload, size: int) -> list[int]:
     """Requests of each window."""
     filled = ((work.seq_lens - 1) // 16).astype(np.int32)
     f = forest_from_blocks(work.block_table, filled, 16, 0)
-    rates = TileRates.of(COST)
+    rates = TileRates.of(COST, GPU)
     even, _ = window_ends(f, size, rates)
-    runs = list_runs(f, work.seq_lens, even, ROWS_PER_REQUEST, 16, rates)
+    runs = list_runs(f, work.seq_lens, even, ROWS_PER_REQUEST, GPU.half_rows, 16, rates)
     ends = ends_of_windows(runs)
     begins = runs.reader_start[np.append(0, ends[:-1])]
     return np.diff(np.append(begins, work.num_reqs)).tolist()
@@ -266,7 +269,7 @@ def test_merging_many_rows_costs_no_more_than_so_much():
     cost = LinearCost(5.0, 0.03, merge_per_row=0.1)
     work, limits = tree("1_4096"), {"num_workers": 132, "max_tile_requests": 1}
     planners = [make_planner(16, cost, n, divider="depth_first", **limits) for n in (6, 64)]
-    few, many = (p.update(work.block_table, work.seq_lens).num_tiles for p in planners)
+    few, many = (p.update(work.block_table, work.seq_lens).plan.num_tiles for p in planners)
     assert few == many > 16
 
 
@@ -281,14 +284,15 @@ def test_neighbouring_windows_are_read_at_the_same_time():
 
 def test_a_run_that_both_halves_read_costs_arithmetic_and_others_memory():
     """The requests of a window are split between the halves: 3 + 3 here."""
-    rates = TileRates.of(COST)
+    rates = TileRates.of(COST, GPU)
     work = forest("halves", [-1, 0, 0, 1, 1, 1, 2, 2, 2], [4096, 2048, 1024] + [64] * 6)
     filled = ((work.seq_lens - 1) // 16).astype(np.int32)
     f = forest_from_blocks(work.block_table, filled, 16, 0)
 
     def rates_of(window: int, rows_per_request: int) -> dict[tuple[int, int], float]:
         even, _ = window_ends(f, window, rates)
-        runs = list_runs(f, work.seq_lens.astype(np.int32), even, rows_per_request, 16, rates)
+        limits = rows_per_request, GPU.half_rows, 16
+        runs = list_runs(f, work.seq_lens.astype(np.int32), even, *limits, rates)
         spans = zip(runs.reader_start.tolist(), runs.reader_end.tolist(), strict=True)
         return dict(zip(spans, runs.rate.tolist(), strict=True))
 
@@ -327,7 +331,7 @@ def test_a_chain_above_a_window_is_one_run():
 def test_one_request_is_cut_for_all_workers_that_it_is_worth(length):
     work = forest("one", [-1], [length])
     plan = plan_of(work)
-    worth = length * TileRates.of(COST).memory[0] / OVERHEAD
+    worth = length * TileRates.of(COST, GPU).memory[0] / OVERHEAD
     assert min(16, worth / 2) <= plan.num_tiles <= max(1, worth)
     lengths = plan.run_lengths(work.seq_lens)
     assert lengths.max() <= lengths.mean() + KV_TILE
@@ -345,7 +349,7 @@ def test_a_token_tree_is_divided_although_it_has_many_rows(query_cut_size, num_t
         divider="depth_first",
         query_cut_size=query_cut_size,
     )
-    plan = planner.update(work.block_table, work.seq_lens, 64)
+    plan = planner.update(work.block_table, work.seq_lens, 64).plan
     assert plan.num_tiles == num_tiles
     if query_cut_size:
         *others, last = plan.run_lengths(work.seq_lens).tolist()

@@ -69,7 +69,7 @@ def settings_of(draw: st.DrawFn) -> dict:
 
 def plan_of(batch: Batch, **config: object) -> DecodePlan:
     planner = make_planner(batch.block_size, **config)
-    return planner.update(batch.block_table, batch.seq_lens)
+    return planner.update(batch.block_table, batch.seq_lens).plan
 
 
 def pieces(plan: DecodePlan, batch: Batch) -> dict[frozenset, list[int]]:
@@ -354,8 +354,8 @@ def test_plans_of_batch_invariant_keep_to_the_limits_that_room_is_made_for(batch
     used = -(-batch.seq_lens // batch.block_size)
     rows = [row[:n].tolist() for row, n in zip(batch.block_table, used, strict=True)]
     blocks = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
-    most_pieces = -(-int(batch.seq_lens.max()) // piece)
-    limits = PieceLimits(most_pieces, len(blocks) * batch.block_size // piece)
+    max_pieces = -(-int(batch.seq_lens.max()) // piece)
+    limits = PieceLimits(max_pieces, len(blocks) * batch.block_size // piece)
     assert plan.num_runs == plan.num_tiles <= limits.max_tiles(plan.num_reqs, most)
     assert plan.num_partials <= plan.num_reqs * limits.per_request
 
@@ -363,11 +363,11 @@ def test_plans_of_batch_invariant_keep_to_the_limits_that_room_is_made_for(batch
 def test_batch_invariant_plans_again_where_a_request_reaches_its_next_piece():
     batch = document_qa(1, 3, document_blocks=8, tail=5)
     planner = make_planner(divider="batch_invariant", kv_chunk_size=64, num_workers=4)
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     assert len(plan.shared_rows) == 3
     for grown, same in ((1, True), (59, True), (60, False)):
         later = batch.grown([0, grown, 0])
-        assert (planner.update(later.block_table, later.seq_lens) is plan) == same
+        assert (planner.update(later.block_table, later.seq_lens).plan is plan) == same
 
 
 def test_more_workers_than_work_leaves_empty_ranges():

@@ -31,11 +31,15 @@ def in_slots(table: np.ndarray, spare: int = 3) -> tuple[np.ndarray, np.ndarray]
 @given(batches(), st.sampled_from(sorted(DIVIDERS)))
 def test_rows_in_slots_give_the_plan_of_rows_in_order(batch, divider):
     table, slots = in_slots(batch.block_table)
-    plan = make_planner(batch.block_size, divider=divider).update(
-        table, batch.seq_lens, table_rows=slots, row_ids=slots + 100
+    plan = (
+        make_planner(batch.block_size, divider=divider)
+        .update(table, batch.seq_lens, table_rows=slots, row_ids=slots + 100)
+        .plan
     )
-    expected = make_planner(batch.block_size, divider=divider).update(
-        batch.block_table, batch.seq_lens
+    expected = (
+        make_planner(batch.block_size, divider=divider)
+        .update(batch.block_table, batch.seq_lens)
+        .plan
     )
     for name in ("work_indptr", "tile_req_indices", "run_row", "run_kv_start", "run_kv_end"):
         np.testing.assert_array_equal(getattr(plan, name), getattr(expected, name))
@@ -46,10 +50,12 @@ def test_row_ids_stand_for_the_table():
     table, slots = in_slots(batch.block_table)
     planner = make_planner(16)
     ids = np.arange(8) + 40
-    first = planner.update(table, batch.seq_lens, table_rows=slots, row_ids=ids)
-    assert planner.update(table, batch.seq_lens + 5, table_rows=slots, row_ids=ids) is first
+    first = planner.update(table, batch.seq_lens, table_rows=slots, row_ids=ids).plan
+    assert planner.update(table, batch.seq_lens + 5, table_rows=slots, row_ids=ids).plan is first
     ids[3] = 99  # another request in the same slot
-    assert planner.update(table, batch.seq_lens + 5, table_rows=slots, row_ids=ids) is not first
+    assert (
+        planner.update(table, batch.seq_lens + 5, table_rows=slots, row_ids=ids).plan is not first
+    )
     assert planner.counters.plans == 2
 
 
@@ -57,19 +63,19 @@ def test_rows_without_ids_are_compared_again():
     batch = document_qa(2, 4, document_blocks=8, tail=3)
     planner = make_planner(16)
     ids = np.arange(8)
-    first = planner.update(batch.block_table, batch.seq_lens, table_rows=ids, row_ids=ids)
-    second = planner.update(batch.block_table, batch.seq_lens)
+    first = planner.update(batch.block_table, batch.seq_lens, table_rows=ids, row_ids=ids).plan
+    second = planner.update(batch.block_table, batch.seq_lens).plan
     assert second is not first
-    assert planner.update(batch.block_table, batch.seq_lens) is second
+    assert planner.update(batch.block_table, batch.seq_lens).plan is second
 
 
 def test_a_forgotten_plan_is_made_again():
     batch = document_qa(1, 3, document_blocks=4, tail=3)
     planner = make_planner(16)
     for row_ids in (None, np.arange(3)):
-        first = planner.update(batch.block_table, batch.seq_lens, row_ids=row_ids)
+        first = planner.update(batch.block_table, batch.seq_lens, row_ids=row_ids).plan
         planner.forget()
-        assert planner.update(batch.block_table, batch.seq_lens, row_ids=row_ids) is not first
+        assert planner.update(batch.block_table, batch.seq_lens, row_ids=row_ids).plan is not first
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
@@ -81,7 +87,9 @@ def test_batches_that_take_turns_have_a_plan_each(with_ids):
     def plan(part: int, grown: int = 0) -> object:
         rows = slice(4 * part, 4 * part + 4)
         ids = np.arange(12)[rows] if with_ids else None
-        return planner.update(whole.block_table[rows], whole.seq_lens[rows] + grown, row_ids=ids)
+        return planner.update(
+            whole.block_table[rows], whole.seq_lens[rows] + grown, row_ids=ids
+        ).plan
 
     first, second = plan(0), plan(1)
     assert first is not second
@@ -106,7 +114,7 @@ def test_arguments_of_unequal_lengths_are_refused():
 @given(batches(), st.integers(1, 9), st.integers(1, 12), st.sampled_from(sorted(DIVIDERS)))
 def test_a_plan_allows_for_lengths_that_are_shorter_by_the_slack(batch, query_len, slack, divider):
     planner = make_planner(batch.block_size, divider=divider, num_workers=4)
-    plan = planner.update(batch.block_table, batch.seq_lens, query_len, slack=slack)
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len, slack=slack).plan
     for shorter in (0, slack // 2, slack):
         true = np.maximum(batch.seq_lens - shorter, 1).astype(np.int32)
         assert_reads_once(plan, batch.block_table, true)
@@ -117,11 +125,11 @@ def test_a_plan_allows_for_lengths_that_are_shorter_by_the_slack(batch, query_le
 def test_a_plan_that_exceeds_its_room_becomes_one_tile_for_each_request(batch, divider, partials):
     num_reqs = len(batch.seq_lens)
     planner = make_planner(batch.block_size, divider=divider, num_workers=4)
-    wanted = planner.update(batch.block_table, batch.seq_lens)
+    wanted = planner.update(batch.block_table, batch.seq_lens).plan
     limits = {"max_tiles": num_reqs, "max_runs": num_reqs, "max_partials": partials}
     planner = make_planner(batch.block_size, divider=divider, num_workers=4)
     planner.config = replace(planner.config, **limits)
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     assert plan.fits(**limits)
     invariants.check(plan, batch.block_table, batch.seq_lens)
     assert_reads_once(plan, batch.block_table, batch.seq_lens)

@@ -35,7 +35,7 @@ def plan_by(divider: str) -> DecodePlan:
     planner = make_planner(
         BLOCK_SIZE, divider=divider, num_workers=5, grouping=False, num_splits=2, kv_chunk_size=8
     )
-    return planner.update(b.block_table, b.seq_lens)
+    return planner.update(b.block_table, b.seq_lens).plan
 
 
 def changed(plan: DecodePlan, name: str, index: int, value: int) -> DecodePlan:
@@ -308,7 +308,7 @@ def test_blocks_of_any_size_may_be_shared(block_size):
     """
     b = make_batch([[1, 2, 3]] * 2, [5, 7], block_size)
     planner = make_planner(block_size, divider="fixed", num_splits=3, num_workers=3, grouping=False)
-    plan = planner.update(b.block_table, b.seq_lens)
+    plan = planner.update(b.block_table, b.seq_lens).plan
     check(plan, b.block_table, b.seq_lens)
     shared = np.flatnonzero(plan.run_reader_end - plan.run_reader_start > 1)
     assert len(shared) == 3

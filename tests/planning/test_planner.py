@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -25,6 +24,7 @@ from .strategies import (
     LinearCost,
     batches,
     document_qa,
+    gpu_config,
     make_batch,
     make_planner,
     quick,
@@ -35,7 +35,7 @@ BLOCK_SIZE = 4
 
 def update(planner: DecodePlanner, batch: Batch, query_len: int = 1) -> DecodePlan:
     """The plan for ``batch``, checked by the oracle and by the invariants."""
-    plan = planner.update(batch.block_table, batch.seq_lens, query_len)
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len).plan
     assert_reads_once(plan, batch.block_table, batch.seq_lens)
     invariants.check(plan, batch.block_table, batch.seq_lens)
     return plan
@@ -179,10 +179,10 @@ def test_the_tokens_that_come_after_a_plan_do_not_pile_up_on_one_worker(
     n = len(batch.seq_lens)
     last, since, ratios = None, 0, []
     for _ in range(512 // 8):
-        plan = planner.update(batch.block_table, batch.seq_lens)
+        plan = planner.update(batch.block_table, batch.seq_lens).plan
         since = 0 if plan is not last else since + 8
         last = plan
-        best = make_planner(**options).update(batch.block_table, batch.seq_lens)
+        best = make_planner(**options).update(batch.block_table, batch.seq_lens).plan
         if since > 16:
             ratios.append(
                 busiest_us(plan, batch.seq_lens, per_token)
@@ -200,7 +200,7 @@ def test_a_plan_that_holds_after_many_steps_is_balanced(batch, workers, query_le
     planner = make_planner(
         batch.block_size, LinearCost(1.0, per_token), num_workers=workers, divider="depth_first"
     )
-    plan = planner.update(batch.block_table, batch.seq_lens, query_len)
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len).plan
     n = len(batch.seq_lens)
     for steps in (16, 17, 24, 40, 80, 200):
         tokens = steps * query_len
@@ -293,7 +293,7 @@ def test_a_batch_may_become_empty_and_full_again():
 
 def test_a_planner_may_start_with_an_empty_batch():
     for width in (0, 5):
-        plan = make_planner().update(np.zeros((0, width), np.int32), np.zeros(0, np.int32))
+        plan = make_planner().update(np.zeros((0, width), np.int32), np.zeros(0, np.int32)).plan
         assert plan.num_tiles == 0
 
 
@@ -510,11 +510,11 @@ def test_a_table_and_lengths_of_different_batches_are_refused():
 def test_lengths_beyond_the_table_share_no_more_than_it_has():
     planner = sharing_planner()
     table = np.array([[1, 2], [1, 2]], np.int32)
-    plan = planner.update(table, np.array([1000, 1000], np.int32))
+    plan = planner.update(table, np.array([1000, 1000], np.int32)).plan
     assert plan.run_kv_end[plan.run_reader_end - plan.run_reader_start > 1].tolist() == [
         2 * BLOCK_SIZE
     ]
-    assert planner.update(table, np.array([1000, 1000], np.int32)).num_reqs == 2
+    assert planner.update(table, np.array([1000, 1000], np.int32)).plan.num_reqs == 2
 
 
 @pytest.mark.parametrize("divider", sorted(DIVIDERS))
@@ -529,13 +529,13 @@ def test_any_block_that_changes_is_seen(width):
     planner = sharing_planner(1)
     table = np.arange(3 * width, dtype=np.int32).reshape(3, width) + 1
     lens = np.full(3, width, np.int32)
-    first = planner.update(table, lens)
+    first = planner.update(table, lens).plan
     for row in range(3):
         for column in {0, width // 2, width - 1}:
             other = table.copy()
             other[row, column] = 9999
             assert not planner.holds(other, lens)
-    assert planner.update(table, lens) is first
+    assert planner.update(table, lens).plan is first
 
 
 def test_plans_are_the_same_for_the_same_history():
@@ -550,7 +550,7 @@ def test_checking_plans_calls_the_invariants(monkeypatch):
     monkeypatch.setattr(invariants, "check", lambda *args: calls.append(args))
     batch = document_qa(1, 2, document_blocks=2, tail=3)
     for check_plans in (False, True):
-        config = PlannerConfig(check_plans=check_plans)
+        config = gpu_config(check_plans=check_plans)
         planner = DecodePlanner(config, COSTS["h200"], 16, 4)
         planner.update(batch.block_table, batch.seq_lens)
         assert len(calls) == check_plans

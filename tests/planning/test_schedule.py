@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.plan import build_plan, longest_first
 
 from .exact import optimal_division, optimal_makespan
-from .strategies import COSTS, forest_of_ids, quick
+from .strategies import COSTS, forest_of_ids, gpu_config, quick
 
 COST_LISTS = st.lists(st.floats(0.5, 1000.0), min_size=1, max_size=40)
 
@@ -129,11 +128,11 @@ def problem(trees: list[tuple[int, int]], tail: int, cost: str, num_workers: int
     ]
     return DivisionProblem(
         forest=forest_of_ids(ids, BLOCK_SIZE),
-        kv_lens=np.array([(len(i) + tail) * BLOCK_SIZE for i in ids], np.int32),
+        planned_seq_lens=np.array([(len(i) + tail) * BLOCK_SIZE for i in ids], np.int32),
         cost=COSTS[cost],
         rows_per_request=GQA_GROUP_SIZE,
         block_size=BLOCK_SIZE,
-        config=PlannerConfig(num_workers=num_workers, grouping=False),
+        config=gpu_config(num_workers=num_workers, grouping=False),
     )
 
 
@@ -149,10 +148,10 @@ def ratios(p: DivisionProblem) -> tuple[float, float]:
     costs = p.tile_cost(counts, lens / np.arange(1, MAX_SPLITS + 1)[None, :])
     bound = np.ceil(costs[:, 0] * workers / costs[:, 0].sum() * (1 - 1e-9))
 
-    plan = build_plan(flashforge(p), workers, BLOCK_SIZE, p.kv_lens)
+    plan = build_plan(flashforge(p), workers, BLOCK_SIZE, p.planned_seq_lens)
     finish = max(plan.tile_cost[low:high].sum() for low, high in pairwise(plan.work_indptr))
     best, _ = optimal_division(costs, workers)
-    bounded, _ = optimal_division(costs, workers, most_splits=bound)
+    bounded, _ = optimal_division(costs, workers, split_bound=bound)
     return finish / best, finish / bounded
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_prefixshare.config import DTYPES, AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import PREFIX, VARIABLES, read, settings
 
-from .strategies import COSTS
+from .strategies import COSTS, gpu_config
 
 GOOD = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
 
@@ -39,7 +39,7 @@ def test_defaults():
     found = read({})
     assert found.divider is None
     assert found.kernel == "auto"
-    assert found.share == PlannerConfig().share
+    assert found.share == gpu_config().share
     assert found.cost_table is None
     assert found.order == "auto"
     assert found.order_bound is None
@@ -175,31 +175,31 @@ def test_attention_shapes_that_are_refused(name, value, sentence):
 @pytest.mark.parametrize("value", [0, -3])
 def test_planner_counts_must_be_positive(name, value):
     with pytest.raises(PrefixShareError) as error:
-        PlannerConfig(**{name: value})
+        gpu_config(**{name: value})
     assert str(error.value) == f"{name} must be at least 1, got {value}."
 
 
 @pytest.mark.parametrize("value", [0.0, -1.5, float("nan")])
 def test_a_rebalance_factor_that_would_plan_at_every_step_is_refused(value):
     with pytest.raises(PrefixShareError, match="rebalance_factor"):
-        PlannerConfig(rebalance_factor=value)
+        gpu_config(rebalance_factor=value)
 
 
 def test_a_share_policy_must_be_a_known_one():
     with pytest.raises(PrefixShareError) as error:
-        PlannerConfig(share="maybe")
+        gpu_config(share="maybe")
     assert str(error.value) == "share must be one of auto, always, never, got 'maybe'."
 
 
 def test_a_divider_must_be_a_known_one():
     with pytest.raises(PrefixShareError) as error:
-        DecodePlanner(PlannerConfig(divider="best"), COSTS["h200"], 16, 4)
+        DecodePlanner(gpu_config(divider="best"), COSTS["h200"], 16, 4)
     assert "'best'" in str(error.value)
     assert all(name in str(error.value) for name in DIVIDERS)
 
 
 def test_configuration_is_frozen():
     with pytest.raises(FrozenInstanceError):
-        PlannerConfig().num_workers = 2
+        gpu_config().num_workers = 2
     with pytest.raises(FrozenInstanceError):
         AttentionConfig(**GOOD).block_size = 1

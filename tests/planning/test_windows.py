@@ -31,7 +31,7 @@ def batch(document: int, lens: list[int], freed: bool = True) -> tuple[np.ndarra
 def planned(table, lens, window=16, **options) -> DecodePlan:
     options = {"divider": "depth_first", "num_workers": 2, "null_block_id": 0, **options}
     planner = make_planner(SIZE, sliding_window=window, check_plans=True, **options)
-    return planner.update(table, lens)
+    return planner.update(table, lens).plan
 
 
 def shared_runs(plan: DecodePlan) -> list[tuple[int, int, int]]:
@@ -84,10 +84,10 @@ def test_a_plan_holds_while_windows_move():
     table, lens = batch(10, [43, 45, 47])
     planner = make_planner(SIZE, divider="depth_first", num_workers=2, sliding_window=16)
     table = np.pad(table, ((0, 0), (0, 4)), constant_values=7777)
-    plan = planner.update(table, lens)
-    assert planner.update(table, lens + 2) is plan
+    plan = planner.update(table, lens).plan
+    assert planner.update(table, lens + 2).plan is plan
     invariants.check(plan, table, lens + 2, 16)
-    assert planner.update(table, lens + 20) is not plan
+    assert planner.update(table, lens + 20).plan is not plan
 
 
 def test_invariants_find_a_window_that_is_not_read():
@@ -133,6 +133,6 @@ def test_any_batch_is_read_once(data):
         sliding_window=window,
         check_plans=True,
     )
-    plan = planner.update(table, lens, queries)
+    plan = planner.update(table, lens, queries).plan
     grown = lens + data.draw(st.integers(0, 3))
     invariants.check(plan, table, grown, window, queries)

@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: log-probability of a token may: in float32, and in float16 on a GPU. See ``docs/fidelity.md``.
 MAX_GAP, GPU_MAX_GAP = 0.005, 0.05
 #: Records of resources, in the last three fifths of a run, below which no growth is reported.
-LEAST_RECORDS = 3
+MIN_RECORDS = 3
 #: Probability of each event before a step.
 ABORT, RESET = 0.02, 0.02
 
@@ -327,7 +327,7 @@ def grown(held: Sequence[tuple[float, Held]]) -> Growth | None:
     """
     end = held[-1][0] if held else 0.0
     late = [(at, h) for at, h in held if at >= 0.4 * end]
-    if len(late) < LEAST_RECORDS:
+    if len(late) < MIN_RECORDS:
         return None
     halves = late[: len(late) // 2], late[len(late) // 2 :]
     before, after = (sum(at for at, _ in half) / len(half) for half in halves)

@@ -83,20 +83,16 @@ class Request:
 
 class V1Rows:
     """The persistent batch of the V1 runner: requests keep their rows, and the last requests move
-    to the rows of requests that left.
-
-    Args:
-        clears: rows without a request are zeroed, as in newer releases.
+    to the rows of requests that left. A row that a request leaves for another is zeroed.
     """
 
     blocks_per_id = 1
 
-    def __init__(self, max_num_reqs: int, max_blocks: int, clears: bool) -> None:
+    def __init__(self, max_num_reqs: int, max_blocks: int) -> None:
         self.table = np.zeros((max_num_reqs, max_blocks), np.int32)
         self.used = [0] * max_num_reqs
         self.rows: list[Request] = []
         self.left: set[Request] = set()
-        self.clears = clears
 
     def prepare(self, batch: list[Request], new_blocks: dict[Request, list[int]]) -> None:
         """Set the rows of this step's batch; all other requests leave."""
@@ -159,8 +155,7 @@ class V1Rows:
     def _move(self, source: int, target: int) -> None:
         count = self.used[target] = self.used[source]
         self.table[target, :count] = self.table[source, :count]
-        if self.clears:
-            self.table[source, :count] = 0
+        self.table[source, :count] = 0
         self.used[source] = 0
 
 

@@ -165,7 +165,9 @@ class ForestCase:
         config = executor.planner_config(None, "always", null_block_id=0)
         arguments = config, cost, self.block_size, self.attention.gqa_group_size
         batch = self.block_table(), self.planned_lens, executor.query_len
-        plan, again = (DecodePlanner(*arguments).update(*batch, slack=self.slack) for _ in range(2))
+        plan, again = (
+            DecodePlanner(*arguments).update(*batch, slack=self.slack).plan for _ in range(2)
+        )
         for name in DecodePlan.__slots__:
             np.testing.assert_array_equal(getattr(plan, name), getattr(again, name))
         invariants.check(plan, batch[0], self.true_lens)
@@ -179,7 +181,7 @@ def forest_cases(
     head_dims: list[int],
     block_sizes: list[int],
     kv_tile: int,
-    most_reqs: int,
+    max_reqs: int,
     longest_tail: int,
     longest_piece: int = 0,
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16),
@@ -202,7 +204,7 @@ def forest_cases(
         }
     )
     lengths = st.sampled_from(borders) | st.integers(1, longest_tail)
-    num_reqs = draw(st.integers(1, most_reqs))
+    num_reqs = draw(st.integers(1, max_reqs))
     stretch = draw(st.sampled_from([1, 2, 3, max(1, max(kv_tile, longest_piece) // block)]))
     words = st.lists(st.integers(0, 2), unique=True, min_size=1, max_size=3)
     prefixes = [

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from tests.planning.strategies import gpu_config
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.kernels import gpu_executor
@@ -73,7 +74,7 @@ def planner_config(
     """
     options["null_block_id"] = 0
     if path == "cpu":
-        return PlannerConfig(divider="flashforge", share="auto", **options)
+        return gpu_config(divider="flashforge", share="auto", **options)
     found = executor(path, attention, query_len, num_reqs, multiprocessors, pieces)
     divider = None if pieces is None else "batch_invariant"
     return found.planner_config(divider, "auto", **options)

@@ -8,6 +8,10 @@ import os
 SEQUENCES = int(os.environ.get("TRUST_SEQUENCES", "300"))
 FORESTS = int(os.environ.get("TRUST_FORESTS", "24"))
 WALKS = int(os.environ.get("TRUST_FORESTS", "500"))
+#: cases of each shared part of the host work on prompts
+PROMPTS = int(os.environ.get("TRUST_PROMPTS", "400"))
+#: texts tokenized by pieces, over all kinds of tokenizers
+TEXTS = int(os.environ.get("TRUST_TEXTS", "300"))
 #: with another seed the event sequences are others in every mode: several processes can share the
 #: full run
 SEED = int(os.environ.get("TRUST_SEED", "0"))

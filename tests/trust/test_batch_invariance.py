@@ -100,9 +100,9 @@ class Decoder:
         first = (lens - 1) // self.piece * self.piece
         planned = np.maximum(lens - planned_shorter, first + 1).astype(np.int32)
         self.planner.forget()
-        plan = self.planner.update(table, planned)
+        plan = self.planner.update(table, planned).plan
         if planned_shorter:
-            assert self.planner.update(table, lens) is plan, "to the end of the last pieces"
+            assert self.planner.update(table, lens).plan is plan, "to the end of the last pieces"
         invariants.check(plan, table, lens)
         self.executor.prepare(plan)
         partials = self.executor.workspace.partials

@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batches import paged_batch
-from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, quick
+from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, gpu_config, quick
 from tests.test_executors import reference, relative_error, run, wrapper_for
 from tests.test_native import needs_native
 from vllm_prefixshare import compiled, trusted
 from vllm_prefixshare.cli.canvas import Canvas
 from vllm_prefixshare.compiled import one_process_at_a_time
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs import lookup
 from vllm_prefixshare.costs.roofline import AnalyticCost
 from vllm_prefixshare.costs.table import CostTable
@@ -37,6 +37,7 @@ from vllm_prefixshare.kernels.compile import compile_launches
 from vllm_prefixshare.kernels.contract import Capacity, Gpu
 from vllm_prefixshare.kernels.cpu import native
 from vllm_prefixshare.planning import planner as planner_module
+from vllm_prefixshare.planning.dividers.registry import Divider
 from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
@@ -171,7 +172,7 @@ batch = document_qa(3, 9, document_blocks=40, tail=30)
 for divider in ("depth_first", "flashforge"):
     planner = make_planner(16, table, divider=divider, num_workers=16, max_tile_requests=8,
                            max_tile_runs=16, share="auto")
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     invariants.check(plan, batch.block_table, batch.seq_lens)
     assert not planner.counters.fallbacks[PLANNING_FAILED]
 """
@@ -568,13 +569,15 @@ def test_without_the_lock_functions_are_compiled_all_the_same(cache, monkeypatch
 def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypatch):
     batch = document_qa(2, 4, document_blocks=8, tail=3)
     told: list[str] = []
-    config = PlannerConfig(divider=divider, share="always", num_workers=4)
+    config = gpu_config(divider=divider, share="always", num_workers=4)
     planner = DecodePlanner(config, COSTS["h200"], 16, 4, on_failure=told.append)
     owner, name = {
-        "the divider": (planner, "_divide"),
+        "the divider": (planner, "divider"),
         "remember": (planner_module.CachedPlan, "remember"),
     }.get(place, (planner_module, place))
     real, calls = getattr(owner, name), []
+    if place == "the divider":
+        real = real.divide
 
     def fails_twice(*args, **kwargs):
         calls.append(args)
@@ -582,17 +585,20 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
             raise IndexError("planted")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, fails_twice)
+    planted = fails_twice
+    if place == "the divider":
+        planted = replace(planner.divider, divide=fails_twice)
+    monkeypatch.setattr(owner, name, planted)
     everything = batch.seq_lens.sum()
     for failures in (1, 2):
-        plan = planner.update(batch.block_table, batch.seq_lens)
+        plan = planner.update(batch.block_table, batch.seq_lens).plan
         assert plan.kv_tokens_read(batch.seq_lens) == everything
         assert plan.num_tiles == len(batch.seq_lens)
         assert planner.counters.fallbacks[PLANNING_FAILED] == failures
         assert not planner.holds(batch.block_table, batch.seq_lens)
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     assert plan.kv_tokens_read(batch.seq_lens) < everything
-    assert planner.update(batch.block_table, batch.seq_lens) is plan
+    assert planner.update(batch.block_table, batch.seq_lens).plan is plan
     assert planner.counters.fallbacks[PLANNING_FAILED] == 2
     assert len(told) == 1 and "IndexError: planted" in told[0]
 
@@ -651,20 +657,20 @@ def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypa
 
 
 def test_a_failure_is_logged_where_nobody_asked_to_be_told(caplog):
-    planner = DecodePlanner(PlannerConfig(), COSTS["h200"], 16, 4)
-    planner._divide = None
+    planner = DecodePlanner(gpu_config(), COSTS["h200"], 16, 4)
+    planner.divider = None
     planner.update(np.ones((1, 1), np.int32), np.ones(1, np.int32))
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "please report it" in caplog.text
 
 
 def test_a_users_mistake_is_not_a_failure_of_the_planner():
-    planner = DecodePlanner(PlannerConfig(), COSTS["h200"], 16, 4)
+    planner = DecodePlanner(gpu_config(), COSTS["h200"], 16, 4)
 
     def refuses(problem):
         raise PrefixShareError("name the remedy.")
 
-    planner._divide = refuses
+    planner.divider = Divider(refuses)
     with pytest.raises(PrefixShareError, match="remedy"):
         planner.update(np.ones((1, 1), np.int32), np.ones(1, np.int32))
     assert planner.counters.fallbacks[PLANNING_FAILED] == 0

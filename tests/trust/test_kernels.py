@@ -27,7 +27,7 @@ HOPPER = forest_cases(
     head_dims=[64],
     block_sizes=[16, 32, 64, 128],
     kv_tile=128,
-    most_reqs=7,
+    max_reqs=7,
     longest_tail=300,
 )
 PORTABLE = forest_cases(
@@ -35,7 +35,7 @@ PORTABLE = forest_cases(
     head_dims=[64, 72, 80],
     block_sizes=[8, 16, 24, 32, 64],
     kv_tile=64,
-    most_reqs=4,
+    max_reqs=4,
     longest_tail=70,
 )
 

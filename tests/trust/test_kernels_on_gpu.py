@@ -11,8 +11,8 @@ import torch
 
 from tests.gpu.layer import DEVICE, KERNELS, ON_GPU, poison
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.gpu_timing import capture
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.profiling.gpu_timing import capture
 
 from . import scale
 from .forests import TOLERANCE, ForestCase, forest_cases, note, on_forests
@@ -25,7 +25,7 @@ pytestmark = [
 HEADS = [(32, 8), (4, 1), (3, 1), (8, 2), (4, 4), (16, 1), (64, 1), (14, 2)]
 #: head_dim, block size: a KV tile has whole blocks, or a block whole KV tiles
 SHAPES = [(64, 16), (64, 64), (80, 32), (96, 16), (128, 16), (128, 32), (128, 128), (256, 16)]
-MOST_REQS, LONGEST_TAIL, LONGEST_PIECE = 20, 520, 1024
+MAX_REQS, LONGEST_TAIL, LONGEST_PIECE = 20, 520, 1024
 PLANS = 200
 
 
@@ -38,7 +38,7 @@ def some_forests(kernel: str):
         head_dims=[head_dim],
         block_sizes=[block_size],
         kv_tile=128 if kernel == "hopper" and head_dim <= 128 else 64,
-        most_reqs=MOST_REQS,
+        max_reqs=MAX_REQS,
         longest_tail=LONGEST_TAIL,
         longest_piece=LONGEST_PIECE,
     )
@@ -80,19 +80,19 @@ def test_one_captured_graph_under_200_plans(kernel, query_len):
     tried: Counter[str] = Counter()
     attention = AttentionConfig(32, 8, 128, 16)
     executor = GpuExecutor(attention, DEVICE, kernel=kernel, query_len=query_len)
-    executor.reserve_for(MOST_REQS)
-    most_blocks = 3 * (LONGEST_PIECE // 16) + MOST_REQS * (LONGEST_TAIL // 16 + 12)
-    cache = most_blocks, 16, 8, 128
+    executor.reserve_for(MAX_REQS)
+    max_blocks = 3 * (LONGEST_PIECE // 16) + MAX_REQS * (LONGEST_TAIL // 16 + 12)
+    cache = max_blocks, 16, 8, 128
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
     held = (
-        zeros(MOST_REQS * query_len, 32, 128, dtype=torch.bfloat16),
+        zeros(MAX_REQS * query_len, 32, 128, dtype=torch.bfloat16),
         *(zeros(*cache, dtype=torch.bfloat16) for _ in range(2)),
-        zeros(MOST_REQS, most_blocks),
-        zeros(MOST_REQS),
-        zeros(MOST_REQS + 1),
+        zeros(MAX_REQS, max_blocks),
+        zeros(MAX_REQS),
+        zeros(MAX_REQS + 1),
     )
     out = torch.zeros_like(held[0])
     graphs: list[torch.cuda.CUDAGraph] = []
@@ -101,7 +101,7 @@ def test_one_captured_graph_under_200_plans(kernel, query_len):
         head_dims=[128],
         block_sizes=[16],
         kv_tile=128,
-        most_reqs=MOST_REQS,
+        max_reqs=MAX_REQS,
         longest_tail=LONGEST_TAIL,
         longest_piece=LONGEST_PIECE,
         dtypes=(torch.bfloat16,),

@@ -5,7 +5,7 @@ common.
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -78,7 +78,7 @@ class PlannerMachine(RuleBasedStateMachine):
         heads=st.sampled_from(HEADS),
         multiprocessors=st.sampled_from([132, 16, 8]),  # small parts of a GPU, too
         block_size=st.sampled_from([16, 32]),
-        runner=st.sampled_from(["v1", "v1 of older releases", "v2", "v2 with divided blocks"]),
+        runner=st.sampled_from(["v1", "v2", "v2 with divided blocks"]),
         spare_blocks=st.sampled_from([0, 4, 12, 40, 80]),
         drafts=st.sampled_from([0, 0, 1, 3]),
         steps_in_flight=st.integers(1, 2),
@@ -117,8 +117,7 @@ class PlannerMachine(RuleBasedStateMachine):
             attention = AttentionConfig(*heads, 128, block_size, sliding_window=window)
         width = MAX_LEN // block_size
         rows = {
-            "v1": lambda: V1Rows(Engine.MAX_REQS, width, clears=True),
-            "v1 of older releases": lambda: V1Rows(Engine.MAX_REQS, width, clears=False),
+            "v1": lambda: V1Rows(Engine.MAX_REQS, width),
             "v2": lambda: V2Slots(Engine.MAX_REQS, width, 1),
             "v2 with divided blocks": lambda: V2Slots(Engine.MAX_REQS, width, 2),
         }[runner]()
@@ -150,15 +149,15 @@ class PlannerMachine(RuleBasedStateMachine):
         self.executor = None if mode.path == "cpu" else paths.executor(*options)
         self.forest: Forest | None = None
         self.fails = self.failed = False
-        divide = self.planner._divide
+        divider = self.planner.divider
 
         def noted(problem):
             if self.fails:
                 raise InjectedError("planted")
             self.forest = problem.forest
-            return divide(problem)
+            return divider.divide(problem)
 
-        self.planner._divide = noted
+        self.planner.divider = replace(divider, divide=noted)
         self.tried["sequences"] += 1
         for copy in range(6):  # the first requests: two groups of three
             engine = self.engine
@@ -282,7 +281,9 @@ class PlannerMachine(RuleBasedStateMachine):
         table, rows = engine.runner.arguments()
         before, failures = planner.counters.plans, planner.counters.fallbacks[PLANNING_FAILED]
         self.forest = None
-        plan = planner.update(table, step.host_lens, engine.query_len, slack=engine.slack, **rows)
+        plan = planner.update(
+            table, step.host_lens, engine.query_len, slack=engine.slack, **rows
+        ).plan
         total = assert_reads_what_was_written(
             plan, step, engine.memory, engine.block_size, engine.window
         )

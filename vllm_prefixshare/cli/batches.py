@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.integration.tracing import MOST_BYTES
+from vllm_prefixshare.integration.tracing import MAX_BYTES
 from vllm_prefixshare.records import IntArray, PrefixShareError
 from vllm_prefixshare.trusted import read_text
 from vllm_prefixshare.workloads.trees import tree
 
-#: Largest batch that is read or made; a file is at most ``MOST_BYTES``, as a trace.
-MOST_REQUESTS = 16384
-MOST_ENTRIES = 1 << 24
+#: Largest batch that is read or made; a file is at most ``MAX_BYTES``, as a trace.
+MAX_REQUESTS = 16384
+MAX_ENTRIES = 1 << 24
 #: Longest request; planning counts tokens in 32 bits, with some to spare.
-MOST_TOKENS = 1 << 28
+MAX_TOKENS = 1 << 28
 #: vLLM pads its block tables with block 0, which no request holds.
 NULL_BLOCK_ID = 0
 
@@ -46,10 +46,10 @@ def tree_batch(spec: str, block_size: int) -> Batch:
     nodes = max(map(_number, counts.split(",")))
     tokens = sum(map(_number, lengths.split(",")))
     entries = nodes * (tokens // max(1, block_size))
-    if nodes > MOST_REQUESTS or tokens > MOST_TOKENS or entries > MOST_ENTRIES:
+    if nodes > MAX_REQUESTS or tokens > MAX_TOKENS or entries > MAX_ENTRIES:
         raise PrefixShareError(
-            f"the tree has more than {MOST_REQUESTS} requests, requests of more than "
-            f"{MOST_TOKENS} tokens, or a block table of more than {MOST_ENTRIES} entries: describe "
+            f"the tree has more than {MAX_REQUESTS} requests, requests of more than "
+            f"{MAX_TOKENS} tokens, or a block table of more than {MAX_ENTRIES} entries: describe "
             "a smaller one."
         )
     work = tree(spec, block_size)
@@ -67,7 +67,7 @@ def read_batch(path: Path, step: int = 0) -> Batch:
         PrefixShareError: the file is empty, not of that form, or too large, or has no such line.
     """
     try:
-        text = read_text(path, MOST_BYTES)
+        text = read_text(path, MAX_BYTES)
     except (OSError, ValueError) as e:
         raise PrefixShareError(f"{path} cannot be read ({e}).") from None
     if not text.strip():
@@ -98,11 +98,11 @@ def _batch(name: str, data: Any) -> Batch:
         raise ValueError("block_size must be an integer from 1 to 65536")
     if not isinstance(tables, list) or not isinstance(lens, list) or len(tables) != len(lens):
         raise ValueError("block_tables and kv_lens must be lists, one entry for each request")
-    if not 1 <= len(lens) <= MOST_REQUESTS:
-        raise ValueError(f"it must have from 1 to {MOST_REQUESTS} requests, not {len(lens)}")
+    if not 1 <= len(lens) <= MAX_REQUESTS:
+        raise ValueError(f"it must have from 1 to {MAX_REQUESTS} requests, not {len(lens)}")
     for i, (row, length) in enumerate(zip(tables, lens, strict=True)):
-        if not _is_count(length, MOST_TOKENS):
-            raise ValueError(f"kv_lens[{i}] must be an integer from 1 to {MOST_TOKENS}")
+        if not _is_count(length, MAX_TOKENS):
+            raise ValueError(f"kv_lens[{i}] must be an integer from 1 to {MAX_TOKENS}")
         if not isinstance(row, list) or not all(_is_count(n + 1, 1 << 31) for n in _numbers(row)):
             raise ValueError(f"block_tables[{i}] must be a list of integers, 0 or more")
         if len(row) < -(-length // size):
@@ -111,9 +111,9 @@ def _batch(name: str, data: Any) -> Batch:
                 f"{length} of kv_lens[{i}]"
             )
     width = max(map(len, tables))
-    if len(lens) * width > MOST_ENTRIES:
+    if len(lens) * width > MAX_ENTRIES:
         raise ValueError(
-            f"{len(lens)} requests with up to {width} blocks are more than {MOST_ENTRIES} entries"
+            f"{len(lens)} requests with up to {width} blocks are more than {MAX_ENTRIES} entries"
         )
     table = np.full((len(lens), width), NULL_BLOCK_ID, np.int32)
     for i, row in enumerate(tables):

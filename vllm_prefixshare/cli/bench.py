@@ -34,7 +34,7 @@ TREES = {
     "cuda": ("1,16_4096,64", "1,64_8192,128", "1,64_32768,128", "1,8,64_8192,1024,128", "64_2048"),
 }
 #: Fewest and most pairs per workload; requests whose result is compared with the reference.
-LEAST_PAIRS, MOST_PAIRS, CHECKED = 5, 200, 8
+MIN_PAIRS, MAX_PAIRS, CHECKED = 5, 200, 8
 #: Greatest difference from the reference, over the reference's greatest value.
 TOLERANCE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.03}
 
@@ -130,7 +130,7 @@ def _measure(
         return row
     until = time.monotonic() + seconds
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < LEAST_PAIRS or (time.monotonic() < until and len(pairs) < MOST_PAIRS):
+    while len(pairs) < MIN_PAIRS or (time.monotonic() < until and len(pairs) < MAX_PAIRS):
         pairs.append((sides.unshared.seconds(), sides.shared.seconds()))
     unshared, shared = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
     row |= {
@@ -205,8 +205,8 @@ def _cpu_attn(
 def _sides_gpu(attention: AttentionConfig, batch: "Batch") -> Sides:
     import torch
 
-    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+    from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
     a, dtype = attention, getattr(torch, attention.dtype)
     shape = int(batch.block_table.max()) + 1, a.block_size, a.num_kv_heads, a.head_dim
@@ -248,7 +248,7 @@ def _planned(
         attention.block_size,
         attention.gqa_group_size,
     )
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     starts = np.arange(len(batch.seq_lens) + 1, dtype=np.int32)
     executor.prepare(plan, HostBatch(batch.block_table, batch.seq_lens, starts))
     table, lens = (torch.from_numpy(x).to(q.device) for x in (batch.block_table, batch.seq_lens))

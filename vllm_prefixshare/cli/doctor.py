@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from vllm_prefixshare.cli.served import falls_back, installed_release, on_one_gp
 from vllm_prefixshare.cli.shape import add_cache_argument, check_cache_argument
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
-from vllm_prefixshare.settings import VARIABLES, settings
+from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
 
 EXAMPLE = """\
 Is everything in place, and which layers of a model would be served?
@@ -34,7 +35,12 @@ USUAL = LayerKind("full attention", 1, 128, 32, 8, "bfloat16")
 #: name of a kernel, and why another that comes before it does not serve
 Choice = tuple[str, str | None]
 #: far more than any method proposes
-MOST_DRAFTS = 1024
+MAX_DRAFTS = 1024
+#: A tokenizer library that vLLM uses where a variable asks for it.
+FASTOKENS = "fastokens>=0.3.5"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+#: Seconds that the analysis of a tokenizer may take; it takes up to three.
+ANALYSIS_SECONDS = 60.0
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -68,7 +74,7 @@ class Machine:
     """Results of earlier checks that later ones use.
 
     layers: the kinds of layers of the model, as one GPU has them; a usual one without a model.
-    from_model: whether a model is named.
+    from_model: whether a model is named. model: its folder.
     drafts, shards: ``--num-speculative-tokens`` and ``--decode-context-parallel-size``.
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
     chosen: the kernel for each shape that a GPU may serve, chosen in another process meanwhile;
@@ -80,6 +86,7 @@ class Machine:
 
     layers: list[LayerKind]
     from_model: bool = True
+    model: Path | None = None
     drafts: int = 0
     shards: int = 1
     on_cpu: bool | None = None
@@ -122,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         kinds = [on_one_gpu(kind, gpus, shards) for kind in kinds]
     if args.kv_cache_dtype != "auto":
         kinds = [replace(kind, kv_cache_dtype=args.kv_cache_dtype) for kind in kinds]
-    machine = Machine(kinds, config is not None, drafts, shards)
+    machine = Machine(kinds, config is not None, args.model, drafts, shards)
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
@@ -159,9 +166,9 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
             f"--decode-context-parallel-size must divide --tensor-parallel-size {gpus}, got "
             f"{shards}."
         )
-    if not 0 <= drafts <= MOST_DRAFTS:
+    if not 0 <= drafts <= MAX_DRAFTS:
         raise PrefixShareError(
-            f"--num-speculative-tokens must be from 0 to {MOST_DRAFTS}, got {drafts}."
+            f"--num-speculative-tokens must be from 0 to {MAX_DRAFTS}, got {drafts}."
         )
     if gpus > 1 and args.model is None:  # without GPUs to divide them, there are no shards
         raise PrefixShareError(
@@ -195,11 +202,14 @@ def _as_sentence(error: Exception) -> PrefixShareError:
         return error
     if isinstance(error, ImportError):
         return PrefixShareError(f"{error}: install what is missing, or reinstall vLLM.")
-    lines = str(error).strip().splitlines() or ["no reason given"]
     return PrefixShareError(
-        f"the check ended with {type(error).__name__} ({lines[0]}): free memory on this GPU and "
-        "machine if it is full, else report it."
+        f"the check ended with {type(error).__name__} ({_first_line(error)}): free memory on this "
+        "GPU and machine if it is full, else report it."
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0]
 
 
 def package(machine: Machine) -> str:
@@ -307,6 +317,58 @@ def cost_table(machine: Machine) -> str:
     return str(path)
 
 
+def host_work(machine: Machine) -> str:
+    """The active parts of the shared host work, whether the model's tokenizer has a memo, and what
+    makes tokenization faster.
+    """
+    wants_fastokens = os.environ.get("VLLM_USE_FASTOKENS") == "1"
+    has_fastokens = find_spec("fastokens") is not None
+    if wants_fastokens and not has_fastokens:
+        raise PrefixShareError(
+            f"VLLM_USE_FASTOKENS=1 needs fastokens: pip install '{FASTOKENS}', or unset it."
+        )
+    wanted = settings().prompts
+    active = [part for part in PROMPT_PARTS if wanted is None or part in wanted]
+    if not active:
+        return "off"
+    says = ["all parts" if len(active) == len(PROMPT_PARTS) else ", ".join(active)]
+    if machine.model is not None and "tokenization" in active:
+        says.append(_tokenizer(machine.model))
+    if not wants_fastokens:
+        install = "" if has_fastokens else f"pip install '{FASTOKENS}' and "
+        says.append(f"new text is tokenized faster with {install}VLLM_USE_FASTOKENS=1")
+    return "; ".join(says)
+
+
+def _tokenizer(folder: Path) -> str:
+    """Whether texts are cut for the tokenizer of a model."""
+    from vllm_prefixshare.integration.prompts.split_pattern import NotExactError
+    from vllm_prefixshare.integration.prompts.tokenization import (
+        TextTokenizer,
+        text_cache,
+        text_tokenizer,
+    )
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return "the model's folder has no tokenizer that could be checked"
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as e:  # what is wrong in its files raises errors of any kind
+        return f"the tokenizer cannot be loaded ({_first_line(e)})"
+    if text_tokenizer(tokenizer, ANALYSIS_SECONDS) is not None:
+        return "known text is not tokenized again"
+    backend: Any = getattr(tokenizer, "_tokenizer", None)
+    try:
+        TextTokenizer(backend, text_cache())
+    except NotExactError as e:
+        reason = _first_line(e)
+    else:
+        reason = f"{type(tokenizer).__name__} changes what its backend returns"
+    return f"tokenization of this model is left to vLLM ({reason})"
+
+
 CHECKS: dict[str, Callable[[Machine], str]] = {
     "package": package,
     "plugin": plugin,
@@ -315,6 +377,7 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
     "platform": platform,
     "kernel": kernel,
     "cost table": cost_table,
+    "host work": host_work,
 }
 
 

@@ -1,4 +1,6 @@
-"""Estimate from a file of prompts how much is shared, and what decode would gain on a GPU."""
+"""Estimate from a file of prompts how much is shared, what decode would gain on a GPU, and where
+the time of the whole call goes.
+"""
 
 import argparse
 import json
@@ -11,6 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_prefixshare.cli.call_time import (
+    MEASURED,
+    Attention,
+    Times,
+    Work,
+    call_times,
+    parse_costs,
+    weight_bytes,
+)
 from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
 from vllm_prefixshare.cli.shape import (
     add_cache_argument,
@@ -44,8 +55,9 @@ READ_AGAIN = 0.63
 #: The same of latents, where arithmetic decides: with it gains are 0.88 to 1.02 of those measured
 #: on an H200, in 16 published cells with 8 to 32 heads.
 LATENT_AGAIN = 0.85
+MAX_WEIGHTS_GB = 10_000
 #: Most tokens of a batch; token ids take four bytes each.
-MOST_TOKENS = 1 << 26
+MAX_TOKENS = 1 << 26
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -55,12 +67,22 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tokenizer", help="for text; default: 4 bytes count as a token")
     command.add_argument("--batch", type=int, default=256, help="requests that decode together")
     command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
+    command.add_argument(
+        "--weights-gb", type=float, help="GB of the weights; default: the files in --model"
+    )
+    command.add_argument(
+        "--host-costs",
+        default="",
+        help="microseconds per prompt token of a part, such as tokenization=0.06 with fastokens",
+    )
     add_shape_arguments(command, block_size=None)  # vLLM's own, which depends on the layers
     add_cache_argument(command)
 
 
 class Totals(NamedTuple):
-    """Sums over the batches; times in microseconds of all layers, once for each batch."""
+    """Sums over the batches; times in microseconds of all layers, once for each batch. See ``Work``
+    for the tokens.
+    """
 
     requests: int
     batches: int
@@ -68,29 +90,41 @@ class Totals(NamedTuple):
     kv_tokens_read: int
     unshared_us: float
     shared_us: float
+    prompt_tokens: int
+    new_tokens: int
+    attended: int
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what the prompts share and what decode would gain; the exit status is 0."""
-    from vllm_prefixshare.cli.batches import MOST_REQUESTS
+    from vllm_prefixshare.cli.batches import MAX_REQUESTS
     from vllm_prefixshare.cli.gpus import planning_for
     from vllm_prefixshare.cli.prompts import byte_tokens, load_tokenizer, read_prompts
 
-    if not 1 <= args.batch <= MOST_REQUESTS:
-        raise PrefixShareError(f"--batch must be from 1 to {MOST_REQUESTS}, got {args.batch}.")
+    if not 1 <= args.batch <= MAX_REQUESTS:
+        raise PrefixShareError(f"--batch must be from 1 to {MAX_REQUESTS}, got {args.batch}.")
     if not 0 <= args.output_tokens <= 1 << 20:
         raise PrefixShareError(
             f"--output-tokens must be from 0 to {1 << 20}, got {args.output_tokens}."
         )
+    changes = parse_costs(args.host_costs)
+    if args.weights_gb is not None and not 0 < args.weights_gb <= MAX_WEIGHTS_GB:
+        raise PrefixShareError(
+            f"--weights-gb must be above 0 and at most {MAX_WEIGHTS_GB}, got {args.weights_gb}."
+        )
+    if args.weights_gb is not None and args.model is None:
+        raise PrefixShareError("--weights-gb needs --model: name the folder with its config.json.")
     shapes, left_out = _layers(args)
     planning = {attention: planning_for(args.gpu, attention) for attention in shapes}
     tokenizer = byte_tokens if args.tokenizer is None else load_tokenizer(args.tokenizer)
     prompts = read_prompts(args.file, tokenizer)
     block_size = next(iter(shapes)).block_size
     batches = _batches(prompts, args.batch, block_size, args.output_tokens // 2)
-    totals = _plan_all(batches, planning, shapes)
+    totals = _plan_all(batches, planning, shapes, args.output_tokens // 2)
     says = "; ".join(dict.fromkeys(gpu.says for gpu in planning.values()))
     found = _report(args, totals, says, shapes.total(), left_out)
+    times = _call_times(args, totals, shapes, changes)
+    found["call_ms"] = {row: rounded._asdict() for row, rounded in times.items()}
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -169,9 +203,9 @@ def _batches(
     for prompt in prompts:
         some.append(prompt)
         tokens += len(prompt)
-        if tokens > MOST_TOKENS:
+        if tokens > MAX_TOKENS:
             raise PrefixShareError(
-                f"{len(some)} prompts have more than {MOST_TOKENS} tokens: lower --batch."
+                f"{len(some)} prompts have more than {MAX_TOKENS} tokens: lower --batch."
             )
         if len(some) == size:
             yield batch_of(some, block_size, generated)
@@ -187,12 +221,12 @@ def batch_of(prompts: list[IntArray], block_size: int, generated: int = 0) -> "B
         prompts: token ids of each.
         generated: tokens that each has generated, besides the one to be computed.
     """
-    from vllm_prefixshare.cli.batches import MOST_ENTRIES, Batch
+    from vllm_prefixshare.cli.batches import MAX_ENTRIES, Batch
 
     lens = np.array([len(tokens) + generated + 1 for tokens in prompts], np.int32)
     blocks = -(-lens // block_size)
     width = int(blocks.max())
-    if len(prompts) * width > MOST_ENTRIES:
+    if len(prompts) * width > MAX_ENTRIES:
         raise PrefixShareError(
             f"{len(prompts)} requests of up to {int(lens.max())} tokens are too many at a time: "
             "lower --batch."
@@ -219,8 +253,9 @@ def _plan_all(
     batches: Iterable["Batch"],
     planning: dict[AttentionConfig, "GpuPlanning"],
     layers: Counter[AttentionConfig],
+    generated: int,
 ) -> Totals:
-    totals = Totals(0, 0, 0, 0, 0.0, 0.0)
+    totals = Totals(0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
     estimates = {attention: estimator(gpu, attention) for attention, gpu in planning.items()}
     for batch in batches:
         unshared = shared = 0.0
@@ -228,9 +263,36 @@ def _plan_all(
             read, one_by_one, together = estimate(batch)
             unshared += layers[attention] * one_by_one
             shared += layers[attention] * together
-        these = len(batch.seq_lens), 1, int(batch.seq_lens.sum()), read, unshared, shared
+        these = Totals(
+            len(batch.seq_lens),
+            1,
+            int(batch.seq_lens.sum()),
+            read,
+            unshared,
+            shared,
+            *_prompt_tokens(batch, generated),
+        )
         totals = Totals(*map(add, totals, these))
     return totals
+
+
+def _prompt_tokens(batch: "Batch", generated: int) -> tuple[int, int, int]:
+    """Tokens of the prompts, those that no earlier request of the batch has in the same block, and
+    the KV tokens to which the latter attend.
+
+    Args:
+        generated: tokens in ``batch.seq_lens`` that each request has generated.
+    """
+    lens = batch.seq_lens.astype(np.int64) - generated - 1
+    new = np.zeros_like(lens)
+    blocks = -(-batch.seq_lens // batch.block_size)
+    highest = 0  # ids ascend in the order of their first request
+    for i, (row, count) in enumerate(zip(batch.block_table, blocks.tolist(), strict=True)):
+        seen = int((row[:count] <= highest).sum())
+        highest = max(highest, int(row[:count].max()))
+        new[i] = lens[i] - seen * batch.block_size
+    attended = new * lens - new * (new - 1) // 2
+    return int(lens.sum()), int(new.sum()), int(attended.sum())
 
 
 def estimator(
@@ -258,7 +320,7 @@ def estimator(
 
     def estimate(batch: "Batch") -> tuple[int, float, float]:
         lens = batch.seq_lens
-        unshared, shared = (p.update(batch.block_table, lens) for p in planners)
+        unshared, shared = (p.update(batch.block_table, lens).plan for p in planners)
         forest = shareable_forest(
             batch.block_table, lens, batch.block_size, null_block_id=gpu.config.null_block_id
         )
@@ -301,6 +363,35 @@ def _report(
     }
 
 
+def _call_times(
+    args: argparse.Namespace,
+    totals: Totals,
+    layers: Counter[AttentionConfig],
+    changes: dict[str, float],
+) -> dict[str, Times]:
+    """Milliseconds of a batch, the mean of the batches."""
+    from vllm_prefixshare.cli.gpus import gpu_named
+
+    batches = totals.batches
+    work = Work(
+        totals.prompt_tokens / batches,
+        totals.new_tokens / batches,
+        totals.attended / batches,
+        args.output_tokens,
+    )
+    attention = Attention(
+        totals.unshared_us / batches,
+        totals.shared_us / batches,
+        sum(4.0 * a.num_qo_heads * a.head_dim * count for a, count in layers.items()),
+    )
+    num_bytes = weight_bytes(args.model)
+    if args.weights_gb is not None:
+        num_bytes = int(args.weights_gb * 1e9)
+    costs = MEASURED.with_new_us(changes)
+    times = call_times(work, attention, num_bytes, gpu_named(args.gpu), costs)
+    return {row: Times(*(round(ms, 2) for ms in found)) for row, found in times.items()}
+
+
 def _print(args: argparse.Namespace, found: dict[str, Any]) -> None:
     of = "one layer" if found["layers"] == 1 else f"{found['layers']} layers"
     print(
@@ -318,3 +409,10 @@ def _print(args: argparse.Namespace, found: dict[str, Any]) -> None:
     for reason, count in found["layers_left_out"].items():
         print(f"not counted: {count} with {reason}")
     print(f"from the {found['cost']}; the rest of a decode step takes as long as without sharing")
+    print("where the time goes, ms of a batch, one thing after the other:")
+    print(f"{'':<15} {'vLLM':>10} {'parts off':>10} {'parts on':>10}")
+    for row, times in found["call_ms"].items():
+        print(f"{row:<15}" + "".join(f" {ms:>10.1f}" for ms in times.values()))
+    print(f"from {MEASURED.source}")
+    if "prefill" not in found["call_ms"]:
+        print("prefill and decode need the weights: name a --model that has them, or --weights-gb")

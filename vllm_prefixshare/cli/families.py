@@ -1,6 +1,6 @@
 """What vLLM's code of a model family makes of a ``config.json``, where no field says it plainly.
 
-The tables go by ``model_type``, without ``_text``. They were read in vLLM 0.26 to 0.33.
+The tables go by ``model_type``, without ``_text``. They were read in vLLM 0.29 to 0.33.
 """
 
 from typing import Any
@@ -87,7 +87,7 @@ ALIBI = {"bloom", "step1"}
 
 
 def has_alibi(config: Config) -> bool:
-    """Whether scores get ALiBi slopes. JAIS and Baichuan left vLLM before 0.26."""
+    """Whether scores get ALiBi slopes. JAIS and Baichuan left vLLM before 0.29."""
     match family(config):
         case "mpt":
             return bool((config.get("attn_config") or {}).get("alibi", True))
@@ -175,7 +175,7 @@ def value_field(config: Config) -> str:
 #: of the whole model, with the first release that tells the layers so. PaliGemma and Bagel are no
 #: such models: vLLM makes their layers from the configuration of the text model alone, as it did
 #: those of Gemma 3 before 0.33.
-IMAGES_SEE_EACH_OTHER = {"gemma3": "0.33", "molmo2": "0.26", "moondream3": "0.26"}
+IMAGES_SEE_EACH_OTHER = {"gemma3": "0.33", "molmo2": "0.29", "moondream3": "0.29"}
 
 
 def has_mm_prefix(config: Config, release: Version | None) -> bool:

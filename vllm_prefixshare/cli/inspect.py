@@ -29,7 +29,7 @@ then a line for each divider; plan.svg shows the forest above the schedule. Give
 #: The batch without a file.
 TREE = "1,4,16_1024,256,64"
 #: Most lines printed of a forest.
-MOST_LINES = 24
+MAX_LINES = 24
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -106,12 +106,14 @@ def _planning(
         gpu = planning_for(args.gpu, attention)
         return gpu.config, gpu.cost, gpu.says
     from vllm_prefixshare.costs.roofline import analytic_cost
+    from vllm_prefixshare.kernels.geometry import GPU
 
     if args.workers > 1 << 16:
         raise PrefixShareError(f"--workers must be at most {1 << 16}, got {args.workers}.")
     if args.tile_rows < 1:
         raise PrefixShareError(f"--tile-rows must be at least 1, got {args.tile_rows}.")
     config = PlannerConfig(
+        geometry=GPU,
         divider="depth_first",
         share="always",
         num_workers=args.workers,
@@ -128,7 +130,7 @@ def _plan(
 
     planner = DecodePlanner(config, cost, batch.block_size, attention.gqa_group_size)
     planner.warm_up()
-    plan = planner.update(batch.block_table, batch.seq_lens)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
     return Planned(config.divider, plan, planner.counters.plan_seconds)
 
 
@@ -233,7 +235,7 @@ def _forest_lines(forest: Forest, batch: "Batch") -> list[str]:
     for i, parent in enumerate(forest.node_parent.tolist()):
         depth[i] = depth[parent] + 1 if parent >= 0 else 0
     # as many levels as fit, but always the first
-    fits = np.cumsum(np.bincount(depth)) <= MOST_LINES
+    fits = np.cumsum(np.bincount(depth)) <= MAX_LINES
     levels = max(1, int(fits.sum()))
     tokens, requests = (
         forest.node_end - forest.node_start,
@@ -242,7 +244,7 @@ def _forest_lines(forest: Forest, batch: "Batch") -> list[str]:
     lines = [
         f"{'  ' * (depth[i] + 1)}node {i}: {tokens[i]} tokens x {requests[i]} requests"
         for i in np.flatnonzero(depth < levels)
-    ][:MOST_LINES]
+    ][:MAX_LINES]
     if more := forest.num_nodes - len(lines):
         lines.append(f"  and {more} nodes more")
     private = batch.seq_lens[forest.request_rows] - forest.private_start

@@ -29,8 +29,8 @@ from vllm_prefixshare.trusted import read_text
 
 #: Largest ``config.json`` that is read, and numbers that no model reaches: a hostile file must not
 #: make a command take all memory.
-MOST_BYTES = 1 << 20
-MOST_HEADS, MOST_LAYERS, MOST_KINDS = 4096, 4096, 64
+MAX_BYTES = 1 << 20
+MAX_HEADS, MAX_LAYERS, MAX_KINDS = 4096, 4096, 64
 #: Fields with the number of KV heads, the first of them that vLLM finds.
 KV_HEADS = (
     "n_head_kv",
@@ -84,7 +84,7 @@ def _object(path: Path) -> dict[str, Any]:
     """
     if path.is_fifo():
         raise ValueError("it is a pipe")  # to open it would wait for a writer
-    found = json.loads(read_text(path, MOST_BYTES))
+    found = json.loads(read_text(path, MAX_BYTES))
     if not isinstance(found, dict):
         raise ValueError("it is not an object")
     return found
@@ -164,8 +164,8 @@ def layer_kinds(
     try:
         own = own_fields(config)
         counts = Counter((name, own.get(i, ())) for i, name in enumerate(_layer_types(config)))
-        if len(counts) > MOST_KINDS:
-            raise ValueError(f"it has {len(counts)} kinds of layers, more than {MOST_KINDS}")
+        if len(counts) > MAX_KINDS:
+            raise ValueError(f"it has {len(counts)} kinds of layers, more than {MAX_KINDS}")
         return [
             _layer_kind(config, name, fields, n, release) for (name, fields), n in counts.items()
         ]
@@ -200,8 +200,8 @@ def _kv_heads(config: dict[str, Any]) -> int:
         return 1
     inner = config.get("attn_config")  # MPT, DBRX
     if isinstance(inner, dict) and "kv_n_heads" in inner:
-        return _number(inner, "kv_n_heads", MOST_HEADS)
-    return next(filter(None, (_number(config, name, MOST_HEADS) for name in KV_HEADS)), 0)
+        return _number(inner, "kv_n_heads", MAX_HEADS)
+    return next(filter(None, (_number(config, name, MAX_HEADS) for name in KV_HEADS)), 0)
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
@@ -211,7 +211,7 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
         ValueError: one is missing or out of range.
     """
     config = as_plain(config)
-    heads = _number(config, "num_attention_heads", MOST_HEADS)
+    heads = _number(config, "num_attention_heads", MAX_HEADS)
     if not heads:
         raise ValueError("it has no num_attention_heads")
     kv_heads = _kv_heads(config) or heads
@@ -227,9 +227,9 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
 def _layer_types(config: dict[str, Any]) -> list[str]:
     """A name for each layer, in the words of transformers' ``layer_types``."""
     field, attentions = layers_field(config)
-    count = attentions * _number(config, field, MOST_LAYERS)
+    count = attentions * _number(config, field, MAX_LAYERS)
     # Nemotron-H, for which transformers 5 saves no number
-    count = count or min(MOST_LAYERS, len(config.get("layers_block_type") or ()))
+    count = count or min(MAX_LAYERS, len(config.get("layers_block_type") or ()))
     if not count:
         raise ValueError("it has no num_hidden_layers")
     if listed := config.get("layer_types"):
@@ -242,11 +242,11 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         return ["full_attention" if there else "linear_attention" for there in attends]
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
     every = {
-        "linear_attention": _number(config, "full_attention_interval", MOST_LAYERS),
-        "sliding_attention": window and _number(config, "sliding_window_pattern", MOST_LAYERS),
+        "linear_attention": _number(config, "full_attention_interval", MAX_LAYERS),
+        "sliding_attention": window and _number(config, "sliding_window_pattern", MAX_LAYERS),
         # Llama 4: layers with positions see their chunk
         "chunked_attention": _number(config, "attention_chunk_size")
-        and (_number(config, "no_rope_layer_interval", MOST_LAYERS) or 4),
+        and (_number(config, "no_rope_layer_interval", MAX_LAYERS) or 4),
     }
     for name, n in every.items():
         if n:
@@ -274,8 +274,8 @@ def _attending_layers(config: dict[str, Any], count: int) -> list[bool] | None:
     if (places := config.get("attn_layer_indices")) is not None:  # Bamba
         found = set(places)
         return [i in found for i in range(count)]
-    if every := _number(config, "attn_layer_period", MOST_LAYERS):  # Jamba
-        first = _number(config, "attn_layer_offset", MOST_LAYERS)
+    if every := _number(config, "attn_layer_period", MAX_LAYERS):  # Jamba
+        first = _number(config, "attn_layer_offset", MAX_LAYERS)
         return [i % every == first for i in range(count)]
     return None
 
@@ -298,7 +298,7 @@ def _layer_kind(
     if attention and not latent:
         heads, kv_heads, head_dim = _heads(config)
     else:
-        heads = _number(config, "num_attention_heads", MOST_HEADS) or 1
+        heads = _number(config, "num_attention_heads", MAX_HEADS) or 1
         kv_heads = _kv_heads(config) or heads
         head_dim = latent + _number(config, "qk_rope_head_dim")
     window = _number(config, "sliding_window") if is_sliding else 0

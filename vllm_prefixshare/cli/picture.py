@@ -28,11 +28,11 @@ PRIVATE = -1
 
 WIDTH, MARGIN = 1040, 24
 #: Heights in pixels: least of a row drawn by itself, most of a request, most of the forest.
-LEAST_ROW, MOST_ROW, MOST_FOREST = 0.5, 30.0, 360.0
+MIN_ROW, MAX_ROW, MAX_FOREST = 0.5, 30.0, 360.0
 #: Pixels left and right of the schedule's bars, height of a bar, from one worker to the next.
 LEFT, RIGHT, BAR, STEP = 84, 178, 15, 20
 #: Most workers drawn; if there are more, a sample from the busiest to the least busy.
-MOST_WORKERS = 32
+MAX_WORKERS = 32
 
 
 class Piece(NamedTuple):
@@ -127,11 +127,11 @@ def _rim(width: float, height: float) -> str:
 def _draw_forest(canvas: Canvas, forest: Forest, lens: IntArray, top: float) -> float:
     """Draw below ``top``. lens: ``[num_reqs]`` by depth-first position. Returns the bottom."""
     n = forest.num_reqs
-    row = min(MOST_ROW, MOST_FOREST / n)
+    row = min(MAX_ROW, MAX_FOREST / n)
     height, scale = n * row, (WIDTH - 2 * MARGIN) / int(lens.max())
     _draw_axis(canvas, MARGIN, scale, int(lens.max()), top, top + height, "KV tokens")
     # requests thinner than half a pixel are drawn together
-    for first in range(0, n, step := max(1, math.ceil(LEAST_ROW / row))):
+    for first in range(0, n, step := max(1, math.ceil(MIN_ROW / row))):
         last = min(n, first + step)
         start, end = int(forest.private_start[first:last].min()), int(lens[first:last].max())
         x, y = MARGIN + start * scale, top + first * row
@@ -201,11 +201,11 @@ def _shown(workers: list[list[Tile]]) -> tuple[list[int], str]:
     busy = [w for w, tiles in enumerate(workers) if tiles]
     idle = len(workers) - len(busy)
     says = f", {idle} of them idle" if idle else ""
-    if len(busy) <= MOST_WORKERS:
+    if len(busy) <= MAX_WORKERS:
         return busy, says
     busy.sort(key=lambda w: -sum(tile.us for tile in workers[w]))
-    places = np.linspace(0, len(busy) - 1, MOST_WORKERS).astype(int)
-    return [busy[i] for i in places], f"{says}, {MOST_WORKERS} shown from the busiest on"
+    places = np.linspace(0, len(busy) - 1, MAX_WORKERS).astype(int)
+    return [busy[i] for i in places], f"{says}, {MAX_WORKERS} shown from the busiest on"
 
 
 def _draw_worker(canvas: Canvas, worker: int, tiles: list[Tile], scale: float, y: float) -> None:

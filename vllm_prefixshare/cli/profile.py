@@ -79,8 +79,8 @@ def _profile_cpu(attention: AttentionConfig) -> "CostTable":
     from vllm_prefixshare.integration import compat
 
     compat.check_release(on_cpu=True)
-    from vllm_prefixshare.costs.profile_cpu import ALONE, STEPS, TOKENS, measure_cpu
     from vllm_prefixshare.integration.cpu.timing import check_shape, cpu_attn_timer
+    from vllm_prefixshare.profiling.cpu_table import ALONE, STEPS, TOKENS, measure_cpu
 
     check_shape(attention)
     tokens = -(-TOKENS[-1] // attention.block_size) * attention.block_size
@@ -93,12 +93,12 @@ def _profile_gpu(
     attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
 ) -> "CostTable":
     from vllm_prefixshare.costs.lookup import has_gpu
-    from vllm_prefixshare.costs.profile_gpu import STEPS, measure_gpu
+    from vllm_prefixshare.profiling.gpu_table import STEPS, measure_gpu
 
     if not has_gpu():
         raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
-    from vllm_prefixshare.costs.gpu_timing import GpuTimer, capture
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+    from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
     timer = GpuTimer()
     with Progress(STEPS) as progress:

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
-MOST_LINE = 8 << 20
+MAX_LINE = 8 << 20
 #: Bytes that count as a token where no tokenizer is named.
 BYTES_PER_TOKEN = 4
 #: What a JSON text, object or list begins with.
@@ -112,11 +112,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with path.open("rb") as file:
-            while line := file.readline(MOST_LINE + 1):
+            while line := file.readline(MAX_LINE + 1):
                 number += 1
-                if len(line) > MOST_LINE:
+                if len(line) > MAX_LINE:
                     raise PrefixShareError(
-                        f"line {number} of {path} is longer than the {MOST_LINE >> 20} MiB that "
+                        f"line {number} of {path} is longer than the {MAX_LINE >> 20} MiB that "
                         "are read."
                     )
                 # programs for Windows begin a file with a mark

@@ -4,14 +4,14 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_prefixshare.cli.model import MOST_HEADS, attention_shape, layer_kinds, read_config
+from vllm_prefixshare.cli.model import MAX_HEADS, attention_shape, layer_kinds, read_config
 from vllm_prefixshare.config import CACHE_DTYPES, DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 #: tokens of a block that vLLM takes on a GPU, but where a backend has other blocks only
 USUAL_BLOCK = 16
 #: no model's blocks are larger: a number must not make a command take all memory
-MOST_BLOCK_SIZE = 1 << 16
+MAX_BLOCK_SIZE = 1 << 16
 
 
 def add_shape_arguments(command: argparse.ArgumentParser, block_size: int | None) -> None:
@@ -47,9 +47,9 @@ def check_cache_argument(args: argparse.Namespace) -> None:
 
 def check_block_size(args: argparse.Namespace) -> None:
     """Raise ``PrefixShareError`` if blocks are larger than any model's."""
-    if args.block_size is not None and args.block_size > MOST_BLOCK_SIZE:
+    if args.block_size is not None and args.block_size > MAX_BLOCK_SIZE:
         raise PrefixShareError(
-            f"--block-size must be at most {MOST_BLOCK_SIZE}, got {args.block_size}."
+            f"--block-size must be at most {MAX_BLOCK_SIZE}, got {args.block_size}."
         )
 
 
@@ -62,9 +62,9 @@ def attention_of(args: argparse.Namespace) -> AttentionConfig:
     check_block_size(args)
     block_size = USUAL_BLOCK if args.block_size is None else args.block_size
     if args.model is None:
-        if args.num_qo_heads > MOST_HEADS:
+        if args.num_qo_heads > MAX_HEADS:
             raise PrefixShareError(
-                f"--num-qo-heads must be at most {MOST_HEADS}, got {args.num_qo_heads}."
+                f"--num-qo-heads must be at most {MAX_HEADS}, got {args.num_qo_heads}."
             )
         return AttentionConfig(
             args.num_qo_heads, args.num_kv_heads, args.head_dim, block_size, args.dtype

@@ -58,7 +58,7 @@ def scaled(executor: str, gpu: NamedGpu) -> Roofline:
     """
     roofline = ROOFLINES[executor]
     share = MEASURED.multiprocessors / gpu.multiprocessors
-    if executor == "portable":
+    if roofline.shares_multiprocessor:
         share *= MEASURED.portable_blocks / gpu.portable_blocks
     memory = gpu.gb_per_s / MEASURED.gb_per_s * share
     arithmetic = gpu.tflops / MEASURED.tflops * share

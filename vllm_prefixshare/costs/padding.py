@@ -14,7 +14,9 @@ from vllm_prefixshare.records import FloatArray
 
 #: prices of an element of padding along the queries, along the context, and of a partial result,
 #: relative to an element of work; as in the paper's artifact
-ALPHA, BETA, GAMMA = 0.66, 0.33, 0.1
+ALPHA = 0.66
+BETA = 0.33
+GAMMA = 0.1
 
 
 @dataclass(frozen=True, slots=True)

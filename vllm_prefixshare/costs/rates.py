@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_prefixshare.config import TileGeometry
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.records import FloatArray, PrefixShareError
 
@@ -18,18 +19,14 @@ class TileRates(NamedTuple):
     its size: short tiles cost less than the line through long ones, and none less than a launch.
 
     memory, cached: ``[2]`` microseconds of a token read by this tile only, and by very many
-        tiles at the same time; for tiles of 64 and of 128 query rows.
+        tiles at the same time; for half tiles and for full ones.
     lines: ``[4, 9]`` cost of a tile as a function of its tokens' cost by their rates: nine
         straight lines, the first one level. Rows: the tokens' cost and the tile's cost at which a
         line ends; the tile's cost where the line meets no tokens; its slope. One array, because a
         record of many arrays is copied at each call of a compiled function.
     overhead: cost of a long tile besides its reading.
     merge: cost of merging one row of one partial result.
-    partial_write: cost of writing a tile's results as partial ones; merge_launch: cost of the
-        launch that merges them; merge_least, merge_most: least and most that one partial result
-        of all rows of a request costs there: few rows wait for memory as long as many, and many
-        are merged side by side. All are a Hopper GPU's; on any GPU they are far below a tile's
-        cost.
+    partial_write, merge_launch, min_merge, max_merge: as in ``TileGeometry``, microseconds.
     """
 
     memory: FloatArray
@@ -37,23 +34,25 @@ class TileRates(NamedTuple):
     lines: FloatArray
     overhead: float
     merge: float
-    partial_write: float = 1.0
-    merge_launch: float = 3.0
-    merge_least: float = 0.3
-    merge_most: float = 0.7
+    partial_write: float
+    merge_launch: float
+    min_merge: float
+    max_merge: float
 
     @classmethod
-    def of(cls, cost: CostModel) -> "TileRates":
-        """The rates of ``cost``, from its tiles of 64 to 8192 tokens and 64 and 128 rows.
+    def of(cls, cost: CostModel, geometry: TileGeometry) -> "TileRates":
+        """The rates of ``cost`` for a kernel, from its tiles of 64 to 8192 tokens.
 
         Raises:
             PrefixShareError: a price that is no finite number; planning's loops would end anywhere.
         """
-        rows, readers = np.array([[64], [128]]), np.array([[[1]], [[1 << 20]]])
+        rows = np.array([[geometry.half_rows], [geometry.tile_rows]])
+        readers = np.array([[[1]], [[1 << 20]]])
         us = np.broadcast_to(cost.tile(rows, SIZES, readers), (2, 2, len(SIZES)))
         if not (np.isfinite(us).all() and np.isfinite(cost.merge(1)).all()):
             raise PrefixShareError("cost model: microseconds must be finite.")
-        short, long = 4, 6  # 1024 and 4096 tokens, between which rates are taken
+        short = 4  # 1024 tokens; rates are taken between these
+        long = 6  # and 4096
         rate = np.maximum((us[..., long] - us[..., short]) / (SIZES[long] - SIZES[short]), 1e-9)
         beside = us - rate[..., None] * SIZES
         reading = rate.mean() * SIZES
@@ -66,4 +65,8 @@ class TileRates(NamedTuple):
             lines=np.array([np.append(reading, np.inf), np.append(tile, np.inf), base, slope]),
             overhead=max(1e-3, float(beside[..., short].mean())),
             merge=max(0.0, float(cost.merge(1))),
+            partial_write=geometry.partial_write_us,
+            merge_launch=geometry.merge_launch_us,
+            min_merge=geometry.min_merge_us,
+            max_merge=geometry.max_merge_us,
         )

@@ -19,9 +19,11 @@ class Roofline:
     reaches (matrix-vector rather than matrix-matrix work); unshared_launch_us: fixed price of
     a request in that kernel. one_head: a worker has one thread block for each KV head, and the
     figures are those of one thread block. rows_of_all: query rows that every tile multiplies,
-    used or not; None for as many as it has. quantised_flops: what flops_per_us is multiplied by
-    for an 8-bit KV cache: its plans were fastest where arithmetic had this price, next to the
-    memory of a cache of half the bytes; with latents, what was measured (docs/kernel-notes.md).
+    used or not; None for as many as it has. shares_multiprocessor: a multiprocessor runs several of
+    these thread blocks where it has room (``gpus.NamedGpu.portable_blocks``). quantised_flops: what
+    flops_per_us is multiplied by for an 8-bit KV cache: its plans were fastest where arithmetic had
+    this price, next to the memory of a cache of half the bytes; with an MLA cache, what was
+    measured (docs/notes/mla.md).
     """
 
     launch_us: float
@@ -32,6 +34,7 @@ class Roofline:
     unshared_launch_us: float
     one_head: bool = False
     rows_of_all: int | None = None
+    shares_multiprocessor: bool = False
     quantised_flops: float = 1.0
 
 
@@ -41,7 +44,17 @@ ROOFLINES = {
     # on one multiprocessor of an H200, all of them busy; ``gpus.scaled`` for other GPUs
     "hopper": Roofline(1.5, 3.15e4, 4.8e4, 4.7e6, 4.7e6, 2.5, one_head=True, quantised_flops=1.2),
     # one of two thread blocks of the portable kernel on a multiprocessor
-    "portable": Roofline(3.0, 1.9e4, 2.1e4, 1.5e6, 1.5e6, 5.0, one_head=True, rows_of_all=64),
+    "portable": Roofline(
+        3.0,
+        1.9e4,
+        2.1e4,
+        1.5e6,
+        1.5e6,
+        5.0,
+        one_head=True,
+        rows_of_all=64,
+        shares_multiprocessor=True,
+    ),
     # one latent serves all heads, so arithmetic decides; plans by measured prices were no faster
     "mla_hopper": Roofline(5.0, 3.3e4, 4.4e4, 4.4e6, 4.4e6, 5.0, one_head=True, rows_of_all=64),
 }
@@ -75,7 +88,8 @@ class AnalyticCost:
     def _roof(
         self, rows: ArrayLike, kv_len: ArrayLike, flops_per_us: float, bytes_per_us: float
     ) -> FloatArray:
-        rows, kv_len = np.asarray(rows, np.float64), np.asarray(kv_len, np.float64)
+        rows = np.asarray(rows, np.float64)
+        kv_len = np.asarray(kv_len, np.float64)
         if self.roofline.rows_of_all is not None:
             rows = np.full_like(rows, self.roofline.rows_of_all)
         item = 4 if self.attention.dtype == "float32" else 2

@@ -1,8 +1,8 @@
 """The measured cost table and its file.
 
 FlashForge, section 5.2: the time of partial attention follows neither bytes nor FLOPs, so
-it is profiled over (query rows, KV length) and interpolated. ``profile_cpu`` and
-``profile_gpu`` fill the table; this module only reads, stores and interpolates it.
+it is profiled over (query rows, KV length) and interpolated. ``vllm_prefixshare.profiling`` fills
+the table; this module only reads, stores and interpolates it.
 """
 
 import json
@@ -19,9 +19,9 @@ from vllm_prefixshare.trusted import read_text, write_whole
 
 FORMAT = 2
 #: Largest file that is read; a table has some kilobytes.
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 #: Most microseconds in a table: one with a longer time counts as damaged.
-MOST_US = 1e9
+MAX_US = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Fingerprint:
     def of(cls, attention: AttentionConfig, device: str, kernel: str) -> "Fingerprint":
         """The fingerprint of a layer."""
         a = attention
-        heads, dtypes = (a.num_kv_heads, a.gqa_group_size, a.head_dim), (a.dtype, a.of_cache)
+        heads = (a.num_kv_heads, a.gqa_group_size, a.head_dim)
+        dtypes = (a.dtype, a.of_cache)
         return cls(device, *heads, *dtypes, a.block_size, kernel)
 
     def file_name(self) -> str:
@@ -79,9 +80,9 @@ class Grid:
                 raise PrefixShareError(
                     f"cost table: {name} must ascend from 1 or more and have 2 entries."
                 )
-        if not np.all((self.microseconds > 0) & (self.microseconds < MOST_US)):
+        if not np.all((self.microseconds > 0) & (self.microseconds < MAX_US)):
             raise PrefixShareError(
-                f"cost table: microseconds must be positive and finite, below {MOST_US:.0e}."
+                f"cost table: microseconds must be positive and finite, below {MAX_US:.0e}."
             )
 
     @classmethod
@@ -131,9 +132,9 @@ class CostTable:
     tile_l2_us: Grid | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.merge_us < MOST_US:
+        if not 0 <= self.merge_us < MAX_US:
             raise PrefixShareError(
-                f"cost table: merge_us must be 0 or more and less than {MOST_US:.0e}."
+                f"cost table: merge_us must be 0 or more and less than {MAX_US:.0e}."
             )
 
     def tile(self, rows: ArrayLike, kv_len: ArrayLike, readers: ArrayLike = 1) -> FloatArray:
@@ -188,7 +189,7 @@ class CostTable:
         """
         remedy = "measure one with 'vllm-prefixshare profile', or unset the path"
         try:
-            data = json.loads(read_text(path, MOST_BYTES))
+            data = json.loads(read_text(path, MAX_BYTES))
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']}, expected {FORMAT}")
             table = cls(
@@ -201,7 +202,8 @@ class CostTable:
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as e:
             raise PrefixShareError(f"{path} is not a usable cost table ({e}): {remedy}.") from None
         if expected is not None and table.fingerprint != expected:
-            have, want = asdict(table.fingerprint), asdict(expected)
+            have = asdict(table.fingerprint)
+            want = asdict(expected)
             diff = ", ".join(
                 f"{k} {have[k]!r} instead of {want[k]!r}" for k in want if have[k] != want[k]
             )

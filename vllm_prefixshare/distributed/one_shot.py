@@ -19,7 +19,7 @@ OF_TIMEOUT = 0.9
 class Room(NamedTuple):
     """Memory of all ranks for states; see ``kernels.one_shot``."""
 
-    most_rows: int
+    max_rows: int
     memory: torch.Tensor
     handle: Any  # keeps the other GPUs' memory within reach
     addresses: torch.Tensor
@@ -138,5 +138,5 @@ class OneShot:
         with ranks.on_gpu("a one-shot reduction", (ranks.size - 1) * packed.nbytes):
             return one_shot(
                 out, lse, room.addresses, room.rounds, self._gave_up, ranks.rank,
-                room.most_rows, patience,
+                room.max_rows, patience,
             )  # fmt: skip

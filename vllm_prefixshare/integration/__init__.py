@@ -7,7 +7,8 @@ between them, ``support`` which layers are served, ``invariance`` what batch inv
 attention, and ``host_tables`` has their block tables on the host; ``cpu`` is the backend of the CPU
 platform; ``backend`` is one class name for all platforms. ``planner`` makes each backend's planner,
 ``precompiling`` compiles while an engine starts, ``order`` orders waiting requests, ``stats``
-counts, ``metrics`` and ``ray_metrics`` publish the counters, ``tracing`` records batches.
+counts, ``metrics`` and ``ray_metrics`` publish the counters of ``metric_sources`` in
+``metric_files``, ``tracing`` records batches.
 """
 
 BACKEND_NAME = "PREFIX_SHARE"

@@ -12,8 +12,8 @@ from vllm_prefixshare.records import PrefixShareError
 
 #: Releases that the hook tests run on: at least the first, below the second. A later one is used
 #: with a warning where ``signatures`` finds all that the hooks need.
-OLDEST, NOT_YET_READ = Version("0.26.0"), Version("0.34.0.dev0")
-NAMES = "0.26 to 0.33"
+OLDEST, NOT_YET_READ = Version("0.29.0"), Version("0.34.0.dev0")
+NAMES = "0.29 to 0.33"
 #: Releases whose CPU backend ``cpu.backend`` can subclass.
 CPU_OLDEST, CPU_END, CPU_NAME = Version("0.32.0"), Version("0.33.0.dev0"), "0.32"
 
@@ -97,13 +97,6 @@ def steps_in_flight(config: Any) -> int:
     if not config.scheduler_config.async_scheduling:
         return 0
     return 1 + int(config.parallel_config.pipeline_parallel_size)
-
-
-def clears_mixed_caches() -> bool:
-    """Whether vLLM zeroes blocks that change between caches of unlike types: from 0.27 on."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    return hasattr(KVCacheConfig, "has_mixed_precision_kv_cache")
 
 
 def is_draft_model() -> bool:

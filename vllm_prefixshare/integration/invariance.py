@@ -9,21 +9,16 @@ every token in every batch: ``docs/fidelity.md`` says what follows.
 import functools
 from typing import Any
 
-from vllm_prefixshare.integration import signatures
+from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.records import PieceLimits, PrefixShareError
 from vllm_prefixshare.settings import settings
 
 DIVIDER = "batch_invariant"
 #: Tokens of a piece, and how many pieces the longest request may have before pieces get longer.
 #: Each needs room for a partial result. Pieces are multiples of the kernels' longest KV tile.
-LEAST_PIECE, MOST_PIECES, KV_TILE = 512, 64, 128
-
-#: Functions that choose a CUDA graph for a batch, in the V1 and the V2 model runner. vLLM 0.26 and
-#: 0.27 do not have the second.
-GRAPH_CHOICES = (
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._determine_batch_execution_and_padding",
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.gather_batch_req_state",
-)
+MIN_PIECE = 512
+MAX_PIECES = 64
+KV_TILE = GPU.kv_tile
 
 
 def wanted() -> bool:
@@ -44,8 +39,7 @@ def is_possible() -> bool:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     hooked = not hasattr(CommonAttentionMetadata, "block_table_cpu")  # as hooks.patched
-    supports = FlashAttentionBackend.supports_batch_invariance()
-    return hooked and supports and all(map(signatures.is_function, GRAPH_CHOICES))
+    return hooked and FlashAttentionBackend.supports_batch_invariance()
 
 
 def check_divider(divider: str) -> None:
@@ -67,8 +61,8 @@ def piece_tokens(config: Any) -> int:
     Args:
         config: a ``VllmConfig``.
     """
-    step = KV_TILE * MOST_PIECES
-    return max(LEAST_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
+    step = KV_TILE * MAX_PIECES
+    return max(MIN_PIECE, -(-int(config.model_config.max_model_len) // step) * KV_TILE)
 
 
 def piece_limits(config: Any, block_size: int = 0) -> PieceLimits | None:

@@ -1,80 +1,54 @@
 """The counters on the server's ``/metrics`` and, once a minute, in the log.
 
-Workers count, and the front end answers ``/metrics``. The first worker of an engine writes the
+Several processes count, and the front end answers ``/metrics``. Each process that counts writes its
 counters once a second into files of prometheus_client's multi-process mode, which the front end
 reads at every scrape. So a step pays nothing, and no vLLM function is wrapped: vLLM's own channel
 for statistics has typed fields only, and an entry point of ``vllm.stat_logger_plugins`` would
 switch vLLM's statistics on for users who switched them off.
+
+No failure of a file or folder reaches the engine: it is logged once, and writing is tried again.
 """
 
 import contextlib
-import fcntl
+import errno
 import os
-import socket
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 from vllm_prefixshare.integration import ray_metrics
 from vllm_prefixshare.integration.log import logger
-from vllm_prefixshare.integration.stats import PLAN_BUCKETS, STATS, Since, share_factor
+from vllm_prefixshare.integration.metric_files import (
+    PREFIX,
+    TEMPORARY,
+    FileCollector,
+    MetricFile,
+    is_temporary,
+    remove_ended,
+)
+from vllm_prefixshare.integration.metric_sources import DecodeSteps, PromptParts, Source
+from vllm_prefixshare.integration.prompts import parts
 from vllm_prefixshare.records import PrefixShareError
-from vllm_prefixshare.settings import settings
+from vllm_prefixshare.settings import PROMPT_PARTS, settings
 
+__all__ = [
+    "PREFIX",
+    "SHARED",
+    "VARIABLE",
+    "Publisher",
+    "expose",
+    "named_folder",
+    "start_for_prompts",
+    "start_in_worker",
+]
 VARIABLE = "VLLM_PREFIXSHARE_METRICS"
 #: where it is set, as with several API servers, ``/metrics`` shows only the folder that it names
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
-PREFIX = "vllm_prefixshare_"
 TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.02, 1.0, 60.0
-
-#: Key of ``BackendStats.as_dict`` -> help text on ``/metrics``.
-COUNTERS = {
-    "decode_steps": "Engine steps with a decode, for each KV-cache group.",
-    "shared_steps": "Decode steps in which requests shared KV.",
-    "kv_tokens_read": "KV tokens per layer that decodes read.",
-    "kv_tokens_saved": "KV tokens per layer that decodes did not read again.",
-    "plans": "Plans made.",
-    "plans_reused": "Decode steps that ran under a plan made earlier.",
-}
-SHARE_FACTOR = "Times that a KV token was used for each read, in the last second with decodes."
-IMBALANCE = "Load of the busiest worker over the mean, of the last plan."
-PLAN_SECONDS = "Time to make a plan and put it on the device."
-FALLBACKS = "Kinds of layers left to vLLM's own backend, and plans that share nothing, by reason."
-
-
-class Sample(NamedTuple):
-    """One line of ``/metrics``. metric: its family, without a suffix such as ``_total``."""
-
-    kind: str
-    metric: str
-    suffix: str
-    help: str
-    value: float
-    labels: dict[str, str] = {}  # noqa: RUF012  never changed
-
-
-def samples(recent_share_factor: float) -> Iterator[Sample]:
-    """Samples of ``STATS``. Known fallback reasons start at 0, so that an alert on an increase sees
-    the first one.
-    """
-    from vllm_prefixshare.planning.planner import PLAN_TOO_LARGE, PLANNING_FAILED
-
-    values = STATS.as_dict()
-    for name, meaning in COUNTERS.items():
-        yield Sample("counter", name, "_total", meaning, values[name])
-    known = dict.fromkeys((PLANNING_FAILED, PLAN_TOO_LARGE), 0)
-    for reason, count in {**known, **values["fallbacks"]}.items():
-        yield Sample("counter", "fallbacks", "_total", FALLBACKS, count, {"reason": reason})
-    yield Sample("gauge_mostrecent", "share_factor", "", SHARE_FACTOR, recent_share_factor)
-    yield Sample("gauge_mostrecent", "imbalance", "", IMBALANCE, values["imbalance"])
-    for end, count in zip(PLAN_BUCKETS, values["plans_by_time"], strict=True):
-        le = {"le": "+Inf" if end == PLAN_BUCKETS[-1] else str(end)}
-        yield Sample("histogram", "plan_seconds", "_bucket", PLAN_SECONDS, count, le)
-    yield Sample("histogram", "plan_seconds", "_sum", PLAN_SECONDS, values["plan_seconds"])
+#: Seconds without the folder, which its front end makes again at a scrape, before a warning.
+PATIENCE = 60.0
 
 
 def expose() -> None:
@@ -85,33 +59,43 @@ def expose() -> None:
         PrefixShareError: see ``named_folder``.
     """
     from prometheus_client import REGISTRY
-    from prometheus_client.multiprocess import MultiProcessCollector
 
-    folder = str(named_folder() or _temporary_folder())
-    os.environ[VARIABLE] = folder
+    folder = named_folder()
+    try:
+        folder = folder or _temporary_folder()
+    except OSError as e:
+        os.environ.pop(VARIABLE, None)  # of a parent process
+        settings.cache_clear()
+        logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
+        return
+    os.environ[VARIABLE] = str(folder)
     settings.cache_clear()  # a forked worker inherits the cached settings
-    remove_ended(Path(folder))
+    remove_ended(folder)
     if not os.environ.get(SHARED) and folder not in _EXPOSED:
         _EXPOSED.append(folder)
-        MultiProcessCollector(REGISTRY, path=folder)
-    if _folder is not None and folder == _folder.name:  # others may hold several engines' counters
+        REGISTRY.register(FileCollector(folder))
+    if is_temporary(folder):  # others may hold several engines' counters
         ray_metrics.forward(folder)
 
 
 def named_folder() -> Path | None:
-    """The folder that the environment names, made if it is missing; None if it names none.
+    """The folder that the user names in the environment, made if it is missing; None if the user
+    names none. The temporary folder of a parent process is none: that process removes it, and its
+    counts are not of this server.
 
     Raises:
-        PrefixShareError: no file can be made there.
+        PrefixShareError: no file can be made there, for another reason than a full disk.
     """
     shared = os.environ.get(SHARED)
     folder = Path(shared) if shared else settings().metrics
-    if folder is None:
+    if folder is None or (not shared and is_temporary(folder)):
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            return folder
         name = SHARED if shared else VARIABLE
         raise PrefixShareError(
             f"{name}={str(folder)!r} is not a usable folder ({e.strerror}): name another or unset "
@@ -121,164 +105,246 @@ def named_folder() -> Path | None:
 
 
 #: Folders that the registry of this process reads.
-_EXPOSED: list[str] = []
-_folder: tempfile.TemporaryDirectory[str] | None = None
+_EXPOSED: list[Path] = []
+_folder: "tempfile.TemporaryDirectory[str] | None" = None
 
 
-def _temporary_folder() -> str:
-    """A folder that is deleted when this process ends."""
+def _temporary_folder() -> Path:
+    """A folder that is deleted when this process ends.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     global _folder
     if _folder is None:
-        _folder = tempfile.TemporaryDirectory(prefix="vllm-prefixshare-metrics-")
-    return _folder.name
+        _folder = tempfile.TemporaryDirectory(prefix=TEMPORARY)
+    return Path(_folder.name)
 
 
-def start_in_worker() -> None:
-    """Start a ``Publisher`` if this process is the first worker of an engine, and has none."""
+def start_in_worker(config: Any = None) -> None:
+    """Publish the decode steps if this process is the first worker of an engine. May be called
+    again.
+
+    Args:
+        config: the ``VllmConfig``; None for vLLM's current one.
+    """
     import torch.distributed
     from vllm.config import get_current_vllm_config
 
-    global _publisher
-    if _publisher is not None or not torch.distributed.is_initialized():
-        return  # not initialized: the front end, or the engine core beside its workers
-    config = get_current_vllm_config()
+    if not torch.distributed.is_initialized():
+        return  # the front end, or the engine core beside its workers
+    if config is None:
+        config = get_current_vllm_config()
     if config.parallel_config.rank:
         return  # under tensor parallelism all ranks count the same
-    labels = {
-        "model_name": str(config.model_config.served_model_name),
-        "engine": str(config.parallel_config.data_parallel_index),
-    }
+    _publish(DecodeSteps, config, {"engine": str(config.parallel_config.data_parallel_index)})
+
+
+def start_for_prompts(process: str, config: Any) -> None:
+    """Publish the counters of shared host work of this process, if parts are active. May be called
+    again; where one process has several roles, the first call names it.
+
+    Args:
+        process: ``api_server``, ``engine_core`` or ``worker``. For ``api_server`` the metrics are
+            exposed, too.
+        config: the finished ``VllmConfig``.
+
+    Raises:
+        PrefixShareError: see ``named_folder``.
+    """
+    if not any(map(parts.is_enabled, PROMPT_PARTS)):
+        return
+    if process == "api_server":
+        expose()
+    _publish(lambda: PromptParts(process), config, {"process": process}, kind="prompts")
+
+
+def _publish(make_source: Any, config: Any, labels: dict[str, str], kind: str = "steps") -> None:
+    """Start a ``Publisher``. Where one of this kind runs for an earlier engine of this process with
+    other labels, it ends: later counts have the new labels.
+
+    Args:
+        make_source: returns the ``Source``.
+        config: of the engine; a draft model has another ``VllmConfig`` with the same instance_id.
+    """
+    earlier = _publishers.get(kind)
+    if earlier is not None and earlier.instance == config.instance_id:
+        return
+    labels = {"model_name": str(config.model_config.served_model_name), **labels}
+    if earlier is not None and earlier.labels == labels:
+        earlier.instance = config.instance_id
+        return
     folder = settings().metrics
     if folder is None and ray_metrics.connected():  # made by vLLM's Ray executor
-        folder = Path(_temporary_folder())
-        ray_metrics.forward(str(folder))
-    _publisher = Publisher(folder, labels)
-    _publisher.start()
-
-
-def remove_ended(folder: Path) -> None:
-    """Remove the files of workers that have ended: this server must not report their counts."""
-    for path in folder.glob("*_prefixshare-*.db"):
-        # a worker keeps its files locked; where the file system has no locks, all files stay
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+        with contextlib.suppress(OSError):
+            folder = _temporary_folder()
+            ray_metrics.forward(folder)
+    if earlier is not None:
+        earlier.end()
+        _ended.append(earlier)
+    publisher = Publisher(make_source(), folder, labels, follows=earlier is not None)
+    publisher.instance = config.instance_id
+    _publishers[kind] = publisher
+    publisher.start()
 
 
 class Publisher(threading.Thread):
-    """Writes the counters of this process for ``/metrics``, and to the log.
+    """Writes the counters of a source for ``/metrics``, and to the log.
 
     Args:
+        source: of counters in this process.
         folder: where ``expose`` looks; None: the log alone.
         labels: added to every sample.
+        follows: whether counts until now were published with other labels, and are left out.
+
+    Attributes:
+        instance: ``VllmConfig.instance_id`` of the engine that is published.
     """
 
-    def __init__(self, folder: Path | None, labels: dict[str, str]) -> None:
+    def __init__(
+        self, source: Source, folder: Path | None, labels: dict[str, str], follows: bool = False
+    ) -> None:
         super().__init__(name="prefixshare-metrics", daemon=True)
+        self.labels = labels
+        self.instance = ""
+        self._source = source
         self._folder = folder
-        self._labels = labels
-        self._files: dict[str, Any] = {}
-        self._locks: list[BinaryIO] = []
+        self._end = threading.Event()
+        self._files: dict[str, MetricFile] = {}
         self._keys: dict[tuple[str, ...], str] = {}
-        self._since_write, self._since_log = Since(), Since()
-        self._share_factor = 1.0
-        self._known_fallbacks: dict[str, int] = {}
+        self._has_written = False
+        self._has_warned = False
+        self._failing_since: float | None = None
+        self._base = (
+            {s.place: s.value for s in source.samples(True) if not s.kind.startswith("gauge")}
+            if follows
+            else {}
+        )
+        self._last = dict(self._base)
 
     def run(self) -> None:
-        """Write once a second and log once a minute, until the process ends. Write at once when
-        decodes stop, or a step takes long: the process may be killed right after the last answer,
-        as by Ray Data.
+        """Write once a second and log once a minute, until the process or ``end``. Write at once
+        when counting stops, or a step takes long: the process may be killed right after the last
+        answer, as by Ray Data.
         """
         wrote = logged = time.monotonic()
-        seen = written = STATS.decode_steps
-        while True:
-            time.sleep(TICK_SECONDS)
-            now, before, seen = time.monotonic(), seen, STATS.decode_steps
+        seen = written = self._source.progress()
+        while not self._end.wait(TICK_SECONDS):
+            now = time.monotonic()
+            before = seen
+            seen = self._source.progress()
             stopped = seen == before != written
             due = now - wrote >= WRITE_SECONDS
-            if self._folder is not None and (stopped or due):
+            if stopped or due:
                 written = seen
                 if due:
                     wrote = now
-                try:
-                    self.write(self._folder, due)
-                except OSError as e:  # the folder is on another machine, or the disk is full
-                    self._folder = None
-                    logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
+                with _ticking:
+                    self._try_to_write(due)
             if now - logged >= LOG_SECONDS:
                 logged = now
-                if (line := self.log_line()) is not None:
-                    logger().info("%s", line)
+                with _ticking:
+                    if (line := self._source.log_line()) is not None:
+                        logger().info("%s", line)
+
+    def end(self) -> None:
+        """Write a last time and stop. The files stay, with their locks."""
+        self._end.set()
+        if self.is_alive():
+            self.join(WRITE_SECONDS)
+        with _ticking:
+            self._try_to_write(True)
+
+    def _try_to_write(self, second_over: bool) -> None:
+        if self._folder is None:
+            return
+        try:
+            self.write(self._folder, second_over)
+        except OSError as e:  # the folder is on another machine or was removed; a full disk
+            now = time.monotonic()
+            if self._failing_since is None:
+                self._failing_since = now
+            removed = self._has_written and isinstance(e, FileNotFoundError)
+            patient = removed and now - self._failing_since < PATIENCE
+            if not self._has_warned and not patient:
+                self._has_warned = True
+                logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
+        else:
+            self._failing_since = None
 
     def write(self, folder: Path, second_over: bool = True) -> None:
         """Bring the files up to date.
 
         Args:
-            second_over: the share factor's next second begins here.
+            second_over: the next second of recent values begins here.
 
         Raises:
             OSError: a file cannot be written.
         """
         from prometheus_client.mmap_dict import mmap_key
 
-        since = self._since_write.take(restart=second_over)
-        if since["decode_steps"]:
-            self._share_factor = share_factor(since["kv_tokens_stock"], since["kv_tokens_read"])
-        for sample in samples(self._share_factor):
+        for sample in self._source.samples(second_over):
             if sample.kind not in self._files:
-                self._files[sample.kind] = self._new_file(folder, sample.kind)
-            place = sample.metric, sample.suffix, *sample.labels.values()
+                self._files[sample.kind] = MetricFile(folder, sample.kind)
+            place = sample.place
             if (key := self._keys.get(place)) is None:
                 metric = PREFIX + sample.metric
-                labels = {**self._labels, **sample.labels}
+                labels = {**self.labels, **sample.labels}
                 key = self._keys[place] = mmap_key(
                     metric, metric + sample.suffix, list(labels), list(labels.values()), sample.help
                 )
-            self._files[sample.kind].write_value(key, float(sample.value), time.time())
+            if sample.value < self._last.get(place, 0.0):  # the counters were reset
+                self._base.pop(place, None)
+            self._last[place] = sample.value
+            value = sample.value - self._base.get(place, 0.0)
+            self._files[sample.kind].set(key, float(value))
+        if not is_temporary(folder) and str(folder) != os.environ.get(SHARED):
+            folder.mkdir(parents=True, exist_ok=True)  # the user's own, if it was removed
+        for file in self._files.values():
+            file.write()
+        self._has_written = True
 
-    def _new_file(self, folder: Path, kind: str) -> Any:
-        """A file of prometheus_client, locked until this process ends.
-
-        Its name is unique: a folder may serve several hosts and containers, where process ids are
-        not. The file gets this name once it is readable, because a scrape may come at any time.
+    def close(self) -> None:
+        """Close the files, in a child that was forked: as long as it has them open, they are
+        locked.
         """
-        from prometheus_client.mmap_dict import MmapedDict
-
-        name = f"{kind}_prefixshare-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.db"
-        draft = folder / f"{name}.new"
-        lock = draft.open("ab")
-        self._locks.append(lock)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file = MmapedDict(str(draft))
-        draft.rename(folder / name)
-        return file
-
-    def log_line(self) -> str | None:
-        """The log line for the time since the last call; None if nothing happened."""
-        n = self._since_log.take()
-        counts, known = dict(STATS.fallbacks), self._known_fallbacks
-        fallbacks = {
-            reason: count - (known.get(reason, 0) if count > known.get(reason, 0) else 0)
-            for reason, count in counts.items()
-            if count != known.get(reason, 0)
-        }  # a count below the known one was reset in between
-        self._known_fallbacks = counts
-        if not n["decode_steps"] and not fallbacks:
-            return None
-        steps, plans, read, stock = (
-            int(n[k]) for k in ("decode_steps", "plans", "kv_tokens_read", "kv_tokens_stock")
-        )
-        line = (
-            f"PREFIX_SHARE: {steps} decode steps, {int(n['shared_steps'])} of them shared KV; "
-            f"{read} KV tokens read, {stock - read} saved "
-            f"(share factor {share_factor(stock, read):.2f}); {plans} plans made "
-            f"({1e3 * n['plan_seconds'] / max(1, plans):.2f} ms each), {steps - plans} reused; "
-            f"imbalance {STATS.imbalance:.2f}"
-        )
-        if fallbacks:
-            line += f"; fallbacks: {', '.join(f'{k} ({v})' for k, v in fallbacks.items())}"
-        return f"{line}."
+        for file in self._files.values():
+            file.close()
 
 
-_publisher: Publisher | None = None
+_publishers: dict[str, Publisher] = {}
+_ended: list[Publisher] = []
+#: Held while a thread writes or logs, and while a child is forked, which would otherwise inherit
+#: locks of a thread that it does not have.
+_ticking = threading.Lock()
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    _forking.has_lock = _ticking.acquire(timeout=1.0)  # writing may wait for a disk
+
+
+def _after_fork_in_parent() -> None:
+    if _forking.has_lock:
+        _ticking.release()
+
+
+def _after_fork_in_child() -> None:
+    """Forget the parent's publishers and its folder, which the parent removes."""
+    global _folder, _ticking
+    _ticking = threading.Lock()
+    for publisher in (*_publishers.values(), *_ended):
+        publisher.close()
+    _publishers.clear()
+    _ended.clear()
+    _EXPOSED.clear()
+    if _folder is not None:
+        _folder._finalizer.detach()  # type: ignore[attr-defined]
+        _folder = None
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

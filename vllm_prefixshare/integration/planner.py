@@ -6,7 +6,7 @@ from typing import Any
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.roofline import AnalyticCost
-from vllm_prefixshare.integration import invariance
+from vllm_prefixshare.integration import invariance, metrics
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.tracing import trace_to
 from vllm_prefixshare.kernels.contract import Executor
@@ -25,13 +25,12 @@ def planner_for(
         invariant: plan as batch invariance needs.
 
     Raises:
-        PrefixShareError: a cost table that was named does not fit, or a trace cannot be written.
+        PrefixShareError: a cost table that was named does not fit.
     """
     chosen = settings()
     cost = cost_model(attention, executor.name, logger().info_once)
     share = chosen.share
-    if share == "auto" and executor.name == "torch" and isinstance(cost, AnalyticCost):
-        # in all measurements, CPU_ATTN was at least as fast as sharing in torch operators
+    if share == "auto" and not executor.trusts_estimates and isinstance(cost, AnalyticCost):
         share = "never"
     pieces = {"kv_chunk_size": invariance.piece_tokens(vllm_config)} if invariant else {}
     config = executor.planner_config(
@@ -43,6 +42,8 @@ def planner_for(
         check_plans=chosen.check_plans,
         **pieces,
     )
+    # vLLM remembers the backends that the first engine of this process chose, and asks no more.
+    metrics.start_in_worker(vllm_config)
     trace = None if chosen.trace is None else trace_to(chosen.trace)
     return DecodePlanner(
         config,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("triton", "numba")
 #: seconds after which an engine starts without knowing whether a kernel that was named compiles
-MOST_SECONDS = 120.0
+MAX_SECONDS = 120.0
 
 
 def start_planning() -> None:
@@ -82,7 +82,7 @@ def refuse_what_does_not_compile(process: "Process") -> None:
         PrefixShareError: Triton cannot compile the kernel.
     """
     try:
-        said, _ = process.communicate(timeout=MOST_SECONDS)
+        said, _ = process.communicate(timeout=MAX_SECONDS)
     except subprocess.TimeoutExpired:
         _reap(process)  # the worker compiles what is missing
         return

@@ -8,9 +8,11 @@ vLLM's Ray executor made is an actor itself and forwards its own files.
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.metric_files import FileCollector
 
 SECONDS = 1.0
 
@@ -21,7 +23,7 @@ def connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def forward(folder: str) -> None:
+def forward(folder: Path) -> None:
     """Start a ``Forwarder`` of ``folder`` if this process belongs to Ray, and has none."""
     global _forwarder
     if _forwarder is None and connected():
@@ -37,9 +39,9 @@ class Forwarder(threading.Thread):
     observations only, which the files lack, so plan time is exported as a sum.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(name="prefixshare-ray-metrics", daemon=True)
-        self._folder = folder
+        self._collector = FileCollector(folder)
         self._metrics: dict[str, Any] = {}
         self._values: dict[tuple[str, ...], float] = {}
 
@@ -55,11 +57,10 @@ class Forwarder(threading.Thread):
 
     def forward(self) -> None:
         """Bring Ray's metrics up to date."""
-        from prometheus_client.multiprocess import MultiProcessCollector
         from ray.util import metrics
 
         replica = _replica_id()
-        for family in MultiProcessCollector(None, path=self._folder).collect():
+        for family in self._collector.collect():
             for sample in family.samples:
                 if sample.name.endswith(("_bucket", "_count")):
                     continue

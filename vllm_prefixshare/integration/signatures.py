@@ -18,7 +18,7 @@ _MLA_COMMON = "vllm.model_executor.layers.attention.mla_attention"
 _V2_TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
 _SCHED = "vllm.v1.core.sched"
 
-#: Function -> its parameters. Equal in vLLM 0.26 to 0.33; the release that changes one gets a
+#: Function -> its parameters. Equal in vLLM 0.29 to 0.33; the release that changes one gets a
 #: branch in ``compat`` and a second entry here.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": (
@@ -68,6 +68,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": ("get_path", "get_class"),
     "vllm.config.attention.AttentionConfig": ("backend", "backend_per_kind"),
+    "vllm.config.cache.CacheConfig": ("kv_cache_dtype_skip_layers",),
     "vllm.config.compilation.PassConfig": ("fuse_rope_kvcache_cat_mla",),
     "vllm.engine.arg_utils.EngineArgs": ("attention_backend", "attention_config"),
     "vllm.platforms.cuda.CudaPlatformBase": ("get_attn_backend_cls",),
@@ -87,6 +88,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     ),
     f"{_FLASH_ATTN}.FlashAttentionMetadata": (
         "block_table", "seq_lens", "query_start_loc", "dcp_context_kv_lens",
+        "mm_prefix_query_range_tensor",
     ),
     f"{_FLASH_ATTN}.FlashAttentionMetadataBuilder": (),
     f"{_FLASH_ATTN}.FlashAttentionImpl": ("dcp_combine", "_dcp_dtype", "_dcp_max_num_tokens"),
@@ -114,8 +116,12 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.workspace.WorkspaceManager": ("get_simultaneous",),
     "vllm.v1.worker.block_table.BlockTable": ("__init__", "block_table"),
     _V2_TABLES: ("__init__", "max_num_reqs", "input_block_tables"),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("block_tables",),
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("_dummy_run",),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": (
+        "block_tables", "gather_batch_req_state",
+    ),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
+        "_dummy_run", "_determine_batch_execution_and_padding",
+    ),
     "vllm.v1.worker.gpu.input_batch.InputBatch": ("idx_mapping_np",),
     "vllm.config.scheduler.SchedulerConfig": ("scheduler_cls",),
     f"{_SCHED}.scheduler.Scheduler": (
@@ -153,11 +159,6 @@ def moved(root: Path | None = None) -> str | None:
         if missing:
             return f"{name}.{min(missing)} (not found)"
     return None
-
-
-def is_function(name: str) -> bool:
-    """Whether this vLLM has a function of this dotted name."""
-    return isinstance(_find(package_folder(), name, {}), ast.FunctionDef)
 
 
 def package_folder() -> Path:

@@ -1,8 +1,10 @@
 """Counters of the backend in each worker, read with vLLM's ``collective_rpc``."""
 
+import os
 from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 #: Upper ends of the ranges in which plans are counted by their time, in seconds.
 PLAN_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, float("inf"))
@@ -91,17 +93,28 @@ def share_factor(stock: float, read: float) -> float:
 STATS = BackendStats()
 
 
-class Since:
-    """Increases of this process's counters between calls of ``take``."""
+# A forked engine core or worker starts from zero.
+os.register_at_fork(after_in_child=lambda: STATS.reset())
 
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+Name = TypeVar("Name")
 
-    def take(self, restart: bool = True) -> dict[str, float]:
+
+class Since(Generic[Name]):
+    """Increases of counters between calls of ``take``.
+
+    Args:
+        counters: returns each counter now.
+    """
+
+    def __init__(self, counters: Callable[[], Mapping[Name, float]]) -> None:
+        self._counters = counters
+        self._before: Mapping[Name, float] = {}
+
+    def take(self, restart: bool = True) -> dict[Name, float]:
         """Increase of each counter since the last call with ``restart``; after a reset, its
         value.
         """
-        now, before = STATS.counters(), self._before
+        now, before = self._counters(), self._before
         if restart:
             self._before = now
         return {
@@ -110,7 +123,12 @@ class Since:
         }
 
 
-_LOGGED = Since()
+def backend_counters() -> dict[str, float]:
+    """``BackendStats.counters`` of this process."""
+    return STATS.counters()
+
+
+_LOGGED = Since(backend_counters)
 
 
 def take_stats() -> dict[str, float]:
@@ -118,12 +136,33 @@ def take_stats() -> dict[str, float]:
     return {f"prefix_share_{name}": since for name, since in _LOGGED.take().items() if since}
 
 
+def prompt_stats(reset: bool = False) -> dict[str, dict[str, float]]:
+    """Counters of shared host work in the calling process, such as the front end.
+
+    Args:
+        reset: whether to set them to zero afterwards; ``cache_bytes`` stays.
+
+    Returns:
+        ``PartCounters`` as a dictionary for each part: requests, fallbacks, units, shared_units,
+        seconds, cache_bytes.
+    """
+    from vllm_prefixshare.integration.prompts import parts
+
+    result = {part: counters.as_dict() for part, counters in parts.COUNTERS.items()}
+    if reset:
+        for counters in parts.COUNTERS.values():
+            counters.reset()
+    return result
+
+
 class PrefixShareWorkerExtension:
     """Mixed into vLLM's worker: ``llm.collective_rpc("prefix_share_stats")``."""
 
     def prefix_share_stats(self, reset: bool = False) -> dict[str, Any]:
-        """``BackendStats.as_dict`` since the start or the last reset."""
-        result = STATS.as_dict()
+        """``BackendStats.as_dict`` since the start or the last reset, and ``prompt_stats`` of this
+        process as "prompts".
+        """
+        result = {**STATS.as_dict(), "prompts": prompt_stats(reset)}
         if reset:
             STATS.reset()
         return result

@@ -12,7 +12,6 @@ from vllm_prefixshare.config import (
     AttentionConfig,
 )
 from vllm_prefixshare.integration import BACKEND_NAME, invariance, metrics
-from vllm_prefixshare.integration.compat import clears_mixed_caches
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.records import PrefixShareError
@@ -28,7 +27,7 @@ FP8_LATENT_BLOCK = 64
 USUAL_HEAD_DIM = 256
 #: most rows of a request, query heads times query tokens, in a layer with latents (MLA) on a GPU:
 #: with more, a work tile of 64 rows holds one request, and nothing is shared
-MOST_LATENT_ROWS = 32
+MAX_LATENT_ROWS = 32
 #: what a layer may have beside plain attention: on a GPU, and on a CPU
 GPU_EXTRAS = frozenset(
     {"dcp", "fp8", "invariance", "mla", "mla_fp8", "sinks", "softcap", "windows"}
@@ -84,7 +83,6 @@ def selector_refusal(
         "use_adaptive_verification": "adaptive verification",
         "use_batch_invariant": "batch invariance",
     }
-    # not every release has every field
     if "sinks" in extras:
         del named["has_sink"]
     if "dcp" in extras:
@@ -95,6 +93,7 @@ def selector_refusal(
         del named["use_batch_invariant"]
     if "windows" in extras and not layer.use_mla:
         del named["has_sliding_window"]
+    # vLLM 0.29 has no use_rswa
     found = [reason for name, reason in named.items() if getattr(layer, name, False)]
     if layer.attn_type != "decoder":
         found.append(f"attention type {layer.attn_type}")
@@ -133,8 +132,8 @@ def latent_refusal(num_heads: int) -> str | None:
     """Why MLA with so many query heads on a GPU is not served, or None: under decode context
     parallelism those of all ranks, which each rank multiplies with its shard.
     """
-    if num_heads > MOST_LATENT_ROWS:
-        return f"multi-head latent attention of more than {MOST_LATENT_ROWS} heads a GPU"
+    if num_heads > MAX_LATENT_ROWS:
+        return f"multi-head latent attention of more than {MAX_LATENT_ROWS} heads a GPU"
     if settings().kernel == "portable":
         return "multi-head latent attention and kernel 'portable'"
     return None
@@ -147,7 +146,7 @@ def latent_layer_refusal(shape: tuple[int, int], num_heads: int, engine: Engine)
         shape: head_dim, and how much of it is the latent (``kv_lora_rank``).
         num_heads: as in ``latent_refusal``.
     """
-    most = MOST_LATENT_ROWS // engine.query_len
+    most = MAX_LATENT_ROWS // engine.query_len
     checks = (
         (shape != LATENT_SHAPE, f"head_dim {shape[0]}"),
         (
@@ -192,16 +191,6 @@ def shard_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
         (attention.kv_dtype is not None, "an fp8 KV cache under decode context parallelism"),
     )
     return next((reason for found, reason in checks if found), None)
-
-
-def mixed_cache_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
-    """Why a layer on a GPU whose KV cache is quantised, unlike that of others, cannot be served, or
-    None. A block that another layer has left holds numbers of 16 bits, which read as NaN; vLLM 0.26
-    does not clear such blocks.
-    """
-    if engine.mixed_caches and attention.kv_dtype is not None and not clears_mixed_caches():
-        return "a quantised KV cache beside KV caches of 16 bits"
-    return None
 
 
 def window_refusal(attention: AttentionConfig, engine: Engine) -> str | None:

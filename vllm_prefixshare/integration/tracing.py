@@ -19,7 +19,7 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 #: Largest size of a trace; later batches are not recorded.
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 #: How the first line of a trace begins, as ``Trace.record`` writes it, and bytes that show it.
 FIRST_LINE, FIRST_BYTES = re.compile(rb'\{"time":[\d.]+,"block_size":\d+,"kv_lens":\['), 128
 
@@ -112,8 +112,8 @@ class Trace:
             return
         line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
         try:
-            if self._size + len(line) > MOST_BYTES:
-                raise OSError(f"it has reached {MOST_BYTES >> 20} MiB")
+            if self._size + len(line) > MAX_BYTES:
+                raise OSError(f"it has reached {MAX_BYTES >> 20} MiB")
             if os.pwrite(self._file, line, self._size) != len(line):
                 raise OSError("the disk is full")
         except OSError as e:
@@ -126,6 +126,12 @@ class Trace:
 
 
 @cache
-def trace_to(path: Path) -> Trace:
-    """The trace that all KV-cache groups of a process share."""
-    return Trace(path)
+def trace_to(path: Path) -> Trace | None:
+    """The trace that all KV-cache groups of a process share; None, with a warning, if the file can
+    no longer be written: the front end refused what could not be written at first.
+    """
+    try:
+        return Trace(path)
+    except PrefixShareError as e:
+        logger().warning("Nothing is recorded: %s", e)
+        return None

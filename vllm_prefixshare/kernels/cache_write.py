@@ -19,7 +19,7 @@ from vllm_prefixshare.kernels.launching import has_dependent_launch, launch, pow
 #: bits of infinity without its sign: those of NaN are larger, those of finite numbers smaller
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 #: most numbers of K, and of V, that a program writes: with 4 warps, 16 bytes of each in a thread
-MOST_NUMBERS = 1024
+MAX_NUMBERS = 1024
 #: bytes of a load or store, and the numbers in them
 WIDE, STEP = 16, 8
 
@@ -78,7 +78,7 @@ class CacheWrite:
             return False
         num_tokens = min(len(slot_mapping), len(key), len(value))
         numbers = self.num_heads * max(self.k_width, self.v_width)
-        each = min(power_of_two(numbers), MOST_NUMBERS)
+        each = min(power_of_two(numbers), MAX_NUMBERS)
         if num_tokens:
             launch(
                 _cache_write, (num_tokens, triton.cdiv(numbers, each)),

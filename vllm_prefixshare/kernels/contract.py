@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_prefixshare.config import PlannerConfig
+from vllm_prefixshare.config import PlannerConfig, TileGeometry
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.window import tokens_seen
@@ -52,6 +52,13 @@ class Executor(Protocol):
     def row_tiles(self) -> int:
         """Tiles that the query rows of one request fill. Each tile reads all KV of the request; on
         a GPU at about the same time, so that all but one find it in the L2 cache.
+        """
+        ...
+
+    @property
+    def trusts_estimates(self) -> bool:
+        """Whether sharing pays where the analytic estimate says so. If not, only a measured cost
+        table can tell.
         """
         ...
 
@@ -188,8 +195,8 @@ class Kernel(Protocol):
     """A GPU kernel for partial attention.
 
     divider: the divider that measures best with this kernel.
-    num_workers, max_tile_requests, max_tile_runs, spread: values that its plans are made with, see
-        ``PlannerConfig``.
+    geometry, num_workers, max_tile_requests, max_tile_runs: values that its plans are made with,
+        see ``PlannerConfig``.
     row_tiles: see ``Executor.row_tiles``.
     starts_merging: the launch that follows may begin before this kernel has ended, see
         ``dependent`` of ``merge_states``.
@@ -197,11 +204,11 @@ class Kernel(Protocol):
 
     name: str
     divider: str
+    geometry: TileGeometry
     starts_merging: bool
     num_workers: int
     max_tile_requests: int
     max_tile_runs: int
-    spread: bool
     row_tiles: int
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:

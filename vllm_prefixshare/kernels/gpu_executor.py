@@ -22,7 +22,7 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 #: most ``LayerExtras`` that an executor remembers as checked
-MOST_EXTRAS = 1024
+MAX_EXTRAS = 1024
 
 
 class GpuExecutor:
@@ -46,6 +46,8 @@ class GpuExecutor:
         PrefixShareError: the device or the shape has no kernel, or the kernel that was named
             cannot be compiled.
     """
+
+    trusts_estimates = True
 
     def __init__(
         self,
@@ -272,7 +274,7 @@ class GpuExecutor:
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         checked = checked_extras(extras, self.attention, self.device, read=not capturing)
         if not capturing:
-            if len(self._extras) >= MOST_EXTRAS:
+            if len(self._extras) >= MAX_EXTRAS:
                 self._extras.clear()
             # kept alive, so that no other object gets its id
             self._extras[id(extras)] = extras, checked

@@ -45,7 +45,7 @@ def one_shot(
     rounds: torch.Tensor,
     gave_up: torch.Tensor,
     rank: int,
-    most_rows: int,
+    max_rows: int,
     patience: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the states of all GPUs, in the order of their ranks, so that all have the same bits.
@@ -54,14 +54,14 @@ def one_shot(
     Args:
         out: ``[num_tokens, num_heads, head_dim]``, contiguous; not read where ``lse`` is ``-inf``.
         lse: float32 ``[num_tokens, num_heads]``, contiguous, natural logarithm.
-        memories: int64 ``[size]`` addresses of ``one_shot_bytes`` for ``most_rows``, each on one
+        memories: int64 ``[size]`` addresses of ``one_shot_bytes`` for ``max_rows``, each on one
             of the GPUs, zero before the first launch.
         rounds: int32 ``[PROGRAMS]`` on this GPU, zero before the first launch; a program that gave
             up leaves ``GAVE_UP`` here, and does nothing from then on.
         gave_up: int32 ``[1]``, in memory of the host that this GPU can write: set to 1 by a
             program that another GPU kept waiting for longer than ``patience`` seconds.
         rank: of this GPU, its place in ``memories``.
-        most_rows: that the memories hold, the same in all launches: a row is at the same address in
+        max_rows: that the memories hold, the same in all launches: a row is at the same address in
             each, whatever their number, so that only its own program ever uses it.
         patience: seconds.
 
@@ -75,8 +75,8 @@ def one_shot(
     merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
     launch(
         _one_shot, (min(PROGRAMS, triton.cdiv(rows, ROWS)),),
-        out, lse, merged, merged_lse, memories, rounds, gave_up, rank, rows, most_rows,
-        place_bytes(most_rows, head_dim, out.element_size()), int(patience * 1e9),
+        out, lse, merged, merged_lse, memories, rounds, gave_up, rank, rows, max_rows,
+        place_bytes(max_rows, head_dim, out.element_size()), int(patience * 1e9),
         SIZE=len(memories), HEAD_DIM=head_dim, D=power_of_two(head_dim), ROWS=ROWS,
         PROGRAMS=PROGRAMS, POLLS=POLLS, num_warps=4,
     )
@@ -93,8 +93,8 @@ def _nanoseconds():
 
 
 # not specialised: one binary serves every batch
-@triton.jit(do_not_specialize=["rank", "rows", "most_rows", "place", "patience"])
-def _one_shot(out, lse, merged, merged_lse, memories, rounds, gave_up, rank, rows, most_rows, place,
+@triton.jit(do_not_specialize=["rank", "rows", "max_rows", "place", "patience"])
+def _one_shot(out, lse, merged, merged_lse, memories, rounds, gave_up, rank, rows, max_rows, place,
               patience, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
               ROWS: tl.constexpr, PROGRAMS: tl.constexpr, POLLS: tl.constexpr):
     """Grid: at most ``PROGRAMS``. A memory holds a number for each GPU and program, then two places
@@ -104,7 +104,7 @@ def _one_shot(out, lse, merged, merged_lse, memories, rounds, gave_up, rank, row
     dtype = out.dtype.element_ty
     dim = tl.arange(0, D)
     is_dim = (dim < HEAD_DIM)[None, :]
-    lses_at = most_rows.to(tl.int64) * HEAD_DIM * (dtype.primitive_bitwidth // 8)
+    lses_at = max_rows.to(tl.int64) * HEAD_DIM * (dtype.primitive_bitwidth // 8)
     last = tl.load(rounds + program)
     if last != GAVE_UP:
         this_round = (last + 1) & LAST_ROUND

@@ -4,9 +4,7 @@ from typing import Any
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
 from vllm_prefixshare.kernels.contract import Kernel
-
-#: most tokens that a kernel multiplies at once; a power of two
-KV_TILE = 128
+from vllm_prefixshare.planning.dividers.registry import get_divider
 
 
 def planner_config(
@@ -23,13 +21,11 @@ def planner_config(
         options: other fields of ``PlannerConfig``.
     """
     divider = divider or kernel.divider
-    if share == "auto" and divider in ("depth_first", "batch_invariant"):
-        # unshared KV is read by the same kernel, and depth first weighs both at every cut:
-        # deciding beforehand as well takes a third of a plan's time and drops no tree. Pieces
-        # that are not shared would exceed the room for tiles.
+    if share == "auto" and get_divider(divider).decides_sharing:
         share = "always"
     latent = attention.kv_lora_rank is not None
     return PlannerConfig(
+        geometry=kernel.geometry,
         divider=divider,
         share=share,
         num_workers=kernel.num_workers,
@@ -37,7 +33,5 @@ def planner_config(
         max_tile_runs=kernel.max_tile_runs,
         sliding_window=attention.sliding_window,
         cut_size=None if latent else part_size(attention.block_size),
-        query_cut_size=KV_TILE if kernel.name == "hopper" else None,
-        spread=kernel.spread,
         **options,
     )

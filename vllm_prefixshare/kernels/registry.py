@@ -10,7 +10,7 @@ import torch
 from vllm_prefixshare.config import AttentionConfig, require_launchable
 from vllm_prefixshare.kernels.compile import CompileError, compile_launches
 from vllm_prefixshare.kernels.contract import Gpu, Kernel
-from vllm_prefixshare.kernels.hopper.layout import LEAST_PIECE, MAX_HEAD_DIM, hopper_serves
+from vllm_prefixshare.kernels.hopper.layout import MAX_HEAD_DIM, MIN_PIECE, hopper_serves
 from vllm_prefixshare.records import PrefixShareError
 
 
@@ -33,7 +33,7 @@ KERNEL_CLASSES = {
 }
 
 #: a plan says in 16 bits, of which one is a sign, which rows of a tile read a part
-MOST_ENCODABLE_ROWS = 32767
+MAX_ENCODABLE_ROWS = 32767
 
 
 @cache
@@ -140,7 +140,7 @@ def candidates(
     if kernel == "hopper" and not hopper:
         raise PrefixShareError(
             "kernel 'hopper' needs compute capability 9.0 and blocks of a multiple of "
-            f"{LEAST_PIECE} tokens, got {major}.{minor} and {attention.block_size}, and has no "
+            f"{MIN_PIECE} tokens, got {major}.{minor} and {attention.block_size}, and has no "
             f"ALiBi, no head_dim above {MAX_HEAD_DIM} and no quantised KV cache with other "
             "queries: use kernel='auto'."
         )
@@ -153,10 +153,10 @@ def _latent_candidates(
     attention: AttentionConfig, gpu: Gpu, kernel: str, query_len: int
 ) -> list[str]:
     rows = query_len * attention.num_qo_heads
-    if rows > MOST_ENCODABLE_ROWS:
+    if rows > MAX_ENCODABLE_ROWS:
         raise PrefixShareError(
             "the kernel for a latent KV cache (kv_lora_rank) takes at most "
-            f"{MOST_ENCODABLE_ROWS} rows of a request, its heads times max_query_len, got {rows}."
+            f"{MAX_ENCODABLE_ROWS} rows of a request, its heads times max_query_len, got {rows}."
         )
     if kernel == "portable" or gpu.capability != (9, 0):
         raise PrefixShareError(

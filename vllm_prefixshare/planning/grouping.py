@@ -16,7 +16,7 @@ from vllm_prefixshare.records import OPEN_END, Forest, IntArray, KVSegment, Quer
 
 def group_queries(
     forest: Forest,
-    kv_lens: IntArray,
+    planned_seq_lens: IntArray,
     cost: CostModel,
     rows_per_request: int,
     concatenate: bool = True,
@@ -25,7 +25,7 @@ def group_queries(
 
     Args:
         forest: the shared part of the batch.
-        kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
+        planned_seq_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
         cost: cost model that decides the edges.
         rows_per_request: query rows of one request on one KV head.
         concatenate: FastTree's edge assignment; without it every node is a group.
@@ -37,7 +37,7 @@ def group_queries(
 
     starts = forest.node_start.tolist()  # where the group of a node starts reading
     private = forest.private_start.tolist()  # the same for each private part
-    lens = kv_lens[forest.request_rows].tolist()
+    lens = planned_seq_lens[forest.request_rows].tolist()
     rows = forest.request_rows
     groups: list[QueryGroup] = []
 
@@ -105,7 +105,8 @@ def _edges_to_cut(
     apart = cost.tile(kid_rows, kid_lens) + cost.merge(kid_rows)
     joined = cost.tile(kid_rows, kid_lens + length)
 
-    cut, left = [], num_reqs
+    cut = []
+    left = num_reqs
     for reader, n, split_kv, split_q in zip(readers, counts.tolist(), apart, joined, strict=True):
         if own[left] + split_kv > own[left - n] + split_q:
             cut.append(reader)

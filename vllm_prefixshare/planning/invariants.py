@@ -30,7 +30,7 @@ def check(
         block_table: ``[num_reqs, max_blocks]``.
         seq_lens: ``[num_reqs]``, the planned lengths or any longer ones.
         sliding_window: as in ``AttentionConfig``.
-        query_len: most query tokens of a request.
+        query_len: maximum number of query tokens of a request.
 
     Raises:
         InvariantError: naming the request and what is wrong.
@@ -65,7 +65,8 @@ def check(
         requests = plan.tile_req_indices[low:high]
         _require(len(np.unique(requests)) == len(requests), f"tile {tile} repeats a request")
         for run in range(*plan.tile_run_indptr[tile : tile + 2]):
-            start, end = int(plan.run_reader_start[run]), int(plan.run_reader_end[run])
+            start = int(plan.run_reader_start[run])
+            end = int(plan.run_reader_end[run])
             _require(0 <= start < end <= len(requests), f"run {run}: readers out of range")
             touched[low + start : low + end] = True
             readers = requests[start:end]
@@ -114,7 +115,8 @@ def _check_partials(plan: DecodePlan) -> None:
         np.array_equal(direct, tiles_of[plan.tile_req_indices] == 1),
         "a request is written directly though it has several tiles, or the reverse",
     )
-    slots, owners = plan.partial_indices[~direct], plan.tile_req_indices[~direct]
+    slots = plan.partial_indices[~direct]
+    owners = plan.tile_req_indices[~direct]
     _require(len(np.unique(slots)) == len(slots) == plan.num_partials, "partial slots collide")
     _require(
         np.all((plan.merge_indptr[owners] <= slots) & (slots < plan.merge_indptr[owners + 1])),

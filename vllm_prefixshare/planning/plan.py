@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.records import OPEN_END, FloatArray, IntArray, WorkTiles
+from vllm_prefixshare.records import (
+    OPEN_END,
+    RUN_KV_END,
+    RUN_KV_START,
+    RUN_READER_END,
+    RUN_READER_START,
+    RUN_ROW,
+    FloatArray,
+    IntArray,
+    WorkTiles,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +41,7 @@ class DecodePlan:
         partial_indices: parallel to tile_req_indices: row of partial_out and partial_lse,
             or -1 where the request has one tile only and is written directly.
         merge_indptr: ``[num_reqs + 1]`` partial rows to merge into each request.
-    planned_seq_lens: ``[num_reqs]`` least lengths that the plan serves; except with
+    planned_seq_lens: ``[num_reqs]`` minimum lengths that the plan serves; except with
         ``batch_invariant`` also those that it was balanced for.
     """
 
@@ -138,16 +148,19 @@ def _balanced_growth(
     factor: float,
 ) -> float:
     num_workers = len(work_indptr) - 1
-    load, growing = np.zeros(num_workers), np.zeros(num_workers)
+    load = np.zeros(num_workers)
+    growing = np.zeros(num_workers)
     for worker in range(num_workers):
         for tile in range(work_indptr[worker], work_indptr[worker + 1]):
             load[worker] += tile_cost[tile]
             for run in range(tile_run_indptr[tile], tile_run_indptr[tile + 1]):
                 growing[worker] += run_kv_end[run] == OPEN_END  # of one request each
-    most, even, tokens = factor * load.max(), factor * growing.mean(), np.inf
+    max_load = factor * load.max()
+    even = factor * growing.mean()
+    tokens = np.inf
     for worker in range(num_workers):
         if growing[worker] > even:
-            tokens = min(tokens, (most - load[worker]) / (growing[worker] - even))
+            tokens = min(tokens, (max_load - load[worker]) / (growing[worker] - even))
     return tokens / us_per_token
 
 
@@ -207,7 +220,7 @@ def build_plan(
         tiles = _in_order(tiles, order)
     else:
         work_indptr = np.searchsorted(tiles.worker, np.arange(num_workers + 1)).astype(np.int32)
-    row, kv_start, kv_end, reader_start, reader_end = np.ascontiguousarray(tiles.runs.T)
+    runs = np.ascontiguousarray(tiles.runs.T)
     return DecodePlan(
         num_reqs=len(seq_lens),
         block_size=block_size,
@@ -216,11 +229,11 @@ def build_plan(
         tile_req_indptr=tiles.row_indptr,
         tile_req_indices=tiles.rows,
         tile_run_indptr=tiles.run_indptr,
-        run_row=row,
-        run_kv_start=kv_start,
-        run_kv_end=kv_end,
-        run_reader_start=reader_start,
-        run_reader_end=reader_end,
+        run_row=runs[RUN_ROW],
+        run_kv_start=runs[RUN_KV_START],
+        run_kv_end=runs[RUN_KV_END],
+        run_reader_start=runs[RUN_READER_START],
+        run_reader_end=runs[RUN_READER_END],
         partial_indices=partial,
         merge_indptr=merge_indptr,
         planned_seq_lens=np.array(seq_lens, np.int32),

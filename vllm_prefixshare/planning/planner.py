@@ -1,10 +1,11 @@
-"""DecodePlanner: keeps plans, and makes a new one only when none of them fits the batch."""
+"""DecodePlanner: caches plans, and makes a new one only when none of them fits the batch."""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,24 +14,25 @@ from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import TileRates
 from vllm_prefixshare.planning import invariants
-from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant, last_piece
+from vllm_prefixshare.planning.dividers.batch_invariant import last_split
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
-from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
 from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
 from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
 from vllm_prefixshare.tree.prefix_tree import first_difference
 
 #: Reasons to fall back to a plan that shares nothing.
-PLANNING_FAILED, PLAN_TOO_LARGE = "planning failed", "plan too large"
-#: A plan is kept for so many steps, however unbalanced: a new one takes the host's time, too.
-LEAST_STEPS = 16
+PLANNING_FAILED = "planning failed"
+PLAN_TOO_LARGE = "plan too large"
+#: Minimum steps between replans for balance; replanning costs host time even if the plan is
+#: unbalanced.
+MIN_STEPS = 16
 
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """Numbers of updates and of plans made, and the seconds that each took in all.
+    """Numbers of updates and of plans made, and the total seconds of each.
 
     fallbacks: plans without sharing, by reason: the plan with sharing exceeded the limits, or
         making it raised an exception.
@@ -41,6 +43,32 @@ class PlannerCounters:
     plans: int = 0
     plan_seconds: float = 0.0
     fallbacks: Counter[str] = field(default_factory=Counter)
+
+
+class PlanUpdate(NamedTuple):
+    """The result of ``DecodePlanner.update``.
+
+    is_new: whether the plan was made for this batch.
+    seconds: time that making the plan took; 0 for a cached plan.
+    fallback: why a new plan shares nothing, ``PLANNING_FAILED`` or ``PLAN_TOO_LARGE``; else None.
+    """
+
+    plan: DecodePlan
+    is_new: bool = False
+    seconds: float = 0.0
+    fallback: str | None = None
+
+
+class _NewPlan(NamedTuple):
+    """A plan as it was made.
+
+    max_balanced_lens: ``[num_reqs]`` tokens of each request up to which the plan stays balanced.
+    fallback: as in ``PlanUpdate``.
+    """
+
+    plan: DecodePlan
+    max_balanced_lens: FloatArray
+    fallback: str | None
 
 
 class DecodePlanner:
@@ -54,10 +82,6 @@ class DecodePlanner:
         on_failure: called once when a plan cannot be made; a warning is logged if None.
         on_plan: called with each new plan, its seconds, and the block table and the lengths of
             its requests.
-
-    Attributes:
-        last_plan_seconds: time that making the last plan took.
-        last_fallback: why the last plan made fell back to sharing nothing; None if it did not.
 
     Raises:
         PrefixShareError: unknown divider.
@@ -79,10 +103,8 @@ class DecodePlanner:
         self._on_failure = on_failure or logging.getLogger(__name__).warning
         self._on_plan = on_plan
         self.counters = PlannerCounters()
-        self.last_plan_seconds = 0.0
-        self.last_fallback: str | None = None
-        self._divide = get_divider(config.divider)
-        self._rates = TileRates.of(cost)
+        self.divider = get_divider(config.divider)
+        self._rates = TileRates.of(cost, config.geometry)
         #: Most recently used first.
         self._known = [CachedPlan(block_size) for _ in range(config.kept_plans)]
 
@@ -99,21 +121,21 @@ class DecodePlanner:
         with one_process_at_a_time():
             for rows in (None, np.arange(2)):
                 for _ in range(2):  # first makes a plan, then checks that it holds
-                    plan = twin.update(table, lens, table_rows=rows, row_ids=rows)
+                    plan = twin.update(table, lens, table_rows=rows, row_ids=rows).plan
             if then is not None:
                 then(plan)
 
     def update(
         self,
         block_table: IntArray,
-        seq_lens: IntArray,
+        max_seq_lens: IntArray,
         query_len: int = 1,
         *,
         table_rows: IntArray | None = None,
         row_ids: IntArray | None = None,
         slack: int = 0,
-    ) -> DecodePlan:
-        """The plan for this batch: a kept one if it still holds, else a new one.
+    ) -> PlanUpdate:
+        """The plan for this batch: a cached one if it still holds, else a new one.
 
         A step in which sequences only grew costs one comparison of the block table; int32
         arrays in C order are read as they are, others are copied first. Where planning itself
@@ -121,86 +143,84 @@ class DecodePlanner:
 
         Args:
             block_table: ``[num_reqs, max_blocks]`` physical block ids.
-            seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
-            query_len: most query tokens of a request. They and the block that they fill
-                stay private.
+            max_seq_lens: ``[num_reqs]`` tokens of each request, its queries included: the true
+                lengths or more, see ``slack``.
+            query_len: maximum number of query tokens of a request. They and the block that they
+                fill stay private.
             row_ids: ``[num_reqs]`` compared in place of the block table: a number that a
                 request keeps as long as the blocks it has stay the same, and that no other
                 request has had before.
             table_rows: ``[num_reqs]`` row of ``block_table`` that each request has, where its
                 rows are not those of the batch; goes with ``row_ids``.
-            slack: by how many tokens the true lengths may be less than ``seq_lens``.
+            slack: maximum number of tokens by which the true lengths may be less.
 
         Raises:
             PrefixShareError: the arguments differ in their number of requests.
         """
-        if len(block_table if table_rows is None else table_rows) != len(seq_lens):
+        num_reqs = len(max_seq_lens)
+        if len(block_table if table_rows is None else table_rows) != num_reqs:
             raise PrefixShareError(
-                f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
+                f"block_table has {len(block_table)} rows and seq_lens {num_reqs} entries: "
                 "pass one of each for every request."
             )
-        if row_ids is not None and len(row_ids) != len(seq_lens):
+        if row_ids is not None and len(row_ids) != num_reqs:
             raise PrefixShareError(
-                f"row_ids has {len(row_ids)} entries and seq_lens {len(seq_lens)}: "
+                f"row_ids has {len(row_ids)} entries and seq_lens {num_reqs}: "
                 "pass one of each for every request."
             )
         began = time.perf_counter()
         self.counters.updates += 1
-        known = self._first_that_holds(block_table, seq_lens, query_len, row_ids)
-        plan = known.plan
-        if plan is None:
-            least = np.maximum(seq_lens - slack, 1) if slack else seq_lens
-            table = np.ascontiguousarray(block_table, np.int32)
-            self.last_fallback = None
-            try:
-                plan, max_balanced_lens = self._make_plan(
-                    table, table_rows, least, query_len, slack
-                )
-                known.remember(plan, max_balanced_lens, query_len, table, row_ids)
-            except PrefixShareError:
-                raise
-            except Exception as e:
-                plan = self.without_sharing(least, query_len, e)
-            if self.config.check_plans:
-                rows = table if table_rows is None else table[table_rows]
-                invariants.check(plan, rows, least, self.config.sliding_window, query_len)
-            self.counters.plans += 1
-            self.last_plan_seconds = time.perf_counter() - began
-            self.counters.plan_seconds += self.last_plan_seconds
-            if self._on_plan is not None:
-                rows = table if table_rows is None else table[table_rows]
-                self._on_plan(plan, self.last_plan_seconds, rows, seq_lens)
+        cached = self._first_that_holds(block_table, max_seq_lens, query_len, row_ids)
+        if cached.unchanged is not None:
+            self.counters.update_seconds += time.perf_counter() - began
+            return cached.unchanged
+        planned_seq_lens = max_seq_lens.astype(np.int32)
+        if slack:
+            planned_seq_lens = np.maximum(planned_seq_lens - slack, 1)
+        table = np.ascontiguousarray(block_table, np.int32)
+        try:
+            made = self._make_plan(table, table_rows, planned_seq_lens, query_len, slack)
+            cached.remember(made.plan, made.max_balanced_lens, query_len, table, row_ids)
+            plan = made.plan
+            fallback = made.fallback
+        except PrefixShareError:
+            raise
+        except Exception as e:
+            plan = self.without_sharing(planned_seq_lens, query_len, e)
+            fallback = PLANNING_FAILED
+        if self.config.check_plans:
+            rows = table if table_rows is None else table[table_rows]
+            invariants.check(plan, rows, planned_seq_lens, self.config.sliding_window, query_len)
+        seconds = time.perf_counter() - began
+        self.counters.plans += 1
+        self.counters.plan_seconds += seconds
+        if self._on_plan is not None:
+            rows = table if table_rows is None else table[table_rows]
+            self._on_plan(plan, seconds, rows, max_seq_lens)
         self.counters.update_seconds += time.perf_counter() - began
-        return plan
+        return PlanUpdate(plan, True, seconds, fallback)
 
-    def without_sharing(self, seq_lens: IntArray, query_len: int, reason: Exception) -> DecodePlan:
+    def without_sharing(
+        self, planned_seq_lens: IntArray, query_len: int, reason: Exception
+    ) -> DecodePlan:
         """The plan of a step whose own plan could not be made or used: one tile for each request,
-        which is right for every batch. The next update plans anew.
+        which is right for every batch. The next update makes a new plan.
 
         Args:
-            seq_lens: ``[num_reqs]`` least tokens of each request.
+            planned_seq_lens: ``[num_reqs]`` minimum number of tokens of each request.
             reason: logged the first time.
         """
         self._known[0].forget()
-        self._note_fallback(PLANNING_FAILED)
+        self.counters.fallbacks[PLANNING_FAILED] += 1
         if self.counters.fallbacks[PLANNING_FAILED] == 1:
             self._on_failure(
                 f"Planning failed ({type(reason).__name__}: {reason}), and this step shares "
                 "nothing: please report it. Later failures are counted, not logged."
             )
-        kv_lens = seq_lens.astype(np.int32)
-        problem = DivisionProblem(
-            Forest.alone(len(kv_lens)),
-            kv_lens,
-            self.cost,
-            self.gqa_group_size * query_len,
-            self.block_size,
-            self.config,
-            self._rates,
-            query_len,
-        )
-        tiles = one_tile_each(problem) if len(kv_lens) else WorkTiles.none()
-        return build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+        planned_seq_lens = planned_seq_lens.astype(np.int32)
+        problem = self._problem(Forest.alone(len(planned_seq_lens)), planned_seq_lens, query_len)
+        tiles = one_tile_each(problem) if len(planned_seq_lens) else WorkTiles.none()
+        return build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""
@@ -233,51 +253,60 @@ class DecodePlanner:
         self,
         table: IntArray,
         table_rows: IntArray | None,
-        seq_lens: IntArray,
+        planned_seq_lens: IntArray,
         query_len: int,
         slack: int,
-    ) -> tuple[DecodePlan, FloatArray]:
-        """A plan, and the tokens of each request up to which it stays balanced."""
-        kv_lens = seq_lens.astype(np.int32)
+    ) -> "_NewPlan":
+        """A plan for this batch; one without sharing where that would be too large."""
         null = self.config.null_block_id
         window = self.config.sliding_window
         forest = shareable_forest(
-            table, kv_lens, self.block_size, query_len, null, table_rows, window
+            table, planned_seq_lens, self.block_size, query_len, null, table_rows, window
         )
-        rows = self.gqa_group_size * query_len
-        problem = DivisionProblem(
-            forest, kv_lens, self.cost, rows, self.block_size, self.config, self._rates, query_len
-        )
+        problem = self._problem(forest, planned_seq_lens, query_len)
         if self.config.share != "always":
-            problem = replace(problem, forest=without_losses(problem))
-        tiles = self._divide(problem) if len(kv_lens) else WorkTiles.none()
-        plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
-        limits = self.config.max_tiles, self.config.max_runs, self.config.max_partials
-        if not plan.fits(*limits):
-            self._note_fallback(PLAN_TOO_LARGE)
+            kept = without_losses(problem, self.divider.tiles_span_nodes)
+            problem = replace(problem, forest=kept)
+        tiles = self.divider.divide(problem) if len(planned_seq_lens) else WorkTiles.none()
+        plan = build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
+        fallback = None
+        if not plan.fits(self.config.max_tiles, self.config.max_runs, self.config.max_partials):
+            fallback = PLAN_TOO_LARGE
+            self.counters.fallbacks[PLAN_TOO_LARGE] += 1
             tiles = one_tile_each(problem)
-            plan = build_plan(tiles, self.config.num_workers, self.block_size, kv_lens)
+            plan = build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
         if window is not None:
             plan = through_the_shortest(plan)
-        if self.config.divider == batch_invariant.__name__:
-            # the same plan, and so the same bits, for all lengths that end in the same piece
-            piece = problem.round_up(self.config.kv_chunk_size)
-            first = last_piece(kv_lens, piece)
-            return replace(plan, planned_seq_lens=first + 1), (first + piece).astype(float)
-        growth = self._balanced_growth(plan, rows, query_len)
-        return plan, kv_lens.astype(np.float64) + slack + growth
+        if self.divider.cuts_at_fixed_places:
+            # the same plan, and so the same bits, for all lengths that end in the same split
+            size = problem.round_up(self.config.kv_chunk_size)
+            first = last_split(planned_seq_lens, size)
+            plan = replace(plan, planned_seq_lens=first + 1)
+            return _NewPlan(plan, (first + size).astype(float), fallback)
+        growth = self._balanced_growth(plan, problem.rows_per_request, query_len)
+        return _NewPlan(plan, planned_seq_lens.astype(np.float64) + slack + growth, fallback)
 
-    def _note_fallback(self, reason: str) -> None:
-        self.counters.fallbacks[reason] += 1
-        self.last_fallback = reason
+    def _problem(
+        self, forest: Forest, planned_seq_lens: IntArray, query_len: int
+    ) -> DivisionProblem:
+        return DivisionProblem(
+            forest=forest,
+            planned_seq_lens=planned_seq_lens,
+            cost=self.cost,
+            rows_per_request=self.gqa_group_size * query_len,
+            block_size=self.block_size,
+            config=self.config,
+            rates=self._rates,
+            query_len=query_len,
+        )
 
     def _balanced_growth(self, plan: DecodePlan, rows: int, query_len: int) -> float:
         """By how many tokens each request may grow until the plan is no longer balanced."""
         if self.config.num_workers == 1:
             return np.inf
-        us_per_token = self._rates.memory[int(rows > HALF_ROWS)]
+        us_per_token = self._rates.memory[int(rows > self.config.geometry.half_rows)]
         growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
-        return max(growth, LEAST_STEPS * query_len)
+        return max(growth, MIN_STEPS * query_len)
 
 
 class CachedPlan:
@@ -285,10 +314,12 @@ class CachedPlan:
 
     Attributes:
         plan: None until something is remembered.
+        unchanged: the result of an update for which the plan holds; None as long as ``plan`` is.
     """
 
     def __init__(self, block_size: int) -> None:
         self.plan: DecodePlan | None = None
+        self.unchanged: PlanUpdate | None = None
         self._block_size = block_size
         self._query_len = 1
         self._row_ids: IntArray | None = None
@@ -310,20 +341,26 @@ class CachedPlan:
             max_balanced_lens: ``[num_reqs]`` tokens up to which the plan is balanced.
             query_len, block_table, row_ids: as in ``DecodePlanner.update``.
         """
-        self.plan, self._max_balanced_lens, self._query_len = plan, max_balanced_lens, query_len
+        self.plan = plan
+        self.unchanged = PlanUpdate(plan)
+        self._max_balanced_lens = max_balanced_lens
+        self._query_len = query_len
         self._row_ids = None if row_ids is None else row_ids.copy()
         if row_ids is not None:
             return
         used = np.minimum(-(-plan.planned_seq_lens // self._block_size), block_table.shape[1])
-        num_rows, width = len(used), int(used.max(initial=0))
+        num_rows = len(used)
+        width = int(used.max(initial=0))
         if num_rows > self._block_ids.shape[0] or width > self._block_ids.shape[1]:
             # with room to grow, because the first touch of new memory is slow
             self._block_ids = np.empty((num_rows + num_rows // 4, width + width // 4), np.int32)
         _copy_rows(block_table, used, self._block_ids)
 
     def forget(self) -> None:
-        """Drop the plan, so that it holds for no batch."""
-        self.plan = self._row_ids = None
+        """Drop the plan: it holds for no batch any more."""
+        self.plan = None
+        self.unchanged = None
+        self._row_ids = None
 
     def holds(
         self,
@@ -364,8 +401,8 @@ def _blocks_hold(
     max_lens: FloatArray,
     block_size: int,
 ) -> bool:
-    """Whether each request has at least its planned tokens, in its known blocks, and no more
-    than ``max_lens``.
+    """Whether each request has at least its planned tokens, in its known blocks, and at most
+    ``max_lens`` tokens.
     """
     for row in range(len(seq_lens)):
         # fewer tokens than planned: rolled back, maybe into blocks that are read to their end

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from vllm_prefixshare.config import TileGeometry
 from vllm_prefixshare.costs.model import CostModel
 from vllm_prefixshare.costs.rates import SIZES, TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
@@ -13,7 +14,7 @@ from vllm_prefixshare.tree.prefix_tree import forest_from_blocks, windowed_fores
 
 def shareable_forest(
     table: IntArray,
-    kv_lens: IntArray,
+    planned_seq_lens: IntArray,
     block_size: int,
     query_len: int = 1,
     null_block_id: int | None = None,
@@ -22,26 +23,29 @@ def shareable_forest(
 ) -> Forest:
     """The blocks that requests of a step may share; arguments as in ``DecodePlanner.update``."""
     # a block that this step's queries may still write to is not shared
-    filled = np.maximum(kv_lens - query_len, 0) // block_size
+    filled = np.maximum(planned_seq_lens - query_len, 0) // block_size
     filled = np.minimum(filled, table.shape[1]).astype(np.int32)
     if sliding_window is None:
         return forest_from_blocks(table, filled, block_size, null_block_id, table_rows)
-    first = first_in_window(kv_lens, sliding_window, query_len) // block_size
+    first = first_in_window(planned_seq_lens, sliding_window, query_len) // block_size
     first = first.astype(np.int32)
     # readers of a node then have at least half of their windows in common
     band = sliding_window // (2 * block_size)
     return windowed_forest(table, filled, first, band, block_size, null_block_id, table_rows)
 
 
-def without_losses(problem: DivisionProblem) -> Forest:
+def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> Forest:
     """The forest of ``problem`` without the trees that cost less when every request is read
-    alone; without any tree if its configuration never shares.
+    separately; without any tree if its configuration never shares.
+
+    Args:
+        tiles_span_nodes: as in ``dividers.registry.Divider``.
     """
     forest = problem.forest
     roots = np.flatnonzero(forest.node_parent < 0)
     if problem.config.share != "never" and len(roots):
-        positions, costs = _shared_costs(problem)
-        lens = problem.kv_lens - problem.kv_starts
+        positions, costs = _shared_costs(problem, tiles_span_nodes)
+        lens = problem.planned_seq_lens - problem.kv_starts
         alone = problem.cost.unshared(problem.rows_per_request, lens)
         shared = np.bincount(positions, weights=costs, minlength=forest.num_reqs)
         # running sums over positions, because those of a tree are neighbours
@@ -51,14 +55,17 @@ def without_losses(problem: DivisionProblem) -> Forest:
     return _drop_trees(forest, roots.tolist(), problem.kv_starts)
 
 
-def least_window(cost: CostModel, rows_per_request: int, readers: int) -> int | None:
-    """The least sliding window, a power of two, of which sharing can gain, in tokens. None if none
+def min_window(
+    cost: CostModel, rows_per_request: int, readers: int, geometry: TileGeometry
+) -> int | None:
+    """The shortest sliding window, a power of two, that gains by sharing, in tokens. None if none
     does.
 
-    Compared are one request for each worker, read alone; and as many requests in work tiles of
+    Compared are one request for each worker, read separately; and as many requests in work tiles of
     ``readers`` each, of which every worker reads a part.
     """
-    rates, rows = TileRates.of(cost), readers * rows_per_request
+    rates = TileRates.of(cost, geometry)
+    rows = readers * rows_per_request
     apart = cost.tile(rows_per_request, SIZES)
     together = cost.tile(rows, np.maximum(SIZES / readers, 1)) + rates.partial_write
     together += rates.merge_launch + readers * cost.merge(rows_per_request)
@@ -66,20 +73,22 @@ def least_window(cost: CostModel, rows_per_request: int, readers: int) -> int | 
     return int(gains[0]) if len(gains) else None
 
 
-def _shared_costs(problem: DivisionProblem) -> tuple[IntArray, FloatArray]:
+def _shared_costs(problem: DivisionProblem, tiles_span_nodes: bool) -> tuple[IntArray, FloatArray]:
     """For each segment in a batch that shares: the depth-first position of a request that reads
     it, and its microseconds.
     """
-    forest, config, rows = problem.forest, problem.config, problem.rows_per_request
-    lens = np.maximum(1, problem.kv_lens[forest.request_rows] - forest.private_start)
-    if config.divider == "depth_first":  # its tiles are not single nodes: rates suffice
-        rates = problem.rates or TileRates.of(problem.cost)
+    forest = problem.forest
+    config = problem.config
+    rows = problem.rows_per_request
+    lens = np.maximum(1, problem.planned_seq_lens[forest.request_rows] - forest.private_start)
+    if tiles_span_nodes:
+        rates = problem.rates or TileRates.of(problem.cost, config.geometry)
         nodes = (forest.node_end - forest.node_start) * rates.memory[1]
         private = lens * rates.memory[0]
         private[:: config.max_tile_requests] += rates.overhead
         positions = np.concatenate([forest.node_reader_start, np.arange(forest.num_reqs)])
         return positions, np.concatenate([nodes, private])
-    groups = group_queries(forest, problem.kv_lens, problem.cost, rows, config.grouping)
+    groups = group_queries(forest, problem.planned_seq_lens, problem.cost, rows, config.grouping)
     counts = np.array([len(g.rows) for g in groups]) * rows
     costs = problem.cost.tile(counts, np.array([g.kv_len for g in groups]))
     position_of = np.empty(forest.num_reqs, np.int64)
@@ -99,7 +108,8 @@ def _drop_trees(forest: Forest, roots: list[int], kv_starts: IntArray) -> Forest
     private = forest.private_start.copy()
     keep = np.ones(forest.num_nodes, bool)
     for root in roots:
-        low, high = int(forest.node_reader_start[root]), int(forest.node_reader_end[root])
+        low = int(forest.node_reader_start[root])
+        high = int(forest.node_reader_end[root])
         private[low:high] = kv_starts[forest.request_rows[low:high]]
         keep &= (forest.node_reader_start < low) | (forest.node_reader_start >= high)
     renumber = np.cumsum(keep, dtype=np.int32) - 1

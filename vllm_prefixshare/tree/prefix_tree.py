@@ -4,7 +4,7 @@ The tree of FlashForge (section 4.1) and of DeFT, taken from vLLM's automatic pr
 two requests share a prefix exactly when their rows of the block table start with the same
 physical block ids. Several roots are normal, so this is a forest.
 
-Reading the whole table takes tens of microseconds, so nothing is kept from batch to batch.
+Reading the whole table takes tens of microseconds, so no state is carried from batch to batch.
 """
 
 import numpy as np
@@ -16,6 +16,27 @@ from vllm_prefixshare.records import Forest, IntArray
 CHUNK = 64
 #: multiplicative hash (Knuth, The Art of Computer Programming, section 6.4)
 HASH = 2654435769
+
+#: Rows of the arrays of nodes: parent (-1 for a root), begin and end in blocks, and the readers as
+#: depth-first positions. While a tree is searched READERS takes the place of the last two.
+PARENT = 0
+START = 1
+END = 2
+READER_START = 3
+READER_END = 4
+NODE_ROWS = 5
+READERS = 3
+#: Columns of a group on the stack of ``_forest``: depth of the block that its requests share, node
+#: above it, and its leader, the first of its list of requests.
+DEPTH = 0
+NODE = 1
+LEADER = 2
+#: Columns of a slot of the hash table of ``_split``: a block, its group, and the split it is of.
+BLOCK = 0
+GROUP = 1
+SPLIT = 2
+#: Column of a slot of the hash table of ``_aligned``, after BLOCK: the last row that has the block.
+HOLDER = 1
 
 
 def forest_from_blocks(
@@ -91,8 +112,17 @@ def windowed_forest(
 def _in_tokens(rows: IntArray, private: IntArray, nodes: IntArray, block_size: int) -> Forest:
     """The forest that ``_forest`` has found, in tokens."""
     private *= block_size
-    nodes[1:3] *= block_size
-    return Forest(rows, private, *nodes)
+    nodes[START] *= block_size
+    nodes[END] *= block_size
+    return Forest(
+        request_rows=rows,
+        private_start=private,
+        node_parent=nodes[PARENT],
+        node_start=nodes[START],
+        node_end=nodes[END],
+        node_reader_start=nodes[READER_START],
+        node_reader_end=nodes[READER_END],
+    )
 
 
 @compiled
@@ -106,7 +136,7 @@ def _aligned(
 ) -> IntArray:
     """The table from the first column that any window sees on, in which rows of a tree begin alike:
     a row gets, before its window, the blocks of an earlier row that has its first block, or a
-    number of its own.
+    unique number.
     """
     n = len(num_shareable)
     base = first_seen.min()
@@ -121,14 +151,15 @@ def _aligned(
     holder = np.full((size, 2), -1, np.int32)  # hash table: block and the last row that has it
     tree_start = np.zeros(n, np.int32)  # first column of the tree of each row
     for row in np.argsort(first_seen, kind="mergesort"):
-        first, end = first_seen[row], num_shareable[row]
+        first = first_seen[row]
+        end = num_shareable[row]
         ids = table[table_rows[row]]
         before = -1
         if first < end and ids[first] != null:
             slot = (int(ids[first]) * HASH >> 12) & mask
-            while holder[slot, 0] >= 0 and holder[slot, 0] != ids[first]:
+            while holder[slot, BLOCK] >= 0 and holder[slot, BLOCK] != ids[first]:
                 slot = (slot + 1) & mask
-            before = holder[slot, 1] if holder[slot, 0] >= 0 else -1
+            before = holder[slot, HOLDER] if holder[slot, BLOCK] >= 0 else -1
             if before >= 0 and first - tree_start[before] > band:
                 before = -1
         if before >= 0:
@@ -143,9 +174,10 @@ def _aligned(
             if block == null:
                 continue
             slot = (int(block) * HASH >> 12) & mask
-            while holder[slot, 0] >= 0 and holder[slot, 0] != block:
+            while holder[slot, BLOCK] >= 0 and holder[slot, BLOCK] != block:
                 slot = (slot + 1) & mask
-            holder[slot, 0], holder[slot, 1] = block, row
+            holder[slot, BLOCK] = block
+            holder[slot, HOLDER] = row
     return out
 
 
@@ -153,21 +185,30 @@ def _aligned(
 def _in_window(
     rows: IntArray, private: IntArray, nodes: IntArray, base: int, first_seen: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """``private`` and ``nodes`` of ``_forest``, ``base`` blocks later, without what nobody sees."""
+    """``private`` and ``nodes`` of ``_forest``, ``base`` blocks later, without blocks before all
+    windows.
+    """
     for position in range(len(rows)):
         private[position] = max(private[position], first_seen[rows[position]])
     kept = np.empty(nodes.shape[1], np.int32)  # new number of each node, or of the one above
     count = 0
     for node in range(nodes.shape[1]):
-        parent, start, end, low, high = nodes[:, node]
+        low = nodes[READER_START, node]
+        high = nodes[READER_END, node]
         first = first_seen[rows[low:high]].min()
-        start, end = max(start + base, first), end + base
+        start = max(nodes[START, node] + base, first)
+        end = nodes[END, node] + base
+        parent = nodes[PARENT, node]
         parent = kept[parent] if parent >= 0 else -1
         kept[node] = parent
         if start < end:
             kept[node] = count
             new = nodes[:, count]
-            new[0], new[1], new[2], new[3], new[4] = parent, start, end, low, high
+            new[PARENT] = parent
+            new[START] = start
+            new[END] = end
+            new[READER_START] = low
+            new[READER_END] = high
             count += 1
     return private, nodes[:, :count].copy()
 
@@ -176,7 +217,8 @@ def _in_window(
 def first_difference(a: IntArray, b: IntArray, start: int, stop: int) -> int:
     """First index in ``[start, stop)`` at which ``a`` and ``b`` differ, else ``stop``."""
     while stop - start >= CHUNK:
-        x, y = a[start : start + CHUNK], b[start : start + CHUNK]
+        x = a[start : start + CHUNK]
+        y = b[start : start + CHUNK]
         difference = 0
         for i in range(CHUNK):  # no branch and a fixed length: a few vector instructions
             difference |= x[i] ^ y[i]
@@ -205,31 +247,28 @@ def _first_null(ids: IntArray, null: int, start: int, stop: int) -> int:
 def _forest(
     table: IntArray, table_rows: IntArray, num_shareable: IntArray, null: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Depth-first rows, private start by position (in blocks), and ``[5, num_nodes]`` parent,
-    start, end (in blocks), reader start, reader end (positions).
+    """Depth-first rows, private start by position (in blocks), ``[NODE_ROWS, num_nodes]`` nodes.
 
     Requests that share a block are a group. All are compared once with one of them, the leader: a
     node on its path ends at each depth at which requests leave the path. Those that leave it there
     with the same next block are a group of their own.
     """
     n = len(num_shareable)
-    # parent, start, end and number of readers of the nodes as they are found; node 0 has no blocks
-    # and is above the roots
-    found = np.zeros((4, n + 1), np.int32)
-    found[3, 0] = n
+    # the nodes as they are found; node 0 has no blocks and is above the roots
+    found = np.zeros((READERS + 1, n + 1), np.int32)
+    found[READERS, 0] = n
     num_found = 1
     # place of each request: twice its last node, and one more if it has blocks after that node
     place_of = np.empty(n, np.int32)
     # a list of requests is known by its first row (-1: no request); here is the row after each
     row_after = np.arange(-1, n - 1, 1, np.int32)
-    # stack of groups: depth of the block that they share, node above, list with the leader first
-    groups = np.empty((n, 3), np.int32)
+    groups = np.empty((n, LEADER + 1), np.int32)  # a stack
     # list of those that leave the path of the leader at each depth
     leaving = np.full(num_shareable.max() + 1 if n else 1, -1, np.int32)
     size = 2
     while size < 2 * n:
         size *= 2
-    slots = np.zeros((size, 3), np.int32)  # hash table: block, its group, and the split it is of
+    slots = np.zeros((size, SPLIT + 1), np.int32)  # hash table
 
     splits = 1
     height, _ = _split(
@@ -238,22 +277,29 @@ def _forest(
     )  # fmt: skip
     while height:
         height -= 1
-        start, node, leader = groups[height, 0], groups[height, 1], groups[height, 2]
+        start = groups[height, DEPTH]
+        node = groups[height, NODE]
+        leader = groups[height, LEADER]
         row = row_after[leader]
-        if row < 0:  # a request alone
+        if row < 0:  # a single request
             continue
-        path, end = table[table_rows[leader]], num_shareable[leader]
-        shortest, longest = end, start
+        path = table[table_rows[leader]]
+        end = num_shareable[leader]
+        shortest = end
+        longest = start
         readers = 1
         while row >= 0:
             after = row_after[row]
             stop = min(end, num_shareable[row])
             depth = first_difference(path, table[table_rows[row]], start, stop)
-            row_after[row], leaving[depth] = leaving[depth], row
-            shortest, longest = min(shortest, depth), max(longest, depth)
+            row_after[row] = leaving[depth]
+            leaving[depth] = row
+            shortest = min(shortest, depth)
+            longest = max(longest, depth)
             readers += 1
             row = after
-        row_after[leader], leaving[longest] = leaving[longest], leader
+        row_after[leader] = leaving[longest]
+        leaving[longest] = leader
         filled = _first_null(path, null, start, longest)
         for depth in range(shortest, longest + 1):
             if leaving[depth] < 0:
@@ -261,8 +307,12 @@ def _forest(
             end = min(depth, filled)  # requests that share a null block end before it
             if end > start:
                 new = found[:, num_found]
-                new[0], new[1], new[2], new[3] = node, start, end, readers
-                node, start = num_found, end
+                new[PARENT] = node
+                new[START] = start
+                new[END] = end
+                new[READERS] = readers
+                node = num_found
+                start = end
                 num_found += 1
             splits += 1
             height, left = _split(
@@ -291,7 +341,7 @@ def _split(
     split: int,
 ) -> tuple[int, int]:
     """Divide the list that begins with ``row`` by the block at ``depth``, where ``node`` ends, into
-    groups, and push these on the stack. The leader of a group is its request with the least rank.
+    groups, and push these on the stack. The leader of a group is its request with the lowest rank.
     Returns the stack's new height, and the number of requests in the list.
     """
     mask = len(slots) - 1
@@ -303,20 +353,26 @@ def _split(
         place_of[row] = 2 * node + (block != null)
         if block != null:
             slot = (int(block) * HASH >> 12) & mask
-            while slots[slot, 2] == split and slots[slot, 0] != block:
+            while slots[slot, SPLIT] == split and slots[slot, BLOCK] != block:
                 slot = (slot + 1) & mask
-            if slots[slot, 2] != split:
-                slots[slot, 0], slots[slot, 1], slots[slot, 2] = block, height, split
-                groups[height, 0], groups[height, 1], groups[height, 2] = depth, node, row
+            if slots[slot, SPLIT] != split:
+                slots[slot, BLOCK] = block
+                slots[slot, GROUP] = height
+                slots[slot, SPLIT] = split
+                groups[height, DEPTH] = depth
+                groups[height, NODE] = node
+                groups[height, LEADER] = row
                 row_after[row] = -1
                 height += 1
             else:
-                group = slots[slot, 1]
-                leader = groups[group, 2]
+                group = slots[slot, GROUP]
+                leader = groups[group, LEADER]
                 if _rank(row) < _rank(leader):
-                    row_after[row], groups[group, 2] = leader, row
+                    row_after[row] = leader
+                    groups[group, LEADER] = row
                 else:
-                    row_after[row], row_after[leader] = row_after[leader], row
+                    row_after[row] = row_after[leader]
+                    row_after[leader] = row
         row = after
     return height, count
 
@@ -333,27 +389,33 @@ def _depth_first(found: IntArray, place_of: IntArray) -> tuple[IntArray, IntArra
     """The result of ``_forest``. Below each node come the requests that end there, then the nodes
     and the other requests in the order of their lowest rows.
     """
-    n, num_found = len(place_of), found.shape[1]
-    parent, start, end, readers = found[0], found[1], found[2], found[3]
-    # lists of the requests and, as n + node, of the nodes at each place, from the highest to the
-    # least of their lowest rows
+    n = len(place_of)
+    num_found = found.shape[1]
+    parent = found[PARENT]
+    start = found[START]
+    end = found[END]
+    readers = found[READERS]
+    # lists of the requests and, as n + node, of the nodes at each place, in falling order of their
+    # lowest rows
     item_at = np.full(2 * num_found, -1, np.int32)
     item_after = np.empty(n + num_found, np.int32)
     listed = np.zeros(num_found, np.bool_)
     listed[0] = True
     for row in range(n):
         place = place_of[row]
-        item_after[row], item_at[place] = item_at[place], row
+        item_after[row] = item_at[place]
+        item_at[place] = row
         node = place >> 1
         while not listed[node]:
             listed[node] = True
             place = 2 * parent[node] + 1
-            item_after[n + node], item_at[place] = item_at[place], n + node
+            item_after[n + node] = item_at[place]
+            item_at[place] = n + node
             node = parent[node]
 
     rows = np.empty(n, np.int32)
     private = np.empty(n, np.int32)
-    nodes = np.empty((5, num_found - 1), np.int32)
+    nodes = np.empty((NODE_ROWS, num_found - 1), np.int32)
     num_nodes = 0
     number = np.full(num_found, -1, np.int32)
     low = np.zeros(num_found, np.int32)  # first position of each node's readers
@@ -365,8 +427,11 @@ def _depth_first(found: IntArray, place_of: IntArray) -> tuple[IntArray, IntArra
         position = low[node] + readers[node]
         if node:
             new = nodes[:, num_nodes]
-            new[0], new[1], new[2] = number[parent[node]], start[node], end[node]
-            new[3], new[4] = low[node], position
+            new[PARENT] = number[parent[node]]
+            new[START] = start[node]
+            new[END] = end[node]
+            new[READER_START] = low[node]
+            new[READER_END] = position
             number[node] = num_nodes
             num_nodes += 1
         for place in (2 * node + 1, 2 * node):

@@ -133,7 +133,8 @@ def forest(
 
 
 def _depth_first_leaves(parents: Sequence[int], children: list[list[int]]) -> list[int]:
-    leaves, stack = [], [i for i, parent in enumerate(parents) if parent < 0][::-1]
+    leaves = []
+    stack = [i for i, parent in enumerate(parents) if parent < 0][::-1]
     while stack:
         i = stack.pop()
         stack.extend(children[i][::-1])
@@ -166,7 +167,8 @@ def _place(
     query_parents: IntArray | None,
 ) -> Workload:
     """Give every node blocks scattered over a cache; block 0 stays unused."""
-    num_reqs, width = len(seq_lens), max(n.end for n in nodes)
+    num_reqs = len(seq_lens)
+    width = max(n.end for n in nodes)
     total = sum(n.end - n.start for n in nodes) + num_reqs * spare_blocks
     ids = np.random.default_rng(seed).permutation(total).astype(np.int32) + 1
     table = np.zeros((num_reqs, width + spare_blocks), np.int32)
@@ -197,7 +199,8 @@ def tree(spec: str, block_size: int = 16, spare: int = 0, seed: int = 0) -> Work
         counts, lengths = _levels(spec)
     except ValueError as e:
         raise PrefixShareError(f"tree {spec!r} is not valid: {e}.") from None
-    parents, begin = [-1] * counts[0], 0
+    parents = [-1] * counts[0]
+    begin = 0
     for above, count in pairwise(counts):
         parents += [begin + i * above // count for i in range(count)]
         begin += above

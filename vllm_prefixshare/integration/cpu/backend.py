@@ -38,7 +38,6 @@ from vllm_prefixshare.integration.support import (
 )
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
-from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray
 from vllm_prefixshare.settings import settings
 
@@ -84,7 +83,6 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self._executor = cpu_executor(attention, logger().info_once)
         self._planner = planner_for(self._executor, attention, self.vllm_config)
         self._planner.warm_up()
-        self._plan: DecodePlan | None = None
         self._max_query_len = decode_query_len(self.vllm_config)
         self.reorder_batch_threshold = self._max_query_len  # decode rows first
         self._can_share = (
@@ -152,11 +150,10 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Plan the decodes, which come first; where some share KV, divide the batch."""
         seq_lens = common.seq_lens[:num_decodes].numpy()
         table = common.block_table_tensor[:num_decodes].numpy()
-        plan = self._planner.update(table, seq_lens, self._max_query_len)
-        if plan is not self._plan:
-            self._plan = plan
-            seconds = self._planner.last_plan_seconds
-            STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
+        update = self._planner.update(table, seq_lens, self._max_query_len)
+        plan = update.plan
+        if update.is_new:
+            STATS.note_plan(update.seconds, plan.imbalance, update.fallback)
         tokens = int(seq_lens.sum())
         STATS.note_step(tokens, tokens - plan.kv_tokens_read(seq_lens))
         shared = plan.shared_rows

@@ -9,8 +9,8 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
 from vllm_prefixshare.config import MIN_HEAD_DIM, AttentionConfig
-from vllm_prefixshare.costs.profile_cpu import UnsharedTimer, median_seconds
 from vllm_prefixshare.integration.cpu.backend import kernel_isa
+from vllm_prefixshare.profiling.cpu_table import UnsharedTimer, median_seconds
 from vllm_prefixshare.records import PrefixShareError
 
 

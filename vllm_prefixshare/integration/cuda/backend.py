@@ -45,7 +45,6 @@ from vllm_prefixshare.integration.support import (
     gpu_extras,
     impl_refusal,
     invariance_refusal,
-    mixed_cache_refusal,
     shard_refusal,
     window_refusal,
 )
@@ -53,7 +52,7 @@ from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.kernels.workspace import PartialResults
-from vllm_prefixshare.planning.sharing import least_window
+from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.settings import settings
 
 
@@ -110,6 +109,8 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
         if n:
             assert metadata.executor is not None
             assert metadata.kv_table is not None and metadata.kv_lens is not None
+            if metadata.rows is not None:
+                metadata.rows.fill()
             if metadata.executor.attention.kv_dtype is not None:
                 kv_cache = kv_cache.view(torch.float8_e4m3fn)
             k_cache, v_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
@@ -206,8 +207,7 @@ def engine_of(config: Any) -> Engine:
         config.parallel_config.decode_context_parallel_size,
         config.model_config.is_hybrid,
         config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16")
-        # not in every release
-        and bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
+        and bool(config.cache_config.kv_cache_dtype_skip_layers),
     )
 
 
@@ -230,7 +230,6 @@ def _layer_refusal(impl: Any, config: Any) -> str | None:
     attention = attention_of([impl], 16, config.model_config.dtype)
     return (
         shard_refusal(attention, engine)
-        or mixed_cache_refusal(attention, engine)
         or window_refusal(attention, engine)
         or short_window_refusal(attention)
     )
@@ -244,7 +243,7 @@ def short_window_refusal(attention: AttentionConfig) -> str | None:
     """
     if attention.sliding_window is None:
         return None
-    least, window = _least_window(attention), attention.sliding_window
+    least, window = _min_window(attention), attention.sliding_window
     if least is None or window < least:
         from_here = "no window" if least is None else f"{least} tokens"
         return f"a sliding window of {window} tokens where sharing pays from {from_here} on"
@@ -252,11 +251,12 @@ def short_window_refusal(attention: AttentionConfig) -> str | None:
 
 
 @cache
-def _least_window(attention: AttentionConfig) -> int | None:
+def _min_window(attention: AttentionConfig) -> int | None:
     """The least sliding window that is served, by the cost table."""
     kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
     cost = cost_model(attention, kernel.name, logger().info_once)
-    return least_window(cost, attention.gqa_group_size, kernel.max_tile_requests)
+    rows = attention.gqa_group_size
+    return min_window(cost, rows, kernel.max_tile_requests, kernel.geometry)
 
 
 #: Partial results by shape. Layers of one shape share them, since the layers and KV-cache groups of

@@ -4,10 +4,9 @@ vLLM calls such a step prefill, and FLASH_ATTN reads the context once for each r
 new token becomes a row of the plan, as if it were a request that ends with this token: it sees the
 tokens up to itself, as causal order asks, because the keys and values of all new tokens are in the
 cache when attention runs. The plan shares the context among the tokens of all requests as it does
-among decodes. Such a step is in no CUDA graph, so its block table and lengths may be tensors of its
-own.
+among decodes. ``DeviceRows`` has the block table and the lengths of these rows.
 
-The limits come from the measurement in ``docs/kernel-results.md``.
+The limits come from the measurement in ``docs/performance.md``.
 """
 
 from typing import Any, NamedTuple
@@ -16,18 +15,19 @@ import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.token_rows import fill_token_rows
 from vllm_prefixshare.records import IntArray
 
 #: kernels that were measured to gain
 KERNELS = ("hopper",)
 #: most query rows of a request on a KV head. FlashAttention-3 multiplies 128 rows of each request,
 #: used or not; with 64 of them used, the gain is 1.1 to 1.3.
-MOST_QUERY_ROWS = 48
+MAX_QUERY_ROWS = 48
 #: fewest numbers (tokens, times KV heads, times head_dim, K and V) that FLASH_ATTN would read: with
 #: fewer, what is saved is less than the 0.1 ms that our launches take longer on the host
-LEAST_NUMBERS = 1 << 29
+MIN_NUMBERS = 1 << 29
 #: most new tokens of a step, those of its decodes included
-MOST_ROWS = 2048
+MAX_ROWS = 2048
 
 
 class TokenRows(NamedTuple):
@@ -45,38 +45,75 @@ class TokenRows(NamedTuple):
         """Requests whose tokens they are."""
         return int(self.requests[-1]) + 1
 
-    def on_device(self, common: Any, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block table and lengths of the rows; made on the device, so that nothing waits.
+    @classmethod
+    def of(cls, query_start_loc: IntArray, num_reqs: int) -> "TokenRows":
+        """The tokens of the first ``num_reqs`` requests.
 
         Args:
-            common: a ``CommonAttentionMetadata``.
+            query_start_loc: ``[at least num_reqs + 1]`` query tokens of each request.
         """
-        table = common.block_table_tensor[:, : -(-common.max_seq_len // block_size)]
-        num_tokens = len(self.requests)
-        starts = common.query_start_loc[: self.num_reqs + 1]
-        requests = torch.repeat_interleave(starts.diff(), output_size=num_tokens)
-        at = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
-        later = starts[1:][requests] - 1 - at
-        return table[requests], common.seq_lens[requests] - later
+        new = np.diff(query_start_loc[: num_reqs + 1])
+        requests = np.repeat(np.arange(num_reqs), new)
+        later = query_start_loc[requests + 1] - 1 - np.arange(len(requests))
+        return cls(requests, later)
+
+
+class DeviceRows:
+    """Block table and lengths of a plan's rows on the device, one for each query token.
+
+    They are filled by the first layer that attends in a step, so that a CUDA graph captures the
+    launch and each replay fills them from the batch of its step.
+
+    Args:
+        common: the ``CommonAttentionMetadata`` of the step.
+        table: int32 ``[num_rows, columns]``.
+        lens: int32 ``[num_rows]``.
+    """
+
+    def __init__(
+        self, common: Any, table: torch.Tensor, lens: torch.Tensor, block_size: int
+    ) -> None:
+        self.table = table
+        self.lens = lens
+        self._batch = common.block_table_tensor, common.seq_lens, common.query_start_loc
+        self._block_size = block_size
+        self._filled_in: bool | None = None
+
+    @classmethod
+    def allocate(cls, common: Any, num_rows: int, block_size: int) -> "DeviceRows":
+        """Rows for one step outside of CUDA graphs."""
+        columns = -(-common.max_seq_len // block_size)
+        device = common.seq_lens.device
+        table = torch.empty((num_rows, columns), dtype=torch.int32, device=device)
+        return cls(common, table, table.new_empty(num_rows), block_size)
+
+    def fill(self) -> None:
+        """Fill the rows, once, and once more within a capture: a graph must hold the launch, and
+        vLLM may capture a batch that it has run before.
+        """
+        capturing = self.table.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing != self._filled_in:
+            fill_token_rows(*self._batch, self.table, self.lens, self._block_size)
+            self._filled_in = capturing
 
 
 class FirstStep(NamedTuple):
     """Which requests of a step are planned with its decodes.
 
-    most_new_tokens: of a request.
-    least_context: tokens before the new ones, of all requests with several.
+    max_new_tokens: of a request.
+    min_context: tokens before the new ones, of all requests with several.
     """
 
-    most_new_tokens: int
-    least_context: int
+    max_new_tokens: int
+    min_context: int
     block_size: int
 
     @classmethod
     def of(cls, attention: AttentionConfig) -> "FirstStep":
         """The limits for a layer."""
         numbers = 2 * attention.num_kv_heads * attention.head_dim
-        most = MOST_QUERY_ROWS // attention.gqa_group_size
-        return cls(most, LEAST_NUMBERS // numbers, attention.block_size)
+        most = MAX_QUERY_ROWS // attention.gqa_group_size
+        return cls(most, MIN_NUMBERS // numbers, attention.block_size)
 
     def rows(
         self,
@@ -94,12 +131,12 @@ class FirstStep(NamedTuple):
             block_table: ``[rows, max_blocks]``. table_rows: ``[num_reqs]`` row of each request.
         """
         new = np.diff(query_start_loc)
-        fitting = int(np.searchsorted(query_start_loc, MOST_ROWS, "right")) - 1
-        many = np.flatnonzero(new > self.most_new_tokens)
+        fitting = int(np.searchsorted(query_start_loc, MAX_ROWS, "right")) - 1
+        many = np.flatnonzero(new > self.max_new_tokens)
         new = new[: min(fitting, *many[:1], len(new))]
         several = np.flatnonzero(new > 1)
         contexts = seq_lens[several] - new[several]
-        if not len(several) or contexts.sum() < self.least_context:
+        if not len(several) or contexts.sum() < self.min_context:
             return None
         # Who has a block of a context has all before it. The block looked at is the last one in the
         # context's first half whose column is a power of two, so that there are few columns.
@@ -109,6 +146,4 @@ class FirstStep(NamedTuple):
         readers = (ids[:, column_of] == ids[several, column_of]).sum(0)
         if 2 * np.count_nonzero(readers > 1) < len(several):
             return None
-        requests = np.repeat(np.arange(len(new)), new)
-        later = query_start_loc[requests + 1] - 1 - np.arange(len(requests))
-        return TokenRows(requests, later)
+        return TokenRows.of(query_start_loc, len(new))

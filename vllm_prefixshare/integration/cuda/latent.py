@@ -37,7 +37,6 @@ from vllm_prefixshare.integration.support import (
     fall_back,
     latent_layer_refusal,
     latent_refusal,
-    mixed_cache_refusal,
     shard_refusal,
 )
 from vllm_prefixshare.kernels.cache_write import CacheWrite
@@ -101,7 +100,6 @@ class LatentImpl(MLACommonImpl[Any]):
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         engine, shape = engine_of(config), (self.head_size, self.kv_lora_rank)
-        self.dcp_world_size = engine.shards  # vLLM 0.26 and 0.27 set it in the first step
         heads = self.num_heads * engine.shards
         reason = (
             latent_refusal(heads)
@@ -181,9 +179,7 @@ class LatentImpl(MLACommonImpl[Any]):
         return kept
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """After each load of weights, also of one into the same tensors; with vLLM 0.26 to 0.28,
-        whose layers with latents do not call it, scales are checked at the engine's start only.
-        """
+        """After each load of weights, also of one into the same tensors."""
         super().process_weights_after_loading(act_dtype)
         planning.weights_loaded()
 
@@ -223,11 +219,7 @@ class LatentImpl(MLACommonImpl[Any]):
 
 def _attention_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
     """Why a layer with latents of this shape cannot be served, or None."""
-    return (
-        shard_refusal(attention, engine)
-        or mixed_cache_refusal(attention, engine)
-        or kernel_refusal(attention, engine.query_len)
-    )
+    return shard_refusal(attention, engine) or kernel_refusal(attention, engine.query_len)
 
 
 @cache

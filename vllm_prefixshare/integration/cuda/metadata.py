@@ -19,10 +19,12 @@ from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.first_step import (
     KERNELS,
-    MOST_ROWS,
+    MAX_ROWS,
+    DeviceRows,
     FirstStep,
     TokenRows,
 )
+from vllm_prefixshare.integration.cuda.mixed_graphs import graph_rows, mixed_graphs_refusal
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -36,6 +38,7 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     num_planned_tokens: query tokens of the decodes, and of the requests that ``first_step`` adds to
         them; they come first in the batch. (FLASH_ATTN's ``num_decode_tokens`` says how it divides
         a batch itself.)
+    rows: where ``kv_table`` and ``kv_lens`` have a row for each query token: what fills them.
     kv_table: int32 ``[rows, max_blocks]`` block table of the plan's rows.
     kv_lens: int32 ``[rows]`` KV tokens of each row on this rank: its shard under decode context
         parallelism, else all.
@@ -46,6 +49,7 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
 
     executor: GpuExecutor | None = None
     num_planned_tokens: int = 0
+    rows: DeviceRows | None = None
     kv_table: torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
     prefill_metadata: FlashAttentionMetadata | None = None
@@ -57,6 +61,15 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
     """Plans for one KV-cache group; called once per step, and for each graph captured."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    _takes_mixed_graphs = False
+    _graph_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """All batches where ``mixed_graphs`` serves them, else batches of decodes."""
+        if mixed_graphs_refusal(vllm_config) is None:
+            return AttentionCGSupport.ALWAYS
+        return cls._cudagraph_support
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -70,7 +83,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         # and each row would have room for all pieces of a request.
         one_token_rows = query_len == self._shard.size == 1 and not invariance.wanted()
         self._start_planning(
-            layers, PrefixShareMetadataBuilder, query_len, MOST_ROWS if one_token_rows else 0
+            layers, PrefixShareMetadataBuilder, query_len, MAX_ROWS if one_token_rows else 0
         )
         self._first_step: FirstStep | None = None
         if self._executor is not None:
@@ -80,12 +93,13 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
                 # of prefills, and of layers with windows, for full attention
                 self.aot_schedule = False
             # also where only the divider is chosen
-            invariant = self._planner.config.divider == "batch_invariant"
+            invariant = self._planner.divider.cuts_at_fixed_places
             measured = self._executor.name in KERNELS and self._window is None
             if one_token_rows and measured and not invariant:
                 self._first_step = FirstStep.of(self._executor.attention)
+            self._takes_mixed_graphs = self._first_step is not None and self._all_layers
             # the requests for our kernel come first
-            most = 0 if self._first_step is None else self._first_step.most_new_tokens
+            most = 0 if self._first_step is None else self._first_step.max_new_tokens
             self.reorder_batch_threshold = max(query_len, most)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -102,16 +116,22 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         common: CommonAttentionMetadata,
         dummy: bool,
     ) -> PrefixShareCUDAMetadata:
+        block_size = executor.attention.block_size
         kv_table = common.block_table_tensor
         kv_lens = common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens
+        rows = self._graph_rows(common, block_size)
         decodes_only = dummy or common.causal is not True  # what is not causal is refused there
-        tokens = None if decodes_only else self._first_step_rows(table, common)
+        tokens = None
+        if not decodes_only:
+            tokens = self._token_rows(table, common, every=rows is not None)
         if tokens is None:
             num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
         else:
             num_decodes, num_tokens = tokens.num_reqs, len(tokens.requests)
             self._load_plan(executor, table, common, num_decodes, tokens)
-            kv_table, kv_lens = tokens.on_device(common, executor.attention.block_size)
+            rows = rows or DeviceRows.allocate(common, num_tokens, block_size)
+        if rows is not None:
+            kv_table, kv_lens = rows.table, rows.lens
         prefill = None
         # tokens after those of the last request are padding
         if num_tokens < min(common.num_actual_tokens, int(common.query_start_loc_cpu[-1])):
@@ -126,6 +146,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             **vars(stock),
             executor=executor,
             num_planned_tokens=num_tokens,
+            rows=rows,
             kv_table=kv_table,
             kv_lens=kv_lens,
             prefill_metadata=prefill,
@@ -133,10 +154,32 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             single_rows=single_rows,
         )
 
-    def _first_step_rows(
-        self, table: HostTable, common: CommonAttentionMetadata
+    def _graph_rows(self, common: CommonAttentionMetadata, block_size: int) -> DeviceRows | None:
+        """The rows that a FULL graph of mixed steps reads, or None for a step without one. Which
+        graph is replayed, or none, is not known here: every step that fits one is planned for it.
+        """
+        num_tokens = common.num_actual_tokens
+        most = graph_rows(self.vllm_config) if self._takes_mixed_graphs else 0
+        if num_tokens > most:
+            return None
+        if self._graph_buffers is None:
+            table = torch.zeros(
+                (most, common.block_table_tensor.shape[1]), dtype=torch.int32, device=self.device
+            )
+            self._graph_buffers = table, table.new_zeros(most)
+        table, lens = self._graph_buffers
+        return DeviceRows(common, table[:num_tokens], lens[:num_tokens], block_size)
+
+    def _token_rows(
+        self, table: HostTable, common: CommonAttentionMetadata, every: bool
     ) -> TokenRows | None:
-        """The rows of a step in which ``first_step`` adds requests to the decodes, or None."""
+        """The query tokens of the requests that are planned with the decodes, each a row of the
+        plan; None where the decodes alone are planned.
+
+        Args:
+            every: plan all requests, as a FULL graph of mixed steps needs; otherwise those that
+                ``first_step`` adds.
+        """
         bound, first_step = common.seq_lens_cpu_upper_bound, self._first_step
         if first_step is None or bound is None or common.max_query_len == 1:
             return None
@@ -144,6 +187,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         num_reqs = table.num_reqs(starts)
         if not num_reqs:  # a dummy batch
             return None
+        if every:
+            return TokenRows.of(starts, num_reqs)
         rows, _ = table.rows(num_reqs)
         return first_step.rows(
             starts[: num_reqs + 1],
@@ -210,14 +255,13 @@ def _take_image_ranges(
     whole: FlashAttentionMetadata,
     *parts: tuple[FlashAttentionMetadata | None, slice | torch.Tensor | None],
 ) -> None:
-    """Give parts of a batch their tokens' image ranges, of those of all tokens: vLLM from 0.28 on
-    has one buffer for them, which the whole batch is the last to fill.
+    """Give parts of a batch the image ranges of their tokens: vLLM has one buffer for the ranges,
+    and the whole batch is the last to fill it.
     """
-    name = "mm_prefix_query_range_tensor"
-    ranges = getattr(whole, name, None)
+    ranges = whole.mm_prefix_query_range_tensor
     for part, tokens in parts:
-        if part is not None and hasattr(part, name):
-            setattr(part, name, None if ranges is None else ranges[tokens])
+        if part is not None:
+            part.mm_prefix_query_range_tensor = None if ranges is None else ranges[tokens]
 
 
 def _ranges_of(

@@ -31,12 +31,13 @@ from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.extras import checked_extras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import PLANNING_FAILED, PlanUpdate
 from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 #: KV blocks that are looked through at once after wake-up
-MOST_BLOCKS = 256
+MAX_BLOCKS = 256
 
 
 class PlanningBuilder(AttentionMetadataBuilder[Any]):
@@ -56,7 +57,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     _shard = Interleaved(1, 0, 1)
 
     def _start_planning(
-        self, layers: Iterable[Any], final: type, query_len: int, most_rows: int = 0
+        self, layers: Iterable[Any], final: type, query_len: int, max_rows: int = 0
     ) -> None:
         """Make an executor and a planner where a layer is served and its KV cache can be.
 
@@ -64,7 +65,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             layers: those of the group that may be served.
             final: the only class that may plan; vLLM derives others, which keep the parent.
             query_len: most query tokens of a decode.
-            most_rows: of a plan, where a request may have several.
+            max_rows: of a plan, where a request may have several.
         """
         self._executor: GpuExecutor | None = None
         self._query_len = query_len
@@ -75,9 +76,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         if served and reason is not None:
             fall_back(reason)
         elif served:
-            self._prepare_executor(served, most_rows)
+            self._prepare_executor(served, max_rows)
 
-    def _prepare_executor(self, impls: list[Any], most_rows: int) -> None:
+    def _prepare_executor(self, impls: list[Any], max_rows: int) -> None:
         dtype = self.vllm_config.model_config.dtype
         attention = attention_of(impls, self.kv_cache_spec.block_size, dtype)
         executor = GpuExecutor(
@@ -92,7 +93,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             impl.cache_write = write
         scheduler = self.vllm_config.scheduler_config
         pieces = invariance.piece_limits(self.vllm_config, self.kv_cache_spec.block_size)
-        executor.reserve_for(max(scheduler.max_num_seqs, most_rows), pieces)
+        executor.reserve_for(max(scheduler.max_num_seqs, max_rows), pieces)
         self._invariant = pieces is not None
         self._planner = planner_for(executor, attention, self.vllm_config, self._invariant)
         self._planner.warm_up(then=executor.prepare)
@@ -136,13 +137,12 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         context = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             cache = context[name].kv_cache
-            for tensor in cache if isinstance(cache, list) else [cache]:
-                if tensor.element_size() == 1:  # e4m3: all bits set is NaN
-                    # a block at a time would take seconds, all at once as much memory again
-                    for bits in tensor.view(torch.uint8).split(MOST_BLOCKS):
-                        bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
-                else:
-                    torch.nan_to_num_(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+            if cache.element_size() == 1:  # e4m3: all bits set is NaN
+                # a block at a time would take seconds, all at once as much memory again
+                for bits in cache.view(torch.uint8).split(MAX_BLOCKS):
+                    bits.masked_fill_((bits & 0x7F) == 0x7F, 0)
+            else:
+                torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
 
     def after_wake_up(self, tags: list[str] | None) -> None:
         """Make a new plan and clean the KV cache, if the cache slept.
@@ -222,7 +222,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         starts = common.query_start_loc_cpu.numpy()
         num_reqs = 0 if dummy else table.num_reqs(starts)
         num_decodes, num_tokens = num_reqs, common.num_actual_tokens
-        if common.max_query_len > self._query_len:  # some are in prefill
+        # a graph of mixed steps is captured with several tokens a request: all of them are rows
+        if not dummy and common.max_query_len > self._query_len:  # some are in prefill
             num_decodes = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
             num_tokens = int(starts[num_decodes])
         self._load_plan(executor, table, common, num_decodes)
@@ -241,7 +242,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         Args:
             tokens: the rows of the plan, where they are not the requests themselves.
         """
-        made, self._step = self._planner.counters.plans, None
+        self._step = None
         if num_decodes:
             bound = common.seq_lens_cpu_upper_bound
             # where lengths are unknown nothing is shared, and each request is read to its end
@@ -258,7 +259,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 # the rows of one step only, so the plan is kept for no other
                 row_ids = -1 - np.arange(len(table_rows)) - self._single_rows
                 self._single_rows += len(table_rows)
-            plan = self._planner.update(
+            update = self._planner.update(
                 table.block_table if table_rows is not None else table.block_table[:num_decodes],
                 lengths,
                 self._query_len,
@@ -268,8 +269,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             )
         else:
             seq_lens = lengths = np.zeros(0, np.int32)
-            plan = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
-        is_new = self._planner.counters.plans > made
+            update = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
+        plan = update.plan
         if plan is not self._plan:
             began = time.perf_counter()
             self._plan = None  # until the new one is in force
@@ -279,7 +280,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 raise
             except Exception as e:
                 least = np.maximum(lengths - self._slack, 1)
-                plan, is_new = self._planner.without_sharing(least, self._query_len, e), True
+                plan = self._planner.without_sharing(least, self._query_len, e)
+                update = PlanUpdate(plan, True, update.seconds, PLANNING_FAILED)
                 executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
@@ -288,9 +290,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             else:
                 stock = int(seq_lens.sum())
             self._tokens_saved = stock - plan.kv_tokens_read(planned)
-            if num_decodes and is_new:
-                seconds = self._planner.last_plan_seconds + time.perf_counter() - began
-                STATS.note_plan(seconds, plan.imbalance, self._planner.last_fallback)
+            if num_decodes and update.is_new:
+                seconds = update.seconds + time.perf_counter() - began
+                STATS.note_plan(seconds, plan.imbalance, update.fallback)
         if num_decodes:
             seen = tokens_seen(seq_lens, self._window, self._query_len)
             self._step = seen, self._tokens_saved

@@ -3,7 +3,18 @@
 import sys
 from types import ModuleType
 
-from vllm_prefixshare.integration.hooks import block_tables, graphs, lifecycle, patched, selection
+from vllm_prefixshare.integration.hooks import (
+    activation,
+    block_hashes,
+    block_tables,
+    copies,
+    detokenization,
+    graphs,
+    lifecycle,
+    patched,
+    selection,
+    tokenization,
+)
 from vllm_prefixshare.integration.hooks.imports import watch_imports
 from vllm_prefixshare.integration.hooks.wrapping import Hook
 
@@ -105,6 +116,11 @@ HOOKS = (
         lifecycle.hook_wake_up,
         patched.tells_builders_of_wake_up,
     ),
+    *activation.HOOKS,
+    *tokenization.HOOKS,
+    *detokenization.HOOKS,
+    *block_hashes.HOOKS,
+    *copies.HOOKS,
 )
 
 

@@ -21,7 +21,9 @@ from vllm_prefixshare.integration import (
     metrics,
     precompiling,
 )
+from vllm_prefixshare.integration.cuda.mixed_graphs import choose_mixed_graphs
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
+from vllm_prefixshare.integration.prompts.parts import activate
 from vllm_prefixshare.integration.support import (
     CUDA_DTYPES,
     declines,
@@ -39,9 +41,9 @@ def hook_backend_enum(module: ModuleType) -> None:
     """Add the member PREFIX_SHARE. Its value is the CUDA backend; on a CPU the platform's hook
     returns the CPU backend.
 
-    Made as vLLM 0.32 makes dynamic members (``AttentionBackendEnum.register``, which older
-    releases lack), but it pickles as a call of ``backend_member``: spawned workers unpickle
-    their configuration in a process that has not made it yet.
+    Made as ``AttentionBackendEnum.register`` makes dynamic members (vLLM 0.32 and later), but it
+    pickles as a call of ``backend_member``: spawned workers unpickle their configuration in a
+    process that has not made it yet.
 
     A misspelt PREFIX_SHARE is refused where vLLM would list the names of all backends.
     """
@@ -118,10 +120,16 @@ def hook_engine_config(module: ModuleType) -> None:
             try:
                 choose_from_environment(self)
                 if not _chosen_by(self):
-                    return original(self, *args, **kwargs)
-                check_platform()
+                    activate(uses_prefix_share=False)
+                    config = original(self, *args, **kwargs)
+                    metrics.start_for_prompts("api_server", config)
+                    return config
+                on_cpu = check_platform()
                 precompiling.start_planning()
+                given = getattr(self.compilation_config, "cudagraph_mode", None)
                 config = original(self, *args, **kwargs)
+                if given is None and not on_cpu:
+                    choose_mixed_graphs(config)
                 context = args[0] if args else kwargs.get("usage_context")
                 offline = getattr(context, "name", "") == "LLM_CLASS"
                 _check_engine_config(config, offline)
@@ -138,14 +146,16 @@ def _chosen_by(engine_args: Any) -> bool:
     """Whether ``EngineArgs`` name PREFIX_SHARE. Where a release has no such fields, they do not:
     ``compat.check_release`` tells those who chose it by the environment.
     """
-    return is_ours(getattr(engine_args, "attention_backend", None)) or _chosen_in(
+    return is_ours(getattr(engine_args, "attention_backend", None)) or chosen_in(
         getattr(engine_args, "attention_config", None)
     )
 
 
 def check_where_chosen(config: Any) -> None:
     """Check a finished ``VllmConfig`` where it names PREFIX_SHARE, in a patched vLLM."""
-    if not _chosen_in(config.attention_config):
+    if not chosen_in(config.attention_config):
+        activate(uses_prefix_share=False)
+        metrics.start_for_prompts("api_server", config)
         return
     try:
         check_platform()
@@ -155,7 +165,7 @@ def check_where_chosen(config: Any) -> None:
         refuse(e)
 
 
-def _chosen_in(attention_config: Any) -> bool:
+def chosen_in(attention_config: Any) -> bool:
     """Whether a vLLM ``AttentionConfig`` names PREFIX_SHARE, for all layers or a kind of them."""
     per_kind = getattr(attention_config, "backend_per_kind", {})
     return is_ours(getattr(attention_config, "backend", None)) or any(
@@ -231,7 +241,9 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
     config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
+    activate(uses_prefix_share=True)
     metrics.expose()
+    metrics.start_for_prompts("api_server", config)
     order_requests(config, offline)
 
 

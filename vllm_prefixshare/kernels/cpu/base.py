@@ -7,6 +7,7 @@ import torch
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
+from vllm_prefixshare.kernels.geometry import CPU
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import PrefixShareError
 
@@ -34,6 +35,7 @@ class CpuExecutor:
     name: str
     query_len = None
     takes_token_trees = False
+    trusts_estimates = True
     row_tiles = 1
 
     def __init__(self, attention: AttentionConfig, num_workers: int = 1) -> None:
@@ -48,7 +50,9 @@ class CpuExecutor:
     ) -> PlannerConfig:
         """As ``contract.Executor.planner_config``."""
         options["sliding_window"] = self.attention.sliding_window
-        return PlannerConfig(divider or "flashforge", share, self.num_workers, **options)
+        return PlannerConfig(
+            divider or "flashforge", share, self.num_workers, geometry=CPU, **options
+        )
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
         """As ``contract.Executor.prepare``: looks up block ids and lengths."""

@@ -27,7 +27,7 @@ typedef uint16_t element;
 #endif
 
 typedef struct {
-  int64_t num_pieces, num_tokens, most_partials;
+  int64_t num_pieces, num_tokens, max_partials;
   int64_t num_kv_heads, gqa_group_size, head_dim, block_size;
   int64_t q_token, q_head, out_token, out_head; /* strides in elements */
   int64_t cache_block, cache_head, v_offset, table_row;
@@ -39,7 +39,7 @@ typedef struct {
   const int32_t *piece_row, *piece_start, *piece_end, *piece_indptr;
   const int32_t *token_of; /* query token of each partial result */
   const int32_t *visible;  /* it sees the tokens of its request below this one */
-  const int32_t *merge_slots; /* [num_out_tokens, most_partials], padded with -1 */
+  const int32_t *merge_slots; /* [num_out_tokens, max_partials], padded with -1 */
   const int32_t *out_tokens;
   float *partial_out, *partial_lse; /* [num_partials, num_qo_heads(, head_dim)] */
   float *out_lse; /* [num_tokens, num_qo_heads], or NULL */
@@ -301,15 +301,15 @@ static void attend(const Work *w, int64_t i, int64_t h, const Scratch *x) {
 /* Merge the partial results of one token (POR). */
 static void merge(const Work *w, int64_t i) {
   const int64_t heads = w->num_kv_heads * w->gqa_group_size, d = w->head_dim;
-  const int32_t *slots = w->merge_slots + i * w->most_partials;
+  const int32_t *slots = w->merge_slots + i * w->max_partials;
   element *out = w->out + w->out_tokens[i] * w->out_token;
   float sum[1024];
   for (int64_t h = 0; h < heads; h++) {
     float m = -INFINITY, total = 0.0f;
-    for (int64_t k = 0; k < w->most_partials && slots[k] >= 0; k++)
+    for (int64_t k = 0; k < w->max_partials && slots[k] >= 0; k++)
       m = fmaxf(m, w->partial_lse[slots[k] * heads + h]);
     memset(sum, 0, (size_t)d * 4);
-    for (int64_t k = 0; k < w->most_partials && slots[k] >= 0; k++) {
+    for (int64_t k = 0; k < w->max_partials && slots[k] >= 0; k++) {
       float weight = expf(w->partial_lse[slots[k] * heads + h] - m);
       const float *part = w->partial_out + (slots[k] * heads + h) * d;
       total += weight;
@@ -320,7 +320,7 @@ static void merge(const Work *w, int64_t i) {
   }
 }
 
-static int most_rows(const Work *w) {
+static int max_rows(const Work *w) {
   int most = 0;
   for (int64_t i = 0; i < w->num_pieces; i++) {
     int rows = (int)((w->piece_indptr[i + 1] - w->piece_indptr[i]) * w->gqa_group_size);
@@ -332,12 +332,12 @@ static int most_rows(const Work *w) {
 /* Bytes of scratch memory that each thread needs, a multiple of 64. */
 int64_t prefix_share_scratch(const Work *w) {
   Scratch x;
-  return (int64_t)scratch_bytes(w, most_rows(w), &x, NULL);
+  return (int64_t)scratch_bytes(w, max_rows(w), &x, NULL);
 }
 
 /* scratch: num_threads times prefix_share_scratch() bytes. */
 void prefix_share_decode(const Work *w, char *scratch, int num_threads) {
-  const int most = most_rows(w);
+  const int most = max_rows(w);
 #pragma omp parallel num_threads(num_threads)
   {
     Scratch x;

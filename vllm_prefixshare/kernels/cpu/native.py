@@ -47,7 +47,7 @@ class _Work(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
-            "num_pieces", "num_tokens", "most_partials",
+            "num_pieces", "num_tokens", "max_partials",
             "num_kv_heads", "gqa_group_size", "head_dim", "block_size",
             "q_token", "q_head", "out_token", "out_head",
             "cache_block", "cache_head", "v_offset", "table_row",
@@ -201,7 +201,7 @@ class NativeExecutor(CpuExecutor):
         work = _Work(
             num_pieces=len(row),
             num_tokens=len(out_tokens),
-            most_partials=merge.shape[1],
+            max_partials=merge.shape[1],
             num_kv_heads=heads,
             gqa_group_size=group,
             head_dim=dim,

@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
@@ -133,8 +134,10 @@ class CacheView:
 class HopperKernel:
     """``kernels.hopper.kernel``, for compute capability 9.0."""
 
-    name, divider = "hopper", "depth_first"
-    starts_merging, spread = True, False
+    name = "hopper"
+    divider = "depth_first"
+    geometry = HOPPER
+    starts_merging = True
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.shape = hopper_shape(attention, query_len)

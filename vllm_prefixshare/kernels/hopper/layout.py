@@ -4,6 +4,7 @@ import numpy as np
 
 from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import AttentionConfig, part_size
+from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import (
     LOW_REQS,
     LOW_RUNS,
@@ -18,12 +19,11 @@ from vllm_prefixshare.kernels.hopper.arrays import (
     WORDS,
     PlanArrays,
 )
-from vllm_prefixshare.planning.dividers.windows import HALF_ROWS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 
 #: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
-LEAST_PIECE = 16
+MIN_PIECE = 16
 MAX_HEAD_DIM = 256
 #: Most runs of a tile whose first KV tile is copied before its slots are found: the copy waits for
 #: block ids, and the search behind it comes later. More than 16 were not timed.
@@ -40,7 +40,7 @@ def hopper_serves(attention: AttentionConfig, capability: tuple[int, int]) -> bo
     return (
         capability[0] == 9
         and attention.head_dim <= MAX_HEAD_DIM
-        and attention.block_size % LEAST_PIECE == 0
+        and attention.block_size % MIN_PIECE == 0
         and "alibi" not in attention.features
         # queries and cache are both quantised or neither; TMA rows are multiples of 16 bytes
         and attention.kv_dtype == attention.query_dtype
@@ -90,7 +90,7 @@ def linked_layout(
         plan.run_reader_end,
         -(-lengths // at_once),
         tile_tokens // at_once,
-        HALF_ROWS // rows_per_request,
+        HOPPER.half_rows // rows_per_request,
         max_slots,
         max_runs,
     )
@@ -134,8 +134,10 @@ def first_request(
             across[starts[run] + 1] += read
             across[ends[run]] -= read
             before[starts[run] + 1] += read
-    across, before = np.cumsum(across), np.cumsum(before)
-    best, least = 0, before[num_reqs] + 1
+    across = np.cumsum(across)
+    before = np.cumsum(before)
+    best = 0
+    least = before[num_reqs] + 1
     for first in range(num_reqs):
         if across[first]:
             continue
@@ -148,7 +150,8 @@ def first_request(
             low = before[num_reqs] - before[first] + before[end - num_reqs] - both
         busier = both + max(low, before[num_reqs] - low - both)
         if busier < least:
-            best, least = first, busier
+            best = first
+            least = busier
     return best
 
 
@@ -180,7 +183,8 @@ def link_tiles(
         tile_info ``[num_tiles, WORDS]``; slot_row and slot_partial ``[2, num_tiles, max_slots]``;
         run_row, run_kv_start, run_kv_end and run_readers ``[4, num_tiles, max_runs]``.
     """
-    num_workers, used = len(work_indptr) - 1, len(req_indptr) - 1
+    num_workers = len(work_indptr) - 1
+    used = len(req_indptr) - 1
     idle = 0
     for w in range(num_workers):
         idle += work_indptr[w] == work_indptr[w + 1]
@@ -196,9 +200,12 @@ def link_tiles(
         for tile in range(work_indptr[w], work_indptr[w + 1]):
             if tile > work_indptr[w]:
                 info[place, NEXT_TILE] = free + 1
-                place, free = free, free + 1
-            first_req, num_reqs = req_indptr[tile], req_indptr[tile + 1] - req_indptr[tile]
-            first_run, last_run = run_indptr[tile], run_indptr[tile + 1]
+                place = free
+                free = free + 1
+            first_req = req_indptr[tile]
+            num_reqs = req_indptr[tile + 1] - req_indptr[tile]
+            first_run = run_indptr[tile]
+            last_run = run_indptr[tile + 1]
             half = (num_reqs + 1) // 2
             starts = run_reader_start[first_run:last_run].copy()
             ends = run_reader_end[first_run:last_run].copy()
@@ -210,7 +217,8 @@ def link_tiles(
                     ends[run] = starts[run] + readers
             for slot in range(num_reqs):
                 req = first_req + (first + slot) % num_reqs
-                slots[0, place, slot], slots[1, place, slot] = reqs[0][req], reqs[1][req]
+                slots[0, place, slot] = reqs[0][req]
+                slots[1, place, slot] = reqs[1][req]
                 info[place, RESULTS] |= PARTIAL if reqs[1][req] >= 0 else OUTPUT
             if num_reqs <= half_requests:
                 pieces = np.zeros(3, np.int64)
@@ -225,7 +233,9 @@ def link_tiles(
                 kind = 0 if all_wide else _kind(starts[run], ends[run], half)
                 wide += kind == 0
                 low += kind == 1
-            next_of_kind[0], next_of_kind[1], next_of_kind[2] = 0, wide, wide + low
+            next_of_kind[0] = 0
+            next_of_kind[1] = wide
+            next_of_kind[2] = wide + low
             wide_pieces = first_pieces = 0
             for run in range(len(starts)):
                 kind = 0 if all_wide else _kind(starts[run], ends[run], half)
@@ -243,6 +253,9 @@ def link_tiles(
             in_order = wide == 0 or wide == num_runs or wide_pieces > tile_pieces
             if num_runs <= PLAIN_RUNS and in_order and first_pieces >= tile_pieces:
                 info[place, RESULTS] |= PLAIN_START
-            info[place, NUM_REQS], info[place, NUM_RUNS] = num_reqs, num_runs
-            info[place, WIDE_RUNS], info[place, LOW_RUNS], info[place, LOW_REQS] = wide, low, half
+            info[place, NUM_REQS] = num_reqs
+            info[place, NUM_RUNS] = num_runs
+            info[place, WIDE_RUNS] = wide
+            info[place, LOW_RUNS] = low
+            info[place, LOW_REQS] = half
     return info, slots, out

@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.geometry import MLA_HOPPER
 from vllm_prefixshare.kernels.launching import launch
 from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
@@ -131,8 +132,10 @@ def latent_partial_attention(
 class LatentHopperKernel:
     """``kernels.mla_hopper.kernel``, for compute capability 9.0."""
 
-    name, divider = "mla_hopper", "depth_first"
-    starts_merging, spread = True, False
+    name = "mla_hopper"
+    divider = "depth_first"
+    geometry = MLA_HOPPER
+    starts_merging = True
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         rows = query_len * attention.num_qo_heads

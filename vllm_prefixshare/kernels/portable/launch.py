@@ -8,6 +8,7 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.geometry import PORTABLE
 from vllm_prefixshare.kernels.launching import launch, power_of_two
 from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
@@ -90,7 +91,7 @@ def shifts_bits(gpu: Gpu) -> bool:
 
 
 def hoisting(capability: tuple[int, int], head_dim: int) -> int:
-    """``QTile.hoist`` for a GPU, by what its code spills (docs/kernel-notes.md). Where less is
+    """``QTile.hoist`` for a GPU, by what its code spills (docs/notes/portable-kernel.md). Where less is
     moved, most binaries for Blackwell spill nothing, under any Triton, for up to a twentieth more
     instructions in 12.0's loops over KV tiles; but heads of 256 spill more on 12.0. Code for other
     GPUs would spill more under some Tritons.
@@ -194,7 +195,7 @@ def walk_capacity(
     spread: bool = False,
 ) -> Capacity:
     """Room for plans of up to ``num_reqs`` requests in ``PlanArrays``; spread: as in
-    ``PlannerConfig``.
+    ``TileGeometry``.
     """
     # depth first makes a tile for every request at worst, and at most two for each worker
     # where windows are cut: only those leave partial results
@@ -215,8 +216,10 @@ def walk_capacity(
 class PortableKernel:
     """``kernels.portable.kernel``, for every NVIDIA GPU from compute capability 8.0 on."""
 
-    name, divider = "portable", "depth_first"
-    starts_merging, spread = False, True
+    name = "portable"
+    divider = "depth_first"
+    geometry = PORTABLE
+    starts_merging = False
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.rows = query_len * attention.gqa_group_size
@@ -240,7 +243,12 @@ class PortableKernel:
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
         return walk_capacity(
-            num_reqs, self.num_workers, self.max_tile_requests, self.grid, pieces, self.spread
+            num_reqs,
+            self.num_workers,
+            self.max_tile_requests,
+            self.grid,
+            pieces,
+            self.geometry.spread,
         )
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:

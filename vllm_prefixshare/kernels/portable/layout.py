@@ -95,7 +95,9 @@ def _runs_and_parts(
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """tile_info, slot_end, ``[4, num_runs]`` and ``[3, num_parts]`` of ``walk_layout``."""
     run_row, run_start, run_end, run_reader_start, run_reader_end = runs
-    kv_tile, unit, num_tiles = grid.kv_tile, grid.unit, len(req_indptr) - 1
+    kv_tile = grid.kv_tile
+    unit = grid.unit
+    num_tiles = len(req_indptr) - 1
     per_tile = kv_tile // unit
     long = np.empty((4, len(run_row)), np.int32)
     parts = np.zeros((3, max_parts_of(grid, len(run_row), num_tiles)), np.int32)
@@ -104,11 +106,15 @@ def _runs_and_parts(
     num_long = num_parts = 0
     for t in range(num_tiles):
         slots = req_indptr[t]
-        info[t, FIRST_SLOT], info[t, NUM_REQS] = slots, req_indptr[t + 1] - slots
-        info[t, FIRST_RUN], info[t, FIRST_PART] = num_long, num_parts
+        info[t, FIRST_SLOT] = slots
+        info[t, NUM_REQS] = req_indptr[t + 1] - slots
+        info[t, FIRST_RUN] = num_long
+        info[t, FIRST_PART] = num_parts
         begun = num_parts
         for r in range(run_indptr[t], run_indptr[t + 1]):
-            row, start, end = run_row[r], run_start[r], run_end[r]
+            row = run_row[r]
+            start = run_start[r]
+            end = run_end[r]
             if end == OPEN_END:
                 end = max(start, -(-planned[row] // unit) * unit)
             readers = run_reader_start[r] | run_reader_end[r] << 16
@@ -117,12 +123,15 @@ def _runs_and_parts(
                 seen = min(end, planned[row] - grid.own_queries)
             whole = (seen - start) // kv_tile
             if whole >= grid.long:
-                long[0, num_long], long[1, num_long] = row, start
+                long[0, num_long] = row
+                long[1, num_long] = start
                 start += whole * kv_tile
-                long[2, num_long], long[3, num_long] = start, readers
+                long[2, num_long] = start
+                long[3, num_long] = readers
                 num_long += 1
             for pos in range(start, end, unit):
-                parts[0, num_parts], parts[1, num_parts] = row, pos
+                parts[0, num_parts] = row
+                parts[1, num_parts] = pos
                 parts[2, num_parts] = readers
                 num_parts += 1
         info[t, END_RUN] = num_long
@@ -134,7 +143,8 @@ def _runs_and_parts(
                 row = run_row[r]
                 end = max(run_start[r], -(-planned[row] // unit) * unit)
                 slot_end[slots + run_reader_start[r]] = end
-                parts[0, num_parts], parts[1, num_parts] = row, end
+                parts[0, num_parts] = row
+                parts[1, num_parts] = end
                 parts[2, num_parts] = run_reader_start[r] | run_reader_end[r] << 16
                 num_parts += 1
         steps = -(-(num_parts - begun) // per_tile)

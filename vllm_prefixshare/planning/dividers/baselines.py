@@ -5,14 +5,38 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.planning.dividers.pieces import Limits, as_tiles, tile_end
-from vllm_prefixshare.planning.dividers.problem import DivisionProblem, alone, by_chunk, split
-from vllm_prefixshare.planning.dividers.windows import list_runs, window_ends
+from vllm_prefixshare.planning.dividers.cuts import (
+    COLUMNS,
+    END_RUN,
+    END_TOKEN,
+    FIRST_RUN,
+    FIRST_TOKEN,
+    Limits,
+    as_tiles,
+    tile_end,
+)
+from vllm_prefixshare.planning.dividers.kv_list import list_runs, window_ends
+from vllm_prefixshare.planning.dividers.problem import (
+    DivisionProblem,
+    by_chunk,
+    split,
+    unshared_groups,
+)
 from vllm_prefixshare.records import WorkTiles
 
 #: a price of 1 per token, whichever requests read it
 _ONE = np.ones(2)
-TOKENS = TileRates(_ONE, _ONE, np.ones((4, 1)), overhead=0.0, merge=0.0)
+TOKENS = TileRates(
+    memory=_ONE,
+    cached=_ONE,
+    lines=np.ones((4, 1)),
+    overhead=0.0,
+    merge=0.0,
+    partial_write=0.0,
+    merge_launch=0.0,
+    min_merge=0.0,
+    max_merge=0.0,
+)
 
 
 def fasttree(problem: DivisionProblem) -> WorkTiles:
@@ -41,30 +65,39 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     """
     limits = Limits.of(problem, kv_tile=1)
     ends, _ = window_ends(problem.forest, limits.max_tile_requests, TOKENS)
-    runs = list_runs(problem.forest, problem.kv_lens, ends, 1, limits.cut_size, TOKENS)
+    runs = list_runs(
+        problem.forest, problem.planned_seq_lens, ends, 1, limits.half_rows, limits.cut_size, TOKENS
+    )
     chunk = problem.round_up(-(-int(runs.tokens.sum()) // limits.num_workers))
-    tiles, lengths = [], []
-    run = done = 0
+    tiles = np.zeros((len(runs.tokens) + limits.num_workers, COLUMNS), np.int32)
+    tokens = np.empty(len(tiles))
+    count = 0
+    run = 0
+    done = 0
     while run < len(runs.tokens):
-        begun = run, done
-        run, done, tokens = tile_end(runs, limits, run, done, runs.before[run] + done + chunk)
-        tiles.append((0, *begun, run, done, 0, 0, 0))
-        lengths.append(tokens)
-    cut = np.array(tiles, np.int32)
-    divided = WorkTiles(*as_tiles(runs, cut, np.array(lengths), problem.forest.request_rows)[:5])
+        tile = tiles[count]
+        tile[FIRST_RUN] = run
+        tile[FIRST_TOKEN] = done
+        goal = runs.before[run] + done + chunk
+        run, done, tokens[count] = tile_end(runs, limits, run, done, goal)
+        tile[END_RUN] = run
+        tile[END_TOKEN] = done
+        count += 1
+    rows = problem.forest.request_rows
+    divided = WorkTiles(*as_tiles(runs, tiles[:count], tokens[:count], rows)[:5])
     counts = np.diff(divided.row_indptr)
     return replace(divided, cost=problem.tile_cost(counts, divided.cost))
 
 
 def fixed(problem: DivisionProblem) -> WorkTiles:
-    """Cut every group into ``num_splits`` pieces, whatever their cost."""
+    """Cut every group into ``num_splits`` KV splits, whatever their cost."""
     groups = problem.groups(problem.config.grouping)
     lens = np.array([g.kv_len for g in groups])
-    most = np.maximum(1, lens // problem.block_size)
-    return split(problem, groups, np.minimum(most, problem.config.num_splits))
+    max_splits = np.maximum(1, lens // problem.block_size)
+    return split(problem, groups, np.minimum(max_splits, problem.config.num_splits))
 
 
 def per_request(problem: DivisionProblem) -> WorkTiles:
     """Flash-decoding: nothing is shared; long requests are split to fill the workers."""
-    groups = alone(problem)
+    groups = unshared_groups(problem)
     return by_chunk(problem, groups, problem.even_chunk(groups))

@@ -1,4 +1,4 @@
-"""FlashForge's divider: the default where every tree node is a group of its own."""
+"""FlashForge's divider: the default where each tree node is its own group."""
 
 import numpy as np
 
@@ -12,26 +12,27 @@ def flashforge(problem: DivisionProblem) -> WorkTiles:
 
     The lower bound on the slowest worker is the average load, found by bisection because
     finer division only adds to it (equation 4); equation 5 then bounds the splits. Within
-    the bound, one threshold on tile cost is swept, and the division with the least estimated
-    finish, merges included, is kept.
+    the bound, one threshold on tile cost is swept, and the division with the lowest estimated
+    finish, merges included, wins.
     """
     groups = problem.groups(problem.config.grouping)
     counts = np.array([len(g.rows) for g in groups])
     lens = np.array([g.kv_len for g in groups])
     whole = problem.tile_cost(counts, lens)
-    most_splits = np.maximum(1, lens // problem.block_size)
+    max_splits = np.maximum(1, lens // problem.block_size)
     workers = problem.config.num_workers
     if workers == 1:
         return split(problem, groups, np.ones_like(lens))
 
     def splits_at(threshold: float) -> IntArray:
-        return np.minimum(most_splits, np.maximum(1, np.ceil(whole / threshold))).astype(np.int64)
+        return np.minimum(max_splits, np.maximum(1, np.ceil(whole / threshold))).astype(np.int64)
 
     def average_load(threshold: float) -> float:
         splits = splits_at(threshold)
         return float((splits * problem.tile_cost(counts, lens / splits)).sum() / workers)
 
-    low, high = float(whole.sum()) / workers, max(float(whole.max()), float(whole.sum()) / workers)
+    low = float(whole.sum()) / workers
+    high = max(float(whole.max()), float(whole.sum()) / workers)
     for _ in range(12):
         mid = (low + high) / 2
         low, high = (mid, high) if average_load(mid) > mid else (low, mid)

@@ -1,7 +1,7 @@
 """DivisionProblem, the input of dividers, and how query groups become work tiles.
 
-Minimising the slowest thread block over all splits and assignments is NP-hard (FlashForge,
-section 5.1). Every strategy splits along KV only and leaves the assignment to
+Minimising the time of the slowest thread block over all splits and assignments is NP-hard
+(FlashForge, section 5.1). Every strategy splits along KV only and leaves the assignment to
 ``plan.longest_first``, except ``depth_first``, which schedules its own tiles.
 """
 
@@ -17,6 +17,11 @@ from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.records import (
     OPEN_END,
+    RUN_COLUMNS,
+    RUN_KV_END,
+    RUN_KV_START,
+    RUN_READER_END,
+    RUN_ROW,
     FloatArray,
     Forest,
     IntArray,
@@ -30,14 +35,14 @@ from vllm_prefixshare.records import (
 class DivisionProblem:
     """One batch to divide.
 
-    kv_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
+    planned_seq_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
     rows_per_request: query rows of one request on one KV head.
     rates: rates of ``cost``, if already known.
-    query_len: most query tokens of a request.
+    query_len: maximum number of query tokens of a request.
     """
 
     forest: Forest
-    kv_lens: IntArray
+    planned_seq_lens: IntArray
     cost: CostModel
     rows_per_request: int
     block_size: int
@@ -48,14 +53,14 @@ class DivisionProblem:
     @property
     def kv_starts(self) -> IntArray:
         """``[num_reqs]`` first token of the first block that a batch row sees."""
-        first = first_in_window(self.kv_lens, self.config.sliding_window, self.query_len)
+        first = first_in_window(self.planned_seq_lens, self.config.sliding_window, self.query_len)
         return first // self.block_size * self.block_size
 
     def groups(self, concatenate: bool) -> list[QueryGroup]:
         """Query groups, each with no more requests than a work tile takes."""
         limit = self.config.max_tile_requests
         groups = group_queries(
-            self.forest, self.kv_lens, self.cost, self.rows_per_request, concatenate
+            self.forest, self.planned_seq_lens, self.cost, self.rows_per_request, concatenate
         )
         if all(len(g.rows) <= limit for g in groups):
             return groups
@@ -79,7 +84,7 @@ class DivisionProblem:
         return -(-tokens // self.block_size) * self.block_size
 
 
-Divider = Callable[[DivisionProblem], WorkTiles]
+Divide = Callable[[DivisionProblem], WorkTiles]
 
 
 def indptr_of(counts: IntArray) -> IntArray:
@@ -90,22 +95,22 @@ def indptr_of(counts: IntArray) -> IntArray:
 
 
 def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) -> WorkTiles:
-    """Cut each group into at most ``splits`` pieces of whole blocks, equal but the last."""
+    """Cut each group into at most ``splits`` KV splits of whole blocks, equal but the last."""
     counts = np.array([len(g.rows) for g in groups])
     lens = np.array([g.kv_len for g in groups])
     row, start, end = np.array([g.segment for g in groups]).T
     chunks = -(-lens // splits // problem.block_size) * problem.block_size
     chunks = np.where(splits > 1, np.maximum(chunks, problem.block_size), lens)
-    pieces = -(-lens // chunks)
-    group = np.repeat(np.arange(len(groups)), pieces)
-    last = np.cumsum(pieces) - 1
-    index = np.arange(len(group)) - (last - pieces + 1)[group]
-    runs = np.zeros((len(group), 5), np.int32)
-    runs[:, 0] = row[group]
-    runs[:, 1] = start[group] + index * chunks[group]
-    runs[:, 2] = runs[:, 1] + chunks[group]
-    runs[last, 2] = end
-    runs[:, 4] = counts[group]
+    num_splits = -(-lens // chunks)
+    group = np.repeat(np.arange(len(groups)), num_splits)
+    last = np.cumsum(num_splits) - 1
+    index = np.arange(len(group)) - (last - num_splits + 1)[group]
+    runs = np.zeros((len(group), RUN_COLUMNS), np.int32)
+    runs[:, RUN_ROW] = row[group]
+    runs[:, RUN_KV_START] = start[group] + index * chunks[group]
+    runs[:, RUN_KV_END] = runs[:, RUN_KV_START] + chunks[group]
+    runs[last, RUN_KV_END] = end
+    runs[:, RUN_READER_END] = counts[group]
     return WorkTiles(
         row_indptr=indptr_of(counts[group]),
         rows=np.concatenate([groups[g].rows for g in group]),
@@ -116,20 +121,20 @@ def split(problem: DivisionProblem, groups: list[QueryGroup], splits: IntArray) 
 
 
 def by_chunk(problem: DivisionProblem, groups: list[QueryGroup], chunk: int) -> WorkTiles:
-    """Cut every KV segment into equal pieces of about ``chunk`` tokens."""
+    """Cut every KV segment into equal KV splits of about ``chunk`` tokens."""
     lens = np.array([g.kv_len for g in groups])
     return split(problem, groups, np.maximum(1, -(-lens // chunk)))
 
 
 def one_tile_each(problem: DivisionProblem) -> WorkTiles:
     """One tile for each request, without sharing or splits: the plan that always fits."""
-    groups = alone(problem)
+    groups = unshared_groups(problem)
     return split(problem, groups, np.ones(len(groups), np.int64))
 
 
-def alone(problem: DivisionProblem) -> list[QueryGroup]:
-    """A query group for each request by itself."""
-    tokens = zip(problem.kv_starts.tolist(), problem.kv_lens.tolist(), strict=True)
+def unshared_groups(problem: DivisionProblem) -> list[QueryGroup]:
+    """One query group for each request: no sharing."""
+    tokens = zip(problem.kv_starts.tolist(), problem.planned_seq_lens.tolist(), strict=True)
     return [
         QueryGroup(KVSegment(row, start, OPEN_END), np.array([row], np.int32), max(1, end - start))
         for row, (start, end) in enumerate(tokens)

@@ -1,5 +1,7 @@
 """The dividers by name."""
 
+from dataclasses import dataclass
+
 from vllm_prefixshare.planning.dividers.baselines import (
     deft_flatten,
     deft_node,
@@ -11,27 +13,54 @@ from vllm_prefixshare.planning.dividers.baselines import (
 from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant
 from vllm_prefixshare.planning.dividers.depth_first import depth_first
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
-from vllm_prefixshare.planning.dividers.problem import Divider
+from vllm_prefixshare.planning.dividers.problem import Divide
 from vllm_prefixshare.records import PrefixShareError
 
-DIVIDERS: dict[str, Divider] = {
-    f.__name__: f
-    for f in (
-        flashforge,
-        fasttree,
-        deft_node,
-        deft_node_chunk,
-        deft_flatten,
-        fixed,
-        per_request,
-        depth_first,
-        batch_invariant,
+
+@dataclass(frozen=True, slots=True)
+class Divider:
+    """A divider strategy.
+
+    divide: the strategy; its name is that of the divider.
+    decides_sharing: what the policy ``auto`` would decide beforehand, tree by tree, is left to it.
+    tiles_span_nodes: a work tile reads several nodes of the tree, so that what a tree gains by
+        sharing is priced per token and not per query group.
+    cuts_at_fixed_places: it cuts KV at multiples of ``PlannerConfig.kv_chunk_size`` and nowhere
+        else: a request's output bits do not depend on the batch.
+    """
+
+    divide: Divide
+    decides_sharing: bool = False
+    tiles_span_nodes: bool = False
+    cuts_at_fixed_places: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in ``DIVIDERS``."""
+        return self.divide.__name__
+
+
+DIVIDERS = {
+    divider.name: divider
+    for divider in (
+        Divider(flashforge),
+        Divider(fasttree),
+        Divider(deft_node),
+        Divider(deft_node_chunk),
+        Divider(deft_flatten),
+        Divider(fixed),
+        Divider(per_request),
+        # Unshared KV is read by the same kernel, and shared and private KV are weighed at every
+        # cut: deciding beforehand as well takes a third of a plan's time and drops no tree.
+        Divider(depth_first, decides_sharing=True, tiles_span_nodes=True),
+        # Cuts of KV that is not shared would exceed the room for tiles.
+        Divider(batch_invariant, decides_sharing=True, cuts_at_fixed_places=True),
     )
 }
 
 
 def get_divider(name: str) -> Divider:
-    """The strategy called ``name``.
+    """The divider called ``name``.
 
     Raises:
         PrefixShareError: unknown name; the sentence lists the known ones.

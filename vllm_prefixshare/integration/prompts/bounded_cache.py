@@ -1,0 +1,66 @@
+"""A thread-safe cache bounded in bytes that drops what was used least recently."""
+
+from collections.abc import Hashable
+from operator import itemgetter
+from threading import Lock
+from typing import Generic, TypeVar
+
+from cachetools import LRUCache
+
+from vllm_prefixshare.settings import settings
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+#: Bytes of an entry next to what its key and value hold: the tuples, the objects' headers and
+#: the cache's two dictionaries.
+ENTRY_BYTES = 600
+
+
+def part_limit() -> int:
+    """Bytes that the cache of one part may hold: tokenization and hashes get half of
+    ``VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB`` each.
+    """
+    return (settings().prompts_cache_mib << 20) // 2
+
+
+class BoundedCache(Generic[Key, Value]):
+    """A mapping that holds at most ``max_bytes`` bytes.
+
+    Args:
+        max_bytes: bound on the sum of the sizes that `put` is given, `ENTRY_BYTES` per entry
+            included.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = Lock()
+        self._entries: LRUCache[Key, tuple[Value, int]] = LRUCache(max_bytes, itemgetter(1))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the entries hold now."""
+        return int(self._entries.currsize)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Value | None:
+        """The value of ``key``, or None."""
+        with self._lock:
+            entry = self._entries.get(key)
+        return None if entry is None else entry[0]
+
+    def put(self, key: Key, value: Value, num_bytes: int) -> None:
+        """Keep ``value``, which together with its key holds ``num_bytes``. A value larger than
+        the whole cache is not kept.
+        """
+        num_bytes += ENTRY_BYTES
+        if num_bytes <= self.max_bytes:
+            with self._lock:
+                self._entries[key] = (value, num_bytes)
+
+    def clear(self) -> None:
+        """Drop every entry."""
+        with self._lock:
+            self._entries.clear()

@@ -1,0 +1,114 @@
+"""A list of token ids that also carries the ids as one array.
+
+vLLM passes prompts as lists. Each consumer of an array (hashing, messages, staged copies) would
+convert the same list again, 1 ms per 34k tokens. `TokenIds` is a list in every respect and keeps
+the array next to it.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: The array of the ids, int32 [number of ids].
+TokenArray = npt.NDArray[np.int32]
+
+_MUTATORS = (
+    "__delitem__",
+    "__iadd__",
+    "__imul__",
+    "__setitem__",
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "reverse",
+    "sort",
+)
+
+
+def as_array(ids: Sequence[int]) -> TokenArray:
+    """The ids as int32 ``[len(ids)]``, three times faster than NumPy converts a list.
+
+    Raises:
+        OverflowError: an id is not an integer of 32 bits.
+    """
+    try:
+        return np.frombuffer(struct.pack(f"={len(ids)}i", *ids), np.int32)
+    except struct.error as e:
+        raise OverflowError(str(e)) from e
+
+
+class TokenIds(list[int]):
+    """A list of token ids with `array`, the same ids as int32. A mutation drops the array.
+
+    Slices, sums and ``copy()`` are plain lists. NumPy reads the array instead of the list and
+    returns the dtype that it returns for a list of ints; pickle stores the bytes of the array.
+
+    Args:
+        ids: the ids.
+        array: the same ids, int32 [len(ids)], never written to; None to build it when it is
+            needed.
+    """
+
+    __slots__ = ("_array",)
+
+    _array: TokenArray | None
+
+    def __init__(self, ids: Iterable[int] = (), array: TokenArray | None = None) -> None:
+        super().__init__(ids)
+        self._array = array
+
+    @property
+    def array(self) -> TokenArray:
+        """The ids, int32 [len(self)]. Not to be written to.
+
+        Raises:
+            OverflowError: an id is not an integer of 32 bits.
+        """
+        array = self._array
+        if array is None:
+            array = as_array(self)
+            self._array = array
+        return array
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("a list cannot become an array without a copy")
+        try:
+            return self.array.astype(np.int64 if dtype is None else dtype)
+        except (OverflowError, TypeError, ValueError):
+            return np.array(list(self), dtype)
+
+    def __reduce__(self) -> tuple[Callable[[Any], "TokenIds"], tuple[Any]]:
+        try:
+            return from_bytes, (self.array.tobytes(),)
+        except (OverflowError, TypeError, ValueError):
+            return TokenIds, (list(self),)
+
+
+def from_bytes(data: bytes) -> TokenIds:
+    """The ids from the bytes of their array, in the byte order of this machine."""
+    array = np.frombuffer(data, np.int32)
+    return TokenIds(array.tolist(), array)
+
+
+def _dropping_array(name: str) -> Callable[..., Any]:
+    mutate = getattr(list, name)
+
+    def wrapper(self: TokenIds, *args: Any, **kwargs: Any) -> Any:
+        self._array = None
+        return mutate(self, *args, **kwargs)
+
+    wrapper.__name__ = name
+    return wrapper
+
+
+for _name in _MUTATORS:
+    setattr(TokenIds, _name, _dropping_array(_name))

@@ -1,0 +1,26 @@
+"""The tile geometry of each kernel, which its plans are made for."""
+
+from dataclasses import replace
+
+from vllm_prefixshare.config import TileGeometry
+
+#: Measured with the Hopper kernel on an H200. The prices are far below that of a tile on any GPU.
+GPU = TileGeometry(
+    half_rows=64,  # one consumer warpgroup
+    kv_tile=128,
+    query_cut_size=None,
+    spread=False,
+    spread_gain=0.03,
+    lockstep_gain=0.03,
+    uncached_lockstep_gain=0.08,
+    cached_tokens=90,
+    partial_write_us=1.0,
+    merge_launch_us=3.0,
+    min_merge_us=0.3,
+    max_merge_us=0.7,
+)
+HOPPER = replace(GPU, query_cut_size=GPU.kv_tile)
+PORTABLE = replace(GPU, spread=True)
+MLA_HOPPER = GPU
+#: CPU executors have no tiles of their own: whatever divider is named plans as for a GPU.
+CPU = GPU
