@@ -26,6 +26,7 @@ from papers.experiment import Experiment, Setting, good_points, span
 from papers.fasttree import trees
 from papers.picture import draw
 from papers.tree_attention import from_scale
+from whole_call import report
 
 from vllm_prefixshare.distributed.scaling import (
     Cluster,
@@ -319,22 +320,29 @@ def kernel_short_table() -> str:
 
 
 def whole_call_table() -> str:
-    """One line per workload of a user's call: seconds with each combination of parts."""
+    """Seconds of a user's call, a line for each workload and a column for each configuration."""
     if not exists("whole_call"):
-        return "No run of the whole-call benchmark has been published yet."
+        return "No run of the whole-call benchmark is published."
     result = published("whole_call")
-    columns = list(dict.fromkeys(name for row in result["rows"] for name in row["seconds"]))
-    lines = [
-        f"{result['gpu']}; {versions(result)}. `{result['command']}`: seconds of one call.",
-        "",
-        f"| workload | {' | '.join(columns)} |",
-        "|" + "---|" * (1 + len(columns)),
-    ]
-    for row in result["rows"]:
-        times = (row["seconds"].get(name) for name in columns)
-        entries = ("-" if seconds is None else f"{seconds:.2f}" for seconds in times)
-        lines.append(f"| {row['workload']} | {' | '.join(entries)} |")
-    return "\n".join(lines)
+    return (
+        f"{whole_call_how(result)} In brackets: times as fast as `{result['baseline']}`. "
+        "[Server, host time by part, and equal answers](../benchmarks/published/whole_call.md).\n\n"
+        f"{report.table(result)}"
+    )
+
+
+def whole_call_how(result: dict) -> str:
+    """Machine, model and command of a whole-call run, and the rows that it leaves out."""
+    left_out = "".join(f" `{row}` left out: {why}." for row, why in result["left_out"].items())
+    return (
+        f"{result['device']}; {result['model']}; {versions(result)}. `{result['command']}`: median "
+        f"of {result['repeats']} runs.{left_out}"
+    )
+
+
+def whole_call_section(write: Callable[[dict], str]) -> str:
+    """A table of the whole-call run, or that it measured nothing for it."""
+    return write(published("whole_call")) or "Not measured in this run."
 
 
 def engine_time(side: dict) -> str:
@@ -1199,6 +1207,20 @@ PAGES = {
             Section("Soak tests", "soak_server", soak_table),
         ),
     ),
+    "whole_call.md": GeneratedPage(
+        "Whole calls",
+        "[Whole-call performance](../../docs/whole-call.md) explains these tables.",
+        tuple(
+            Section(title, "whole_call", partial(whole_call_section, write))
+            for title, write in (
+                ("How it was measured", whole_call_how),
+                ("Calls", report.table),
+                ("Server", report.server_table),
+                ("Host time per request by part", report.parts_table),
+                ("Answers with equal tokens", report.comparison_table),
+            )
+        ),
+    ),
     "order.md": GeneratedPage(
         "Order of waiting requests",
         "[Ordering](../../docs/ordering.md) explains these tables.",
@@ -1261,7 +1283,11 @@ def fresh_files() -> dict[Path, str]:
     Raises:
         ValueError: a document has no place for its table.
     """
-    files = {PUBLISHED / name: page_text(page) for name, page in PAGES.items()}
+    files = {
+        PUBLISHED / name: page_text(page)
+        for name, page in PAGES.items()
+        if any(exists(section.results) for section in page.sections)
+    }
     for name, (file, results, write) in EMBEDDED.items():
         if not exists(results):
             continue
