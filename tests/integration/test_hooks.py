@@ -36,7 +36,8 @@ from vllm_prefixshare.integration import (
     support,
 )
 from vllm_prefixshare.integration.hooks import registry, selection
-from vllm_prefixshare.settings import VARIABLES, settings
+from vllm_prefixshare.integration.prompts import parts
+from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,23 @@ NOT_SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("hook", registry.HOOKS, ids=lambda h: h.target)
+@pytest.mark.parametrize("hook", [h for h in registry.HOOKS if h.parts], ids=lambda h: h.target)
+def test_a_part_whose_target_moved_is_left_to_vllm(hook, monkeypatch, caplog):
+    monkeypatch.setattr(parts, "_active", frozenset(PROMPT_PARTS))
+    monkeypatch.setattr(parts, "_unavailable", set())
+    monkeypatch.setattr(parts, "_reported", set())
+    with caplog.at_level(logging.INFO):
+        registry._install(ModuleType(hook.module))  # without any of its names
+    for part in PROMPT_PARTS:
+        assert parts.is_enabled(part) == (part not in _parts_of(hook.module))
+    assert hook.target in caplog.text
+
+
+def _parts_of(module):
+    return {part for hook in registry.HOOKS if hook.module == module for part in hook.parts}
+
+
+@pytest.mark.parametrize("hook", [h for h in registry.HOOKS if not h.parts], ids=lambda h: h.target)
 def test_a_hook_target_that_moved_would_be_found(hook):
     known = {*signatures.PARAMETERS, *signatures.MEMBERS}
     known |= {

@@ -73,6 +73,20 @@ class CountingEncoder:
         return self._encoder.encode_batch_fast(texts, **kwargs)
 
 
+def test_a_piece_as_long_as_a_window_is_no_window() -> None:
+    """A piece ends at a cut because of the space that follows it; its text alone has no cut."""
+    window = tokenization.WINDOW_CHARS[-1]
+    tokenizer = built("llama3")
+    memo = memo_of(tokenizer)
+    lengths: set[int] = set()
+    for length in range(window - 12, window + 4):
+        word = "in" * (length // 2) + "g" * (length % 2)
+        for text in (f"{word} the end of it " * 6, f"{word}formation the end of it " * 6):
+            assert_exact(memo, tokenizer, text, False)
+        lengths |= {len(key.text) for key in memo._cache._entries if not key.is_window}
+    assert window in lengths, "some piece is as long as a window"
+
+
 @pytest.mark.parametrize("kind", tokenizers.EXACT)
 def test_ids_are_the_tokenizers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that share a beginning, a middle or nothing, with windows of all sizes."""

@@ -8,6 +8,7 @@ from vllm_prefixshare.integration import metrics
 from vllm_prefixshare.integration.hooks.selection import chosen_in
 from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, wrap
 from vllm_prefixshare.integration.prompts.parts import activate
+from vllm_prefixshare.settings import PROMPT_PARTS
 
 
 def _activating(process: str) -> Callable[[Function], Function]:
@@ -38,6 +39,20 @@ _WHY = "shared host work is active only in processes of an engine that asked for
 _UNTIL = "vLLM has this work itself, or calls plugins with the configuration of an engine"
 
 HOOKS = (
-    Hook("vllm.v1.engine.core", "EngineCore.__init__", _WHY, _UNTIL, hook_engine_core),
-    Hook("vllm.v1.worker.worker_base", "WorkerBase.__init__", _WHY, _UNTIL, hook_worker),
+    Hook(
+        "vllm.v1.engine.core",
+        "EngineCore.__init__",
+        _WHY,
+        _UNTIL,
+        hook_engine_core,
+        parts=PROMPT_PARTS,
+    ),
+    Hook(
+        "vllm.v1.worker.worker_base",
+        "WorkerBase.__init__",
+        _WHY,
+        _UNTIL,
+        hook_worker,
+        parts=PROMPT_PARTS,
+    ),
 )

@@ -78,6 +78,7 @@ HOOKS = (
         _WHY_HASHES,
         _UNTIL_HASHES,
         hook_block_hasher,
+        parts=("hashes",),
     ),
     Hook(
         "vllm.v1.engine.core",
@@ -85,6 +86,7 @@ HOOKS = (
         f"{_WHY_HASHES}; the engine core may have imported the name before",
         _UNTIL_HASHES,
         hook_block_hasher,
+        parts=("hashes",),
     ),
     Hook(
         "vllm.v1.core.block_pool",
@@ -92,6 +94,7 @@ HOOKS = (
         f"{_WHY_LOOK_UP} (touch, free_blocks)",
         _UNTIL_LOOK_UP,
         hook_block_pool,
+        parts=("lookup",),
     ),
     Hook(
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -99,6 +102,7 @@ HOOKS = (
         f"{_WHY_LOOK_UP} (also SingleTypeKVCacheManager._get_num_evictable_blocks)",
         _UNTIL_LOOK_UP,
         hook_look_up,
+        parts=("lookup",),
     ),
     Hook(
         "vllm.v1.core.kv_cache_manager",
@@ -106,5 +110,6 @@ HOOKS = (
         _WHY_LOOK_UP,
         _UNTIL_LOOK_UP,
         hook_estimate,
+        parts=("lookup",),
     ),
 )

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, after, wrap
 from vllm_prefixshare.integration.prompts import copies
@@ -116,6 +115,7 @@ def hook_new_request_data(module: ModuleType) -> None:
 
 def hook_staged_writes(module: ModuleType) -> None:
     """Collect the staged writes of rows of int32 as arrays."""
+    import torch  # not before vLLM does
 
     def collect(staged: Any) -> None:
         if not is_enabled(PART) or staged.dtype != torch.int32 or staged.gpu.ndim != 2:
@@ -144,6 +144,7 @@ HOOKS = (
         "a prompt's token ids are encoded one by one, though the tokenizer gave an array",
         "EngineCoreRequest carries token ids as an array",
         hook_encoder,
+        parts=("copies",),
     ),
     Hook(
         "vllm.v1.serial_utils",
@@ -152,6 +153,7 @@ HOOKS = (
         "main thread waits for them",
         "EngineCoreRequest carries token ids as an array",
         hook_decoder,
+        parts=("copies",),
     ),
     Hook(
         "vllm.v1.core.sched.output",
@@ -159,6 +161,7 @@ HOOKS = (
         "workers receive a prompt's ids twice and flatten lists of token ids and block ids",
         "NewRequestData carries arrays",
         hook_new_request_data,
+        parts=("copies",),
     ),
     Hook(
         "vllm.v1.worker.gpu.buffer_utils",
@@ -166,5 +169,6 @@ HOOKS = (
         "the V2 model runner flattens token ids and block ids integer by integer",
         "StagedWriteTensor takes arrays",
         hook_staged_writes,
+        parts=("copies",),
     ),
 )

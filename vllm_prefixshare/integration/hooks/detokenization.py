@@ -26,5 +26,6 @@ HOOKS = (
         "the decode stream decodes the whole prompt with the first output token of each request",
         "vLLM starts the stream from a bounded tail",
         hook_detokenizer,
+        parts=("detokenization",),
     ),
 )

@@ -17,6 +17,7 @@ from vllm_prefixshare.integration.hooks import (
 )
 from vllm_prefixshare.integration.hooks.imports import watch_imports
 from vllm_prefixshare.integration.hooks.wrapping import Hook
+from vllm_prefixshare.integration.prompts.parts import deactivate
 
 HOOKS = (
     Hook(
@@ -142,5 +143,6 @@ def _install(module: ModuleType) -> None:
                     hook.install(module)
             except AttributeError:
                 # This vLLM has no such name. Where the backend is chosen,
-                # `compat.check_release` names it and refuses before the engine starts.
-                continue
+                # `compat.check_release` names it and rejects before the engine starts.
+                for part in hook.parts:
+                    deactivate(part, f"this vLLM has no {hook.target}")

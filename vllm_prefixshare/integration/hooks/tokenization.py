@@ -145,5 +145,6 @@ HOOKS = (
         "prompts on the same document tokenize it again for each request",
         "vLLM keeps the token ids of texts",
         hook_tokenization,
+        parts=("tokenization",),
     ),
 )

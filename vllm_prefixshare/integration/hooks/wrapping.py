@@ -20,6 +20,8 @@ class Hook:
     install: makes the change, given the module; a second call changes nothing. It raises
         AttributeError where this vLLM has no such name.
     replaced: whether this vLLM has a patch that does the same, given the module.
+    parts: parts of the shared host work that need it. They are left to a vLLM that has no such
+        name; where there are none, the backend is rejected there (``compat.check_release``).
     """
 
     module: str
@@ -28,6 +30,7 @@ class Hook:
     until: str
     install: Callable[[ModuleType], None]
     replaced: Callable[[ModuleType], bool] = lambda module: False
+    parts: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:

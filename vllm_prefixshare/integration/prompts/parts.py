@@ -45,6 +45,7 @@ class PartCounters:
 COUNTERS: dict[str, PartCounters] = {part: PartCounters() for part in PROMPT_PARTS}
 
 _active: frozenset[str] = frozenset()
+_unavailable: set[str] = set()
 _reported: set[tuple[str, str]] = set()
 
 
@@ -52,7 +53,7 @@ def is_enabled(part: str) -> bool:
     """Whether a part is active in this process: an engine with PREFIX_SHARE runs in it, or
     ``VLLM_PREFIXSHARE_PROMPTS`` names the part.
     """
-    return part in _active
+    return part in _active and part not in _unavailable
 
 
 def activate(uses_prefix_share: bool) -> None:
@@ -73,8 +74,7 @@ def deactivate(part: str, reason: str) -> None:
     """Switch a part off in this process, for a vLLM whose code is not the one it was written
     for.
     """
-    global _active
-    _active -= {part}
+    _unavailable.add(part)
     report_once(part, reason)
 
 

@@ -63,13 +63,16 @@ class Stretch(NamedTuple):
     """A stretch of text, the key of a `Span`.
 
     tokenizer: number of the `TextTokenizer`. salt: of the request. is_start: whether the text
-    starts with it.
+    starts with it. is_window: whether the span covers the part of ``text`` up to the last cut that
+    ``text`` alone shows. The span of a piece covers all of ``text``, whose end is a cut only where
+    the text that follows makes it one.
     """
 
     tokenizer: int
     salt: str | None
     is_start: bool
     text: str
+    is_window: bool = False
 
 
 class _NewWindow(NamedTuple):
@@ -170,7 +173,7 @@ class TextTokenizer:
             return self._add_pieces(plan, start, end, PIECE_CHARS)
         size, smaller = sizes[0], sizes[1:]
         while end - start >= size:
-            key = self._stretch(plan, start, start + size)
+            key = self._stretch(plan, start, start + size)._replace(is_window=True)
             known = self._cache.get(key)
             if known is not None:
                 plan.spans.append(known)
