@@ -17,10 +17,17 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 
 MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
 
-.PHONY: demo test docs dist trust soak ray releases kernels lint venv model clean
+.PHONY: demo check test docs dist trust soak ray releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
+
+# What to run before each commit: linters, and unit tests that start no engine and compile no
+# kernel; under 3 minutes on two cores.
+CHECKS := tests/planning tests/cli tests/docs tests/integration/prompts tests/kernels/test_layout.py \
+	tests/kernels/test_registry.py tests/test_boundaries.py tests/test_docs.py
+check: lint
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope -m 'not engine' $(CHECKS) $(PYTEST_ARGS)
 
 # In several processes of one thread each; a file's tests stay together, for the engines they share.
 test: lint model $(RAY)/.locked
