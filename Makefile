@@ -17,10 +17,17 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 
 MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
 
-.PHONY: demo test docs trust soak ray releases kernels lint venv model clean
+.PHONY: demo check test docs dist trust soak ray releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
+
+# What to run before each commit: linters, and unit tests that start no engine and compile no
+# kernel; under 3 minutes on two cores.
+CHECKS := tests/planning tests/cli tests/docs tests/integration/prompts tests/kernels/test_layout.py \
+	tests/kernels/test_registry.py tests/test_boundaries.py tests/test_docs.py
+check: lint
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope -m 'not engine' $(CHECKS) $(PYTEST_ARGS)
 
 # In several processes of one thread each; a file's tests stay together, for the engines they share.
 test: lint model $(RAY)/.locked
@@ -28,7 +35,13 @@ test: lint model $(RAY)/.locked
 
 # The documentation as a site, in site/.
 docs: venv
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# The source distribution and the wheel, in dist/.
+dist: venv
+	rm -rf dist
+	mkdir dist
+	$(PY) -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 # What CI tries a little of, at length: an hour or two on one core.
 trust: venv

@@ -311,7 +311,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-random", action="store_true", help="leave out random weights of the 8B shape")
     add("--cpu", action="store_true", help=f"on a CPU, the embedded model: {CPU}")
     add("--backends", nargs="+", default=BACKENDS, help="the first is stock, the last is tested")
-    add("--text", type=Path, nargs="+", help="fixed text (default: docs/*.md)")
+    add("--text", type=Path, nargs="+", help="fixed text (default: the pages of docs/)")
     add("--document", type=int, default=2048, help="tokens that all prompts share")
     add("--own", type=int, default=64, help="private tokens of each prompt")
     add("--forced", type=int, default=448, help="tokens of fixed text for each request to decode")
@@ -334,7 +334,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     counts = ("document", "own", "forced", "tokens", "most", "concurrent", "requests", "kv_gib")
     if min(getattr(args, name) for name in counts) < 1:
         parser.error(f"{', '.join(counts)} must be 1 or more")
-    args.text = args.text or sorted((ROOT / "docs").glob("*.md"))
+    args.text = args.text or sorted((ROOT / "docs").rglob("*.md"))
     return args
 
 

@@ -2,7 +2,7 @@
 
 Replicas decode in batches, read a KV token that requests share once a step, and evict the prefix
 that was used least recently. No engine runs: a step takes the time that ``docs/performance.md`` and
-``docs/scale.md`` have for Llama-3.1-8B on an H200. The routers:
+``docs/ordering.md`` have for Llama-3.1-8B on an H200. The routers:
 
 random        the less loaded of two random replicas, as Ray's own
 affine        the less loaded of the replicas that were sent the longest prefix, as Ray's

@@ -38,7 +38,7 @@ def engine_chart(rows: list[dict], theme: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + RIGHT} '
         f'{bottom + 44}" font-family="system-ui, sans-serif" font-size="13" '
         f'fill="{colours["text"]}">',
-        "<title>Milliseconds per output token, stock vLLM and PREFIX_SHARE</title>",
+        "<title>Milliseconds per output token, vLLM's default backend and PREFIX_SHARE</title>",
     ]
     for ms in range(0, int(slowest) + 1, GRID):
         x = LEFT + ms * scale
@@ -50,7 +50,10 @@ def engine_chart(rows: list[dict], theme: str) -> str:
         f'<text x="{LEFT + WIDTH / 2:.0f}" y="{bottom + 38}" text-anchor="middle">'
         "milliseconds per output token (shorter is faster)</text>"
     )
-    for x, colour, name in ((LEFT, "stock", "stock vLLM"), (LEFT + 120, "ours", "PREFIX_SHARE")):
+    for x, colour, name in (
+        (LEFT, "stock", "default backend"),
+        (LEFT + 120, "ours", "PREFIX_SHARE"),
+    ):
         parts.append(
             f'<rect x="{x}" y="9" width="{BAR}" height="{BAR}" fill="{colours[colour]}"/>'
             f'<text x="{x + 20}" y="20">{name}</text>'

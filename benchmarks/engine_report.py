@@ -155,7 +155,7 @@ def in_common(agreement: Row) -> str:
         f"{again[name]} {tokens:.1f}" + (f", gap {gaps[name]:.3f}" if name in gaps else "")
         for name, tokens in agreement["tokens_in_common_stock"].items()
     )
-    return f"{agreement['tokens_in_common']:.1f} tokens in common; stock's own {stock}"
+    return f"{agreement['tokens_in_common']:.1f} tokens in common; the baseline's own {stock}"
 
 
 def line(row: Row) -> str:

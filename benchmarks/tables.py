@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import repository  # noqa: F401
 from accuracy import share_interval
@@ -25,6 +26,7 @@ from papers.experiment import Experiment, Setting, good_points, span
 from papers.fasttree import trees
 from papers.picture import draw
 from papers.tree_attention import from_scale
+from whole_call import report
 
 from vllm_prefixshare.distributed.scaling import (
     Cluster,
@@ -58,16 +60,13 @@ def versions(result: dict) -> str:
 
 def cpu_table() -> str:
     result = published("cpu")
-    if "pairs" in result:
-        runs = f"{result['pairs']} short runs of each engine in turns; speed-up: median of pairs"
-    else:  # measured before runs were paired
-        runs = f"{result['repeats']} runs of each engine, taking turns"
+    runs = f"{result['pairs']} short runs of each engine in turns; speed-up: median of pairs"
     lines = [
         f"{result['model']}; {result['processor']} cores; {versions(result)}. "
         f"`{result['command']}`: median and range of {runs}.",
         "",
-        "| shared document | private prompt | batch | stock, ms a token | PREFIX_SHARE | speed-up "
-        "| KV read, share factor | plans / steps |",
+        "| shared document | private prompt | batch | baseline, ms a token | PREFIX_SHARE "
+        "| speed-up | KV read, share factor | plans / steps |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -78,32 +77,6 @@ def cpu_table() -> str:
             f"| {row['prefix_share_ms']:.1f} ({ours[0]:.1f}-{ours[1]:.1f}) "
             f"| {row['speedup']:.2f} | {row['share_factor']:.1f} "
             f"| {row['plans']} / {row['decode_steps']} |"
-        )
-    return "\n".join(lines)
-
-
-def kernel_summary() -> str:
-    """One line per workload: all peers at the first head shape, the gain at the others."""
-    result = published("kernel")
-    heads = list(dict.fromkeys(cell["heads"] for cell in result["cells"]))
-    titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
-    rows: dict[str, dict[str, dict]] = {}
-    for cell in result["cells"]:
-        rows.setdefault(cell["workload"], {})[cell["heads"]] = cell
-    lines = [
-        f"{measured_how(result)} Times are of {heads[0]} heads; the gain is the fastest peer's "
-        "time over ours.",
-        "",
-        f"| workload | batch | roof | {' | '.join(titles.values())} "
-        f"| {' | '.join(f'gain {h}' for h in heads)} |",
-        "|" + "---|" * (3 + len(titles) + len(heads)),
-    ]
-    for workload, cells in rows.items():
-        first = cells[heads[0]]
-        entries = [kernel_entry(first["peers"][name]) for name in titles]
-        lines.append(
-            f"| {workload} | {first['batch']} | {first['roof_ms']:.4f} | {' | '.join(entries)} "
-            f"| {' | '.join(gain(cells[h]) for h in heads)} |"
         )
     return "\n".join(lines)
 
@@ -164,7 +137,7 @@ def measured_how(result: dict) -> str:
 
 
 def layer_extras(result: dict) -> str:
-    """What the layer has beside plain attention."""
+    """What the layer has in addition to plain attention."""
     kv = result.get("kv_dtype")
     if result.get("mla"):
         queries = {cell["query_len"] for cell in result["cells"]} - {1}
@@ -209,18 +182,18 @@ def engine_table(name: str) -> str:
         + (
             ""
             if memory["started_together"]
-            else f". KV-cache capacity: stock {tokens['stock']} tokens, PREFIX_SHARE "
+            else f". KV-cache capacity: baseline {tokens['stock']} tokens, PREFIX_SHARE "
             f"{tokens['PREFIX_SHARE']} ({memory['kv_cache_ratio']:.4f})"
         )
         + (f"; {used['stock']:.1f} and {used['PREFIX_SHARE']:.1f} GiB in use" if used else "")
-        + (". Each engine on a GPU of its own, both at once" if result.get("apart") else "")
+        + (". Each engine on a separate GPU, both at once" if result.get("apart") else "")
         + ". Host time: mean of building attention metadata in decode-only steps that made no "
         "plan.",
         "",
-        "| workload | stock, ms a token | PREFIX_SHARE | speed-up | floor | stock, tokens/s "
+        "| workload | baseline, ms a token | PREFIX_SHARE | speed-up | floor | baseline, tokens/s "
         "| PREFIX_SHARE | share factor | plans / steps | ms a plan "
-        "| host us a steady step, stock / ours | requests with the same tokens "
-        "| largest gap where they part, nats |",
+        "| host us per steady step, baseline / ours | requests with the same tokens "
+        "| largest gap where they diverge, nats |",
         "|" + "---|" * 13,
     ]
     for row in result["rows"]:
@@ -254,12 +227,12 @@ def sweep_table() -> str:
         f"{result['gpu']}; {result['model']}; {versions(result)}. `{result['command']}`: "
         "milliseconds per output token while all requests decode (median and range of "
         f"{result['repeats']} runs), and tokens per second of the whole call, prefill included. "
-        "Floor: as above. GPU: milliseconds of a decode step by kind of kernel, stock / ours, by "
-        f"torch's profiler in {steps} steps of a run that is not timed, without the GPU's idle "
+        "Floor: as above. GPU: milliseconds of a decode step by kind of kernel, baseline / ours, "
+        f"by torch's profiler in {steps} steps of a run that is not timed, without the GPU's idle "
         "time; others include writing the KV.",
         "",
-        "| workload | stock, ms a token | PREFIX_SHARE | speed-up | floor "
-        f"| {' | '.join(f'GPU, {kind}' for kind in kinds)} | tokens/s, stock / ours |",
+        "| workload | baseline, ms a token | PREFIX_SHARE | speed-up | floor "
+        f"| {' | '.join(f'GPU, {kind}' for kind in kinds)} | tokens/s, baseline / ours |",
         "|" + "---|" * (6 + len(kinds)),
     ]
     for row in result["rows"]:
@@ -290,13 +263,86 @@ def headline() -> str:
 def chart_configuration() -> str:
     """The configuration under the engine's chart."""
     result = published("engine")
-    how = "run on a GPU each, at once," if result.get("apart") else "take turns on one GPU"
+    found = result["versions"]
+    how = "run on one GPU each" if result.get("apart") else "take turns on one GPU"
     return (
-        f"{result['gpu']}; {result['model']}; {versions(result)}. `{result['command']}`. Both "
-        f"engines {how} with the same settings; median of {result['repeats']} "
-        "runs while all requests decode. * mean over one whole call, prefill included. "
-        "[All figures](docs/performance.md)."
+        f"{result['gpu']}; {result['model']}; vLLM {found['vllm']}, torch {found['torch']}, Triton "
+        f"{found['triton']}. Both engines {how} with the same settings; median of "
+        f"{result['repeats']} runs while all requests decode (* mean over one call, prefill "
+        f"included). [Command and all figures](benchmarks/published/engine.md)."
     )
+
+
+#: rows of the short engine table: what differs from the first run, and its results
+ENGINE_RUNS = (
+    ("Llama-3.1-8B", "engine"),
+    ("Llama-3.1-8B, fp8 KV cache", "engine_fp8"),
+    ("Llama-3.1-8B, two GPUs (tensor parallel)", "engine_tp2"),
+    ("Llama-3.1-70B, 16 layers, two GPUs", "engine_tp2_70b"),
+    ("DeepSeek-V2-Lite (MLA)", "engine_mla"),
+    ("gpt-oss-20b", "engine_gpt_oss"),
+    ("Qwen3-Next, 64 of 512 experts", "engine_qwen3_next"),
+    ("Gemma-3-12B", "engine_gemma3"),
+    ("Llama-3.1-8B on an H100", "engine_h100"),
+)
+
+
+def engine_short_table() -> str:
+    """Milliseconds per output token of every engine run, one line per workload."""
+    lines = ["| model | workload | baseline | PREFIX_SHARE | speed-up |", "|---|---|---|---|---|"]
+    for title, name in ENGINE_RUNS:
+        for row in published(name)["rows"]:
+            lines.append(
+                f"| {title} | {row['workload']}{MARKS[row['kind']]} | {row['stock']['ms']:.2f} "
+                f"| {row['PREFIX_SHARE']['ms']:.2f} | {row['ratio']:.2f} |"
+            )
+            title = ""
+    return "\n".join(lines)
+
+
+def kernel_short_table() -> str:
+    """Microseconds of one layer with 32:8 heads: ours, FlashAttention-3 and the fastest peer."""
+    result = published("kernel")
+    lines = [
+        "| workload | roofline | ours | FlashAttention-3 | fastest peer | gain over it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in result["cells"]:
+        found = best_peer(cell)
+        if cell["heads"] != "32:8" or found is None:
+            continue
+        ours, fa3 = (1e3 * cell["peers"][name]["ms"] for name in (OURS[0], "fa3"))
+        lines.append(
+            f"| {cell['workload']} | {1e3 * cell['roof_ms']:.1f} | {ours:.1f} | {fa3:.1f} "
+            f"| {result['titles'][found[0]]}, {1e3 * found[1]:.1f} | {gain(cell)} |"
+        )
+    return "\n".join(lines)
+
+
+def whole_call_table() -> str:
+    """Seconds of a user's call, a line for each workload and a column for each configuration."""
+    if not exists("whole_call"):
+        return "No run of the whole-call benchmark is published."
+    result = published("whole_call")
+    return (
+        f"{whole_call_how(result)} In brackets: times as fast as `{result['baseline']}`. "
+        "[Server, host time by part, and equal answers](../benchmarks/published/whole_call.md).\n\n"
+        f"{report.table(result)}"
+    )
+
+
+def whole_call_how(result: dict) -> str:
+    """Machine, model and command of a whole-call run, and the rows that it leaves out."""
+    left_out = "".join(f" `{row}` left out: {why}." for row, why in result["left_out"].items())
+    return (
+        f"{result['device']}; {result['model']}; {versions(result)}. `{result['command']}`: median "
+        f"of {result['repeats']} runs.{left_out}"
+    )
+
+
+def whole_call_section(write: Callable[[dict], str]) -> str:
+    """A table of the whole-call run, or that it measured nothing for it."""
+    return write(published("whole_call")) or "Not measured in this run."
 
 
 def engine_time(side: dict) -> str:
@@ -305,14 +351,14 @@ def engine_time(side: dict) -> str:
 
 
 def fidelity_table() -> str:
-    """One line per backend: its difference from stock FLASH_ATTN."""
+    """One line per backend: its difference from FLASH_ATTN."""
     result = published("fidelity")
     lines = [
         f"{result['device']}; {versions(result)}; runner {result['runner'].upper()}. "
         f"`{result['command']}`: differences from {result['reference']} on the same prompts, which "
         "share a document; of log-probabilities, in nats.",
         "",
-        "| model | backend | greedy tokens before texts part | stock's largest lead where they do "
+        "| model | backend | greedy tokens before texts diverge | baseline's largest lead there "
         "| tokens decoded along a given text | mean difference | largest | perplexity |",
         "|" + "---|" * 8,
     ]
@@ -331,9 +377,9 @@ def fidelity_table() -> str:
 
 #: title of a column of the accuracy table -> file and backend of its results
 ACCURACY = (
-    ("CPU, stock", "fidelity_cpu", "stock"),
+    ("CPU, CPU_ATTN", "fidelity_cpu", "stock"),
     ("CPU, PREFIX_SHARE", "fidelity_cpu", "PREFIX_SHARE"),
-    ("CPU, float32, stock", "fidelity_cpu_float32", "stock"),
+    ("CPU, float32, CPU_ATTN", "fidelity_cpu_float32", "stock"),
     ("CPU, float32, PREFIX_SHARE", "fidelity_cpu_float32", "PREFIX_SHARE"),
     ("GPU, FLASH_ATTN", "fidelity_gpu", "FLASH_ATTN"),
     ("GPU, TRITON_ATTN", "fidelity_gpu", "TRITON_ATTN"),
@@ -359,10 +405,10 @@ def accuracy_table() -> str:
         rows = published(name).get("accuracy", ()) if exists(name) else ()
         found.append(next((row for row in rows if row["backend"] == backend), None))
     lines = {
-        "greedy tokens before the text parts from stock's": lambda r: (
+        "greedy tokens before the text diverges from the baseline's": lambda r: (
             f"{interval(r['agreement'], '.1%')} of {r['greedy_tokens']}"
         ),
-        "mean difference of log-probabilities from stock's, nats": lambda r: interval(
+        "mean difference of log-probabilities from the baseline's, nats": lambda r: interval(
             r["difference"], ".2g"
         ),
         "largest": lambda r: f"{r['largest_difference']:.2g} of {r['forced_tokens']} tokens",
@@ -371,7 +417,7 @@ def accuracy_table() -> str:
         "copies of a prompt answered right (#22103)": lambda r: (
             f"{share(r['copies_right'], r['copies'])} of {r['copies']}"
         ),
-        "copies answered as stock answers one alone": lambda r: (
+        "copies answered as the baseline answers a single one": lambda r: (
             f"{share(r['copies_same'], r['copies'])} of {r['copies']}"
         ),
         "sampled tokens: mean ratio": lambda r: interval(r["sampled"]["ratio"], ".7g"),
@@ -421,8 +467,8 @@ def grown(row: dict, gpu: bool) -> str:
 def soak_table() -> str:
     """One line per variant of the engine, and the server: what was tried, and what failed."""
     lines = [
-        "| what | tried | compared with stock alone | failed | grown: memory, files, GPU memory "
-        "| minutes |",
+        "| what | tried | compared with single requests of the baseline | failed "
+        "| grown: memory, files, GPU memory | minutes |",
         "|---|---|---|---|---|---|",
     ]
     commands = []
@@ -440,9 +486,9 @@ def soak_table() -> str:
                     tried += (
                         f"; {row['steps']} decode steps, of which {row['shared_steps']} shared KV"
                     )
-                compared = f"statuses of {len(row['statuses'])} kinds of nonsense"
+                compared = f"statuses of {len(row['statuses'])} kinds of invalid requests"
                 if row["stock_statuses"] is None:
-                    compared = f"{compared}: none of 500 or more, stock was not asked"
+                    compared = f"{compared}: none of 500 or more, baseline not queried"
             else:
                 tried = (
                     f"{row['requests']} requests, {row['steps']} steps, of which "
@@ -450,8 +496,8 @@ def soak_table() -> str:
                     f"{row['aborted']} answers aborted"
                 )
                 compared = (
-                    f"{row['equal']} of {row['greedy']} greedy answers equal, {row['ties']} part "
-                    f"at a tie"
+                    f"{row['equal']} of {row['greedy']} greedy answers equal, "
+                    f"{row['ties']} diverge at a tie"
                 )
                 if row.get("compared"):
                     mean = row["total_error"] / row["compared"]
@@ -588,11 +634,11 @@ def kernel_entry(found: dict[str, object]) -> str:
 
 
 def startup_table() -> str:
-    """Seconds to start, stock and ours in turns: medians, and each pair."""
+    """Seconds to start, baseline and ours in turns: medians, and each pair."""
     found = published("startup")
     versions = found["versions"]
     lines = [
-        "| caches | stock | PREFIX_SHARE | more | each pair |",
+        "| caches | baseline | PREFIX_SHARE | difference | each pair |",
         "|---|---|---|---|---|",
     ]
     for kind, of in found["seconds"].items():
@@ -612,10 +658,10 @@ def startup_table() -> str:
 
 def h200s() -> Cluster:
     """A cluster of H200s, 8 to a node. Reading, and the fixed time: from kernel.json, what its
-    `256_1024` takes beside its roof. Multiplying, and NVLink between two GPUs: from scale.json of
-    22 November 2026, in which 64 requests reach 550 TFLOP/s, a small all-reduce takes 14 us, and
-    the ring sends 350 GB/s. InfiniBand: the data sheet of NDR with one port per GPU; its latency is
-    assumed.
+    `256_1024` takes in addition to its roof. Multiplying, and NVLink between two GPUs: from
+    scale.json of 22 November 2026, in which 64 requests reach 550 TFLOP/s, a small
+    all-reduce takes 14 us, and the ring sends 350 GB/s. InfiniBand: the data sheet of NDR with one
+    port per GPU; its latency is assumed.
     """
     cell = anchor("256_1024")
     fixed = 1e3 * (cell["peers"]["ours"]["ms"] - cell["roof_ms"])
@@ -629,12 +675,12 @@ def anchor(workload: str) -> dict:
 
 
 def model_checked() -> str:
-    """What was measured beside what the model says, where that can be."""
+    """Measured times compared with the model, where both exist."""
     cluster, result = h200s(), published("scale")
     alone = [("1,64_32768,64", Layer(64, 1 << 15, 64)), ("1,32_122880,256", Layer(32, 122880, 256))]
     times = (
         f"{layer.num_reqs} requests on {layer.shared >> 10}k tokens take "
-        f"{1e3 * anchor(workload)['peers']['ours']['ms']:.0f} us, the model says "
+        f"{1e3 * anchor(workload)['peers']['ours']['ms']:.0f} us, the model predicts "
         f"{attention_us(layer, cluster):.0f}"
         for workload, layer in alone
     )
@@ -648,10 +694,10 @@ def model_checked() -> str:
         return f"{found[0]:.2f} to {found[-1]:.2f}"
 
     return (
-        f"Measured on one GPU: {'; '.join(times)}. On two, [in CUDA graphs](#tree-reduction), "
-        f"gather takes {spread('gather', tree_us)} times what the model says, from {LONG >> 10}k "
-        f"tokens on {spread('gather', tree_us, LONG)}; ring attention {spread('ring', ring_us)}, "
-        f"and {spread('ring', ring_us, LONG)}."
+        f"Measured on one GPU: {'; '.join(times)}. On two, [in CUDA graphs](#two-gpus), "
+        f"gather takes {spread('gather', tree_us)} times what the model predicts, from "
+        f"{LONG >> 10}k tokens on {spread('gather', tree_us, LONG)}; ring attention "
+        f"{spread('ring', ring_us)}, and {spread('ring', ring_us, LONG)}."
     )
 
 
@@ -711,7 +757,7 @@ def scale_table() -> str:
 
 
 def papers_table(paper: str) -> str:
-    """A paper's claims beside what was found here, then each experiment with its results."""
+    """A paper's claims and the results here, then each experiment with its results."""
     of_paper = [e for e in EXPERIMENTS.values() if e.paper == paper]
     results = {e.name: ran(e.name) for e in of_paper}
     lines = [
@@ -841,8 +887,8 @@ def scale_measured_table() -> str:
         f"{rates['dense attention']} TFLOP/s. Own shard / its bound: the kernel without any "
         f"reduction, over the bound without the all-reduce. {about_fa3}Launched: the best tree "
         "and the ring called from Python, to the end of their work. Model: what "
-        "[the model](#what-to-expect-at-scale) says of gather. Memory: peak of a launched call "
-        "beside shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
+        "[the model](#model) predicts for gather. Memory: peak of a launched call in "
+        "addition to shard and queries, MiB, gather / ring, and by the paper's equations 9 and 8.",
         "",
         f"| tokens | requests | {' | '.join([*trees, 'ring', 'own shard', *others])} | bound "
         "| ring / best tree | best tree / bound | own shard / its bound | best tree / own shard "
@@ -916,7 +962,7 @@ def long_contexts(rows: list[dict], trees: list[str], others: list[str], small: 
 
 
 def scale_blocks_table() -> str:
-    """Long contexts on two ranks by the size of KV blocks, beside FlashAttention-3 on them."""
+    """Long contexts on two ranks by KV block size, with FlashAttention-3 on the same blocks."""
     results = [published("scale_blocks_16"), published("scale_blocks_64")]
     rows = [(of["block_size"], row) for of in results for row in of["rows"]]
     small = min(row["us"]["small all-reduce"] for _, row in rows)
@@ -1041,7 +1087,7 @@ def windows_table() -> str:
 
 
 def context_parallel_table() -> str:
-    """Decode context parallelism in an engine, beside one GPU."""
+    """Decode context parallelism in an engine, compared with one GPU."""
     result = published("context_parallel")
     used = result["settings"]
     lines = [
@@ -1063,109 +1109,172 @@ def context_parallel_table() -> str:
     return "\n".join(lines)
 
 
-#: table -> (file that holds the table, its results, the function that writes it)
-TABLES = {
-    "scale": ("docs/scale.md", "kernel", scale_table),
-    "scale measured": ("docs/scale.md", "scale", scale_measured_table),
-    "scale blocks": ("docs/scale.md", "scale_blocks_16", scale_blocks_table),
-    "order": ("docs/scale.md", "order", lambda: order_table("order")),
-    "order sizes": ("docs/scale.md", "order_sizes", lambda: order_table("order_sizes")),
-    "arrivals": ("docs/scale.md", "arrivals", lambda: arrivals_table("arrivals")),
-    "arrivals at 0.95": ("docs/scale.md", "arrivals_95", lambda: arrivals_table("arrivals_95")),
-    "context parallel": ("docs/scale.md", "context_parallel", context_parallel_table),
-    "startup": ("docs/performance.md", "startup", startup_table),
+class Section(NamedTuple):
+    """A part of a generated page: heading, required results, function that writes it."""
+
+    title: str
+    results: str
+    write: Callable[[], str]
+
+
+class GeneratedPage(NamedTuple):
+    """A Markdown file of ``benchmarks/published/`` that consists of tables alone."""
+
+    title: str
+    intro: str
+    sections: tuple[Section, ...]
+
+
+def engine_section(title: str, name: str) -> Section:
+    return Section(title, name, partial(engine_table, name))
+
+
+def kernel_section(title: str, name: str) -> Section:
+    return Section(title, name, partial(kernel_table, name))
+
+
+TREES = (
+    "A workload `1,4,16_1024,256,64` is a tree with 1, 4 and 16 nodes on its levels, of 1024, 256 "
+    "and 64 tokens each; the nodes of the last level are the requests. The roofline is the larger "
+    "of two times: reading every KV token and query once and writing the output, and the "
+    "multiplications. The gain is the fastest peer's time over ours."
+)
+#: file in benchmarks/published -> what it holds
+PAGES = {
+    "engine.md": GeneratedPage(
+        "Engine",
+        "Baseline: the backend that vLLM chooses by default, in the same engine with the same "
+        "settings. [Performance](../../docs/performance.md) summarises these tables.",
+        (
+            engine_section("Llama-3.1-8B", "engine"),
+            engine_section("GRPO with long samples", "engine_grpo"),
+            Section("Documents of 8k to 120k tokens", "engine_sweep", sweep_table),
+            engine_section("Tensor parallelism, 8B", "engine_tp2"),
+            engine_section("Tensor parallelism, 70B", "engine_tp2_70b"),
+            engine_section("An fp8 KV cache", "engine_fp8"),
+            engine_section("DeepSeek-V2-Lite", "engine_mla"),
+            engine_section("gpt-oss", "engine_gpt_oss"),
+            engine_section("gpt-oss with 4 of 32 experts", "engine_gpt_oss_4_experts"),
+            engine_section("Qwen3-Next", "engine_qwen3_next"),
+            engine_section("Gemma-3-12B", "engine_gemma3"),
+            engine_section("Batch invariance", "engine_invariant"),
+            engine_section("H100", "engine_h100"),
+            Section("CPU", "cpu", cpu_table),
+            Section("Start-up", "startup", startup_table),
+        ),
+    ),
+    "kernel.md": GeneratedPage(
+        "Attention of one layer",
+        f"{TREES} [Performance](../../docs/performance.md) summarises these tables.",
+        (
+            kernel_section("Every cell", "kernel"),
+            kernel_section("Other workloads", "kernel_workloads"),
+            kernel_section("Batches of any size", "kernel_batches"),
+            kernel_section("H100", "kernel_h100"),
+            Section("The Hopper kernel under two Tritons", "kernel_triton/3.8.0", triton_table),
+            Section("The portable kernel", "kernel_portable", portable_table),
+            Section("Batch invariance", "kernel_invariant", invariant_table),
+            Section("The first step after a prefix hit", "kernel_first_step", first_step_table),
+            Section("Sliding windows", "kernel_windows_1024_256", windows_table),
+            kernel_section("An fp8 KV cache", "kernel_fp8"),
+            kernel_section("Attention sinks", "kernel_sinks"),
+            kernel_section("Soft cap", "kernel_soft_cap"),
+            kernel_section("ALiBi", "kernel_alibi"),
+            kernel_section("head_dim 512", "kernel_head_dim_512"),
+            kernel_section("Hybrid models", "kernel_hybrid"),
+            kernel_section("MLA", "kernel_mla"),
+            kernel_section("MLA with more heads", "kernel_mla_heads"),
+            kernel_section("MLA with an fp8 KV cache", "kernel_mla_fp8"),
+            kernel_section("MLA with drafts", "kernel_mla_drafts"),
+            kernel_section("MLA with drafts and an fp8 KV cache", "kernel_mla_drafts_fp8"),
+            Section("What each part of planning is worth", "ablation", ablation_table),
+        ),
+    ),
+    "kernel_resources.md": GeneratedPage(
+        "Registers, spills and shared memory",
+        "Variants of plain attention that the backend can choose, compiled for each GPU by each "
+        "Triton, without a GPU (`make kernels`). An entry has the maximum registers per thread / "
+        "bytes spilled per thread / KiB of shared memory per CTA over all heads and dtypes, and in "
+        "brackets the number of binaries.",
+        (Section("Binaries", "kernel_resources", resources_table),),
+    ),
+    "fidelity.md": GeneratedPage(
+        "Fidelity and soak tests",
+        "[Fidelity](../../docs/fidelity.md) explains these tables.",
+        (
+            Section("Differences from FLASH_ATTN", "fidelity", fidelity_table),
+            Section("Accuracy with a real model", "fidelity_cpu", accuracy_table),
+            Section("Soak tests", "soak_server", soak_table),
+        ),
+    ),
+    "whole_call.md": GeneratedPage(
+        "Whole calls",
+        "[Whole-call performance](../../docs/whole-call.md) explains these tables.",
+        tuple(
+            Section(title, "whole_call", partial(whole_call_section, write))
+            for title, write in (
+                ("How it was measured", whole_call_how),
+                ("Calls", report.table),
+                ("Server", report.server_table),
+                ("Host time per request by part", report.parts_table),
+                ("Answers with equal tokens", report.comparison_table),
+            )
+        ),
+    ),
+    "order.md": GeneratedPage(
+        "Order of waiting requests",
+        "[Ordering](../../docs/ordering.md) explains these tables.",
+        (
+            Section("A KV cache for half of the documents", "order", partial(order_table, "order")),
+            Section("Other cache sizes", "order_sizes", partial(order_table, "order_sizes")),
+            Section("Poisson arrivals", "arrivals", partial(arrivals_table, "arrivals")),
+            Section("At 0.95 load", "arrivals_95", partial(arrivals_table, "arrivals_95")),
+        ),
+    ),
+    "scale.md": GeneratedPage(
+        "KV in shards",
+        "[The deep dive on sharded KV](../../docs/notes/sharded-kv.md) explains these tables.",
+        (
+            Section("Two GPUs", "scale", scale_measured_table),
+            Section("By block size", "scale_blocks_16", scale_blocks_table),
+            Section("Decode context parallelism", "context_parallel", context_parallel_table),
+            Section("Model", "kernel", scale_table),
+        ),
+    ),
+    "papers.md": GeneratedPage(
+        "The papers' figures",
+        "[The deep dive on the papers](../../docs/notes/papers.md) explains how to read and "
+        "reproduce these tables.",
+        (
+            *(
+                Section(paper, "papers/flashforge-figure-6", partial(papers_table, paper))
+                for paper in PAPERS
+            ),
+            Section("Kernels of FastTree's figure 9", "kernel", fasttree_kernels_table),
+        ),
+    ),
+}
+#: short tables inside hand-written pages: place -> (file, results, the function that writes it)
+EMBEDDED = {
     "headline": ("README.md", "engine", headline),
     "chart": ("README.md", "engine", chart_configuration),
-    "engine": ("docs/performance.md", "engine", lambda: engine_table("engine")),
-    "engine grpo": ("docs/performance.md", "engine_grpo", lambda: engine_table("engine_grpo")),
-    "engine sweep": ("docs/performance.md", "engine_sweep", sweep_table),
-    "kernel": ("docs/performance.md", "kernel", kernel_summary),
-    "cpu": ("docs/performance.md", "cpu", cpu_table),
-    "fidelity": ("docs/fidelity.md", "fidelity", fidelity_table),
-    "accuracy": ("docs/fidelity.md", "fidelity_cpu", accuracy_table),
-    "soak": ("docs/fidelity.md", "soak_server", soak_table),
-    "kernel all": ("docs/kernel-results.md", "kernel", lambda: kernel_table("kernel")),
-    "kernel workloads": (
-        "docs/kernel-results.md",
-        "kernel_workloads",
-        lambda: kernel_table("kernel_workloads"),
-    ),
-    "kernel batches": (
-        "docs/kernel-results.md",
-        "kernel_batches",
-        lambda: kernel_table("kernel_batches"),
-    ),
-    "kernel fp8": ("docs/kernel-results.md", "kernel_fp8", lambda: kernel_table("kernel_fp8")),
-    "kernel sinks": (
-        "docs/kernel-results.md",
-        "kernel_sinks",
-        lambda: kernel_table("kernel_sinks"),
-    ),
-    "engine tp2": ("docs/performance.md", "engine_tp2", lambda: engine_table("engine_tp2")),
-    "engine tp2 70b": (
-        "docs/performance.md",
-        "engine_tp2_70b",
-        lambda: engine_table("engine_tp2_70b"),
-    ),
-    "engine fp8": ("docs/performance.md", "engine_fp8", lambda: engine_table("engine_fp8")),
-    "engine invariant": (
-        "docs/fidelity.md",
-        "engine_invariant",
-        lambda: engine_table("engine_invariant"),
-    ),
-    "kernel invariant": ("docs/fidelity.md", "kernel_invariant", invariant_table),
-    "kernel windows": ("docs/served.md", "kernel_windows_1024_256", windows_table),
-    "engine gemma3": (
-        "docs/served.md",
-        "engine_gemma3",
-        lambda: engine_table("engine_gemma3"),
-    ),
-    **{
-        f"engine {what.replace('_', ' ')}": (
-            "docs/performance.md",
-            f"engine_{what}",
-            partial(engine_table, f"engine_{what}"),
-        )
-        for what in ("mla", "gpt_oss", "gpt_oss_4_experts", "qwen3_next", "h100")
-    },
-    **{
-        f"kernel {what.replace('_', ' ')}": (
-            "docs/kernel-results.md",
-            f"kernel_{what}",
-            partial(kernel_table, f"kernel_{what}"),
-        )
-        for what in (
-            "mla",
-            "mla_heads",
-            "mla_fp8",
-            "mla_drafts",
-            "mla_drafts_fp8",
-            "hybrid",
-            "soft_cap",
-            "alibi",
-            "head_dim_512",
-            "h100",
-        )
-    },
-    "kernel first step": (
-        "docs/kernel-results.md",
-        "kernel_first_step",
-        first_step_table,
-    ),
-    "kernel triton": ("docs/kernel-results.md", "kernel_triton/3.8.0", triton_table),
-    "kernel portable": ("docs/kernel-results.md", "kernel_portable", portable_table),
-    "kernel resources": ("docs/kernel-resources.md", "kernel_resources", resources_table),
-    "ablation": ("docs/kernel-results.md", "ablation", ablation_table),
-    "fasttree kernels": ("docs/papers.md", "kernel", fasttree_kernels_table),
-    **{
-        f"papers {paper}": (
-            "docs/papers.md",
-            "papers/flashforge-figure-6",
-            partial(papers_table, paper),
-        )
-        for paper in PAPERS
-    },
+    "engine": ("docs/performance.md", "engine", engine_short_table),
+    "kernel": ("docs/performance.md", "kernel", kernel_short_table),
+    "whole call": ("docs/whole-call.md", "engine", whole_call_table),
 }
+
+
+def page_text(page: GeneratedPage) -> str:
+    """A generated page, with a section for each published result."""
+    parts = [
+        f"# {page.title}",
+        "Written by `python benchmarks/tables.py` from the JSON next to it.",
+    ]
+    parts.append(page.intro)
+    for section in page.sections:
+        if exists(section.results):
+            parts += [f"## {section.title}", section.write()]
+    return "\n\n".join(parts) + "\n"
 
 
 def fresh_files() -> dict[Path, str]:
@@ -1174,8 +1283,12 @@ def fresh_files() -> dict[Path, str]:
     Raises:
         ValueError: a document has no place for its table.
     """
-    files: dict[Path, str] = {}
-    for name, (file, results, write) in TABLES.items():
+    files = {
+        PUBLISHED / name: page_text(page)
+        for name, page in PAGES.items()
+        if any(exists(section.results) for section in page.sections)
+    }
+    for name, (file, results, write) in EMBEDDED.items():
         if not exists(results):
             continue
         path = ROOT / file
@@ -1191,7 +1304,7 @@ def fresh_files() -> dict[Path, str]:
     for e in EXPERIMENTS.values():
         result = ran(e.name)
         if result and e.bars and (picture := draw(e.item, e.bars(result["points"]))):
-            files[ROOT / "docs" / "images" / f"papers-{e.name}.svg"] = picture
+            files[PUBLISHED / "images" / f"papers-{e.name}.svg"] = picture
     rows = [row for row in published("engine")["rows"] if row["kind"] != "first step"]
     for theme in THEMES:
         files[ROOT / "docs" / "images" / f"engine-{theme}.svg"] = engine_chart(rows, theme)
@@ -1212,6 +1325,7 @@ def main() -> int:
         if args.check:
             print(f"{path} is not up to date: run benchmarks/tables.py", file=sys.stderr)
         else:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(files[path])
     return int(args.check and bool(stale))
 

@@ -1,8 +1,8 @@
-"""A hook of MkDocs: puts the repository's other pages into the site, and mends links.
+"""A hook of MkDocs: adds the repository's other pages to the site, and rewrites links.
 
 The pages are written for the repository, where ``docs/`` is one folder among others. In the
 site the files of ``docs/`` lie at the root, ``README.md`` is ``index.md``, and everything else
-keeps its path. A file that a page links to is copied into the site, so no link leads outside.
+keeps its path. A file that a page links to is copied into the site, so every link has a target.
 """
 
 import posixpath
@@ -15,8 +15,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "patches/README.md"
-)  # fmt: skip
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "examples/README.md",
+    "patches/README.md",
+    *(f"benchmarks/published/{path.name}" for path in ROOT.glob("benchmarks/published/*.md")),
+)
 #: Markdown's links and images, and the attributes of HTML that hold a path.
 LINK = re.compile(r'(\]\(|src="|srcset=")([^)"#:\s]+)(?=[)"#])')
 
@@ -51,9 +57,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     source = in_repository(page.file.src_uri)
     folder = posixpath.dirname(page.file.src_uri)
 
-    def mend(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         before, target = match.groups()
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         return before + posixpath.relpath(in_site(path), folder or ".")
 
-    return LINK.sub(mend, markdown)
+    return LINK.sub(rewrite, markdown)

@@ -299,6 +299,27 @@ def test_faults_and_failures_are_named():
     assert "| CACHED | 50% |" in report.comparison_table(result)
 
 
+def test_a_published_run_has_its_page_and_its_table_in_the_docs(monkeypatch):
+    import tables
+
+    result = {
+        **result_of(cached=(9.9, 0.95)),
+        "command": "python benchmarks/bench_whole_call.py",
+        "device": "a GPU",
+        "model": "a model",
+        "versions": {"vllm": "0.33.0"},
+        "repeats": 2,
+        "left_out": {"prefix_share_fastokens": "the package fastokens is not installed"},
+    }
+    monkeypatch.setattr(tables, "exists", lambda name: name == "whole_call")
+    monkeypatch.setattr(tables, "published", {"whole_call": result}.__getitem__)
+    page = tables.page_text(tables.PAGES["whole_call.md"])
+    for text in (page, tables.whole_call_table()):
+        assert "| CACHED | 9.9 s | 0.95 s (10.42) |" in text
+        assert "`prefix_share_fastokens` left out: the package fastokens is not installed." in text
+    assert "## Server\n\nNot measured in this run." in page
+
+
 # -- the whole
 
 

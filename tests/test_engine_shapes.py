@@ -268,6 +268,6 @@ def test_tokens_of_experts_are_compared_with_stocks_own(
         assert agreement["tokens_in_common_stock"] == {"halves": 6, "alone": alone}
         assert agreement["largest_gap_stock"] == {"halves": 1.0, "alone": 1.0}
         assert report.in_common(agreement) == (
-            f"{ours}.0 tokens in common; stock's own in half batches 6.0, gap 1.000, "
+            f"{ours}.0 tokens in common; the baseline's own in half batches 6.0, gap 1.000, "
             f"alone {alone}.0, gap 1.000"
         )

@@ -64,6 +64,14 @@ def test_no_extra_replaces_the_users_vllm():
     assert not [r for r in wanted if r.name == "vllm" or "llm" in r.extras]
 
 
+def test_urls_are_complete_or_placeholders():
+    """Replace all of them when the repository has its address: none may be forgotten."""
+    urls = SETTINGS["project"]["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    placeholders = {name for name, url in urls.items() if "//example.invalid/" in url}
+    assert placeholders in (set(), set(urls))
+
+
 def build(kind: str, source: Path, folder: Path) -> Path:
     """Build an ``sdist`` or a ``wheel`` with setuptools' own backend, which needs no network."""
     folder.mkdir()

@@ -88,7 +88,7 @@ def test_everything_runs_in_miniature(tmp_path, capsys):
 
 
 def test_the_page_names_what_has_no_miniature():
-    page = (ROOT / "docs" / "papers.md").read_text()
+    page = (ROOT / "docs" / "notes" / "papers.md").read_text()
     sentence = re.search(r"^- `--tiny` .* all but (.*?), which", page, re.M)[1]
     without = [n for n, e in EXPERIMENTS.items() if not list(e.points(TINY))]
     assert re.findall(r"`(\S+)`", sentence) == without
@@ -393,7 +393,7 @@ def test_bad_input_gets_one_sentence(arguments, sentence, capsys):
 def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
     assert run("--list") == 0
     said = capsys.readouterr().out
-    page = (ROOT / "docs" / "papers.md").read_text()
+    page = (ROOT / "benchmarks" / "published" / "papers.md").read_text()
     for name, e in EXPERIMENTS.items():
         assert f"  {name} (needs {e.needs}): {e.item}, section {e.section}\n" in said
         assert e.changed in said

@@ -175,7 +175,7 @@ def require_launchable(kernel: str, query_len: int) -> None:
 def part_size(block_size: int) -> int:
     """Tokens of a block that the GPU kernels for plain attention read at once: the largest power of
     two up to 32 that divides it. Runs of tokens are padded to such parts: with parts of 64 tokens
-    trees of short nodes took 1.2 to 1.4 times as long (docs/kernel-notes.md).
+    trees of short nodes took 1.2 to 1.4 times as long (docs/notes/l2-and-memory.md).
     """
     return math.gcd(32, block_size)
 

@@ -54,21 +54,25 @@ class PrefixShareDecodeWrapper:
     """Decode attention that reads every shared KV block from memory once.
 
     Args:
-        num_qo_heads, num_kv_heads, head_dim, block_size: shape of the layer.
-        dtype: float32, bfloat16 or float16, for queries, cache and output.
+        num_qo_heads: query heads of the layer.
+        num_kv_heads: KV heads of the layer; 1 with ``kv_lora_rank``.
+        head_dim: width of a head, a multiple of 8 from 64 to 512; 576 with ``kv_lora_rank``.
+        block_size: tokens per KV block.
+        dtype: float32 (CPU only), bfloat16 or float16, for queries, cache and output.
         device: "cpu", or a CUDA device of compute capability 8.0 or more.
-        divider: strategy, a name in ``planning.dividers.registry.DIVIDERS``; the fastest one
-            measured on this kind of device if None.
-        num_workers: work lists that a CPU plan is divided into. A GPU has its own number.
-        share: "always" shares every common prefix; "auto" only where the cost model says
-            that it pays; "never".
+        divider: name of the strategy that divides KV into work tiles; the fastest one measured
+            on this kind of device if None.
+        num_workers: work queues of a CPU plan. A GPU has its own number.
+        share: "always" shares every common prefix, "auto" only where the cost model expects a
+            gain, "never" none.
         sm_scale: softmax scale; ``head_dim ** -0.5`` if None.
         cost: cost model; if None, the measured table that fits, else the analytic estimate.
         kernel: "hopper", "portable" or "auto", on a GPU.
-        max_query_len: most query tokens of a request in one step, on a GPU.
-        kv_dtype, query_dtype: ``torch.float8_e4m3fn`` where the cache or the queries are
-            quantised; with ``kv_lora_rank`` both are, or neither.
-        features: "sinks", "soft_cap", "alibi": those that a layer's extras may ask for.
+        max_query_len: maximum number of query tokens of a request per step, on a GPU.
+        kv_dtype: ``torch.float8_e4m3fn`` for a quantised cache; ``dtype`` if None.
+        query_dtype: ``torch.float8_e4m3fn`` for quantised queries, which need a quantised cache.
+            With ``kv_lora_rank`` both are quantised, or neither.
+        features: names that a layer's extras may use: "sinks", "soft_cap", "alibi".
         kv_lora_rank: multi-head latent attention after absorption, as in DeepSeek V3: the KV cache
             holds one vector of ``head_dim`` numbers for each token, and its first
             ``kv_lora_rank`` are the value. head_dim 576, kv_lora_rank 512, one KV head, sm_scale
@@ -295,13 +299,15 @@ class PrefixShareDecodeWrapper:
         Args:
             q: ``[num_tokens, num_qo_heads, head_dim]``; ``num_tokens = num_reqs`` with one
                 query each.
-            k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``. With
-                ``kv_lora_rank``: the KV cache ``[num_blocks, block_size, head_dim]``, and None.
-            block_table, seq_lens: as given to ``plan``; sequences may have grown since, as
-                far as the plan still holds. Where other entries of the table have changed, call
-                ``plan`` again: a change in place is not looked for here. On a GPU they are int32
-                tensors there, and this call may be captured in a CUDA graph that is replayed under
-                later plans.
+            k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``; with ``kv_lora_rank``
+                the KV cache ``[num_blocks, block_size, head_dim]``.
+            v_cache: like ``k_cache``; None with ``kv_lora_rank``.
+            block_table: as given to ``plan``; rows may have further blocks since. If other
+                entries have changed, call ``plan`` again: a change in place is not detected. An
+                int32 tensor on a GPU, where this call may be captured in a CUDA graph that is
+                replayed under later plans.
+            seq_lens: as given to ``plan``; sequences may have grown as far as the plan still
+                holds. An int32 tensor on a GPU.
             out: output tensor, shaped like ``q``; with ``kv_lora_rank``
                 ``[num_tokens, num_qo_heads, kv_lora_rank]``.
             lse: where the log-sum-exp is written, shaped and typed as it is returned, contiguous.

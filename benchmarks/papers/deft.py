@@ -805,7 +805,7 @@ EXPERIMENTS = (
         f"{lengths_of_token_trees()}. It does not say which recorded runs it averages. Ours "
         "divides a token tree among all workers: that costs partial results and saves about a "
         "third of the time for 64 tokens on 1297, 42.6 us -> 27.4 "
-        "([notes](kernel-notes.md#small-layers)), and half of it on 4000, 75.5 -> 36.0",
+        "([deep dive](../../docs/notes/small-layers.md)), and half of it on 4000, 75.5 -> 36.0",
         tasks_table,
         tasks_bars,
         reads_recordings=True,
@@ -994,9 +994,9 @@ LEFT_OUT = (
     LeftOut(PAPER, "tables 5, 8, 18, the second row of table 7, figures 4, 16, 17, and 13 of the "
             "first version",
             "latencies of a whole engine: "
-            "[performance](performance.md) has recorded trees, with vLLM itself on both sides"),
+            "[the engine table](engine.md) has recorded trees, with vLLM itself on both sides"),
     LeftOut(PAPER, "table 14, the part of the time in which the multiprocessors are hardly used",
             "it needs samples within a launch; Nsight Compute is asked for its totals"),
-    LeftOut(PAPER, "table 15", "accuracy: see [the same tokens](fidelity.md)"),
+    LeftOut(PAPER, "table 15", "accuracy: see [fidelity](../../docs/fidelity.md)"),
     LeftOut(PAPER, "table 19", "another GPU"),
 )  # fmt: skip

@@ -180,8 +180,8 @@ EXPERIMENTS = (
         "1.9 (N=1,10, C=4000,400)",
         "The tree that the text names and those of the paper's benchmark script, with 1, 4 and 16 "
         "query heads for a KV head. FlashAttention is flash-decoding in our kernel; `--peers` adds "
-        "others, and [the kernels of figure 9](#the-kernels-of-figure-9) are the paper's own. "
-        "Dividers in the portable kernel, edges by the paper's equations with its artifact's "
+        "others, and [the kernels of figure 9](#kernels-of-fasttrees-figure-9) are the paper's "
+        "own. Dividers in the portable kernel, edges by the paper's equations with its artifact's "
         "coefficients, or by our costs, which are an estimate where no table was measured for that "
         "kernel, as in the published runs.",
         GPU,
@@ -230,6 +230,6 @@ EXPERIMENTS = (
 
 LEFT_OUT = (
     LeftOut(PAPER, "figures 2 and 11", "time of a whole engine, and SGLang with it: "
-            "[performance](performance.md) has vLLM's"),
+            "[the engine table](engine.md) has vLLM's"),
     LeftOut(PAPER, "SGLang's kernel as a baseline", "not installed on the GPU machine"),
 )  # fmt: skip

@@ -513,7 +513,7 @@ EXPERIMENTS = (
         "Llama-3.1-8B's shape, 32 requests on one document of 8k, 32k, 64k and 120k tokens; the "
         "paper gives no sizes. Attention's part is measured by a profiler. The published run is "
         "that of the command which the experiment starts; the times of all other kernels are in "
-        "[performance](performance.md#documents-of-8k-to-120k-tokens).",
+        "[the engine tables](engine.md#documents-of-8k-to-120k-tokens).",
         GPU,
         time_engines,
         engines_sentence,
@@ -561,9 +561,9 @@ EXPERIMENTS = (
         reduction_sentence,
         "the paper does not time its combine kernels alone. Two levels are ahead where one request "
         "has 64 partial results; in a layer with eight KV heads it has 16 at most in the Hopper "
-        "kernel, 32 in the portable one, and [inside layers](kernel-notes.md#small-layers) groups "
-        "were slower with fewer than 66. With one KV head (16:1) a request of 65536 tokens has 66 "
-        "and 132 by an H200's plans; two levels were not timed in such a layer",
+        "kernel, 32 in the portable one, and [inside layers](../../docs/notes/small-layers.md) "
+        "groups were slower with fewer than 66. With one KV head (16:1) a request of 65536 tokens "
+        "has 66 and 132 by an H200's plans; two levels were not timed in such a layer",
         time_table,
         time_bars,
     ),
@@ -608,9 +608,9 @@ EXPERIMENTS = (
 LEFT_OUT = (
     LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel weights eight "
             "partial results of a request at a time, in their order; groups merged side by side "
-            "were [measured](kernel-notes.md#small-layers), gain inside a layer from 66 partial "
-            "results of a request on, and were left out: a layer with eight KV heads has 16 at "
-            "most in the Hopper kernel and 32 in the portable one. With one KV head (16:1) a "
+            "were [measured](../../docs/notes/small-layers.md), gain inside a layer from 66 "
+            "partial results of a request on, and were left out: a layer with eight KV heads has "
+            "at most 16 in the Hopper kernel and 32 in the portable one. With one KV head (16:1) a "
             "request of 65536 tokens has 66 and 132. Merging alone, from an empty L2 cache, two "
             "launches gain at 64; they were not timed in a layer: see "
             "[flashforge-reduction](#flashforge-reduction)"),

@@ -301,7 +301,7 @@ EXPERIMENTS = (
         "8 to 128 GPUs: ring attention's time grows with the context, tree attention's hardly",
         "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by `bench_scale.py`. Until "
         "this experiment has a run of its own, the table shows the benchmark's published run on "
-        "two H200s, with 32:8 heads: see [scale](scale.md#tree-reduction).",
+        "two H200s, with 32:8 heads: see [sharded KV](scale.md#two-gpus).",
         GPUS,
         time_ranks,
         ranks_sentence,

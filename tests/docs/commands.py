@@ -23,7 +23,12 @@ from vllm_prefixshare.settings import VARIABLES, read
 
 ROOT = Path(__file__).parents[2]
 #: Variables of other programs that may stand before a command.
-OTHERS = {"VLLM_ATTENTION_BACKEND", "VLLM_LOGGING_LEVEL", "OMP_NUM_THREADS"}
+OTHERS = {
+    "OMP_NUM_THREADS",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_USE_FASTOKENS",
+}
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

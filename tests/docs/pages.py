@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+#: Dated deep dives.
+NOTES = sorted(ROOT.glob("docs/notes/*.md"))
+#: The guide: what a reader with a task looks at.
+GUIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "patches" / "README.md",
     ROOT / "examples" / "README.md",
     *sorted(ROOT.glob("docs/*.md")),
+    *NOTES,
 ]
 #: Languages of blocks; ``text`` is the output of a program, or a sketch.
 LANGUAGES = {"python", "sh", "json", "text", "promql", "yaml"}

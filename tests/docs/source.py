@@ -1,8 +1,9 @@
 """Reads the messages of the package from its source.
 
 ``messages()`` lists the sentences of the errors that a user meets, and those in the log.
-``reasons()`` lists the reasons why a layer keeps vLLM's own backend. ``...`` stands for each value
-that is filled in at run time.
+``reasons()`` lists the reasons why a layer keeps vLLM's own backend, ``mixed_graph_reasons()`` why
+mixed steps run in piecewise CUDA graphs. ``...`` stands for each value that is filled in at run
+time.
 """
 
 import ast
@@ -21,6 +22,9 @@ ERRORS = {"PrefixShareError", "CompileError"}
 LOGGERS = {"warning", "warning_once", "info", "info_once", "log", "_on_failure"}
 
 
+#: Modules whose reasons are not about layers: shared host work, and CUDA graphs of mixed steps.
+MIXED_GRAPHS = "integration/cuda/mixed_graphs.py"
+NOT_ABOUT_LAYERS = ("integration/prompts/", MIXED_GRAPHS)
 #: Constants that a sentence fills in, as a reader sees them.
 NAMES = {"BACKEND_NAME": BACKEND_NAME, "ENV_VAR": ENV_VAR, "VARIABLE": VARIABLE}
 
@@ -40,6 +44,19 @@ def _part(node: ast.AST) -> str:
         return str(node.value)
     assert isinstance(node, ast.FormattedValue)
     return NAMES.get(ast.unparse(node.value), "...")
+
+
+#: A clause that tells the reader what to do, or what a value must be.
+REMEDY = re.compile(
+    r"[:,;)] (please )?(\w+ )?(add|call|choose|commit|describe|free|give|install|leave out|lower"
+    r"|make|measure|name|pass|plan|reinstall|report|restart|see|send|set|start|take|trace|unset|use|wait"
+    r"|write)\b|\bmust (ascend|be|come|divide|have|rise)\b|\bneeds? [^:]*:"
+)
+
+
+def names_remedy(message: str) -> bool:
+    """Whether a sentence says itself what to do, so that a page need not."""
+    return bool(REMEDY.search(message))
 
 
 @cache
@@ -71,10 +88,10 @@ def messages() -> dict[str, str]:
 
 
 def reasons() -> dict[str, str]:
-    """Each reason for a fallback, and the module that gives it."""
+    """Each reason for the fallback of a layer, and the module that gives it."""
     found = {}
     for path, tree in modules().items():
-        if not path.startswith("integration/"):
+        if not path.startswith("integration/") or path.startswith(NOT_ABOUT_LAYERS):
             continue
         nodes = [call.args[0] for name, call in _calls(tree) if name == "fall_back"]
         for node in ast.walk(tree):
@@ -86,6 +103,14 @@ def reasons() -> dict[str, str]:
             if text := text_of(node):
                 found[text] = path
     return found
+
+
+def mixed_graph_reasons() -> set[str]:
+    """Each reason for piecewise CUDA graphs in mixed steps."""
+    tree = modules()[MIXED_GRAPHS]
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    (refusal,) = (f for f in functions if f.name.endswith("_refusal"))
+    return set(filter(None, map(text_of, _said_in(refusal))))
 
 
 def _said_in(function: ast.FunctionDef) -> list[ast.AST]:

@@ -119,7 +119,7 @@ def test_kernels_are_those_that_are_chosen():
                     try:
                         chosen = candidates(attention, gpu)[0]
                     except PrefixShareError:
-                        chosen = "refused"
+                        chosen = "rejected"
                     assert chosen == kernel, (capability, head_dim, size)
 
 
@@ -130,18 +130,18 @@ LAYERS: dict[str, tuple[list[dict[str, object]], int]] = {
     "a soft cap": ([{"features": ("soft_cap",)}], 4),
     "a sliding window": ([{"sliding_window": 1024}], 4),
     "an fp8 KV cache and fp8 queries": ([{"kv_dtype": FP8, "query_dtype": FP8}], 4),
-    "an fp8 KV cache, head_dim no multiple of 16": (
+    "an fp8 KV cache, head_dim not a multiple of 16": (
         [{"kv_dtype": FP8, "query_dtype": FP8, "head_dim": 72}],
         4,
     ),
     "an fp8 KV cache and queries in 16 bits": ([{"kv_dtype": FP8}], 4),
     "ALiBi slopes": ([{"features": ("alibi",)}], 4),
     "head_dim 264 to 512": ([{"head_dim": 264}, {"head_dim": 512}], 4),
-    "a latent KV cache (MLA), also of fp8 with fp8 queries": (
+    "MLA in 16 bits, or in fp8 with fp8 queries": (
         [LATENT, {**LATENT, "kv_dtype": FP8, "query_dtype": FP8}],
         1,
     ),
-    "a latent KV cache and several query tokens of a request": ([LATENT], 2),
+    "MLA with several query tokens per request": ([LATENT], 2),
 }
 
 
@@ -167,7 +167,7 @@ def test_kernels_are_those_that_are_chosen_for_other_layers():
                         gpu = Gpu(capability, 132, 1 << 18)
                         chosen = candidates(attention, gpu, query_len=queries)[0]
                     except PrefixShareError:
-                        chosen = "refused"
+                        chosen = "rejected"
                     assert said.setdefault((row, column), chosen) == chosen
     expected = {}
     for row, hopper, other in table("layer with"):
@@ -192,8 +192,8 @@ def test_windows_are_served_from_where_the_estimate_says():
         (False, True): {256, 512, 1024, 2048, 4096},
     }
     sentence = (
-        "the estimate says 1024 tokens on an H200, for head_dim 64 to 256, and 2048 with an fp8 KV "
-        "cache; on other GPUs 256 to 2048, with an fp8 KV cache up to 4096, by their data sheets"
+        "1024 tokens on an H200 for head_dim 64 to 256, 2048 with an fp8 KV cache; 256 to 2048 "
+        "tokens on other GPUs by their data sheets, up to 4096 with an fp8 KV cache"
     )
     assert sentence in PAGE
 

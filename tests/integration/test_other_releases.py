@@ -26,7 +26,7 @@ RELEASES = {
 USUAL = ("0.29.0", "0.33.0")
 ALL = os.environ.get("PREFIXSHARE_RELEASES") == "all"
 CHOSEN = RELEASES if ALL else USUAL
-#: What runs on each of them. A test compares it with docs/releases.md.
+#: What runs on each of them. A test compares it with CONTRIBUTING.md.
 TESTS = (
     "test_context_parallel.py",
     "test_cuda_backend.py",
@@ -83,7 +83,7 @@ def python_files(version: str) -> Path:
 def test_every_file_runs_on_each_release_and_the_page_names_it():
     here = Path(__file__).parent
     assert {path.name for path in here.glob("test_*.py")} == {*TESTS, *WITHOUT_VLLM}
-    page = (here.parents[1] / "docs" / "releases.md").read_text()
+    page = (here.parents[1] / "CONTRIBUTING.md").read_text()
     (paragraph,) = re.findall(r"^\*\*Hook tests\.\*\*.*", page, re.MULTILINE)
     all_of_them, _, seldom = paragraph.partition("`make test`")
     assert re.findall(r"`(test_\w+\.py)`", all_of_them) == list(TESTS)

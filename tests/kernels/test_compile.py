@@ -3,7 +3,7 @@
 ``make test`` takes a share: the installed Triton on the commonest variants, and every other Triton
 on enough variants to show a changed name. ``make kernels`` takes all, and writes the resources of
 each binary to ``benchmarks/published/kernel_resources.json``, from which
-``docs/kernel-resources.md`` is written.
+``benchmarks/published/kernel_resources.md`` is written.
 """
 
 import json
@@ -22,7 +22,7 @@ from .compile_matrix import CAPABILITIES
 ALL = bool(os.environ.get("PREFIXSHARE_ALL_KERNELS"))
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "published" / "kernel_resources.json"
-PAGE = ROOT / "docs" / "kernel-resources.md"
+PAGE = ROOT / "docs" / "notes" / "portable-kernel.md"
 INSTALLED = triton.__version__
 #: Triton -> pairs of variants and compute capabilities to compile
 SHARE = {version: [("few", ("9.0",))] for version in tritons.RELEASES}

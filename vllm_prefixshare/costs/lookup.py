@@ -113,7 +113,7 @@ def cost_model(
     path = SHIPPED / expected.file_name()
     if path.is_file():
         return CostTable.load(path, expected)
-    # plans of layers with latents were no faster by measured prices (docs/kernel-notes.md)
+    # plans of layers with latents were no faster by measured prices (docs/notes/mla.md)
     if log is not None and attention.kv_lora_rank is None:
         cache = " --kv-cache-dtype fp8" if attention.kv_dtype else ""
         log(

@@ -23,7 +23,7 @@ class Roofline:
     these thread blocks where it has room (``gpus.NamedGpu.portable_blocks``). quantised_flops: what
     flops_per_us is multiplied by for an 8-bit KV cache: its plans were fastest where arithmetic had
     this price, next to the memory of a cache of half the bytes; with an MLA cache, what was
-    measured (docs/kernel-notes.md).
+    measured (docs/notes/mla.md).
     """
 
     launch_us: float

@@ -11,16 +11,19 @@ from vllm_prefixshare.records import PrefixShareError
 
 
 class LayerExtras(NamedTuple):
-    """Values of one layer beyond its scale; None, or a soft cap of 0, where it has none.
+    """Values of one layer in addition to its softmax scale.
 
-    sinks: ``[num_qo_heads]``: the logit of a token without a value that every query of the head
-        sees, one more weight in the denominator. float32 or the layer's dtype. With it a
-        log-sum-exp counts the sink, too: only one of the states to be merged may have it.
-    soft_cap: scaled scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; 0 for none.
-    alibi_slopes: float32 ``[num_qo_heads]``: ``slope * d`` is subtracted from the score of a key
-        ``d`` tokens before the query, after the soft cap.
-    q_scale, k_scale, v_scale: factors of quantised values; 1 if None. A number, or
-        float32 ``[1]`` or ``[num_kv_heads]``, read where the attention runs.
+    Attributes:
+        sinks: ``[num_qo_heads]`` logits, float32 or the layer's dtype: one more weight in the
+            denominator of every query of the head, without a value. A log-sum-exp includes the
+            sink, so only one of several states to merge may have it. None for none.
+        soft_cap: scaled scores ``s`` become ``soft_cap * tanh(s / soft_cap)``; 0 for none.
+        alibi_slopes: float32 ``[num_qo_heads]``: ``slope * d`` is subtracted from the score of a
+            key ``d`` tokens before the query, after the soft cap. None for none.
+        q_scale: factor of quantised queries: a number, or float32 ``[1]`` or ``[num_kv_heads]``
+            on the device of the attention; 1 if None.
+        k_scale: factor of quantised keys, as ``q_scale``.
+        v_scale: factor of quantised values, as ``q_scale``.
     """
 
     sinks: torch.Tensor | None = None

@@ -6,7 +6,7 @@ tokens up to itself, as causal order asks, because the keys and values of all ne
 cache when attention runs. The plan shares the context among the tokens of all requests as it does
 among decodes. ``DeviceRows`` has the block table and the lengths of these rows.
 
-The limits come from the measurement in ``docs/kernel-results.md``.
+The limits come from the measurement in ``docs/performance.md``.
 """
 
 from typing import Any, NamedTuple

@@ -111,7 +111,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     R: gl.constexpr = QUERY_LEN * G
     SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
     NB: gl.constexpr = KV_TILE // PIECE
-    PARTS: gl.constexpr = 4 if D == 128 else 2  # of V's product, see docs/kernel-notes.md
+    # of V's product, see docs/notes/softmax-and-products.md
+    PARTS: gl.constexpr = 4 if D == 128 else 2
     FP8: gl.constexpr = v_scale is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 32 if FP8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741

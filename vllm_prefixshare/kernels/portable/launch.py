@@ -91,10 +91,10 @@ def shifts_bits(gpu: Gpu) -> bool:
 
 
 def hoisting(capability: tuple[int, int], head_dim: int) -> int:
-    """``QTile.hoist`` for a GPU, by what its code spills (docs/kernel-notes.md). Where less is
-    moved, most binaries for Blackwell spill nothing, under any Triton, for up to a twentieth more
-    instructions in 12.0's loops over KV tiles; but heads of 256 spill more on 12.0. Code for other
-    GPUs would spill more under some Tritons.
+    """``QTile.hoist`` for a GPU, by what its code spills (docs/notes/portable-kernel.md). Where
+    less is moved, most binaries for Blackwell spill nothing, under any Triton, for up to a
+    twentieth more instructions in 12.0's loops over KV tiles; but heads of 256 spill more on 12.0.
+    Code for other GPUs would spill more under some Tritons.
     """
     if capability[0] == 12 and 128 < head_dim <= 256:
         return 2
