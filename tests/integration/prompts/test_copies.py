@@ -1,7 +1,6 @@
 """Ids as arrays between processes and to the GPU: what arrives is what vLLM's own code delivers."""
 
 import copy
-import importlib
 import os
 import pickle
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu import buffer_utils
 
+from tests.support.shared_prefixes import install_hook
 from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.integration.hooks import copies as hooks
 from vllm_prefixshare.integration.prompts import copies, parts
@@ -42,7 +42,7 @@ LENGTHS = (0, 1, MIN_TOKEN_IDS - 1, MIN_TOKEN_IDS, LONG, 70_000)
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch):
     for hook in hooks.HOOKS:
-        hook.install(importlib.import_module(hook.module))
+        install_hook(hook)
     monkeypatch.setattr(parts, "_active", frozenset())
     monkeypatch.setattr(parts, "_reported", set())
     monkeypatch.setattr(copies, "_recent", None)

@@ -39,6 +39,23 @@ def leaves_graphs_alone(module: ModuleType) -> bool:
     return carries_host_tables(module)
 
 
+def starts_streams_at_a_tail(detokenizer: ModuleType) -> bool:
+    """Whether the decode stream starts from the end of the prompt."""
+    return hasattr(detokenizer, "find_stream_start")
+
+
+def looks_up_without_calls(_: ModuleType) -> bool:
+    """Whether cached blocks are looked up and counted without a call per block."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    return hasattr(BlockPool, "get_leading_cached_blocks")
+
+
+def stages_arrays(buffer_utils: ModuleType) -> bool:
+    """Whether staged writes keep arrays."""
+    return hasattr(buffer_utils, "StagedContents")
+
+
 def tells_builders_of_wake_up(_: ModuleType) -> bool:
     """Whether metadata builders are told when a worker wakes up."""
     from vllm.v1.attention.backend import AttentionMetadataBuilder
