@@ -74,8 +74,7 @@ def patched_files(version: str, installed: Path, target: Path) -> list[Path]:
     touched = sorted({name for patch in series(version) for name in patch.files})
     for name in touched:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if (installed / name).exists():  # a patch adds the others
-            (target / name).write_bytes((installed / name).read_bytes())
+        (target / name).write_bytes((installed / name).read_bytes())
     _git(target, "init", "--quiet")
     _git(target, "add", "--all")
     _git(target, "commit", "--quiet", "--message", f"vLLM {version}")
