@@ -32,13 +32,6 @@ def carries_host_tables(_: ModuleType) -> bool:
     return hasattr(CommonAttentionMetadata, "block_table_cpu")
 
 
-def leaves_graphs_alone(module: ModuleType) -> bool:
-    """Whether this vLLM has patches: a fork that has them gets no hooks, and as the patches do not
-    choose graphs, it has no batch invariance.
-    """
-    return carries_host_tables(module)
-
-
 def starts_streams_at_a_tail(detokenizer: ModuleType) -> bool:
     """Whether the decode stream starts from the end of the prompt."""
     return hasattr(detokenizer, "find_stream_start")
