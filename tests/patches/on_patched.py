@@ -1,10 +1,16 @@
 """Run by ``test_series`` on a patched vLLM: what each patch provides, and that no hook is
-installed.
+installed that it replaces.
 """
 
+import functools
 import importlib
+import importlib.util
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -23,9 +29,20 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
+from tests.support import decoding
+from tests.support import shared_prefixes as cases
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.integration import host_tables, register
-from vllm_prefixshare.integration.hooks import registry, selection
+from vllm_prefixshare.integration.hooks import (
+    activation,
+    block_hashes,
+    copies,
+    registry,
+    selection,
+    tokenization,
+)
+from vllm_prefixshare.integration.prompts import detokenization, parts
+from vllm_prefixshare.integration.prompts.block_hashes import SharedBlockHasher
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +62,37 @@ def hooked_functions(module: ModuleType) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted({hook.module for hook in registry.HOOKS}))
-def test_no_hook_is_installed(name):
+def test_no_hook_is_installed_that_a_patch_replaces(name):
     assert os.environ["PREFIXSHARE_PATCHED"] in inspect.getfile(vllm)
     if name == "vllm.platforms.cuda":  # imports CUDA's libraries
         module = SimpleNamespace(CudaPlatformBase=type("CudaPlatformBase", (Platform,), {}))
     else:
         module = importlib.import_module(name)
-        assert hooked_functions(module) == []
+        assert set(hooked_functions(module)) <= WITHOUT_PATCH
     for hook in registry.HOOKS:
-        if hook.module == name and hook.install not in NOTHING_TO_WRAP:
+        if hook.module == name and hook.name in WITHOUT_PATCH:
+            assert hook.name in hooked_functions(module)
+        elif hook.module == name and hook.install not in NOTHING_TO_WRAP:
             assert hook.replaced(module), hook.target
 
 
-#: Hooks that look for their patch themselves.
-NOTHING_TO_WRAP = (selection.hook_backend_enum, selection.hook_engine_config)
+#: Hooks that no patch replaces: they choose graphs under batch invariance.
+WITHOUT_PATCH = {
+    "GPUModelRunner._determine_batch_execution_and_padding",
+    "GPUModelRunner.gather_batch_req_state",
+}
+#: Hooks that look for their patch themselves: they fill a list of functions that it calls.
+NOTHING_TO_WRAP = (
+    selection.hook_backend_enum,
+    selection.hook_engine_config,
+    activation.hook_engine_core,
+    activation.hook_worker,
+    block_hashes.hook_block_hasher,
+    copies.hook_decoder,
+    copies.hook_encoder,
+    copies.hook_new_request_data,
+    tokenization.hook_tokenization,
+)
 
 
 def test_the_member_is_static():
@@ -273,3 +307,125 @@ def test_builders_are_told_of_wake_up():
     tell_builders_of_wake_up([[group], []], ["kv_cache"])
     assert told == [["kv_cache"]] * 2
     assert AttentionMetadataBuilder.after_wake_up(builder, None) is None
+
+
+def test_each_process_of_an_engine_activates_the_parts(monkeypatch):
+    from vllm.plugins import engine_process_starts
+    from vllm.v1.engine import core
+    from vllm.v1.worker import worker_base
+
+    monkeypatch.setattr(parts, "_active", frozenset())
+    monkeypatch.setattr(activation.metrics, "start_for_prompts", lambda *_: None)
+    assert core.engine_process_starts is worker_base.engine_process_starts is engine_process_starts
+    assert len(engine_process_starts) == 1
+    started = []
+    monkeypatch.setattr(engine_process_starts[0].__module__ + ".activate", started.append)
+
+    class Ended(Exception):
+        """Ends a constructor at its first use of the configuration after the plugins."""
+
+    class Config:
+        def __init__(self, backend: str) -> None:
+            self.attention_config = SimpleNamespace(backend=backend)
+
+        def __getattr__(self, name: str) -> None:
+            raise Ended
+
+    for backend in ("PREFIX_SHARE", "FLASH_ATTN"):
+        with pytest.raises(Ended):
+            core.EngineCore(Config(backend), None, False)
+        with pytest.raises(Ended):
+            worker_base.WorkerBase(Config(backend), 0, 0, "")
+    assert started == [True, True, False, False]
+
+
+def test_functions_of_the_parts_are_registered_once():
+    from vllm.renderers.base import text_tokenizers
+    from vllm.v1.core.kv_cache_utils import block_hasher_wrappers
+    from vllm.v1.core.sched.output import new_request_preparers
+    from vllm.v1.serial_utils import message_packers, message_unpackers
+
+    register.register()
+    for module in {hook.module for hook in (*copies.HOOKS, *block_hashes.HOOKS)}:
+        importlib.import_module(module)
+    assert block_hasher_wrappers == [SharedBlockHasher]
+    for entries in (text_tokenizers, new_request_preparers, message_packers, message_unpackers):
+        assert len(entries) == 1
+
+
+@functools.cache
+def unpatched(name: str) -> ModuleType:
+    """A module of the release that was patched, under another name."""
+    path = Path(os.environ["PREFIXSHARE_UNPATCHED"], *name.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(f"{name}_unpatched", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+#: Functions that the patch of the look-up rewrites: module, class and function.
+LOOKUP = (
+    ("vllm.v1.core.block_pool", "BlockPool", "touch"),
+    ("vllm.v1.core.block_pool", "BlockPool", "free_blocks"),
+    (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager",
+        "find_longest_cache_hit",
+    ),
+    (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        "_get_num_evictable_blocks",
+    ),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "estimate_cached_tokens"),
+)
+DETOKENIZER = ("vllm.v1.engine.detokenizer", "FastIncrementalDetokenizer")
+
+
+@pytest.fixture
+def rewritten_while_active(monkeypatch):
+    """The code of a part is the released one unless `cases.active` names the part."""
+
+    @contextmanager
+    def active(*names: str) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            if "lookup" not in names:
+                for module, owner, function in LOOKUP:
+                    released = vars(getattr(unpatched(module), owner))[function]
+                    patched = getattr(importlib.import_module(module), owner)
+                    patch.setattr(patched, function, released)
+            if "detokenization" not in names:
+                module, name = DETOKENIZER
+                patch.setattr(decoding, name, getattr(unpatched(module), name))
+            yield
+
+    monkeypatch.setattr(cases, "active", active)
+    monkeypatch.setattr(decoding, "active", active)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_patched_look_up_leaves_a_cache_as_the_released_one(rewritten_while_active, seed):
+    twins = cases.Twins(Random(seed), cases.algorithm("sha256"))
+    for _ in range(40):
+        twins.step()
+        twins.check()
+
+
+@pytest.mark.parametrize("name", decoding.KINDS)
+def test_the_patched_decode_stream_returns_the_text_of_the_released_one(
+    rewritten_while_active, name
+):
+    decoding.compare(Random(name), decoding.backend(name), cases=30)
+
+
+def test_the_patched_decode_stream_starts_from_a_tail():
+    from vllm.tokenizers.detokenizer_utils import find_stream_start
+
+    tokenizer = decoding.backend("byte level")
+    prompt = tokenizer.encode("The quick brown fox, and so on. " * 50).ids
+    start = find_stream_start(tokenizer, prompt, True)
+    assert start == detokenization._find_start(tokenizer, prompt, True)
+    assert len(start.ids) <= 8
+    assert start.ids == prompt[-len(start.ids) :]

@@ -49,4 +49,4 @@ def test_a_patch_is_small_and_says_why(patch: Patch):
     assert len(patch.subject) <= 80
     assert "\nWhy: " in patch.message
     assert max(map(len, patch.message.splitlines())) <= 88
-    assert patch.changed_lines <= 80, "one idea each"
+    assert patch.changed_lines <= 150, "one idea each"

@@ -25,18 +25,24 @@ NEWEST = max(PATCHED, key=Version)
 HOOK_TESTS = [
     "tests/patches/on_patched.py",
     "tests/integration/test_hook_targets.py",
+    "tests/integration/prompts/test_block_hashes.py",
     "tests/integration/test_cuda_backend.py",
 ]
 
 
-def run_on(folder: Path, version: str, *arguments: str) -> str:
-    """The output of pytest, run in a process that imports the vLLM in ``folder``."""
+def run_on(folder: Path, released: Path, version: str, *arguments: str) -> str:
+    """The output of pytest, run in a process that imports the vLLM in ``folder``.
+
+    Args:
+        released: the same release without the patches.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
             "PREFIXSHARE_PATCHED": version,
+            "PREFIXSHARE_UNPATCHED": str(released),
         },
         cwd=ROOT,
         capture_output=True,
@@ -53,11 +59,12 @@ def compile_all(files: list[Path]) -> None:
 
 @pytest.mark.parametrize("version", PATCHED)
 def test_a_series_on_the_files_of_its_release(version, tmp_path):
-    files = patched_copy(version, python_files(version), tmp_path / version)
+    released = python_files(version)
+    files = patched_copy(version, released, tmp_path / version)
     assert len(files) == len({name for patch in series(version) for name in patch.files})
     compile_all(files)
     tests = HOOK_TESTS if CHOSEN is RELEASES or version == NEWEST else HOOK_TESTS[:-1]
-    assert " passed" in run_on(tmp_path / version, version, *tests)
+    assert " passed" in run_on(tmp_path / version, released, version, *tests)
 
 
 @pytest.mark.engine
@@ -67,9 +74,13 @@ def test_an_engine_runs_on_a_patched_vllm(tmp_path):
     compile_all(patched_copy(INSTALLED, installed, tmp_path / INSTALLED))
     output = run_on(
         tmp_path / INSTALLED,
+        installed,
         INSTALLED,
         "tests/patches/on_patched.py",
         "tests/patches/on_patched_engine.py",
+        "tests/integration/prompts/test_block_hashes.py",
+        "tests/integration/prompts/test_copies.py",
+        "tests/integration/prompts/test_renderer.py",
         "tests/integration/test_ways.py",
     )
     assert " passed" in output

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_prefixshare.integration.hooks import block_hashes, detokenization
+from vllm_prefixshare.integration.hooks.wrapping import Hook
 from vllm_prefixshare.integration.prompts import parts
 from vllm_prefixshare.integration.prompts.block_hashes import BlockHasher, SharedBlockHasher
 from vllm_prefixshare.integration.prompts.token_ids import TokenIds
@@ -54,6 +55,8 @@ def hashers(
     """A hasher of vLLM and the shared one."""
     more = (lookahead,) if has_lookahead() else ()
     baseline = inspect.unwrap(kv_cache_utils.get_request_block_hasher)(block_size, function, *more)
+    if isinstance(baseline, SharedBlockHasher):  # in a patched vLLM
+        baseline = baseline._baseline
     return baseline, SharedBlockHasher(baseline, block_size, function, *more)
 
 
@@ -245,7 +248,14 @@ def active(*names: str) -> Iterator[None]:
 def install() -> None:
     """Hook vLLM's hasher and cache, and its detokenizer."""
     for hook in (*block_hashes.HOOKS, *detokenization.HOOKS):
-        hook.install(importlib.import_module(hook.module))
+        install_hook(hook)
+
+
+def install_hook(hook: Hook) -> None:
+    """Install a hook unless a patch does its work."""
+    module = importlib.import_module(hook.module)
+    if not hook.replaced(module):
+        hook.install(module)
 
 
 class Twins:

@@ -32,14 +32,12 @@ def wanted() -> bool:
 
 @functools.cache
 def is_possible() -> bool:
-    """Whether this vLLM lets the backend hold what it must: FLASH_ATTN is invariant, and steps with
-    prompt tokens are kept from FULL CUDA graphs, by hooks.
+    """Whether this vLLM lets the backend hold what it must: FLASH_ATTN is invariant. Steps with
+    prompt tokens are kept from FULL CUDA graphs by hooks, in a patched vLLM, too.
     """
-    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-    hooked = not hasattr(CommonAttentionMetadata, "block_table_cpu")  # as hooks.patched
-    return hooked and FlashAttentionBackend.supports_batch_invariance()
+    return bool(FlashAttentionBackend.supports_batch_invariance())
 
 
 def check_divider(divider: str) -> None:

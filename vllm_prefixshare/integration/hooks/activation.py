@@ -6,9 +6,19 @@ from typing import Any
 
 from vllm_prefixshare.integration import metrics
 from vllm_prefixshare.integration.hooks.selection import chosen_in
-from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, wrap
+from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, extend, wrap
 from vllm_prefixshare.integration.prompts.parts import activate
 from vllm_prefixshare.settings import PROMPT_PARTS
+
+
+def _start(process: str, vllm_config: Any) -> None:
+    """Activate shared host work where an engine core or a worker is made.
+
+    Args:
+        process: ``engine_core`` or ``worker``.
+    """
+    activate(chosen_in(vllm_config.attention_config))
+    metrics.start_for_prompts(process, vllm_config)
 
 
 def _activating(process: str) -> Callable[[Function], Function]:
@@ -16,8 +26,7 @@ def _activating(process: str) -> Callable[[Function], Function]:
 
     def wrapper(original: Function) -> Function:
         def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-            activate(chosen_in(vllm_config.attention_config))
-            metrics.start_for_prompts(process, vllm_config)
+            _start(process, vllm_config)
             original(self, vllm_config, *args, **kwargs)
 
         return init
@@ -27,12 +36,14 @@ def _activating(process: str) -> Callable[[Function], Function]:
 
 def hook_engine_core(module: ModuleType) -> None:
     """Activate shared host work in the engine core's process."""
-    wrap(module.EngineCore, "__init__", _activating("engine_core"))
+    if not extend(module, "engine_process_starts", _start):
+        wrap(module.EngineCore, "__init__", _activating("engine_core"))
 
 
 def hook_worker(module: ModuleType) -> None:
     """Activate shared host work in a worker's process."""
-    wrap(module.WorkerBase, "__init__", _activating("worker"))
+    if not extend(module, "engine_process_starts", _start):
+        wrap(module.WorkerBase, "__init__", _activating("worker"))
 
 
 _WHY = "shared host work is active only in processes of an engine that asked for it"

@@ -7,12 +7,18 @@ its attention backend.
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, wrap
+from vllm_prefixshare.integration.hooks import patched
+from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, extend, wrap
 
 
 def hook_block_hasher(module: ModuleType) -> None:
     """Take block hashes from recent prompts."""
+    from vllm.v1.core import kv_cache_utils
+
     from vllm_prefixshare.integration.prompts.block_hashes import SharedBlockHasher
+
+    if extend(kv_cache_utils, "block_hasher_wrappers", SharedBlockHasher):
+        return
 
     def wrapper(original: Function) -> Function:
         def get_request_block_hasher(*args: Any, **kwargs: Any) -> SharedBlockHasher:
@@ -94,6 +100,7 @@ HOOKS = (
         f"{_WHY_LOOK_UP} (touch, free_blocks)",
         _UNTIL_LOOK_UP,
         hook_block_pool,
+        patched.looks_up_without_calls,
         parts=("lookup",),
     ),
     Hook(
@@ -102,6 +109,7 @@ HOOKS = (
         f"{_WHY_LOOK_UP} (also SingleTypeKVCacheManager._get_num_evictable_blocks)",
         _UNTIL_LOOK_UP,
         hook_look_up,
+        patched.looks_up_without_calls,
         parts=("lookup",),
     ),
     Hook(
@@ -110,6 +118,7 @@ HOOKS = (
         _WHY_LOOK_UP,
         _UNTIL_LOOK_UP,
         hook_estimate,
+        patched.looks_up_without_calls,
         parts=("lookup",),
     ),
 )

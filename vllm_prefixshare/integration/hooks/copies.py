@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, after, wrap
+from vllm_prefixshare.integration.hooks import patched
+from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, after, extend, wrap
 from vllm_prefixshare.integration.prompts import copies
 from vllm_prefixshare.integration.prompts.copies import PART, StagedIds
 from vllm_prefixshare.integration.prompts.parts import is_enabled, measured, report_once
@@ -19,27 +20,34 @@ _FIRST_FIELDS = ("request_id", "prompt_token_ids")
 
 def hook_encoder(module: ModuleType) -> None:
     """Encode the token ids of a request from their array."""
+    if extend(module, "message_packers", _packed):
+        return
 
     def wrapper(original: Function) -> Function:
         def encode(self: Any, obj: Any) -> Any:
-            if not is_enabled(PART) or not _is_long_request(obj):
-                return original(self, obj)
-            with measured(PART) as counters:
-                ids = obj.prompt_token_ids
-                counters.units += len(ids)
-                encoded = copies.encode_ids(ids)
-                if encoded is None:
-                    counters.fallbacks += 1
-                    return original(self, obj)
-                if isinstance(ids, TokenIds):
-                    counters.shared_units += len(ids)
-                message = copy(obj)
-                message.prompt_token_ids = encoded
-                return original(self, message)
+            return original(self, _packed(obj))
 
         return encode
 
     wrap(module.MsgpackEncoder, "encode", wrapper)
+
+
+def _packed(obj: Any) -> Any:
+    """A request with its ids encoded, or ``obj`` where vLLM has to encode it."""
+    if not is_enabled(PART) or not _is_long_request(obj):
+        return obj
+    with measured(PART) as counters:
+        ids = obj.prompt_token_ids
+        counters.units += len(ids)
+        encoded = copies.encode_ids(ids)
+        if encoded is None:
+            counters.fallbacks += 1
+            return obj
+        if isinstance(ids, TokenIds):
+            counters.shared_units += len(ids)
+        message = copy(obj)
+        message.prompt_token_ids = encoded
+        return message
 
 
 def _is_long_request(obj: Any) -> bool:
@@ -67,50 +75,66 @@ def hook_decoder(module: ModuleType) -> None:
     """Take the token ids of a request out of its message, and share the integers of a recent
     prompt.
     """
+    if extend(module, "message_unpackers", _unpacked):
+        return
 
     def wrapper(original: Function) -> Function:
         def decode(self: Any, bufs: Any) -> Any:
-            if (
-                not is_enabled(PART)
-                or not isinstance(bufs, list | tuple)
-                or not _is_request_type(self.decoder.type)
-            ):
-                return original(self, bufs)
-            message = copies.split_message(bufs[0])
-            if message is None:
-                return original(self, bufs)
-            with measured(PART) as counters:
-                recent = copies.recent_ids()
-                request = original(self, [message.rest, *bufs[1:]])
-                shared = recent.ids(message.array)
-                request.prompt_token_ids = shared.ids
-                counters.units += len(shared.ids)
-                counters.shared_units += shared.num_shared
-                counters.cache_bytes = recent.num_bytes
-                return request
+            request = _unpacked(self, bufs)
+            return original(self, bufs) if request is None else request
 
         return decode
 
     wrap(module.MsgpackDecoder, "decode", wrapper)
 
 
+def _unpacked(decoder: Any, bufs: Any) -> Any:
+    """The request in a message with ids that `_packed` encoded, or None for any other message."""
+    if (
+        not is_enabled(PART)
+        or not isinstance(bufs, list | tuple)
+        or not _is_request_type(decoder.decoder.type)
+    ):
+        return None
+    message = copies.split_message(bufs[0])
+    if message is None:
+        return None
+    with measured(PART) as counters:
+        recent = copies.recent_ids()
+        # A message without ids: vLLM decodes it.
+        request = decoder.decode([message.rest, *bufs[1:]])
+        shared = recent.ids(message.array)
+        request.prompt_token_ids = shared.ids
+        counters.units += len(shared.ids)
+        counters.shared_units += shared.num_shared
+        counters.cache_bytes = recent.num_bytes
+        return request
+
+
 def hook_new_request_data(module: ModuleType) -> None:
     """Give the workers the ids of a new request with their arrays."""
+    if extend(module, "new_request_preparers", _add_arrays):
+        return
 
     def wrapper(original: Function) -> Function:
         def from_request(cls: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
             data = original(cls, request, *args, **kwargs)
-            if is_enabled(PART):
-                data.block_ids = tuple(copies.with_array(ids) for ids in data.block_ids)
-                if data.prefill_token_ids is not None:
-                    data.prefill_token_ids = copies.all_ids_with_array(
-                        data.prefill_token_ids, data.prompt_token_ids
-                    )
+            _add_arrays(data)
             return data
 
         return from_request
 
     wrap(module.NewRequestData, "from_request", wrapper)
+
+
+def _add_arrays(data: Any) -> None:
+    """Replace the lists of a ``NewRequestData`` by lists that carry arrays."""
+    if is_enabled(PART):
+        data.block_ids = tuple(copies.with_array(ids) for ids in data.block_ids)
+        if data.prefill_token_ids is not None:
+            data.prefill_token_ids = copies.all_ids_with_array(
+                data.prefill_token_ids, data.prompt_token_ids
+            )
 
 
 def hook_staged_writes(module: ModuleType) -> None:
@@ -169,6 +193,7 @@ HOOKS = (
         "the V2 model runner flattens token ids and block ids integer by integer",
         "StagedWriteTensor takes arrays",
         hook_staged_writes,
+        patched.stages_arrays,
         parts=("copies",),
     ),
 )

@@ -3,6 +3,7 @@
 from types import ModuleType
 from typing import Any
 
+from vllm_prefixshare.integration.hooks import patched
 from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, wrap
 
 
@@ -26,6 +27,7 @@ HOOKS = (
         "the decode stream decodes the whole prompt with the first output token of each request",
         "vLLM starts the stream from a bounded tail",
         hook_detokenizer,
+        patched.starts_streams_at_a_tail,
         parts=("detokenization",),
     ),
 )

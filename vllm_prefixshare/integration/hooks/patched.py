@@ -32,11 +32,21 @@ def carries_host_tables(_: ModuleType) -> bool:
     return hasattr(CommonAttentionMetadata, "block_table_cpu")
 
 
-def leaves_graphs_alone(module: ModuleType) -> bool:
-    """Whether this vLLM has patches: a fork that has them gets no hooks, and as the patches do not
-    choose graphs, it has no batch invariance.
-    """
-    return carries_host_tables(module)
+def starts_streams_at_a_tail(detokenizer: ModuleType) -> bool:
+    """Whether the decode stream starts from the end of the prompt."""
+    return hasattr(detokenizer, "find_stream_start")
+
+
+def looks_up_without_calls(_: ModuleType) -> bool:
+    """Whether cached blocks are looked up and counted without a call per block."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    return hasattr(BlockPool, "get_leading_cached_blocks")
+
+
+def stages_arrays(buffer_utils: ModuleType) -> bool:
+    """Whether staged writes keep arrays."""
+    return hasattr(buffer_utils, "StagedContents")
 
 
 def tells_builders_of_wake_up(_: ModuleType) -> bool:

@@ -99,7 +99,6 @@ HOOKS = (
         "under batch invariance a prompt token must not run in a graph of decodes (V1 runner)",
         "a backend can say which batches its graphs serve",
         graphs.hook_v1_graph_choice,
-        patched.leaves_graphs_alone,
     ),
     Hook(
         "vllm.v1.worker.gpu.model_runner",
@@ -107,7 +106,6 @@ HOOKS = (
         "under batch invariance a prompt token must not run in a graph of decodes (V2 runner)",
         "a backend can say which batches its graphs serve",
         graphs.hook_v2_graph_choice,
-        patched.leaves_graphs_alone,
     ),
     Hook(
         "vllm.v1.worker.gpu_worker",

@@ -5,9 +5,14 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, wrap
+from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, extend, wrap
 from vllm_prefixshare.integration.prompts import tokenization
-from vllm_prefixshare.integration.prompts.parts import is_enabled, measured, report_once
+from vllm_prefixshare.integration.prompts.parts import (
+    PartCounters,
+    is_enabled,
+    measured,
+    report_once,
+)
 from vllm_prefixshare.integration.prompts.token_ids import TokenIds
 from vllm_prefixshare.integration.prompts.tokenization import PART
 from vllm_prefixshare.settings import settings
@@ -23,6 +28,8 @@ def hook_tokenization(module: ModuleType) -> None:
     Every text prompt goes through ``BaseRenderer._tokenize_prompt``: LLM.generate, LLM.chat,
     LLM.beam_search and the server's endpoints.
     """
+    if extend(module, "text_tokenizers", _TEXT_TOKENIZER):
+        return
     renderer = module.BaseRenderer
     wrap(renderer, "_tokenize_prompt", partial(_sharing, module))
     wrap(renderer, "__init__", partial(_starting, module))
@@ -39,26 +46,66 @@ def _sharing(module: ModuleType, original: Function) -> Function:
         if not is_enabled(PART):
             return original(self, prompt, params)
         with measured(PART) as counters:
-            text = prompt["prompt"]
-            counters.units += len(text)
-            shared = _shared_token_ids(self, prompt, params)
-            if shared is None:
-                counters.fallbacks += 1
+            token_ids = _counted_token_ids(counters, self, prompt, params, _extras.get())
+            if token_ids is None:
                 return original(self, prompt, params)
-            token_ids, known_chars = shared
-            counters.shared_units += known_chars
-            counters.cache_bytes = tokenization.text_cache().bytes
             return module.TokensPrompt(prompt_token_ids=token_ids, **prompt)
 
     return _tokenize_prompt
 
 
-def _shared_token_ids(renderer: Any, prompt: Any, params: Any) -> tuple[TokenIds, int] | None:
+class _TextTokenizer:
+    """What a vLLM with the patch ``text-tokenizers`` asks before the model's tokenizer."""
+
+    def start(self, renderer: Any) -> None:
+        """Analyze the tokenizer while the engine starts."""
+        if is_enabled(PART) and renderer.tokenizer is not None:
+            tokenization.text_tokenizer(renderer.tokenizer, timeout=0)
+
+    def tokenize(self, renderer: Any, prompt: Any, params: Any) -> TokenIds | None:
+        """The ids of a prompt, or None to leave it to vLLM."""
+        if not is_enabled(PART):
+            return None
+        with measured(PART) as counters:
+            return _counted_token_ids(counters, renderer, prompt, params, params.prompt_extras)
+
+
+_TEXT_TOKENIZER = _TextTokenizer()
+
+
+def _counted_token_ids(
+    counters: PartCounters,
+    renderer: Any,
+    prompt: Any,
+    params: Any,
+    extras: dict[str, Any] | None,
+) -> TokenIds | None:
+    """The ids of a prompt, or None to leave it to vLLM.
+
+    Args:
+        renderer: the ``BaseRenderer``.
+        prompt: the ``TextPrompt``.
+        params: the ``TokenizeParams``.
+        extras: what the request adds to its prompts; None where it is not known.
+    """
+    counters.units += len(prompt["prompt"])
+    shared = _shared_token_ids(renderer, prompt, params, extras)
+    if shared is None:
+        counters.fallbacks += 1
+        return None
+    token_ids, known_chars = shared
+    counters.shared_units += known_chars
+    counters.cache_bytes = tokenization.text_cache().bytes
+    return token_ids
+
+
+def _shared_token_ids(
+    renderer: Any, prompt: Any, params: Any, extras: dict[str, Any] | None
+) -> tuple[TokenIds, int] | None:
     """The ids of a prompt and how many of its characters were known, or None to leave it to
     vLLM.
     """
     text = prompt["prompt"]
-    extras = _extras.get()
     by_salt = settings().prompts_cache_by_salt
     if len(text) < tokenization.MIN_CHARS or (by_salt and extras is None):
         return None
@@ -98,8 +145,7 @@ def _starting(module: ModuleType, original: Function) -> Function:
 
         offload = module.make_async(run_in, executor=self._executor)
         self._tokenize_prompt_async = lambda prompt, params: offload(copy_context(), prompt, params)
-        if is_enabled(PART) and self.tokenizer is not None:
-            tokenization.text_tokenizer(self.tokenizer, timeout=0)
+        _TEXT_TOKENIZER.start(self)
 
     return init
 

@@ -18,7 +18,8 @@ class Hook:
     module, name: what changes; ``name`` may have dots.
     why: the need. until: when the hook can go.
     install: makes the change, given the module; a second call changes nothing. It raises
-        AttributeError where this vLLM has no such name.
+        AttributeError where this vLLM has no such name. Where a patch calls plugins at this place,
+        it adds the function to call (see ``extend``) and wraps nothing.
     replaced: whether this vLLM has a patch that does the same, given the module.
     parts: parts of the shared host work that need it. They are left to a vLLM that has no such
         name; where there are none, the backend is rejected there (``compat.check_release``).
@@ -48,6 +49,20 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None
     wrapped = functools.wraps(original)(wrapper(original))
     setattr(wrapped, _MARK, True)
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+
+
+def extend(module: ModuleType, name: str, entry: object) -> bool:
+    """Add ``entry`` to the list ``module.name``, once.
+
+    Returns:
+        Whether there is such a list: a vLLM with the patch that calls its entries.
+    """
+    entries = getattr(module, name, None)
+    if entries is None:
+        return False
+    if entry not in entries:
+        entries.append(entry)
+    return True
 
 
 def after(note: Callable[[Any], None]) -> Callable[[Function], Function]:

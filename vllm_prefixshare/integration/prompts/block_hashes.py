@@ -256,6 +256,10 @@ KNOWN_CODE = {
         "3619baf784ab",
         "0f13cb733a40",
         "fcb418499da1",
+        # with the patch block-hasher-wrappers: 0.29, 0.32 and 0.33
+        "cee8c7dc1a13",
+        "73022f7f9399",
+        "c1d4e8677b9c",
     ),
 }
 
