@@ -474,6 +474,7 @@ def make_scheduler(
     make: Any, config: Any, specs: Sequence[Any] = (FULL,), retention: int | None = None
 ) -> Any:
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+    num_blocks = config.cache_config.num_gpu_blocks
     return make(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
@@ -783,8 +784,8 @@ NESTED = [(0, 0, 480), (1, 40, 1), (1, 100, 1), (1, 160, 1), (1, 220, 1)]
 def test_order_never_lowers_the_cached_tokens_of_a_batch(
     model_config, layout, texts, chosen, places, budget, num_blocks, retention
 ):
-    """vLLM caches all windows and states of a prefix, or with a retention of 0, its default, only
-    those at the ends of prompts and where prompts part.
+    """With a retention of 0, its default, vLLM caches the windows and states of a prefix only at
+    the ends of prompts and where prompts part; without one all of them.
     """
     rng = random.Random(0)
     whole: list[list[int]] = [[]]
