@@ -1,7 +1,9 @@
 """The settings of a process: its ``VLLM_PREFIXSHARE_*`` variables, read and checked once."""
 
+import logging
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -48,11 +50,13 @@ class Variable(NamedTuple):
     """A variable of the environment.
 
     parse: turns text into the field's value; its ValueError says what the text should be.
+    fallback: makes the value where the variable is not set and its default is not valid.
     """
 
     parse: Callable[[str], Any]
     default: str
     meaning: str
+    fallback: Callable[[], Any] | None = None
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:
@@ -125,6 +129,17 @@ def _folder(value: str) -> Path:
     return _path(value)
 
 
+def _temporary_cache() -> Path:
+    """A cache folder for a user without a home; it is the same in all processes of the user."""
+    folder = Path(tempfile.gettempdir()) / f"vllm_prefixshare-{os.getuid()}"
+    logging.getLogger("vllm.prefixshare").warning(
+        "This user has no home folder: compiled code is kept in %s. Set VLLM_PREFIXSHARE_CACHE to "
+        "keep it elsewhere.",
+        folder,
+    )
+    return folder
+
+
 VARIABLES: dict[str, Variable] = {
     "VLLM_PREFIXSHARE_DIVIDER": Variable(
         _divider,
@@ -156,6 +171,7 @@ VARIABLES: dict[str, Variable] = {
         _folder,
         "~/.cache/vllm_prefixshare",
         "folder for the embedded model, compiled code and measured cost tables",
+        _temporary_cache,
     ),
     "VLLM_PREFIXSHARE_STRICT": Variable(
         _flag, "0", "1: the engine does not start if a layer cannot be served"
@@ -211,9 +227,12 @@ def read(environment: Mapping[str, str]) -> Settings:
     for name, variable in VARIABLES.items():
         text = environment.get(name, variable.default)
         try:
-            values[name.removeprefix(PREFIX).lower()] = variable.parse(text)
+            value = variable.parse(text)
         except ValueError as e:
-            raise PrefixShareError(f"{name}={text!r} is not valid: set it to {e}.") from None
+            if name in environment or variable.fallback is None:
+                raise PrefixShareError(f"{name}={text!r} is not valid: set it to {e}.") from None
+            value = variable.fallback()
+        values[name.removeprefix(PREFIX).lower()] = value
     return Settings(**values)
 
 

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -456,12 +464,25 @@ def make_config(model_config: Any, num_blocks: int, policy: str = "fcfs") -> Any
     )
 
 
-def make_scheduler(make: Any, config: Any) -> Any:
+SHAPE: dict[str, Any] = {
+    "block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float16,
+}  # fmt: skip
+FULL = FullAttentionSpec(**SHAPE)
+
+
+def make_scheduler(
+    make: Any, config: Any, specs: Sequence[Any] = (FULL,), retention: int | None = None
+) -> Any:
+    groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
     num_blocks = config.cache_config.num_gpu_blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float16)
     return make(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=KVCacheConfig(
+            config.cache_config.num_gpu_blocks,
+            [],
+            groups,
+            prefix_cache_retention_interval=retention,
+        ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK,
     )
@@ -706,6 +727,99 @@ def test_order_changes_no_answer(model_config, shape, num_blocks, pause, seed, m
     scheduler = make_scheduler(make, make_config(model_config, num_blocks))
     served = serve(scheduler, prompts, pause)
     assert served.answers == [answer_to(prompt) for prompt in prompts]
+
+
+def window(tokens: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**SHAPE, sliding_window=tokens)
+
+
+#: KV-cache groups of models with full attention, windows, chunks and states
+STATE = MambaSpec(BLOCK, ((8,),), (torch.float16,), mamba_cache_mode="align")
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "full": (FULL,),
+    "window": (window(32),),
+    "full and window": (FULL, window(64)),
+    "two windows": (window(32), FULL, window(300)),
+    "chunks": (FULL, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)),
+    "states": (FULL, STATE),
+}
+
+
+def cached_tokens(scheduler: Any, prompts: list[list[int]]) -> int:
+    """Prompt tokens that are found in the KV cache, summed over ``prompts``, which come at once."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        scheduler.add_request(Request(str(i), prompt, params, None, block_hasher=hasher))
+    cached = 0
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        cached += sum(new.num_computed_tokens for new in step.scheduled_new_reqs)
+        answer_step(scheduler, step)
+    return cached
+
+
+#: The text that a prompt goes on from, how many of its tokens, and tokens of its own.
+PROMPT = st.tuples(
+    st.integers(0, 9),
+    st.sampled_from([0, 40, 100, 160, 1000]),
+    st.sampled_from([1, 16, 20, 40, 100, 160]),
+)
+#: A long prompt, and beginnings of it in ascending length: each finds the end of the one before.
+NESTED = [(0, 0, 480), (1, 40, 1), (1, 100, 1), (1, 160, 1), (1, 220, 1)]
+
+
+@hypothesis.settings(max_examples=100)
+@hypothesis.example("full and window", NESTED, [0, 1, 2, 3, 4], 2, 256, 3000, 0)
+@given(
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    texts=st.lists(PROMPT, min_size=2, max_size=8),
+    chosen=st.lists(st.integers(0, 7), min_size=3, max_size=10),
+    places=st.sampled_from([1, 2, 6]),
+    budget=st.sampled_from([64, 256, 2048]),
+    num_blocks=st.sampled_from([200, 3000]),
+    retention=st.sampled_from([0, None]),
+)
+def test_order_never_lowers_the_cached_tokens_of_a_batch(
+    model_config, layout, texts, chosen, places, budget, num_blocks, retention
+):
+    """With a retention of 0, its default, vLLM caches the windows and states of a prefix only at
+    the ends of prompts and where prompts part; without one all of them.
+    """
+    rng = random.Random(0)
+    whole: list[list[int]] = [[]]
+    for origin, tokens, own in texts:
+        begin = whole[origin % len(whole)][:tokens]
+        whole.append([*begin, *rng.choices(range(1000), k=own)])
+    prompts = [whole[1 + i % len(texts)] for i in chosen]
+    config = make_config(model_config, num_blocks)
+    config.scheduler_config.max_num_seqs = places
+    config.scheduler_config.max_num_batched_tokens = budget
+    config.cache_config.mamba_cache_mode = "align" if layout == "states" else "none"
+    sparse = retention if layout not in ("full", "chunks") else None
+    plain, ordered = (
+        cached_tokens(make_scheduler(make, config, LAYOUTS[layout], sparse), prompts)
+        for make in (Scheduler, OfflinePrefixOrderScheduler)
+    )
+    assert ordered >= plain
+
+
+def test_requests_on_one_document_follow_each_other_over_windows_too(model_config):
+    """The first two are served in the order they came: from then on the window's blocks at the end
+    of what all share are cached.
+    """
+    rng = random.Random(0)
+    system = rng.choices(range(1000), k=4 * BLOCK)
+    texts = [[*system, *rng.choices(range(1000), k=20 * BLOCK)] for _ in range(4)]
+    prompts = [[*texts[i % 4], *rng.choices(range(1000), k=20)] for i in range(24)]
+    plain, ordered = (
+        cached_tokens(
+            make_scheduler(make, make_config(model_config, 80), (FULL, window(32)), 0), prompts
+        )
+        for make in (Scheduler, OfflinePrefixOrderScheduler)
+    )
+    assert ordered > 2 * plain
 
 
 def test_a_priority_policy_keeps_its_priorities(model_config):

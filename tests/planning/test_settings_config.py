@@ -1,6 +1,8 @@
 """Environment variables and configuration: which values are refused, and the messages."""
 
+import logging
 import os
+import tempfile
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -106,12 +108,18 @@ def test_a_path_of_an_unknown_user_is_refused_by_the_name_of_the_variable():
         read({"VLLM_PREFIXSHARE_COST_TABLE": "~no-such-user-here/t"})
 
 
-def test_a_user_without_a_home_folder_is_told_to_name_the_cache(monkeypatch):
+def test_a_user_without_a_home_folder_has_a_temporary_cache(monkeypatch, caplog):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 987_654)  # has no entry in /etc/passwd
-    with pytest.raises(PrefixShareError, match=r"_CACHE=.* set it to a path without ~, as no such"):
-        read({})
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    temporary = Path(tempfile.gettempdir()) / "vllm_prefixshare-987654"
+    assert settings().cache == settings().cache == temporary
+    (record,) = caplog.records
+    assert f"no home folder: compiled code is kept in {temporary}" in record.getMessage()
     assert read({"VLLM_PREFIXSHARE_CACHE": "/tmp/cache"}).cache == Path("/tmp/cache")
+    with pytest.raises(PrefixShareError, match=r"_CACHE=.* set it to a path without ~, as no such"):
+        read({"VLLM_PREFIXSHARE_CACHE": "~/cache"})
+    assert len(caplog.records) == 1
 
 
 def test_an_unknown_variable_is_refused_and_the_known_ones_are_named():

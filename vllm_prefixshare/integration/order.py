@@ -9,6 +9,7 @@ is known to within a fifth, with some thirty entries instead of thousands.
 import bisect
 import functools
 import heapq
+import itertools
 import math
 import time
 import weakref
@@ -36,6 +37,9 @@ while DEPTHS[-1] < 1 << 20:
 #: Requests per level whose prefill is followed.
 FOLLOWED = 16
 
+#: Maximum number of requests whose cached prefix is looked up to choose the next one.
+MAX_LOOKUPS = 4
+
 Request = Any  # vllm.v1.request.Request
 
 
@@ -51,7 +55,8 @@ class _Waiting(NamedTuple):
 
 class _Level:
     """Waiting requests of one priority. All of ``add``, ``choose``, ``take`` and ``remove`` take
-    time proportional to ``len(DEPTHS)``, however many requests wait.
+    time proportional to ``len(DEPTHS)``, however many requests wait; ``choose`` with ``hit`` looks
+    up ``MAX_LOOKUPS`` requests, too.
     """
 
     def __init__(
@@ -60,8 +65,10 @@ class _Level:
         bound: float,
         stride: int,
         clock: Callable[[], float],
+        hit: Callable[[Request], int] | None,
     ) -> None:
         self._cached = cached
+        self._hit = hit
         self._bound = bound
         self._stride = stride
         self._clock = clock
@@ -126,13 +133,46 @@ class _Level:
         oldest, waiting = next(iter(self._waiting.items()))
         if self.given() - waiting.given >= self._bound:
             return oldest
+        rejected: set[Request] = set()
         for warm in reversed(self._warm):
-            while warm:
-                key = next(reversed(warm))
-                if self._cached(key):
-                    return next(iter(self._sharing[key]))
-                del warm[key]  # evicted, or not computed yet: listed again when it is
+            passed = 0
+            while passed < len(warm):
+                key = next(itertools.islice(reversed(warm), passed, None))
+                if not self._cached(key):
+                    del warm[key]  # evicted, or not computed yet: listed again when it is
+                    continue
+                request = next(iter(self._sharing[key]))
+                if request not in rejected:
+                    if self._may_overtake(request):
+                        return request
+                    rejected.add(request)
+                    if len(rejected) == MAX_LOOKUPS:
+                        return oldest
+                passed += 1
         return oldest
+
+    def _may_overtake(self, request: Request) -> bool:
+        """Whether ``request`` finds as many cached tokens now as after all older requests.
+
+        It does if its hit covers what it shares with each of them: they add no blocks to the cache
+        that it could use, nor it any for them. With full attention alone this holds for the oldest
+        request of every cached hash. A group with windows or states caches few places of a prefix,
+        such as the ends of prompts, and a request may need the place that an older one adds.
+        """
+        if self._hit is None:
+            return True
+        for key in reversed(self._waiting[request].hashes):
+            if next(iter(self._sharing[key])) is not request:
+                break
+        else:
+            return True  # no older request has its first block
+        hashes = request.block_hashes
+        end = self._hit(request)
+        older = itertools.takewhile(lambda other: other is not request, self._sharing[key])
+        return end >= len(hashes) or all(
+            len(other.block_hashes) <= end or other.block_hashes[end] != hashes[end]
+            for other in older
+        )
 
     def take(self, request: Request, step: int) -> None:
         """Remove ``request``, which is about to run: requests with its prefix should follow.
@@ -207,7 +247,8 @@ class _Level:
 
 
 class PrefixQueue(RequestQueue):
-    """A queue whose next request is the one with the longest cached prefix, else the oldest.
+    """A queue whose next request is the one with the longest cached prefix, else the oldest. No
+    request overtakes an older one whose blocks it could use.
 
     Requests that were put back go first. Priorities come before all this. Once a request has lost
     the bound to later ones of its priority, no more of these are chosen before it.
@@ -218,6 +259,8 @@ class PrefixQueue(RequestQueue):
         by_priority: whether ``Request.priority`` counts; smaller values go first.
         stride: block hashes for each block that ``cached`` knows.
         clock: seconds of a monotonic clock.
+        hit: how many of a request's block hashes the KV cache has for all groups; None if it has a
+            request's prefix wherever ``cached`` has its last block.
     """
 
     def __init__(
@@ -227,9 +270,10 @@ class PrefixQueue(RequestQueue):
         by_priority: bool = False,
         stride: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        hit: Callable[[Request], int] | None = None,
     ) -> None:
         self._clock = clock
-        self._new_level = functools.partial(_Level, cached, bound, stride, clock)
+        self._new_level = functools.partial(_Level, cached, bound, stride, clock, hit)
         self._by_priority = by_priority
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # a heap of the keys above
@@ -357,7 +401,8 @@ class _PrefixOrder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scheduler: Any = self
-        pool = scheduler.kv_cache_manager.block_pool
+        manager = scheduler.kv_cache_manager
+        pool = manager.block_pool
         groups = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         if not groups:  # a model without attention
             return
@@ -368,12 +413,20 @@ class _PrefixOrder:
         def cached(block_hash: bytes) -> bool:
             return pool.get_cached_block(block_hash, [group_id]) is not None
 
+        def hit(request: Request) -> int:
+            most = request.num_tokens - 1  # vLLM computes the last token in any case
+            found = manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
+            tokens: int = found[1]
+            return tokens // pool.hash_block_size
+
+        dense = all(isinstance(spec, FullAttentionSpec) for spec in groups)
         wished = settings().order_bound
         scheduler.waiting = PrefixQueue(
             cached,
             self.bound if wished is None else wished,
             by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
             stride=max(1, groups[group_id].block_size // pool.hash_block_size),
+            hit=None if dense else hit,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
