@@ -18,10 +18,11 @@ ENTRY_BYTES = 600
 
 
 def part_limit() -> int:
-    """Bytes that the cache of one part may hold: tokenization and hashes get half of
-    ``VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB`` each.
+    """Bytes that the cache of tokenization, and that of hashes, may hold: 7/16 of
+    ``VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB``. Copies get 1/8, so a process that has all three keeps
+    to the setting.
     """
-    return (settings().prompts_cache_mib << 20) // 2
+    return (settings().prompts_cache_mib << 20) * 7 // 16
 
 
 class BoundedCache(Generic[Key, Value]):
