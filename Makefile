@@ -25,7 +25,8 @@ demo: model
 # What to run before each commit: linters, and unit tests that start no engine and compile no
 # kernel; under 3 minutes on two cores.
 CHECKS := tests/planning tests/cli tests/docs tests/integration/prompts tests/kernels/test_layout.py \
-	tests/kernels/test_registry.py tests/test_boundaries.py tests/test_docs.py
+	tests/kernels/test_registry.py tests/test_boundaries.py tests/test_docs.py \
+	--ignore=tests/cli/test_bench.py
 check: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope -m 'not engine' $(CHECKS) $(PYTEST_ARGS)
 
