@@ -321,7 +321,7 @@ def test_each_process_of_an_engine_activates_the_parts(monkeypatch):
     started = []
     monkeypatch.setattr(engine_process_starts[0].__module__ + ".activate", started.append)
 
-    class Ended(Exception):
+    class EndError(Exception):
         """Ends a constructor at its first use of the configuration after the plugins."""
 
     class Config:
@@ -329,12 +329,12 @@ def test_each_process_of_an_engine_activates_the_parts(monkeypatch):
             self.attention_config = SimpleNamespace(backend=backend)
 
         def __getattr__(self, name: str) -> None:
-            raise Ended
+            raise EndError
 
     for backend in ("PREFIX_SHARE", "FLASH_ATTN"):
-        with pytest.raises(Ended):
+        with pytest.raises(EndError):
             core.EngineCore(Config(backend), None, False)
-        with pytest.raises(Ended):
+        with pytest.raises(EndError):
             worker_base.WorkerBase(Config(backend), 0, 0, "")
     assert started == [True, True, False, False]
 
