@@ -474,7 +474,6 @@ def make_scheduler(
     make: Any, config: Any, specs: Sequence[Any] = (FULL,), retention: int | None = None
 ) -> Any:
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
-    num_blocks = config.cache_config.num_gpu_blocks
     return make(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
