@@ -178,7 +178,7 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 ASK = """
 import json, sys, vllm_prefixshare
 from importlib.metadata import entry_points, version
-groups = ("vllm.general_plugins", "vllm.platform_plugins", "console_scripts")
+groups = ("vllm.general_plugins", "vllm.platform_plugins", "torch.backends", "console_scripts")
 print(json.dumps({
     "file": vllm_prefixshare.__file__,
     "versions": [vllm_prefixshare.__version__, version("vllm-prefixshare")],

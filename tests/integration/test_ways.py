@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from tests.integration.ways import WAYS
 from tests.support.dummy_model import write_llama_8b
@@ -80,3 +81,83 @@ def test_a_release_that_is_too_old_is_refused(outcomes, way):
     sentence = outcomes["too_old"][way]["sentence"]
     assert sentence.startswith("vLLM 0.25.1 is not supported by PREFIX_SHARE")
     assert sentence.endswith("or choose another attention backend.")
+
+
+#: Chooses the backend by a dictionary, and writes the configuration to a file.
+CHOOSE = """
+import pickle, sys
+from vllm.engine.arg_utils import EngineArgs
+args = EngineArgs(sys.argv[1], skip_tokenizer_init=True, max_model_len=1024,
+                  attention_config={"backend": "PREFIX_SHARE"})
+attention = args.create_engine_config().attention_config
+with open(sys.argv[2], "wb") as file:
+    pickle.dump(attention, file)
+print(attention.backend.name)
+"""
+
+#: Reads it, as a spawned process does.
+READ = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    print(pickle.load(file).backend.name)
+"""
+
+LOADED = "import sys, torch; print('vllm_prefixshare.integration.register' in sys.modules"
+LOADED += ", 'vllm_prefixshare.integration.hooks.registry' in sys.modules)"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Runs a program with the entry points of this checkout, and returns its last line."""
+    root = Path(__file__).parents[2]
+    points = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    folder = tmp_path / "site" / "vllm_prefixshare-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm_prefixshare\nVersion: 0.1.0\n"
+    )
+    lines = [
+        line
+        for group, names in points.items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in names.items()))
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(lines))
+
+    def run(program: str, *arguments: object, **environment: str) -> str:
+        path = os.pathsep.join([str(folder.parent), str(root)])
+        done = subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout.splitlines()[-1]
+
+    return run
+
+
+@pytest.mark.skipif(ON_CUDA_BUILD, reason="a vLLM for CPUs")
+@pytest.mark.parametrize("device", ["CPU", "cuda"])
+def test_it_is_chosen_under_any_target_device(start, tmp_path, device):
+    """With ``cpu`` vLLM resolves its platform without a look at platform plugins."""
+    model = write_llama_8b(tmp_path / "model")
+    file = tmp_path / "attention_config"
+    assert start(CHOOSE, model, file, VLLM_TARGET_DEVICE=device) == "PREFIX_SHARE"
+    assert start(READ, file, VLLM_TARGET_DEVICE=device) == "PREFIX_SHARE"
+
+
+@pytest.mark.parametrize(
+    ("environment", "installed"),
+    [
+        ({}, False),
+        ({"VLLM_TARGET_DEVICE": "cpu"}, True),
+        ({"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "other,prefix_share"}, True),
+        ({"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}, False),
+    ],
+)
+def test_importing_torch_installs_hooks_only_where_vllm_calls_no_plugin(
+    start, environment, installed
+):
+    assert start(LOADED, **environment) == f"True {installed}"
