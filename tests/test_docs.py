@@ -44,7 +44,7 @@ def test_figures_of_a_plan_are_those_of_the_code():
 
 def test_settings_are_those_of_the_code():
     table = re.findall(r"^\| `(VLLM_PREFIXSHARE_\w+)` \| (?:`(.*?)`)? *\|", PAGE, re.MULTILINE)
-    assert dict(table) == {name: default for name, (_, default, _) in VARIABLES.items()}
+    assert dict(table) == {name: variable.default for name, variable in VARIABLES.items()}
 
 
 def test_every_counter_is_explained():

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
-#: features of layers that ran in few engines or none: served only where the user asks for them
-EXPERIMENTAL = ("alibi", "head_dim")
+#: features that ran in few engines or none: active only where the user asks for them
+EXPERIMENTAL = ("alibi", "head_dim", "mixed_graphs")
 #: parts of the host work on a prompt that requests with a common prefix share
 PROMPT_PARTS = ("tokenization", "detokenization", "hashes", "lookup", "copies")
 
@@ -191,7 +191,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_PREFIXSHARE_EXPERIMENTAL": Variable(
         _experimental,
         "",
-        "kinds of layers to serve on a GPU though few engines or none have run them: "
+        "features to use on a GPU though few engines or none have run them: "
         + ", ".join(EXPERIMENTAL),
     ),
     "VLLM_PREFIXSHARE_PROMPTS": Variable(

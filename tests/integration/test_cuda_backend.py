@@ -655,7 +655,13 @@ def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypat
     assert prefill.seq_lens.tolist() == [76, 55]
 
 
-@pytest.mark.usefixtures("worth_it")
+@pytest.fixture
+def mixed_graphs_asked_for(monkeypatch):
+    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mixed_graphs")
+    settings.cache_clear()
+
+
+@pytest.mark.usefixtures("worth_it", "mixed_graphs_asked_for")
 @pytest.mark.parametrize("counts", [[1, 1, 30, 16], [40], [1, 70, 1]], ids=str)
 def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
     group = Group(monkeypatch)
@@ -1220,7 +1226,7 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
     assert cuda.config_refusal(config) == reason
 
 
-@pytest.mark.usefixtures("worth_it")
+@pytest.mark.usefixtures("worth_it", "mixed_graphs_asked_for")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 3]], ids=str)
 def test_a_graph_of_mixed_steps_holds_every_token(monkeypatch, counts):
     group = Group(monkeypatch)
@@ -1248,6 +1254,7 @@ NOT_MIXED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("mixed_graphs_asked_for")
 @pytest.mark.parametrize("reason", [None, *NOT_MIXED])
 def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch, reason):
     monkeypatch.setattr("vllm.platforms.current_platform.is_device_capability", lambda _: True)
@@ -1271,6 +1278,14 @@ def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch,
         assert support is AttentionCGSupport.UNIFORM_BATCH
         assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
         assert mixed_graphs.graph_rows(config) == 0
+
+
+def test_mixed_steps_run_piecewise_unless_asked_for():
+    config = vllm_config()
+    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(config, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+    mixed_graphs.choose_mixed_graphs(config)
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 def test_non_causal_batches_are_refused(monkeypatch):

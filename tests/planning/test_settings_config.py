@@ -84,7 +84,7 @@ def test_values_are_parsed(name, text, value):
         (
             "VLLM_PREFIXSHARE_EXPERIMENTAL",
             "alibi,head",
-            "some of alibi,head_dim",
+            "some of alibi,head_dim,mixed_graphs",
         ),
         ("VLLM_PREFIXSHARE_STRICT", "yes", "0 or 1"),
         ("VLLM_PREFIXSHARE_STRICT", "", "0 or 1"),
@@ -112,6 +112,8 @@ def test_a_user_without_a_home_folder_has_a_temporary_cache(monkeypatch, caplog)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 987_654)  # has no entry in /etc/passwd
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm.prefixshare"), "disabled", False)
+    caplog.set_level(logging.WARNING, "vllm.prefixshare")
     temporary = Path(tempfile.gettempdir()) / "vllm_prefixshare-987654"
     assert settings().cache == settings().cache == temporary
     (record,) = caplog.records

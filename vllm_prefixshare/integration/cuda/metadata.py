@@ -24,7 +24,11 @@ from vllm_prefixshare.integration.cuda.first_step import (
     FirstStep,
     TokenRows,
 )
-from vllm_prefixshare.integration.cuda.mixed_graphs import graph_rows, mixed_graphs_refusal
+from vllm_prefixshare.integration.cuda.mixed_graphs import (
+    graph_rows,
+    is_asked_for,
+    mixed_graphs_refusal,
+)
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -67,7 +71,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """All batches where ``mixed_graphs`` serves them, else batches of decodes."""
-        if mixed_graphs_refusal(vllm_config) is None:
+        if is_asked_for() and mixed_graphs_refusal(vllm_config) is None:
             return AttentionCGSupport.ALWAYS
         return cls._cudagraph_support
 
@@ -97,7 +101,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             measured = self._executor.name in KERNELS and self._window is None
             if one_token_rows and measured and not invariant:
                 self._first_step = FirstStep.of(self._executor.attention)
-            self._takes_mixed_graphs = self._first_step is not None and self._all_layers
+            takes_mixed_graphs = self._first_step is not None and self._all_layers
+            self._takes_mixed_graphs = takes_mixed_graphs and is_asked_for()
             # the requests for our kernel come first
             most = 0 if self._first_step is None else self._first_step.max_new_tokens
             self.reorder_batch_threshold = max(query_len, most)

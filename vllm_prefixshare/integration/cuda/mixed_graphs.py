@@ -13,6 +13,11 @@ from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.settings import settings
 
 
+def is_asked_for() -> bool:
+    """Whether ``VLLM_PREFIXSHARE_EXPERIMENTAL`` names ``mixed_graphs``."""
+    return "mixed_graphs" in settings().experimental
+
+
 def mixed_graphs_refusal(config: Any) -> str | None:
     """Why the steps of an engine cannot all run in FULL CUDA graphs, or None.
 
@@ -47,7 +52,7 @@ def choose_mixed_graphs(config: Any) -> None:
     from vllm.config import CUDAGraphMode
 
     compilation = config.compilation_config
-    if compilation.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
+    if not is_asked_for() or compilation.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
         return
     reason = mixed_graphs_refusal(config)
     if reason is None:
