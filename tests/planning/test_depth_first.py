@@ -74,11 +74,12 @@ def test_every_plan_is_right_and_within_its_limits(work, limits):
 @given(forests(), st.fixed_dictionaries({**LIMITS, "max_tile_runs": st.just(1 << 30)}))
 def test_the_latest_worker_is_near_the_mean(work, limits):
     """The excess over the mean is less than twice the least work that is worth its own tile: such
-    work is not cut. Even cuts may end later, by as much as reading in step counts.
+    work is not cut. Even cuts may end later, by as much as reading in step counts, and the tile of
+    a short request may come on top: one token next to 64,465 on 33 workers.
     """
     load = loads(plan_of(work, **limits))
     mean = (1 + 2 * NOT_KEPT) * load.mean()
-    assert load.max() <= 1.05 * mean + 4 * OVERHEAD
+    assert load.max() <= 1.05 * mean + 5 * OVERHEAD
     if load.mean() > 40 * OVERHEAD:
         assert load.max() <= 1.1 * mean
 
