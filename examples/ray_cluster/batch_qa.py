@@ -73,15 +73,18 @@ def questions_of(documents: dict[str, str], questions: list[str]) -> Any:
 
 
 def take_counters(folder: Path) -> dict[str, Reads]:
-    """What each replica has counted in its file of ``folder``, which is then emptied."""
+    """What the worker of each replica has counted in its file of ``folder``, which is then emptied.
+    A replica's other processes have files without these counters.
+    """
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    found = {}
-    for i, file in enumerate(sorted(folder.glob("counter_prefixshare-*.db")), 1):
+    found: dict[str, Reads] = {}
+    names = [f"vllm_prefixshare_kv_tokens_{x}_total" for x in ("read", "saved")]
+    for file in sorted(folder.glob("counter_prefixshare-*.db")):
         families = MultiProcessCollector.merge([str(file)])
         values = {s.name: s.value for family in families for s in family.samples}
-        names = (f"vllm_prefixshare_kv_tokens_{x}_total" for x in ("read", "saved"))
-        found[str(i)] = Reads(*(values.get(name, 0.0) for name in names))
+        if any(name in values for name in names):
+            found[str(len(found) + 1)] = Reads(*(values.get(name, 0.0) for name in names))
     for file in folder.glob("*_prefixshare-*.db"):
         file.unlink()
     return found
