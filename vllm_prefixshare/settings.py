@@ -133,8 +133,8 @@ def _temporary_cache() -> Path:
     """A cache folder for a user without a home; it is the same in all processes of the user."""
     folder = Path(tempfile.gettempdir()) / f"vllm_prefixshare-{os.getuid()}"
     logging.getLogger("vllm.prefixshare").warning(
-        "This user has no home folder: compiled code is kept in %s. Set VLLM_PREFIXSHARE_CACHE to "
-        "keep it elsewhere.",
+        "This user has no home folder, so compiled code is kept in %s: set VLLM_PREFIXSHARE_CACHE "
+        "to keep it elsewhere.",
         folder,
     )
     return folder

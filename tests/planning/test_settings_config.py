@@ -117,7 +117,7 @@ def test_a_user_without_a_home_folder_has_a_temporary_cache(monkeypatch, caplog)
     temporary = Path(tempfile.gettempdir()) / "vllm_prefixshare-987654"
     assert settings().cache == settings().cache == temporary
     (record,) = caplog.records
-    assert f"no home folder: compiled code is kept in {temporary}" in record.getMessage()
+    assert f"no home folder, so compiled code is kept in {temporary}" in record.getMessage()
     assert read({"VLLM_PREFIXSHARE_CACHE": "/tmp/cache"}).cache == Path("/tmp/cache")
     with pytest.raises(PrefixShareError, match=r"_CACHE=.* set it to a path without ~, as no such"):
         read({"VLLM_PREFIXSHARE_CACHE": "~/cache"})
