@@ -44,6 +44,9 @@ class PartCounters:
 #: Part -> its counters in this process.
 COUNTERS: dict[str, PartCounters] = {part: PartCounters() for part in PROMPT_PARTS}
 
+#: asks for parts with any backend
+VARIABLE = "VLLM_PREFIXSHARE_PROMPTS"
+
 _active: frozenset[str] = frozenset()
 _unavailable: set[str] = set()
 _reported: set[tuple[str, str]] = set()
@@ -64,6 +67,8 @@ def activate(uses_prefix_share: bool) -> None:
         uses_prefix_share: whether the engine's attention backend is PREFIX_SHARE.
     """
     global _active
+    if not uses_prefix_share and VARIABLE not in os.environ:
+        return  # who did not choose the plugin is not asked for valid settings
     wanted = settings().prompts
     if wanted is None:
         wanted = frozenset(PROMPT_PARTS) if uses_prefix_share else frozenset()
