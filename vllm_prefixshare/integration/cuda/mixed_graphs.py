@@ -1,7 +1,7 @@
 """FULL CUDA graphs for steps that mix decodes with requests that have a few new tokens.
 
-vLLM runs such a step piecewise: the host launches attention layer by layer, 15 to 25 ms on an 8B
-model, while running requests wait for their next token. Here every query token of a small step is
+vLLM runs such a step piecewise: the host launches attention layer by layer, while running requests
+wait for their next token. Here every query token of a small step is
 a row of the plan, so the kernels launch as in a decode step and one graph serves both.
 """
 
