@@ -61,6 +61,10 @@ class Waiting:
     def __init__(self, *path: Any, priority: int = 0) -> None:
         self.block_hashes = [repr(path[: i + 1]).encode() for i in range(len(path))]
         self.priority = priority
+        self.num_prompt_tokens, self.num_computed_tokens = len(path), 0
+
+    def is_finished(self) -> bool:
+        return False
 
 
 class Cache(set[bytes]):
@@ -124,10 +128,10 @@ def test_what_a_prefill_has_computed_counts_at_once(early):
     cache.update(a1.block_hashes[:2])
     if not early:
         fill(cache, b1, a2)
-    for computed in (2, 4):
+    for computed, chosen in ((2, b1), (4, b1), (5, a2)):  # a2 shares 5 blocks, b1 has 3 of them
         cache.update(a1.block_hashes[:computed])
         cache.queue.begin_step()
-        cache.queue.peek_request()
+        assert cache.queue.peek_request() is chosen
     assert [cache.take() for _ in range(2)] == [a2, b1]
 
 
@@ -763,14 +767,18 @@ def cached_tokens(scheduler: Any, prompts: list[list[int]]) -> int:
 PROMPT = st.tuples(
     st.integers(0, 9),
     st.sampled_from([0, 40, 100, 160, 1000]),
-    st.sampled_from([1, 16, 20, 40, 100, 160]),
+    st.sampled_from([1, 16, 20, 40, 100, 160, 640]),
 )
 #: A long prompt, and beginnings of it in ascending length: each finds the end of the one before.
 NESTED = [(0, 0, 480), (1, 40, 1), (1, 100, 1), (1, 160, 1), (1, 220, 1)]
+#: A short prompt that comes and goes while a long one is computed in many steps.
+BESIDE = [(0, 0, 16), (0, 0, 160)]
 
 
 @hypothesis.settings(max_examples=100)
 @hypothesis.example("full and window", NESTED, [0, 1, 2, 3, 4], 2, 256, 3000, 0)
+@hypothesis.example("full", BESIDE, [0, 1, 0, 1], 2, 64, 3000, 0)
+@hypothesis.example("states", BESIDE, [0, 1, 0, 1], 2, 64, 200, 0)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     texts=st.lists(PROMPT, min_size=2, max_size=8),

@@ -53,6 +53,17 @@ class _Waiting(NamedTuple):
     given: float
 
 
+def _computes(request: Request) -> bool:
+    """Whether a request that was taken still computes its prompt, or waits for a part of it."""
+    return request.num_computed_tokens < request.num_prompt_tokens and not request.is_finished()
+
+
+def _num_shared_blocks(a: Request, b: Request) -> int:
+    """How many block hashes two requests have in common; a hash covers all blocks before it."""
+    both = range(min(len(a.block_hashes), len(b.block_hashes)))
+    return bisect.bisect(both, 0, key=lambda i: a.block_hashes[i] != b.block_hashes[i])
+
+
 class _Level:
     """Waiting requests of one priority. All of ``add``, ``choose``, ``take`` and ``remove`` take
     time proportional to ``len(DEPTHS)``, however many requests wait; ``choose`` with ``hit`` looks
@@ -80,9 +91,9 @@ class _Level:
         #: for each depth: hashes with waiting requests that were cached when last seen, the most
         #: recently used last
         self._warm: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in DEPTHS]
-        #: hashes of requests that were taken and are not cached to their end yet, by the last one,
-        #: and how many of them have been listed
-        self._computing: dict[bytes, tuple[list[bytes], int]] = {}
+        #: requests that were taken and whose prompts are not computed yet, by the last of their
+        #: hashes; with these hashes, and how many of them have been listed
+        self._computing: dict[bytes, tuple[Request, list[bytes], int]] = {}
         self._followed_in = -1
         self._given = 0.0
         #: the last step in which requests were taken that had not been put back, when the first one
@@ -155,10 +166,18 @@ class _Level:
         """Whether ``request`` finds as many cached tokens now as after all older requests.
 
         It does if its hit covers what it shares with each of them: they add no blocks to the cache
-        that it could use, nor it any for them. With full attention alone this holds for the oldest
-        request of every cached hash. A group with windows or states caches few places of a prefix,
+        that it could use, nor it any for them. Of those that run, the ones that still compute their
+        prompts count. Of those that wait, with full attention alone none counts, for ``request`` is
+        the oldest with a cached hash. A group with windows or states caches few places of a prefix,
         such as the ends of prompts, and a request may need the place that an older one adds.
         """
+        if request is next(iter(self._waiting)):
+            return True
+        for other, _, _ in self._computing.values():
+            if _computes(other):
+                shared = _num_shared_blocks(request, other) // self._stride * self._stride
+                if shared and not self._covers(request, shared):
+                    return False
         if self._hit is None:
             return True
         for key in reversed(self._waiting[request].hashes):
@@ -173,6 +192,12 @@ class _Level:
             len(other.block_hashes) <= end or other.block_hashes[end] != hashes[end]
             for other in older
         )
+
+    def _covers(self, request: Request, num_blocks: int) -> bool:
+        """Whether the first ``num_blocks`` blocks of ``request`` are a hit."""
+        if self._hit is None:
+            return self._cached(request.block_hashes[num_blocks - 1])
+        return self._hit(request) >= num_blocks
 
     def take(self, request: Request, step: int) -> None:
         """Remove ``request``, which is about to run: requests with its prefix should follow.
@@ -193,7 +218,7 @@ class _Level:
             hashes = self._forget(request)
             if hashes:
                 self._computing.pop(hashes[-1], None)  # else it would keep its old place
-                self._computing[hashes[-1]] = hashes, 0
+                self._computing[hashes[-1]] = request, hashes, 0
                 if len(self._computing) > FOLLOWED:
                     del self._computing[next(iter(self._computing))]
         self._list(hashes, 0, len(hashes))
@@ -207,13 +232,13 @@ class _Level:
 
     def _follow(self) -> None:
         """List what requests taken in earlier steps have computed since."""
-        for last, (hashes, listed) in list(self._computing.items()):
+        for last, (request, hashes, listed) in list(self._computing.items()):
             end = len(hashes) if self._cached(last) else listed
             while end < len(hashes) and self._cached(hashes[end]):
                 end += 1
             self._list(hashes, listed, end)
-            if end < len(hashes):
-                self._computing[last] = hashes, end
+            if not request.is_finished() and (end < len(hashes) or _computes(request)):
+                self._computing[last] = request, hashes, end
             else:
                 del self._computing[last]
 
