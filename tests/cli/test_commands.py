@@ -24,7 +24,8 @@ from vllm_prefixshare.cli.shape import attention_of
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.costs import lookup
 from vllm_prefixshare.costs.table import CostTable, Grid
-from vllm_prefixshare.integration import compat, signatures, support
+from vllm_prefixshare.integration import compat, signatures
+from vllm_prefixshare.integration.eligibility import platform as platforms
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.records import PrefixShareError
@@ -207,7 +208,7 @@ def on_a_gpu(monkeypatch, **checks):
 
     monkeypatch.setattr(doctor, "CHECKS", {"platform": platform, **checks})
     monkeypatch.setattr(doctor, "NVIDIA_DRIVER", Path("/nowhere"))
-    monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: support.GPU_EXTRAS)
+    monkeypatch.setattr(platforms, "gpu_extras", lambda anywhere=False: platforms.GPU_EXTRAS)
     monkeypatch.setattr(lookup, "gpu", lambda: GPU)
 
 
@@ -547,10 +548,10 @@ def latents(folder: Path, heads: int = 16, **fields: object) -> LayerKind:
     [
         ("fp8", (9, 0), None),
         ("fp8_e4m3", (9, 0), None),
-        ("fp8_e5m2", (9, 0), "a fp8_e5m2 KV cache"),
-        ("fp8_ds_mla", (9, 0), "a fp8_ds_mla KV cache"),
+        ("fp8_e5m2", (9, 0), "a KV cache of type fp8_e5m2"),
+        ("fp8_ds_mla", (9, 0), "a KV cache of type fp8_ds_mla"),
         ("fp8", (10, 0), "multi-head latent attention"),
-        ("fp8", (8, 9), "an fp8 KV cache"),
+        ("fp8", (8, 9), "multi-head latent attention"),
     ],
 )
 def test_doctor_knows_which_caches_of_latents_are_served(tmp_path, cache, capability, expected):
@@ -561,17 +562,17 @@ def test_doctor_knows_which_caches_of_latents_are_served(tmp_path, cache, capabi
 @pytest.mark.parametrize("takes", [True, False])
 def test_doctor_asks_flash_mla_for_an_fp8_cache_of_latents(tmp_path, monkeypatch, takes):
     on_a_gpu(monkeypatch)
-    extras = support.GPU_EXTRAS - (set() if takes else {"mla_fp8"})
-    monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: extras)
+    extras = platforms.GPU_EXTRAS - (set() if takes else {"mla_fp8"})
+    monkeypatch.setattr(platforms, "gpu_extras", lambda anywhere=False: extras)
     asked: list[AttentionConfig] = []
-    kernel = "vllm_prefixshare.integration.cuda.latent.kernel_refusal"
+    kernel = "vllm_prefixshare.integration.eligibility.measured.kernel_failure"
 
     def compiles(attention: AttentionConfig, query_len: int) -> None:
         asked.append(attention)
 
     monkeypatch.setattr(kernel, compiles)
     kind = replace(latents(tmp_path), kv_cache_dtype="fp8")
-    assert falls_back(kind, on_cpu=False) == (None if takes else "a fp8 KV cache")
+    assert falls_back(kind, on_cpu=False) == (None if takes else "a KV cache of type fp8")
     shape = AttentionConfig(16, 1, 576, 64, kv_dtype=FP8, query_dtype=FP8, kv_lora_rank=512)
     assert asked == [shape][:takes] and shape_of(kind) == shape
     assert shape_of(replace(kind, kv_cache_dtype="auto")).block_size == 16
@@ -660,15 +661,15 @@ def test_a_hostile_file_beside_the_config_gets_one_sentence(tmp_path, content, c
     ("changes", "cache", "on_cpu", "expected"),
     [
         ({}, "fp8", None, None),
-        ({}, "fp8", True, "a fp8 KV cache"),
+        ({}, "fp8", True, "a KV cache of type fp8"),
         ({}, "bfloat16", True, None),
-        ({}, "fp8_e5m2", None, "a fp8_e5m2 KV cache"),
+        ({}, "fp8_e5m2", None, "a KV cache of type fp8_e5m2"),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "fp8", None, None),
         (
             {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
             "fp8_ds_mla",
             None,
-            "a fp8_ds_mla KV cache",
+            "a KV cache of type fp8_ds_mla",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from tests.cli.test_commands import write_model
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import attention_shape, layer_kinds, read_config
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu
-from vllm_prefixshare.integration.support import Engine
+from vllm_prefixshare.integration.eligibility.layer import Engine
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 

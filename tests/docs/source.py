@@ -93,7 +93,8 @@ def reasons() -> dict[str, str]:
     for path, tree in modules().items():
         if not path.startswith("integration/") or path.startswith(NOT_ABOUT_LAYERS):
             continue
-        nodes = [call.args[0] for name, call in _calls(tree) if name == "fall_back"]
+        nodes = [call.args[0] for name, call in _calls(tree) if name in ("fall_back", "Rule")]
+        nodes += [node.body for node in nodes if isinstance(node, ast.Lambda)]
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "reason":
                 nodes.append(node.value)

@@ -11,12 +11,14 @@ from tests.docs.source import reasons
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
-from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
+from vllm_prefixshare.cli.served import on_one_gpu, spec_of
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.integration import compat
-from vllm_prefixshare.integration.cuda import backend as cuda
-from vllm_prefixshare.integration.support import CUDA_DTYPES, Engine
+from vllm_prefixshare.integration.eligibility import measured
+from vllm_prefixshare.integration.eligibility.layer import Engine
+from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.registry import candidates
 from vllm_prefixshare.planning.sharing import min_window
@@ -57,9 +59,9 @@ def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:
     alone = ""
     for gpus in (1, 2, 4, 8):
         layer = on_one_gpu(kind, gpus)
-        reason = falls_back(layer, None, Engine(is_hybrid=is_hybrid))
-        if reason is None and not layer.use_mla:
-            reason = cuda.short_window_refusal(shape_of(layer))
+        # no kernel is here to compile: of what a GPU decides, only windows are asked for
+        gpu = Platform(CUDA_DTYPES, gpu_extras(anywhere=True), is_here=not layer.use_mla)
+        reason = refusal(spec_of(layer, Engine(is_hybrid=is_hybrid)), gpu)
         if reason is None:
             return "served" if gpus == 1 else f"served from {gpus} GPUs on"
         alone = alone or reason
@@ -68,7 +70,7 @@ def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_model_is_served_as_doctor_says(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cuda, "_min_window", partial(min_window_on, "H200"))
+    monkeypatch.setattr(measured, "shortest_window", partial(min_window_on, "H200"))
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **CONFIGS[model]}))
     main(["doctor", "--json", "--model", str(tmp_path)])
     layers = json.loads(capsys.readouterr().out)["layers"]

@@ -23,8 +23,9 @@ from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved, check_collectives
+from vllm_prefixshare.integration.eligibility import measured
+from vllm_prefixshare.integration.eligibility.layer import Engine
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import Engine
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 
@@ -250,7 +251,7 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     settings.cache_clear()
     config = one_rank.vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)
-    monkeypatch.setattr(cuda, "_min_window", lambda attention: 64)
+    monkeypatch.setattr(measured, "shortest_window", lambda attention: 64)
     shape = {"num_heads": HEADS, "head_size": HEAD_DIM, "scale": 0.1, "num_kv_heads": 1}
     plain = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto"}
     queries = torch.zeros(0)

@@ -29,6 +29,10 @@ from vllm_prefixshare.integration import host_tables, planner, register
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import first_step, mixed_graphs, planning
 from vllm_prefixshare.integration.cuda import metadata as cuda_metadata
+from vllm_prefixshare.integration.eligibility import measured
+from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
+from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.cache_write import CacheWrite
@@ -65,10 +69,13 @@ def _interpreter(monkeypatch):
         return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
 
     monkeypatch.setattr(gpu, "choose_kernel", choose)
-    monkeypatch.setattr(cuda, "kernels_that_may_serve", lambda *layer: [choose(*layer).kernel])
+    for module in (cuda, measured):
+        serves = "kernels_that_may_serve"
+        monkeypatch.setattr(module, serves, lambda *layer: [choose(*layer).kernel])
     monkeypatch.setattr(planner, "cost_model", lambda attention, kernel, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda, "this_device", lambda: CPU)
+    for module in (cuda, measured):
+        monkeypatch.setattr(module, "this_device", lambda: CPU)
     STATS.reset()
 
 
@@ -935,11 +942,11 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
 @pytest.fixture
 def windows(monkeypatch):
     """Serve sliding windows from 64 tokens on."""
-    monkeypatch.setattr(cuda, "cost_model", lambda attention, kernel, log: analytic(attention))
-    monkeypatch.setattr(cuda, "min_window", lambda *arguments: 64)
-    cuda._min_window.cache_clear()
+    monkeypatch.setattr(measured, "cost_model", lambda attention, kernel, log: analytic(attention))
+    monkeypatch.setattr(measured, "min_window", lambda *arguments: 64)
+    measured.shortest_window.cache_clear()
     yield
-    cuda._min_window.cache_clear()
+    measured.shortest_window.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that see nothing of a run
@@ -1075,7 +1082,7 @@ def test_a_quantised_cache_beside_caches_of_16_bits_is_served(monkeypatch):
     config = vllm_config()
     config.cache_config.cache_dtype = "fp8"
     config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
-    assert cuda.engine_of(config).mixed_caches
+    assert Engine.of_config(config).mixed_caches
     monkeypatch.setattr(f"{__name__}.vllm_config", lambda *_: config)
     quantised_group(monkeypatch)
     assert not STATS.as_dict()["fallbacks"]
@@ -1223,7 +1230,8 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
 ):
     config = vllm_config()
     vars(getattr(config, part)).update(changes)
-    assert cuda.config_refusal(config) == reason
+    layer = LayerSpec(128, "bfloat16", engine=Engine.of_config(config))
+    assert refusal(layer, Platform(CUDA_DTYPES)) == reason
 
 
 @pytest.mark.usefixtures("worth_it", "mixed_graphs_asked_for")

@@ -24,7 +24,6 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.support.dummy_model import write_llama_8b
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.config import DTYPES
 from vllm_prefixshare.integration import (
     CPU_BACKEND,
     FP8_MLA_BACKEND,
@@ -33,8 +32,12 @@ from vllm_prefixshare.integration import (
     register,
     signatures,
     stats,
-    support,
 )
+from vllm_prefixshare.integration.eligibility import fallback
+from vllm_prefixshare.integration.eligibility.fallback import declines
+from vllm_prefixshare.integration.eligibility.layer import LayerSpec
+from vllm_prefixshare.integration.eligibility.platform import CPU
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.hooks import registry, selection
 from vllm_prefixshare.integration.prompts import parts
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
@@ -220,7 +223,7 @@ def layer(**changes: object) -> AttentionSelectorConfig:
         ({}, None),
         ({"head_size": 48}, "head_dim 48"),
         ({"head_size": 512}, "head_dim 512"),
-        ({"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
+        ({"kv_cache_dtype": "fp8"}, "a KV cache of type fp8"),
         ({"use_mla": True}, "multi-head latent attention"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only"),
         ({"has_sliding_window": True}, "a sliding window"),
@@ -230,7 +233,7 @@ def layer(**changes: object) -> AttentionSelectorConfig:
     ],
 )
 def test_layers_that_cannot_be_served_are_named(changes, reason):
-    assert support.selector_refusal(layer(**changes), DTYPES) == reason
+    assert refusal(LayerSpec.of_selector(layer(**changes)), CPU) == reason
 
 
 @pytest.mark.parametrize(
@@ -247,18 +250,18 @@ def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
     for ability in ("supports_sink", "supports_kv_cache_dtype"):
         monkeypatch.setattr(parent, ability, lambda *args: True)
     if name is not None:  # no engine on a GPU has run it
-        assert support.declines(layer(**changes), support.CUDA_DTYPES) is not None
+        assert declines(layer(**changes), on_gpu=True) is not None
         monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
         settings.cache_clear()
-    assert support.declines(layer(**changes), support.CUDA_DTYPES) is None
-    assert support.declines(layer(**changes), DTYPES) is not None, "a CPU"
+    assert declines(layer(**changes), on_gpu=True) is None
+    assert declines(layer(**changes), on_gpu=False) is not None, "a CPU"
     other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "attn_type": "encoder_only"}
     for field, value in other.items():
-        assert support.declines(layer(**{field: value}), support.CUDA_DTYPES) is not None
+        assert declines(layer(**{field: value}), on_gpu=True) is not None
     for ability in ("supports_sink", "supports_kv_cache_dtype"):
         monkeypatch.setattr(parent, ability, lambda *args: False)
     if name is None:  # vLLM would refuse the whole engine
-        assert support.declines(layer(**changes), support.CUDA_DTYPES) is not None
+        assert declines(layer(**changes), on_gpu=True) is not None
 
 
 @pytest.fixture
@@ -283,8 +286,8 @@ MLA = {"use_mla": True, "head_size": 576}
         ({"use_sparse": True}, "sparse attention"),
         ({"kv_cache_dtype": "fp8"}, None),
         ({"kv_cache_dtype": "fp8_e4m3"}, None),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "a fp8_ds_mla KV cache"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "a fp8_e5m2 KV cache"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "a KV cache of type fp8_ds_mla"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of type fp8_e5m2"),
         ({"kv_cache_dtype": "fp8", "use_sparse": True}, "sparse attention"),
         ({"kv_cache_dtype": "fp8", "use_batch_invariant": True}, "batch invariance"),
         ({"kv_cache_dtype": "fp8", "dtype": torch.float16}, "dtype float16"),
@@ -293,7 +296,7 @@ MLA = {"use_mla": True, "head_size": 576}
     ],
 )
 def test_mla_layers_that_cannot_be_served_are_named(changes, reason):
-    found = support.declines(layer(**{**MLA, **changes}), support.CUDA_DTYPES, latent=True)
+    found = declines(layer(**{**MLA, **changes}), on_gpu=True, latent=True)
     assert found == reason
 
 
@@ -302,9 +305,9 @@ def test_fp8_latents_are_served_where_flash_mla_takes_them_only(monkeypatch):
     from vllm.v1.attention.ops import flashmla
 
     quantised = layer(**MLA, kv_cache_dtype="fp8")
-    assert support.declines(quantised, support.CUDA_DTYPES, latent=True) is None
+    assert declines(quantised, on_gpu=True, latent=True) is None
     monkeypatch.setattr(flashmla, "is_flashmla_dense_supported", lambda: (False, "no build"))
-    assert support.declines(quantised, support.CUDA_DTYPES, latent=True) == "a fp8 KV cache"
+    assert declines(quantised, on_gpu=True, latent=True) == "a KV cache of type fp8"
 
 
 @pytest.fixture
@@ -365,7 +368,7 @@ def test_an_mla_layer_of_another_backend_keeps_it(mla_platform, cache, name, cls
     [
         (False, {}, "multi-head latent attention"),
         # a vLLM without FlashMLA's compiled library
-        (True, {"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
+        (True, {"kv_cache_dtype": "fp8"}, "a KV cache of type fp8"),
         (True, {"use_batch_invariant": True}, "batch invariance"),
     ],
 )
@@ -377,7 +380,7 @@ def test_mla_that_is_not_served_gets_the_backend_that_vllm_would_take(
     monkeypatch.setattr(fa_utils, "flash_attn_supports_mla", lambda: hopper)
     said = []
     log = SimpleNamespace(warning_once=lambda *args: said.append(args))
-    monkeypatch.setattr(support, "logger", lambda: log)
+    monkeypatch.setattr(fallback, "logger", lambda: log)
     chosen = selection.backend_member()
     own = mla_platform.get_attn_backend_cls(chosen, layer(**MLA, **changes), num_heads=16)
     assert own == mla_platform.own.get_path() and mla_platform.asked == [None]

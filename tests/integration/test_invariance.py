@@ -15,9 +15,12 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.batches import PagedBatch
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.integration import invariance, support
+from vllm_prefixshare.integration import invariance
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda import planning
+from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
+from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, GPU_EXTRAS, Platform
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.hooks import graphs, selection
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -196,9 +199,11 @@ def test_a_prompt_token_that_comes_alone_runs_in_flash_attention(monkeypatch, mi
 def test_what_is_not_served_with_batch_invariance(monkeypatch, tokens, ranks, reason):
     config = vllm_config(tokens)
     config.parallel_config.decode_context_parallel_size = ranks
-    assert cuda.config_refusal(config) == reason
+    layer = LayerSpec(128, "bfloat16", engine=Engine.of_config(config))
+    gpu = Platform(CUDA_DTYPES, GPU_EXTRAS)
+    assert refusal(layer, gpu) == reason
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    assert cuda.config_refusal(config) is None
+    assert refusal(layer, gpu) is None
 
 
 def test_batch_invariance_is_served_except_for_latents():
@@ -207,12 +212,12 @@ def test_batch_invariance_is_served_except_for_latents():
         use_batch_invariant=True,
     )  # fmt: skip
     assert invariance.is_possible()
-    extras = support.GPU_EXTRAS
-    assert support.selector_refusal(layer, support.CUDA_DTYPES, extras) is None
-    without = extras - {"invariance"}
-    assert support.selector_refusal(layer, support.CUDA_DTYPES, without) == "batch invariance"
+    gpu = Platform(CUDA_DTYPES, GPU_EXTRAS)
+    assert refusal(LayerSpec.of_selector(layer), gpu) is None
+    without = Platform(CUDA_DTYPES, GPU_EXTRAS - {"invariance"})
+    assert refusal(LayerSpec.of_selector(layer), without) == "batch invariance"
     latent = layer._replace(use_mla=True, head_size=576)
-    assert support.selector_refusal(latent, support.CUDA_DTYPES, extras) == "batch invariance"
+    assert refusal(LayerSpec.of_selector(latent), gpu) == "batch invariance"
 
 
 @pytest.mark.parametrize("divider", ["auto", "batch_invariant", "flashforge"])

@@ -25,10 +25,11 @@ from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.cli.served import falls_back
-from vllm_prefixshare.integration import host_tables, planner, support
+from vllm_prefixshare.integration import host_tables, planner
 from vllm_prefixshare.integration.cuda import backend as cuda
+from vllm_prefixshare.integration.eligibility import measured, platform
+from vllm_prefixshare.integration.eligibility.layer import Engine
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import Engine
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.mla_hopper import launch as kernel
@@ -98,7 +99,7 @@ def _interpreter(monkeypatch, tmp_path):
     # an instruction in assembler, which the interpreter does not run
     monkeypatch.setattr(kernel.LatentHopperKernel, "starts_merging", False)
     monkeypatch.setattr(gpu, "choose_kernel", choose)
-    for module in (cuda, latent):
+    for module in (cuda, measured):
         monkeypatch.setattr(module, "kernels_that_may_serve", lambda *x: [choose(*x).kernel])
         monkeypatch.setattr(module, "this_device", lambda: CPU)
     monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
@@ -481,16 +482,16 @@ def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch
         asked.append(layer)
         raise PrefixShareError("this Triton is too old.")
 
-    monkeypatch.setattr(latent, "kernels_that_may_serve", fail)
-    latent.kernel_refusal.cache_clear()
+    monkeypatch.setattr(measured, "kernels_that_may_serve", fail)
+    measured.kernel_failure.cache_clear()
     assert not any(LatentGroup(monkeypatch).impl.shares for _ in range(3))
     reason = "multi-head latent attention without a kernel (this Triton is too old.)"
     assert STATS.fallbacks == {reason: 3} and len(asked) == 1
     # doctor asks the same function
-    monkeypatch.setattr(support, "gpu_extras", lambda anywhere=False: support.GPU_EXTRAS)
+    monkeypatch.setattr(platform, "gpu_extras", lambda anywhere=False: platform.GPU_EXTRAS)
     kind = LayerKind("full attention", 1, WIDTH, HEADS, 1, "float16", use_mla=True)
     assert falls_back(replace(kind, kv_lora_rank=RANK), on_cpu=False) == reason
-    latent.kernel_refusal.cache_clear()
+    measured.kernel_failure.cache_clear()
 
 
 def test_a_group_of_another_kind_of_cache_keeps_its_parent(monkeypatch):

@@ -19,8 +19,11 @@ from tests.kernels.portable import relative_error
 from tests.mla import RANK, SCALE, WIDTH, latent_batch
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.integration import host_tables, support
+from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.integration.cuda import latent, mla_fp8, planning
+from vllm_prefixshare.integration.eligibility.layer import FP8_LATENT_BLOCK, LayerSpec
+from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, GPU_EXTRAS, Platform
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.reference import reference_attention
@@ -301,6 +304,9 @@ def test_what_the_backend_inherits():
     assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
     backend = mla_fp8.PrefixShareFP8MLABackend
     assert backend.is_mla() and backend.get_name() == "PREFIX_SHARE"
-    assert backend.get_supported_kernel_block_sizes() == [support.FP8_LATENT_BLOCK]
+    assert backend.get_supported_kernel_block_sizes() == [FP8_LATENT_BLOCK]
     assert {"fp8", "fp8_e4m3"} <= set(backend.supported_kv_cache_dtypes)
-    assert backend.dtypes == ("bfloat16",)
+    gpu = Platform(CUDA_DTYPES, GPU_EXTRAS)
+    latents = LayerSpec(576, "bfloat16", "fp8", use_mla=True)
+    assert refusal(latents, gpu) is None
+    assert refusal(replace(latents, dtype="float16"), gpu) == "dtype float16"

@@ -384,7 +384,7 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 def _refusals(machine: Machine) -> list[tuple[LayerKind, str | None]]:
     """The kinds of layers that have a KV cache, and why an engine would not serve each."""
     from vllm_prefixshare.integration import invariance
-    from vllm_prefixshare.integration.support import Engine
+    from vllm_prefixshare.integration.eligibility.layer import Engine
 
     is_hybrid = not all(layer.attention for layer in machine.layers)
     engine = Engine(1 + machine.drafts, machine.shards, is_hybrid)

@@ -140,21 +140,17 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
         PrefixShareError: there is none to estimate.
     """
     from vllm_prefixshare.cli.gpus import gpu_named
-    from vllm_prefixshare.cli.served import (
-        falls_back_on,
-        has_late_flash_attention,
-        installed_release,
-        shape_of,
-    )
+    from vllm_prefixshare.cli.served import falls_back_on, installed_release, shape_of
     from vllm_prefixshare.integration import invariance
-    from vllm_prefixshare.integration.support import Engine
+    from vllm_prefixshare.integration.eligibility.layer import Engine
+    from vllm_prefixshare.integration.eligibility.platform import gpu_of
 
     check_block_size(args)
     check_cache_argument(args)
     capability = gpu_named(args.gpu).capability
     if args.model is None:
         attention = cached_attention_of(args)
-        if attention.kv_dtype is not None and not has_late_flash_attention(capability):
+        if attention.kv_dtype is not None and "fp8" not in gpu_of(capability).extras:
             raise PrefixShareError(
                 f"layers with an fp8 KV cache keep vLLM's own backend on {args.gpu}: name another "
                 "GPU, or leave out --kv-cache-dtype."

@@ -1,17 +1,16 @@
 """Whether an engine would serve a kind of layer: the same functions decide as in an engine."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
 from vllm_prefixshare.cli.model import LayerKind
-from vllm_prefixshare.cli.shape import USUAL_BLOCK
-from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.integration.support import Engine
+    from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
 
 
 def installed_release() -> Version | None:
@@ -70,20 +69,20 @@ def falls_back(layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = 
     Raises:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.
     """
-    from vllm_prefixshare.integration.support import NOTHING, gpu_extras
+    from vllm_prefixshare.integration.eligibility import platform
+    from vllm_prefixshare.integration.eligibility.rules import refusal
 
-    reason = _refusal(layer, NOTHING, on_cpu)
-    if not on_cpu and reason != _refusal(layer, gpu_extras(anywhere=True), on_cpu):
-        # only now: this imports half of vLLM, which takes seconds
-        reason = _refusal(layer, gpu_extras(anywhere=on_cpu is None), on_cpu)
-    if on_cpu or reason is not None:
+    spec = spec_of(layer, engine)
+    if on_cpu:
+        return refusal(spec, platform.CPU)
+    somewhere = platform.Platform(platform.CUDA_DTYPES, platform.gpu_extras(anywhere=True))
+    reason = refusal(spec, somewhere)
+    is_plain = refusal(spec, somewhere._replace(extras=platform.NOTHING)) is None
+    if on_cpu is None or reason is not None or is_plain:
         return reason
-    return _gpu_refusal(layer, on_cpu is None, engine)
-
-
-def has_late_flash_attention(capability: tuple[int, int]) -> bool:
-    """Whether vLLM takes FlashAttention-3 or 4 on such a GPU, which have sinks and fp8 caches."""
-    return capability in ((9, 0), (10, 0))
+    # only now: this imports half of vLLM, which takes seconds, and compiles the kernel, as an
+    # engine does
+    return refusal(spec, somewhere._replace(extras=platform.gpu_extras(), is_here=True))
 
 
 def falls_back_on(
@@ -94,48 +93,18 @@ def falls_back_on(
     Args:
         capability: the GPU's compute capability.
     """
-    late = has_late_flash_attention(capability)
-    checks = (
-        ("fp8" in layer.kv_cache_dtype and not late, "an fp8 KV cache"),
-        (layer.has_sink and not late, "attention sinks"),
-        (layer.use_mla and capability != (9, 0), "multi-head latent attention"),
-    )
-    here = next((reason for found, reason in checks if found), None)
-    return here or falls_back(layer, None, engine)
+    from vllm_prefixshare.integration.eligibility import platform
+    from vllm_prefixshare.integration.eligibility.rules import refusal
+
+    return refusal(spec_of(layer, engine), platform.gpu_of(capability))
 
 
-def _gpu_refusal(layer: LayerKind, anywhere: bool, engine: "Engine | None") -> str | None:
-    """Why a layer that a GPU can serve would not be in an engine."""
-    from vllm_prefixshare.integration import support
+def spec_of(layer: LayerKind, engine: "Engine | None" = None) -> "LayerSpec":
+    """What decides whether a kind of layer, with the heads of one GPU, is served in an engine."""
+    from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
 
-    engine = engine or support.Engine()
-    if layer.use_mla:
-        shape, heads = (layer.head_size, layer.kv_lora_rank), layer.num_heads * engine.shards
-        reason = (
-            support.latent_refusal(heads)
-            or support.latent_layer_refusal(shape, heads, engine)
-            or support.invariance_refusal(engine)
-            or support.shard_refusal(shape_of(layer, engine.shards), engine)
-        )
-    else:
-        attention = shape_of(layer, engine.shards)
-        reason = (
-            support.invariance_refusal(engine)
-            or support.shard_refusal(attention, engine)
-            or support.window_refusal(attention, engine)
-        )
-    if reason is not None or anywhere:
-        return reason
-    # these import half of vLLM, and compile the kernel, as an engine does
-    if layer.use_mla:
-        from vllm_prefixshare.integration.cuda.latent import kernel_refusal
-
-        return kernel_refusal(shape_of(layer, engine.shards), engine.query_len)
-    if layer.sliding_window is not None:
-        from vllm_prefixshare.integration.cuda.backend import short_window_refusal
-
-        return short_window_refusal(attention)
-    return None
+    known = {f.name: getattr(layer, f.name) for f in fields(LayerSpec) if hasattr(layer, f.name)}
+    return LayerSpec(**known, engine=engine or Engine())
 
 
 def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -> AttentionConfig:
@@ -147,40 +116,7 @@ def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -
     Raises:
         PrefixShareError: no kernel serves the shape.
     """
-    from vllm_prefixshare.integration.support import FP8_LATENT_BLOCK
+    from vllm_prefixshare.integration.eligibility.layer import Engine
 
-    fp8 = FP8 if layer.kv_cache_dtype in FP8_CACHES else None
-    if block_size is None:
-        block_size = FP8_LATENT_BLOCK if layer.use_mla and fp8 else USUAL_BLOCK
-    if layer.use_mla:
-        shape = layer.num_heads * shards, 1, layer.head_size, block_size, layer.dtype
-        return AttentionConfig(*shape, fp8, fp8, kv_lora_rank=layer.kv_lora_rank)
-    features = {"sinks": layer.has_sink, "soft_cap": layer.logits_soft_cap, "alibi": layer.alibi}
-    kv_dtype = FP8 if "fp8" in layer.kv_cache_dtype else None
-    return AttentionConfig(
-        layer.num_heads * shards,
-        layer.num_kv_heads,
-        layer.head_size,
-        block_size,
-        layer.dtype,
-        kv_dtype,
-        kv_dtype,
-        features=tuple(name for name, there in features.items() if there),
-        sliding_window=layer.sliding_window,
-    )
-
-
-def _refusal(layer: LayerKind, extras: frozenset[str], on_cpu: bool | None) -> str | None:
-    """Why a layer would fall back where a GPU's layers may have ``extras``."""
-    from vllm_prefixshare.integration.support import CUDA_DTYPES, selector_refusal
-
-    if layer.value_size not in (0, layer.head_size):
-        # vLLM names the backend itself, and asks nobody
-        return f"keys of {layer.head_size} and values of {layer.value_size}"
-    if layer.chunked:
-        return "chunked local attention"
-    if layer.alibi and "alibi" not in extras:
-        return "ALiBi slopes"
-    if layer.logits_soft_cap and "softcap" not in extras:
-        return "a logits soft cap"
-    return selector_refusal(layer, DTYPES if on_cpu else CUDA_DTYPES, extras)
+    spec = spec_of(layer, Engine(shards=shards))
+    return replace(spec, block_size=block_size).attention()

@@ -2,7 +2,7 @@
 
 ``register`` holds the entry points. ``hooks`` lists every change made to vLLM at run time,
 ``signatures`` what they rely on in its source, ``compat`` which releases are known and what differs
-between them, ``support`` which layers are served, ``invariance`` what batch invariance changes.
+between them, ``eligibility`` which layers are served, ``invariance`` what batch invariance changes.
 ``cuda`` is the attention backend on NVIDIA GPUs, ``cuda.mla`` and ``cuda.mla_fp8`` those of latent
 attention, and ``host_tables`` has their block tables on the host; ``cpu`` is the backend of the CPU
 platform; ``backend`` is one class name for all platforms. ``planner`` makes each backend's planner,

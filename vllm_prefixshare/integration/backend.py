@@ -7,18 +7,18 @@ import importlib
 from typing import Any, ClassVar
 
 from vllm_prefixshare.integration import BACKEND_NAME, CPU_BACKEND, CUDA_BACKEND
+from vllm_prefixshare.integration.eligibility.fallback import declines
 from vllm_prefixshare.integration.stats import take_stats
-from vllm_prefixshare.integration.support import declines
 
 
 class BackendMethods:
     """The methods that are the same in the backend classes of both platforms.
 
-    dtypes: names of the dtypes that the platform's executors take.
+    on_gpu: whether the platform is a GPU.
     impl_cls, builder_cls: the classes of a layer and of its metadata builder.
     """
 
-    dtypes: ClassVar[tuple[str, ...]]
+    on_gpu: ClassVar[bool]
     impl_cls: ClassVar[type[Any]]
     builder_cls: ClassVar[type[Any]]
 
@@ -42,7 +42,7 @@ class BackendMethods:
     @classmethod
     def decline_layer(cls, attn_selector_config: Any) -> str | None:
         """Why a layer keeps vLLM's own backend; None if it is served."""
-        return declines(attn_selector_config, cls.dtypes)
+        return declines(attn_selector_config, cls.on_gpu)
 
     @classmethod
     def take_stats(cls) -> dict[str, float]:

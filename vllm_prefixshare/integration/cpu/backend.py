@@ -25,17 +25,17 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.compat import decode_query_len
+from vllm_prefixshare.integration.eligibility.fallback import fall_back
+from vllm_prefixshare.integration.eligibility.groups import builder_refusal
+from vllm_prefixshare.integration.eligibility.layer import LayerSpec
+from vllm_prefixshare.integration.eligibility.platform import CPU
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import (
-    builder_refusal,
-    fall_back,
-    impl_refusal,
-)
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.records import IntArray
@@ -199,7 +199,7 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reason = impl_refusal(self, -1)
+        reason = refusal(LayerSpec.of_impl(self, full_context=-1), CPU)
         self.shares = reason is None
         if reason is not None:
             fall_back(reason)
@@ -253,7 +253,7 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
 class PrefixShareCPUBackend(BackendMethods, CPUAttentionBackend):
     """CPU_ATTN, except for decodes that share KV."""
 
-    dtypes = DTYPES
+    on_gpu = False
     impl_cls = PrefixShareCPUImpl
     builder_cls = PrefixShareCPUMetadataBuilder
 

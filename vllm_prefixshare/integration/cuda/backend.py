@@ -13,7 +13,6 @@ captured, and is replayed after each ``build``: the launches stay the same and r
 """
 
 import weakref
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,34 +24,31 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_prefixshare.config import FP8_CACHES, AttentionConfig
-from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.integration import host_tables, invariance
 from vllm_prefixshare.integration.backend import BackendMethods
-from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
+from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda import context_parallel, planning
 from vllm_prefixshare.integration.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
 )
-from vllm_prefixshare.integration.log import logger
-from vllm_prefixshare.integration.precompiling import load_planning
-from vllm_prefixshare.integration.support import (
-    CUDA_DTYPES,
+from vllm_prefixshare.integration.eligibility import platform
+from vllm_prefixshare.integration.eligibility.fallback import fall_back
+from vllm_prefixshare.integration.eligibility.groups import attention_of
+from vllm_prefixshare.integration.eligibility.layer import (
     FP8_LATENT_BLOCK,
+    USUAL_BLOCK,
     Engine,
-    attention_of,
-    fall_back,
-    gpu_extras,
-    impl_refusal,
-    invariance_refusal,
-    shard_refusal,
-    window_refusal,
+    LayerSpec,
 )
+from vllm_prefixshare.integration.eligibility.measured import this_device
+from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform
+from vllm_prefixshare.integration.eligibility.rules import refusal
+from vllm_prefixshare.integration.precompiling import load_planning
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.kernels.workspace import PartialResults
-from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.settings import settings
 
 
@@ -66,11 +62,9 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        reason = (
-            impl_refusal(self, (-1, -1), gpu_extras())
-            or config_refusal(config)
-            or _layer_refusal(self, config)
-        )
+        engine = Engine.of_config(config)._replace(shards=self.dcp_world_size)
+        layer = LayerSpec.of_impl(self, (-1, -1), engine, config.model_config.dtype)
+        reason = refusal(layer, Platform(CUDA_DTYPES, platform.gpu_extras(), is_here=True))
         if reason is None and self.dcp_world_size > 1:
             context_parallel.check_collectives(config)
         set_up(self, config, reason)
@@ -195,68 +189,9 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
 
     # models may not write the KV cache themselves: do_kv_cache_update makes values finite
     supports_kv_cache_update_bypass = False
-    dtypes = CUDA_DTYPES
+    on_gpu = True
     impl_cls = PrefixShareCUDAImpl
     builder_cls = PrefixShareMetadataBuilder
-
-
-def engine_of(config: Any) -> Engine:
-    """What of a ``VllmConfig`` decides whether a layer is served."""
-    return Engine(
-        decode_query_len(config),
-        config.parallel_config.decode_context_parallel_size,
-        config.model_config.is_hybrid,
-        config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16")
-        and bool(config.cache_config.kv_cache_dtype_skip_layers),
-    )
-
-
-def config_refusal(config: Any) -> str | None:
-    """Why a configuration cannot be served, or None; for settings that no layer knows."""
-    parallel = config.parallel_config
-    checks = (
-        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
-        (parallel.use_ubatching, "micro-batches"),
-        (config.model_config.is_diffusion, "diffusion decoding"),
-        (is_draft_model(), "a draft model"),
-    )
-    found = next((reason for found, reason in checks if found), None)
-    return found or invariance_refusal(engine_of(config))
-
-
-def _layer_refusal(impl: Any, config: Any) -> str | None:
-    """Why a layer of a configuration that can be served cannot be, or None."""
-    engine = engine_of(config)._replace(shards=impl.dcp_world_size)
-    attention = attention_of([impl], 16, config.model_config.dtype)
-    return (
-        shard_refusal(attention, engine)
-        or window_refusal(attention, engine)
-        or short_window_refusal(attention)
-    )
-
-
-def short_window_refusal(attention: AttentionConfig) -> str | None:
-    """Why layers of this shape have too short a sliding window on this GPU, or None.
-
-    Raises:
-        PrefixShareError: no kernel serves the shape, or a cost table does not fit.
-    """
-    if attention.sliding_window is None:
-        return None
-    least, window = _min_window(attention), attention.sliding_window
-    if least is None or window < least:
-        from_here = "no window" if least is None else f"{least} tokens"
-        return f"a sliding window of {window} tokens where sharing pays from {from_here} on"
-    return None
-
-
-@cache
-def _min_window(attention: AttentionConfig) -> int | None:
-    """The least sliding window that is served, by the cost table."""
-    kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
-    cost = cost_model(attention, kernel.name, logger().info_once)
-    rows = attention.gqa_group_size
-    return min_window(cost, rows, kernel.max_tile_requests, kernel.geometry)
 
 
 #: Partial results by shape. Layers of one shape share them, since the layers and KV-cache groups of
@@ -264,11 +199,6 @@ def _min_window(attention: AttentionConfig) -> int | None:
 _PARTIALS: weakref.WeakValueDictionary[tuple[object, ...], PartialResults] = (
     weakref.WeakValueDictionary()
 )
-
-
-def this_device() -> torch.device:
-    """The current CUDA device, with its index."""
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def set_up(impl: Any, config: Any, falls_back: str | None) -> None:
@@ -286,19 +216,17 @@ def set_up(impl: Any, config: Any, falls_back: str | None) -> None:
     impl.partials = reserve_partials(impl, config, this_device())
 
 
-def attention_made_now(impl: Any, config: Any) -> AttentionConfig:
-    """The shape of a layer that vLLM is creating, whose blocks may not be known yet."""
+def block_size_of(impl: Any, config: Any) -> int:
+    """The block size of a layer that vLLM is creating, where it may not be known yet."""
     is_latent = getattr(impl, "kv_lora_rank", None) is not None
     if is_latent and impl.kv_cache_dtype in FP8_CACHES:
-        block_size = FP8_LATENT_BLOCK
-    else:
-        block_size = config.cache_config.block_size or 16
-    return attention_of([impl], block_size, config.model_config.dtype)
+        return FP8_LATENT_BLOCK
+    return config.cache_config.block_size or USUAL_BLOCK
 
 
 def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
     """Room for the partial results of any batch of this configuration."""
-    attention = attention_made_now(impl, config)
+    attention = attention_of([impl], block_size_of(impl, config), config.model_config.dtype)
     query_len = decode_query_len(config)
     shape = (attention.num_qo_heads, attention.v_head_dim)
     key = (*shape, query_len, device)

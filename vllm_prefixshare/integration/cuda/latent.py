@@ -12,7 +12,6 @@ with plain attention, rows that share nothing also run in our kernel: a graph ca
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,28 +22,17 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.cuda import context_parallel, planning
-from vllm_prefixshare.integration.cuda.backend import (
-    attention_made_now,
-    config_refusal,
-    engine_of,
-    set_up,
-    this_device,
-)
+from vllm_prefixshare.integration.cuda.backend import block_size_of, set_up
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
-from vllm_prefixshare.integration.support import (
-    Engine,
-    fall_back,
-    latent_layer_refusal,
-    latent_refusal,
-    shard_refusal,
-)
+from vllm_prefixshare.integration.eligibility import platform
+from vllm_prefixshare.integration.eligibility.fallback import fall_back
+from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
+from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.kernels.registry import kernels_that_may_serve
-from vllm_prefixshare.records import PrefixShareError
-from vllm_prefixshare.settings import settings
 
 
 @dataclass
@@ -99,14 +87,11 @@ class LatentImpl(MLACommonImpl[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        engine, shape = engine_of(config), (self.head_size, self.kv_lora_rank)
-        heads = self.num_heads * engine.shards
-        reason = (
-            latent_refusal(heads)
-            or latent_layer_refusal(shape, heads, engine)
-            or config_refusal(config)
-            or _attention_refusal(attention_made_now(self, config), engine)
-        )
+        engine, dtype = Engine.of_config(config), config.model_config.dtype
+        layer = LayerSpec.of_impl(self, None, engine, dtype, block_size_of(self, config))
+        # the hook has asked what this GPU takes, and chosen the parent by it
+        extras = platform.gpu_extras(anywhere=True)
+        reason = refusal(layer, Platform(CUDA_DTYPES, extras, is_here=True))
         if reason is None and engine.shards > 1:
             context_parallel.check_collectives(config)
         set_up(self, config, reason)
@@ -215,20 +200,3 @@ class LatentImpl(MLACommonImpl[Any]):
                     return
             kv_c_normed = torch.nan_to_num(kv_c_normed)
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)
-
-
-def _attention_refusal(attention: AttentionConfig, engine: Engine) -> str | None:
-    """Why a layer with latents of this shape cannot be served, or None."""
-    return shard_refusal(attention, engine) or kernel_refusal(attention, engine.query_len)
-
-
-@cache
-def kernel_refusal(attention: AttentionConfig, query_len: int) -> str | None:
-    """Why no kernel serves latents here, or None. With plain attention the portable kernel steps in
-    where a Triton does not compile the one for Hopper; here the parent does.
-    """
-    try:
-        kernels_that_may_serve(attention, this_device(), settings().kernel, query_len)
-    except PrefixShareError as e:
-        return f"multi-head latent attention without a kernel ({e})"
-    return None

@@ -17,7 +17,6 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.cuda.latent import LatentBuilder, LatentImpl, PlannedLatents
-from vllm_prefixshare.integration.support import CUDA_DTYPES
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
 
@@ -72,6 +71,6 @@ class PrefixShareMLAImpl(LatentImpl, FlashAttnMLAImpl):
 class PrefixShareMLABackend(BackendMethods, FlashAttnMLABackend):
     """FLASH_ATTN_MLA, except for decodes."""
 
-    dtypes = CUDA_DTYPES
+    on_gpu = True
     impl_cls = PrefixShareMLAImpl
     builder_cls = PrefixShareMLAMetadataBuilder

@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.mla.flashmla import (
 
 from vllm_prefixshare.integration.backend import BackendMethods
 from vllm_prefixshare.integration.cuda.latent import LatentBuilder, LatentImpl, PlannedLatents
-from vllm_prefixshare.integration.support import FP8_LATENT_DTYPES
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 
 
@@ -75,6 +74,6 @@ class PrefixShareFP8MLAImpl(LatentImpl, FlashMLAImpl):
 class PrefixShareFP8MLABackend(BackendMethods, FlashMLABackend):
     """FLASHMLA with an fp8 KV cache, except for decodes."""
 
-    dtypes = FP8_LATENT_DTYPES
+    on_gpu = True
     impl_cls = PrefixShareFP8MLAImpl
     builder_cls = PrefixShareFP8MLAMetadataBuilder

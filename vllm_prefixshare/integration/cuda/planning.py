@@ -15,17 +15,17 @@ from vllm_prefixshare.integration import BACKEND_NAME, host_tables, invariance
 from vllm_prefixshare.integration.compat import steps_in_flight
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved
 from vllm_prefixshare.integration.cuda.first_step import TokenRows
+from vllm_prefixshare.integration.eligibility.fallback import fall_back
+from vllm_prefixshare.integration.eligibility.groups import (
+    attention_of,
+    builder_refusal,
+    served_together,
+)
+from vllm_prefixshare.integration.eligibility.layer import window_of
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.stats import STATS
-from vllm_prefixshare.integration.support import (
-    attention_of,
-    builder_refusal,
-    fall_back,
-    served_together,
-    window_of,
-)
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.extras import checked_extras

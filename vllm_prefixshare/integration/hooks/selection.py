@@ -9,7 +9,7 @@ from enum import EnumMeta
 from types import ModuleType
 from typing import Any, NoReturn
 
-from vllm_prefixshare.config import DTYPES, FP8_CACHES, LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.config import FP8_CACHES, LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.integration import (
     BACKEND_NAME,
     CPU_BACKEND,
@@ -22,14 +22,12 @@ from vllm_prefixshare.integration import (
     precompiling,
 )
 from vllm_prefixshare.integration.cuda.mixed_graphs import choose_mixed_graphs
+from vllm_prefixshare.integration.eligibility.fallback import declines, fall_back
+from vllm_prefixshare.integration.eligibility.layer import LayerSpec
+from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
 from vllm_prefixshare.integration.prompts.parts import activate
-from vllm_prefixshare.integration.support import (
-    CUDA_DTYPES,
-    declines,
-    fall_back,
-    latent_refusal,
-)
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -233,7 +231,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
         compiling = None
         with precompiling.best_effort():  # as where no kernel serves the model's shape
             attention = _attention_of(config)
-            if attention.kv_lora_rank is None or not latent_refusal(attention.num_qo_heads):
+            if not _is_refused(attention):
                 compiling = precompiling.start_kernels(attention, config)
         if compiling is not None:  # a kernel was named
             precompiling.refuse_what_does_not_compile(compiling)
@@ -323,7 +321,7 @@ def check_platform() -> bool:
 
 
 def _attention_of(config: Any) -> AttentionConfig:
-    """The shape of the model's full-attention layers on one rank; as ``support.attention_of``."""
+    """The shape of the model's full-attention layers on one rank; as ``groups.attention_of``."""
     model, parallel = config.model_config, config.parallel_config
     return AttentionConfig(
         model.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size,
@@ -335,24 +333,30 @@ def _attention_of(config: Any) -> AttentionConfig:
     )
 
 
+def _is_refused(attention: AttentionConfig) -> bool:
+    """Whether a GPU serves no layers of this shape, as far as it tells."""
+    layer = LayerSpec(
+        attention.head_dim,
+        attention.dtype,
+        num_heads=attention.num_qo_heads,
+        use_mla=attention.kv_lora_rank is not None,
+    )
+    return refusal(layer, Platform(CUDA_DTYPES, gpu_extras(anywhere=True))) is not None
+
+
 def hook_cuda_platform(module: ModuleType) -> None:
     """Let CUDA layers that are not served keep vLLM's own backend."""
-    _choose_backends(module.CudaPlatformBase, CUDA_DTYPES, None, latent=True)
+    _choose_backends(module.CudaPlatformBase, on_gpu=True)
 
 
 def hook_cpu_platform(module: ModuleType) -> None:
     """Let the CPU platform use the backend for the layers that are served."""
-    _choose_backends(module.CpuPlatform, DTYPES, CPU_BACKEND)
+    _choose_backends(module.CpuPlatform, on_gpu=False)
 
 
-def _choose_backends(
-    platform: type, dtypes: tuple[str, ...], path: str | None, latent: bool = False
-) -> None:
-    """Choose ``path`` for the layers that are served (None: what the platform makes of the
-    member PREFIX_SHARE) and the platform's own backend for the others.
-
-    Args:
-        latent: whether MLA is served, see ``latent_backend``.
+def _choose_backends(platform: type, on_gpu: bool) -> None:
+    """Choose PREFIX_SHARE for the layers that are served, and the platform's own backend for the
+    others. On a GPU the platform finds ours by the member of its enum.
     """
 
     def wrapper(original: Function) -> Function:
@@ -361,11 +365,13 @@ def _choose_backends(
         ) -> Any:
             if not is_ours(selected_backend):
                 return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-            declined = declines(attn_selector_config, dtypes, latent) is not None
+            declined = declines(attn_selector_config, on_gpu, latent=on_gpu) is not None
             if declined or attn_selector_config.use_mla:
                 own = original(cls, None, attn_selector_config, *args, **kwargs)
                 return own if declined else latent_backend(own, attn_selector_config)
-            return path or original(cls, selected_backend, attn_selector_config, *args, **kwargs)
+            if on_gpu:
+                return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
+            return CPU_BACKEND
 
         return get_attn_backend_cls
 
