@@ -480,7 +480,7 @@ def test_counts_can_be_read_and_reset_in_python():
 
 def test_without_an_active_part_nothing_is_published(monkeypatch):
     monkeypatch.setattr(parts, "_active", frozenset())
-    metrics.start_for_prompts("api_server", config())
+    metrics.start_for_engine("api_server", config(), uses_prefix_share=False)
     assert not metrics._publishers and not metrics._EXPOSED
 
 
@@ -488,8 +488,8 @@ def test_without_an_active_part_nothing_is_published(monkeypatch):
 def test_a_process_publishes_its_parts_from_the_start(process, registry, monkeypatch):
     monkeypatch.setattr(parts, "_active", frozenset(parts.COUNTERS))
     metrics.expose()
-    metrics.start_for_prompts(process, config())
-    metrics.start_for_prompts("worker", config())
+    metrics.start_for_engine(process, config(), uses_prefix_share=True)
+    metrics.start_for_engine("worker", config(), uses_prefix_share=True)
     (publisher,) = metrics._publishers.values()
     publisher.write(settings().metrics)
     names = {
@@ -514,10 +514,9 @@ from vllm_prefixshare.integration import metrics
 from vllm_prefixshare.integration.prompts import parts
 from vllm_prefixshare.integration.stats import STATS
 warnings.simplefilter("ignore", DeprecationWarning)  # of Python: fork with threads
-parts.activate(uses_prefix_share=True)
 config = SimpleNamespace(
     instance_id="a", model_config=SimpleNamespace(served_model_name="m"))
-metrics.start_for_prompts("api_server", config)
+metrics.start_for_engine("api_server", config, uses_prefix_share=True)
 parts.COUNTERS["tokenization"].requests += 3
 parts.COUNTERS["copies"].requests += 3
 STATS.decode_steps += 1
@@ -528,8 +527,8 @@ for _ in range(20):
             assert STATS.decode_steps == 0
             assert parts.COUNTERS["copies"].requests == 0
             if not children:
-                metrics.start_for_prompts("engine_core", config)
-                metrics.start_for_prompts("worker", config)
+                metrics.start_for_engine("engine_core", config, uses_prefix_share=True)
+                metrics.start_for_engine("worker", config, uses_prefix_share=True)
                 parts.COUNTERS["hashes"].requests += 5
                 parts.COUNTERS["copies"].requests += 4
                 assert list(REGISTRY.collect()) is not None

@@ -215,8 +215,7 @@ def test_an_engine_of_another_shape_starts(started, monkeypatch, fault):
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda *_: False)
     monkeypatch.setattr(selection, "_attention_of", unknown)
-    monkeypatch.setattr(selection.metrics, "expose", lambda: None)
-    monkeypatch.setattr(selection.metrics, "start_for_prompts", lambda *_: None)
+    monkeypatch.setattr(selection.metrics, "start_for_engine", lambda *_, **__: None)
     monkeypatch.setattr(order, "order_requests", lambda *_: None)
     passes = SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
     config = SimpleNamespace(

@@ -41,7 +41,7 @@ from vllm_prefixshare.integration.hooks import (
     selection,
     tokenization,
 )
-from vllm_prefixshare.integration.prompts import detokenization, parts
+from vllm_prefixshare.integration.prompts import detokenization
 from vllm_prefixshare.integration.prompts.block_hashes import SharedBlockHasher
 
 
@@ -314,12 +314,12 @@ def test_each_process_of_an_engine_activates_the_parts(monkeypatch):
     from vllm.v1.engine import core
     from vllm.v1.worker import worker_base
 
-    monkeypatch.setattr(parts, "_active", frozenset())
-    monkeypatch.setattr(activation.metrics, "start_for_prompts", lambda *_: None)
     assert core.engine_process_starts is worker_base.engine_process_starts is engine_process_starts
     assert len(engine_process_starts) == 1
     started = []
-    monkeypatch.setattr(engine_process_starts[0].__module__ + ".activate", started.append)
+    monkeypatch.setattr(
+        activation.metrics, "start_for_engine", lambda *arguments: started.append(arguments[-1])
+    )
 
     class EndedError(Exception):
         """Ends a constructor at its first use of the configuration after the plugins."""

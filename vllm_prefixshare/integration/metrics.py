@@ -40,7 +40,7 @@ __all__ = [
     "Publisher",
     "expose",
     "named_folder",
-    "start_for_prompts",
+    "start_for_engine",
     "start_in_worker",
 ]
 VARIABLE = "VLLM_PREFIXSHARE_METRICS"
@@ -140,22 +140,25 @@ def start_in_worker(config: Any = None) -> None:
     _publish(DecodeSteps, config, {"engine": str(config.parallel_config.data_parallel_index)})
 
 
-def start_for_prompts(process: str, config: Any) -> None:
-    """Publish the counters of shared host work of this process, if parts are active. May be called
-    again; where one process has several roles, the first call names it.
+def start_for_engine(process: str, config: Any, uses_prefix_share: bool) -> None:
+    """Activate shared host work where a process learns of an engine, and publish its counters. May
+    be called again; where one process has several roles, the first call names it.
 
     Args:
         process: ``api_server``, ``engine_core`` or ``worker``. For ``api_server`` the metrics are
             exposed, too.
         config: the finished ``VllmConfig``.
+        uses_prefix_share: whether the engine's attention backend is PREFIX_SHARE.
 
     Raises:
         PrefixShareError: see ``named_folder``.
     """
-    if not any(map(parts.is_enabled, PROMPT_PARTS)):
-        return
-    if process == "api_server":
+    parts.activate(uses_prefix_share)
+    active = any(map(parts.is_enabled, PROMPT_PARTS))
+    if process == "api_server" and (uses_prefix_share or active):
         expose()
+    if not active:
+        return
     _publish(lambda: PromptParts(process), config, {"process": process}, kind="prompts")
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from vllm_prefixshare.integration import metrics
 from vllm_prefixshare.integration.hooks.selection import chosen_in
 from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, extend, wrap
-from vllm_prefixshare.integration.prompts.parts import activate
 from vllm_prefixshare.settings import PROMPT_PARTS
 
 
@@ -17,8 +16,7 @@ def _start(process: str, vllm_config: Any) -> None:
     Args:
         process: ``engine_core`` or ``worker``.
     """
-    activate(chosen_in(vllm_config.attention_config))
-    metrics.start_for_prompts(process, vllm_config)
+    metrics.start_for_engine(process, vllm_config, chosen_in(vllm_config.attention_config))
 
 
 def _activating(process: str) -> Callable[[Function], Function]:

@@ -27,7 +27,6 @@ from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
 from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
-from vllm_prefixshare.integration.prompts.parts import activate
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
@@ -118,9 +117,8 @@ def hook_engine_config(module: ModuleType) -> None:
             try:
                 choose_from_environment(self)
                 if not _chosen_by(self):
-                    activate(uses_prefix_share=False)
                     config = original(self, *args, **kwargs)
-                    metrics.start_for_prompts("api_server", config)
+                    metrics.start_for_engine("api_server", config, uses_prefix_share=False)
                     return config
                 on_cpu = check_platform()
                 precompiling.start_planning()
@@ -152,8 +150,7 @@ def _chosen_by(engine_args: Any) -> bool:
 def check_where_chosen(config: Any) -> None:
     """Check a finished ``VllmConfig`` where it names PREFIX_SHARE, in a patched vLLM."""
     if not chosen_in(config.attention_config):
-        activate(uses_prefix_share=False)
-        metrics.start_for_prompts("api_server", config)
+        metrics.start_for_engine("api_server", config, uses_prefix_share=False)
         return
     try:
         check_platform()
@@ -239,9 +236,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
     config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
-    activate(uses_prefix_share=True)
-    metrics.expose()
-    metrics.start_for_prompts("api_server", config)
+    metrics.start_for_engine("api_server", config, uses_prefix_share=True)
     order_requests(config, offline)
 
 
