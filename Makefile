@@ -30,9 +30,10 @@ CHECKS := tests/planning tests/cli tests/docs tests/integration/prompts tests/ke
 check: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope -m 'not engine' $(CHECKS) $(PYTEST_ARGS)
 
-# In several processes of one thread each; a file's tests stay together, for the engines they share.
+# In several processes of one thread each; a file's tests stay together, for the engines they share,
+# in the order of tests/conftest.py.
 test: lint model $(RAY)/.locked
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The documentation as a site, in site/.
 docs: venv

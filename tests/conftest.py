@@ -5,6 +5,7 @@ for the whole process. It is then removed from the environment, because engines 
 start inherit the environment.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,44 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
+LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+
 # the duration of an example says nothing on a busy machine
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+
+#: Files that take minutes. They come first: at the end, other processes would wait for one of them.
+LONGEST = (
+    "tests/examples/test_ray.py",
+    "tests/integration/test_other_releases.py",
+    "tests/engine/test_engine.py",
+    "tests/engine/test_serve.py",
+    "tests/examples/test_examples.py",
+    "tests/patches/test_series.py",
+    "tests/kernels/test_compile.py",
+    "tests/test_bench_whole_call.py",
+    "tests/engine/test_order.py",
+    "tests/kernels/test_precompile.py",
+    "tests/distributed/test_ranks.py",
+    "tests/docs/test_snippets.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    places = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+@pytest.fixture(autouse=True)
+def log_level_of_the_test() -> Iterator[None]:
+    """Undo what ``doctor`` does to the log of the process in which it runs."""
+    before = os.environ.get(LOG_LEVEL)
+    yield
+    if os.environ.get(LOG_LEVEL) != before:
+        del os.environ[LOG_LEVEL]
+        logging.getLogger("vllm").setLevel(logging.INFO)  # vLLM's own, read when it is imported
 
 
 @pytest.fixture(autouse=True)
