@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len, is_draft_model
 
-#: tokens of a block that vLLM takes on a GPU, and what FLASHMLA takes, where the cache has fp8
+#: Default block size of vLLM on a GPU, and the block size of FLASHMLA with an fp8 cache, in tokens.
 USUAL_BLOCK = 16
 FP8_LATENT_BLOCK = 64
 
@@ -14,7 +14,7 @@ FP8_LATENT_BLOCK = 64
 class Engine(NamedTuple):
     """What of an engine decides whether its layers are served on a GPU.
 
-    query_len: most query tokens of a decode: its own and its drafts.
+    query_len: maximum number of query tokens of a decode, drafts included.
     shards: ranks that hold a part of each request's KV (decode context parallelism).
     is_hybrid: whether the model has layers with linear attention, too.
     mixed_caches: whether some layers keep a 16-bit KV cache beside quantised ones.
@@ -54,13 +54,12 @@ class LayerSpec:
     """A layer, as far as its source knows it: vLLM's selector (``of_selector``), a layer that was
     built (``of_impl``), or a checkpoint.
 
-    The fields have the names of vLLM's ``AttentionSelectorConfig``, where it has them. num_heads:
-    query heads on one GPU. kv_cache_dtype: "auto" or None for the layer's own. dtype: None where
-    not known. sliding_window: tokens that a query sees, its own included; None for all, or where
-    not known. kv_lora_rank: width of a latent; 0 for none, or where not known. value_size: width of
-    values, where another than that of keys gives the layer a backend of its own; else 0.
-    quantised_query: whether queries have the type of a quantised KV cache. block_size: None for
-    that which vLLM takes.
+    Fields are named as in vLLM's ``AttentionSelectorConfig``. dtype: None if unknown.
+    kv_cache_dtype: "auto" or None for the dtype of the layer. num_heads, num_kv_heads: per GPU.
+    sliding_window: number of tokens, including the query; None for full attention, or if unknown.
+    kv_lora_rank: width of a latent; 0 for none, or if unknown. value_size: width of values if vLLM
+    chooses another backend for it, else 0. quantised_query: whether queries are quantised with the
+    KV cache. block_size: None for vLLM's default.
     """
 
     head_size: int

@@ -6,11 +6,11 @@ from vllm_prefixshare.config import DTYPES, MAX_HEAD_DIM
 from vllm_prefixshare.integration import invariance
 from vllm_prefixshare.settings import settings
 
-#: dtypes that the GPU kernels take.
+#: Dtypes of the GPU kernels.
 CUDA_DTYPES = ("bfloat16", "float16")
-#: largest head_dim served unless the experimental ``head_dim`` is asked for
+#: Maximum head_dim without the experimental ``head_dim``.
 USUAL_HEAD_DIM = 256
-#: what a layer may have beside plain attention on a GPU; on a CPU it may have nothing
+#: Optional features of layers that GPUs serve. CPUs serve none of them.
 GPU_EXTRAS = frozenset(
     {"dcp", "fp8", "invariance", "mla", "mla_fp8", "sinks", "softcap", "windows"}
 )
