@@ -9,8 +9,8 @@ from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import Platform
 from vllm_prefixshare.settings import settings
 
-#: Maximum number of rows of a request, query heads times query tokens, in a layer with latents (MLA)
-#: on a GPU. With more, a work tile of 64 rows holds a single request, and nothing is shared.
+#: Maximum number of rows of a request, query heads times query tokens, in a layer with latents
+#: (MLA) on a GPU. With more, a work tile of 64 rows holds a single request, and nothing is shared.
 MAX_LATENT_ROWS = 32
 #: Output dtypes of FLASHMLA with an fp8 cache.
 FP8_LATENT_DTYPES = ("bfloat16",)
