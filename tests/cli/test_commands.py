@@ -141,7 +141,7 @@ def test_doctor_says_as_json_all_that_is_wrong(tmp_path):
     assert layer["falls_back"] == "multi-head latent attention"
 
 
-LAYER = LayerKind("full attention", 4, 64, 8, 2, "bfloat16")
+LAYER = LayerKind(64, "bfloat16", num_heads=8, num_kv_heads=2, name="full attention", count=4)
 MACHINE = doctor.Machine([LAYER], on_cpu=True)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from tests.docs.source import reasons
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
-from vllm_prefixshare.cli.served import on_one_gpu, spec_of
+from vllm_prefixshare.cli.served import on_one_gpu
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.costs.gpus import GPUS
 from vllm_prefixshare.integration import compat
@@ -61,7 +62,7 @@ def on_gpus(kind: LayerKind, is_hybrid: bool) -> str:
         layer = on_one_gpu(kind, gpus)
         # no kernel is here to compile: of what a GPU decides, only windows are asked for
         gpu = Platform(CUDA_DTYPES, gpu_extras(anywhere=True), is_here=not layer.use_mla)
-        reason = refusal(spec_of(layer, Engine(is_hybrid=is_hybrid)), gpu)
+        reason = refusal(replace(layer, engine=Engine(is_hybrid=is_hybrid)), gpu)
         if reason is None:
             return "served" if gpus == 1 else f"served from {gpus} GPUs on"
         alone = alone or reason

@@ -443,7 +443,9 @@ def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, heads, drafts,
     assert not group().impl.shares and STATS.fallbacks == {reason: 1}
     if "use_ubatching" not in changes:
         shards = changes.get("decode_context_parallel_size", 1)
-        kind = LayerKind("full attention", 1, 576, heads, 1, "float16", use_mla=True)
+        kind = LayerKind(
+            576, "float16", num_heads=heads, use_mla=True, name="full attention", count=1
+        )
         kind = replace(kind, kv_lora_rank=512, use_dcp=shards > 1)
         assert falls_back(kind, None, Engine(1 + drafts, shards)) == reason
     if heads == HEADS and not changes:
@@ -489,7 +491,9 @@ def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch
     assert STATS.fallbacks == {reason: 3} and len(asked) == 1
     # doctor asks the same function
     monkeypatch.setattr(platform, "gpu_extras", lambda anywhere=False: platform.GPU_EXTRAS)
-    kind = LayerKind("full attention", 1, WIDTH, HEADS, 1, "float16", use_mla=True)
+    kind = LayerKind(
+        WIDTH, "float16", num_heads=HEADS, use_mla=True, name="full attention", count=1
+    )
     assert falls_back(replace(kind, kv_lora_rank=RANK), on_cpu=False) == reason
     measured.kernel_failure.cache_clear()
 

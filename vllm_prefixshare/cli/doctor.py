@@ -31,7 +31,7 @@ be chosen, 1 if not."""
 #: exists while the driver is loaded, except on WSL; there the kernel is chosen in sequence
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 #: a layer of Llama-3.1-8B, for which a kernel is chosen without a model
-USUAL = LayerKind("full attention", 1, 128, 32, 8, "bfloat16")
+USUAL = LayerKind(128, "bfloat16", num_heads=32, num_kv_heads=8, name="full attention", count=1)
 #: name of a kernel, and why another that comes before it does not serve
 Choice = tuple[str, str | None]
 #: far more than any method proposes

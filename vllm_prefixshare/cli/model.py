@@ -24,6 +24,7 @@ from vllm_prefixshare.cli.families import (
     value_field,
 )
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.trusted import read_text
 
@@ -112,42 +113,18 @@ def attention_shape(
     return AttentionConfig(*heads, block_size, dtype)
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """Layers of one kind, with the fields of vLLM's ``AttentionSelectorConfig`` that decide
-    whether they are served.
+@dataclass(frozen=True, kw_only=True)
+class LayerKind(LayerSpec):
+    """Layers of one kind. num_heads, num_kv_heads: of the model, on all GPUs, until ``on_one_gpu``.
+    kv_cache_dtype: as vLLM takes it where no other is asked for. use_batch_invariant, use_dcp: of
+    the engine, not of the model.
 
-    count: how many there are. attention: whether they have a KV cache. num_heads, num_kv_heads:
-    query and KV heads of the model, on all GPUs.
-    logits_soft_cap, alibi, sliding_window: what vLLM says to the layer's implementation only.
-    sliding_window: tokens that a query sees, its own included; None for all, or if the file does
-    not say. kv_cache_dtype: as vLLM takes it where no other is asked for. kv_lora_rank: of latents,
-    else 0. value_size: width of values, where another than that of keys gives the layer a backend
-    of its own; else 0. use_batch_invariant, use_dcp: of the engine, not of the model.
+    count: how many there are. attention: whether they have a KV cache.
     """
 
     name: str
     count: int
-    head_size: int
-    num_heads: int
-    num_kv_heads: int
-    dtype: str
     attention: bool = True
-    use_mla: bool = False
-    use_sparse: bool = False
-    has_sink: bool = False
-    has_sliding_window: bool = False
-    use_mm_prefix: bool = False
-    use_batch_invariant: bool = False
-    use_dcp: bool = False
-    chunked: bool = False
-    logits_soft_cap: bool = False
-    alibi: bool = False
-    sliding_window: int | None = None
-    kv_cache_dtype: str = "auto"
-    attn_type: str = "decoder"
-    kv_lora_rank: int = 0
-    value_size: int = 0
 
 
 def layer_kinds(

@@ -1,22 +1,20 @@
 """Whether an engine would serve a kind of layer: the same functions decide as in an engine."""
 
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from packaging.version import Version
 
 from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.integration.compat import vllm_version
+from vllm_prefixshare.integration.eligibility import platform
+from vllm_prefixshare.integration.eligibility.layer import Engine
+from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.records import PrefixShareError
-
-if TYPE_CHECKING:
-    from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
 
 
 def installed_release() -> Version | None:
     """vLLM's, or None if it is not installed."""
-    from vllm_prefixshare.integration.compat import vllm_version
-
     try:
         return vllm_version()
     except PrefixShareError:
@@ -57,7 +55,7 @@ def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:
     )
 
 
-def falls_back(layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = None) -> str | None:
+def falls_back(layer: LayerKind, on_cpu: bool | None, engine: Engine | None = None) -> str | None:
     """Why a kind of layer would not be served, or None.
 
     Args:
@@ -69,10 +67,7 @@ def falls_back(layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = 
     Raises:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.
     """
-    from vllm_prefixshare.integration.eligibility import platform
-    from vllm_prefixshare.integration.eligibility.rules import refusal
-
-    spec = spec_of(layer, engine)
+    spec = replace(layer, engine=engine or Engine())
     if on_cpu:
         return refusal(spec, platform.CPU)
     somewhere = platform.Platform(platform.CUDA_DTYPES, platform.gpu_extras(anywhere=True))
@@ -86,25 +81,14 @@ def falls_back(layer: LayerKind, on_cpu: bool | None, engine: "Engine | None" = 
 
 
 def falls_back_on(
-    layer: LayerKind, capability: tuple[int, int], engine: "Engine | None" = None
+    layer: LayerKind, capability: tuple[int, int], engine: Engine | None = None
 ) -> str | None:
     """As ``falls_back``, on a GPU that this machine may not have, whatever the length of a window.
 
     Args:
         capability: the GPU's compute capability.
     """
-    from vllm_prefixshare.integration.eligibility import platform
-    from vllm_prefixshare.integration.eligibility.rules import refusal
-
-    return refusal(spec_of(layer, engine), platform.gpu_of(capability))
-
-
-def spec_of(layer: LayerKind, engine: "Engine | None" = None) -> "LayerSpec":
-    """What decides whether a kind of layer, with the heads of one GPU, is served in an engine."""
-    from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
-
-    known = {f.name: getattr(layer, f.name) for f in fields(LayerSpec) if hasattr(layer, f.name)}
-    return LayerSpec(**known, engine=engine or Engine())
+    return refusal(replace(layer, engine=engine or Engine()), platform.gpu_of(capability))
 
 
 def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -> AttentionConfig:
@@ -116,7 +100,4 @@ def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -
     Raises:
         PrefixShareError: no kernel serves the shape.
     """
-    from vllm_prefixshare.integration.eligibility.layer import Engine
-
-    spec = spec_of(layer, Engine(shards=shards))
-    return replace(spec, block_size=block_size).attention()
+    return replace(layer, engine=Engine(shards=shards), block_size=block_size).attention_config()

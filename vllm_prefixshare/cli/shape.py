@@ -79,7 +79,7 @@ def cached_attention_of(args: argparse.Namespace) -> AttentionConfig:
         PrefixShareError: as ``attention_of``, or no layer with such a cache would be served.
     """
     attention = attention_of(args)
-    cache: str = args.kv_cache_dtype
+    cache: str | None = args.kv_cache_dtype
     if cache == "auto" and args.model is not None:
         cache = layer_kinds(args.model, read_config(args.model))[0].kv_cache_dtype
     if cache in ("auto", attention.dtype):

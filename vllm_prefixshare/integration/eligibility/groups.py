@@ -72,4 +72,4 @@ def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> Attention
         has_sink=any(s.has_sink for s in specs),
         logits_soft_cap=any(s.logits_soft_cap for s in specs),
         alibi=any(s.alibi for s in specs),
-    ).attention()
+    ).attention_config()

@@ -142,7 +142,7 @@ class LayerSpec:
         """Whether the KV cache has a type of 8 bits that the kernels read."""
         return self.kv_cache_dtype in FP8_CACHES
 
-    def attention(self) -> AttentionConfig:
+    def attention_config(self) -> AttentionConfig:
         """What an executor for the layer must serve.
 
         Raises:

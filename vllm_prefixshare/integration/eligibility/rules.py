@@ -77,21 +77,21 @@ def _too_short_window(layer: LayerSpec, platform: Platform) -> bool:
         return False
     from vllm_prefixshare.integration.eligibility.measured import shortest_window
 
-    shortest = shortest_window(layer.attention())
+    shortest = shortest_window(layer.attention_config())
     return shortest is None or layer.sliding_window < shortest
 
 
 def _pays_from(layer: LayerSpec) -> str:
     from vllm_prefixshare.integration.eligibility.measured import shortest_window
 
-    shortest = shortest_window(layer.attention())
+    shortest = shortest_window(layer.attention_config())
     return "no window" if shortest is None else f"{shortest} tokens"
 
 
 def _latent_kernel_failure(layer: LayerSpec) -> str | None:
     from vllm_prefixshare.integration.eligibility.measured import kernel_failure
 
-    return kernel_failure(layer.attention(), layer.engine.query_len)
+    return kernel_failure(layer.attention_config(), layer.engine.query_len)
 
 
 #: What the layer alone decides, on a CPU, too.
