@@ -326,6 +326,9 @@ def test_doctor_looks_for_the_executor_of_a_cpu(layer, expected):
     [
         (torch.OutOfMemoryError("CUDA out of memory.\nMore."),
          "the check ended with OutOfMemoryError (CUDA out of memory.): free memory"),
+        (UnicodeDecodeError("ascii", b"\xe2", 0, 1, "ordinal not in range(128)"),
+         "the locale is not UTF-8 ('ascii' codec can't decode byte 0xe2 in position 0: ordinal not "
+         "in range(128)): set PYTHONUTF8=1"),
         (RuntimeError("CUDA driver initialization failed"), "RuntimeError (CUDA driver"),
         (MemoryError(), "MemoryError (no reason given)"),
         (ImportError("No module named 'triton'"), "No module named 'triton': install what is"),
