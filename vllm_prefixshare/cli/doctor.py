@@ -202,7 +202,7 @@ def _as_sentence(error: Exception) -> PrefixShareError:
         return error
     if isinstance(error, ImportError):
         return PrefixShareError(f"{error}: install what is missing, or reinstall vLLM.")
-    if isinstance(error, UnicodeError):
+    if isinstance(error, UnicodeDecodeError) and error.encoding != "utf-8":
         return PrefixShareError(
             f"the locale is not UTF-8 ({_first_line(error)}): set PYTHONUTF8=1, as PyTorch and "
             "vLLM read their files in UTF-8."

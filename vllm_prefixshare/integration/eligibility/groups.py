@@ -10,8 +10,8 @@ from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec, wi
 
 
 def served_together(impls: Iterable[Any], spec: Any) -> list[Any]:
-    """The implementations that one plan can serve, of those of a group with this ``KVCacheSpec``.
-    The others are set not to share.
+    """The implementations of a group with this ``KVCacheSpec`` that one plan can serve. The others
+    are set not to share.
 
     Where vLLM's hybrid KV cache manager is off, layers with a window are in the group of those
     without, and its blocks are kept for all tokens.

@@ -132,8 +132,8 @@ class LayerSpec:
 
     @property
     def all_heads(self) -> int:
-        """Query heads that a GPU computes: under decode context parallelism those of all ranks,
-        with its shard of the KV.
+        """Query heads that a GPU computes: under decode context parallelism the heads of
+        all ranks, over its shard of the KV.
         """
         return self.num_heads * self.engine.shards
 

@@ -36,7 +36,7 @@ class Platform(NamedTuple):
         return MAX_HEAD_DIM if "head_dim" in self.extras else USUAL_HEAD_DIM
 
     def fp8_extra(self, use_mla: bool) -> bool:
-        """Whether KV caches, or those of latents, may have 8 bits."""
+        """Whether KV caches, or latent KV caches, may have 8 bits."""
         return ("mla_fp8" if use_mla else "fp8") in self.extras
 
 

@@ -96,7 +96,7 @@ def _latent_kernel_failure(layer: LayerSpec) -> str | None:
 
 #: What the layer alone decides, on a CPU, too.
 LAYER_RULES = (
-    # vLLM names the backend itself, and asks nobody
+    # vLLM chooses a backend for these layers without asking the platform
     Rule(
         lambda s: f"keys of {s.head_size} and values of {s.value_size}",
         lambda s, _: s.value_size not in (0, s.head_size),
@@ -153,7 +153,7 @@ ENGINE_RULES = (
         "drafts under batch invariance",
         lambda s, _: s.engine.query_len > 1 and invariance.wanted(),
     ),
-    # nothing known is against it; no test and no GPU has run it
+    # not tested
     Rule(
         "decode context parallelism under batch invariance",
         lambda s, _: s.engine.shards > 1 and invariance.wanted(),
@@ -177,7 +177,7 @@ ENGINE_RULES = (
         "a sliding window under decode context parallelism",
         lambda s, _: s.engine.shards > 1 and s.sliding_window is not None,
     ),
-    # nothing known is against it; no test and no GPU has run it
+    # not tested
     Rule(
         "an fp8 KV cache under decode context parallelism",
         lambda s, _: s.engine.shards > 1 and s.has_fp8_cache,
