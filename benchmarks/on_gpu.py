@@ -41,6 +41,7 @@ PARTS = {
     ),
     "test_engine_extras": ("scale or questions or differs",),
     "test_engine_hybrid": ("fp8 or drafts",),
+    "test_mixed_graphs": ("two_gpus",),
 }
 #: files with tests for two GPUs, and what such a part of a file has in its name
 ON_TWO = ("test_ranks", "test_ray", "test_engine_mla", "two_gpus")
@@ -81,7 +82,7 @@ class Running:
 
 def tests(out: Path) -> Iterator[Step]:
     """A step for each file, engines first: they take longest."""
-    starts_engines = ("test_engine", "test_serve", "test_ray", "test_bad_input")
+    starts_engines = ("test_mixed", "test_engine", "test_serve", "test_ray", "test_bad_input")
     files = sorted(Path(ROOT, "tests/gpu").glob("test_*.py"))
     files.sort(key=lambda path: not path.stem.startswith(starts_engines))
     for path in [*files, Path(ROOT, "tests/trust/test_batch_invariance.py")]:

@@ -14,7 +14,7 @@ from vllm_prefixshare.records import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
 #: features that ran in few engines or none: active only where the user asks for them
-EXPERIMENTAL = ("alibi", "head_dim", "mixed_graphs")
+EXPERIMENTAL = ("alibi", "head_dim")
 #: parts of the host work on a prompt that requests with a common prefix share
 PROMPT_PARTS = ("tokenization", "detokenization", "hashes", "lookup", "copies")
 

@@ -120,7 +120,9 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             static_forward_context={},
         ),
         attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
-        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS, async_scheduling=True),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=8192, max_num_seqs=MAX_REQS, async_scheduling=True
+        ),
         speculative_config=speculative if num_speculative_tokens else None,
         kernel_config=SimpleNamespace(enable_jit_warmup=False),
     )
@@ -662,13 +664,7 @@ def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypat
     assert prefill.seq_lens.tolist() == [76, 55]
 
 
-@pytest.fixture
-def mixed_graphs_asked_for(monkeypatch):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "mixed_graphs")
-    settings.cache_clear()
-
-
-@pytest.mark.usefixtures("worth_it", "mixed_graphs_asked_for")
+@pytest.mark.usefixtures("worth_it")
 @pytest.mark.parametrize("counts", [[1, 1, 30, 16], [40], [1, 70, 1]], ids=str)
 def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
     group = Group(monkeypatch)
@@ -1234,7 +1230,7 @@ def test_a_configuration_that_is_not_served_keeps_flash_attention(
     assert refusal(layer, Platform(CUDA_DTYPES)) == reason
 
 
-@pytest.mark.usefixtures("worth_it", "mixed_graphs_asked_for")
+@pytest.mark.usefixtures("worth_it")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 3]], ids=str)
 def test_a_graph_of_mixed_steps_holds_every_token(monkeypatch, counts):
     group = Group(monkeypatch)
@@ -1262,7 +1258,6 @@ NOT_MIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("mixed_graphs_asked_for")
 @pytest.mark.parametrize("reason", [None, *NOT_MIXED])
 def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch, reason):
     monkeypatch.setattr("vllm.platforms.current_platform.is_device_capability", lambda _: True)
@@ -1277,23 +1272,50 @@ def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch,
         setattr(attrgetter(owner)(config) if owner else config, name, value)
     assert (reason or "") in (mixed_graphs.mixed_graphs_refusal(config) or "")
     support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(config, None)
-    mixed_graphs.choose_mixed_graphs(config)
+    mixed_graphs.choose_mixed_graphs(config, frozenset())
     if reason is None:
         assert support is AttentionCGSupport.ALWAYS
         assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
-        assert mixed_graphs.graph_rows(config) == MAX_REQS
+        assert mixed_graphs.graph_rows(config) == 512
     else:
         assert support is AttentionCGSupport.UNIFORM_BATCH
         assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
         assert mixed_graphs.graph_rows(config) == 0
 
 
-def test_mixed_steps_run_piecewise_unless_asked_for():
+@pytest.mark.parametrize(
+    ("named", "mode", "largest"),
+    [
+        ({"cudagraph_mode"}, CUDAGraphMode.FULL_AND_PIECEWISE, MAX_REQS),
+        ({"cudagraph_capture_sizes"}, CUDAGraphMode.FULL, MAX_REQS),
+        (set(), CUDAGraphMode.FULL, 512),
+    ],
+    ids=str,
+)
+def test_what_the_user_has_chosen_of_graphs_is_kept(monkeypatch, named, mode, largest):
+    monkeypatch.setattr(mixed_graphs, "mixed_graphs_refusal", lambda config: None)
+    args = SimpleNamespace(compilation_config=SimpleNamespace(**dict.fromkeys(named, 8)))
+    assert mixed_graphs.named_by_user(args) == named
     config = vllm_config()
-    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(config, None)
-    assert support is AttentionCGSupport.UNIFORM_BATCH
-    mixed_graphs.choose_mixed_graphs(config)
-    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    mixed_graphs.choose_mixed_graphs(config, frozenset(named))
+    compilation = config.compilation_config
+    assert compilation.cudagraph_mode is mode
+    sizes = compilation.cudagraph_capture_sizes
+    assert max(sizes) == compilation.max_cudagraph_capture_size == largest
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_a_builder_that_leaves_a_part_to_flash_attention_serves_no_mixed_graph(monkeypatch):
+    monkeypatch.setattr(cuda_metadata, "mixed_graphs_refusal", lambda config: None)
+    group = Group(monkeypatch)
+    of_class = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support
+    assert group.builder.get_cudagraph_support(group.config, None) == of_class(group.config, None)
+    assert of_class(group.config, None) is AttentionCGSupport.ALWAYS
+    monkeypatch.setattr(first_step, "KERNELS", ())
+    monkeypatch.setattr(cuda_metadata, "KERNELS", ())
+    other = Group(monkeypatch).builder
+    assert other.get_cudagraph_support(group.config, None) is AttentionCGSupport.UNIFORM_BATCH
 
 
 def test_non_causal_batches_are_refused(monkeypatch):

@@ -84,7 +84,7 @@ def test_values_are_parsed(name, text, value):
         (
             "VLLM_PREFIXSHARE_EXPERIMENTAL",
             "alibi,head",
-            "some of alibi,head_dim,mixed_graphs",
+            "some of alibi,head_dim",
         ),
         ("VLLM_PREFIXSHARE_STRICT", "yes", "0 or 1"),
         ("VLLM_PREFIXSHARE_STRICT", "", "0 or 1"),

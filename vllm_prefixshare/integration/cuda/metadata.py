@@ -24,11 +24,7 @@ from vllm_prefixshare.integration.cuda.first_step import (
     FirstStep,
     TokenRows,
 )
-from vllm_prefixshare.integration.cuda.mixed_graphs import (
-    graph_rows,
-    is_asked_for,
-    mixed_graphs_refusal,
-)
+from vllm_prefixshare.integration.cuda.mixed_graphs import graph_rows, mixed_graphs_refusal
 from vllm_prefixshare.integration.cuda.planning import PlanningBuilder
 from vllm_prefixshare.integration.host_tables import HostTable
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -71,7 +67,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """All batches where ``mixed_graphs`` serves them, else batches of decodes."""
-        if is_asked_for() and mixed_graphs_refusal(vllm_config) is None:
+        if mixed_graphs_refusal(vllm_config) is None:
             return AttentionCGSupport.ALWAYS
         return cls._cudagraph_support
 
@@ -101,8 +97,11 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             measured = self._executor.name in KERNELS and self._window is None
             if one_token_rows and measured and not invariant:
                 self._first_step = FirstStep.of(self._executor.attention)
-            takes_mixed_graphs = self._first_step is not None and self._all_layers
-            self._takes_mixed_graphs = takes_mixed_graphs and is_asked_for()
+            self._takes_mixed_graphs = self._first_step is not None and self._all_layers
+            if not self._takes_mixed_graphs:
+                # the V2 model runner asks each builder; a graph would hold the launches of one
+                # batch of FLASH_ATTN's prefill
+                vars(self)["get_cudagraph_support"] = _decodes_only
             # the requests for our kernel come first
             most = 0 if self._first_step is None else self._first_step.max_new_tokens
             self.reorder_batch_threshold = max(query_len, most)
@@ -254,6 +253,11 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         if built.dcp_context_kv_lens is not None:
             built.dcp_context_kv_lens = built.dcp_context_kv_lens.clone()
         return built
+
+
+def _decodes_only(vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+    """``get_cudagraph_support`` of a builder that leaves FLASH_ATTN a part of mixed steps."""
+    return PrefixShareMetadataBuilder._cudagraph_support
 
 
 def _take_image_ranges(

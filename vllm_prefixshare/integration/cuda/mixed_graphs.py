@@ -12,10 +12,10 @@ from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.log import logger
 from vllm_prefixshare.settings import settings
 
-
-def is_asked_for() -> bool:
-    """Whether ``VLLM_PREFIXSHARE_EXPERIMENTAL`` names ``mixed_graphs``."""
-    return "mixed_graphs" in settings().experimental
+#: Tokens of the largest mixed step in a graph: the GPU takes longer for larger ones than the host
+#: takes to launch them one by one.
+MAX_GRAPH_TOKENS, GRAPH_STEP = 512, 16
+_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def mixed_graphs_refusal(config: Any) -> str | None:
@@ -43,22 +43,44 @@ def mixed_graphs_refusal(config: Any) -> str | None:
     return next((reason for found, reason in checks if found), None)
 
 
-def choose_mixed_graphs(config: Any) -> None:
+def named_by_user(args: Any) -> frozenset[str]:
+    """Which choices about CUDA graphs the user has made.
+
+    Args:
+        args: ``EngineArgs``, before vLLM completes them.
+    """
+    return frozenset(
+        name
+        for name in ("cudagraph_mode", *_SIZES)
+        for owner in (args, args.compilation_config)
+        if getattr(owner, name, None) is not None
+    )
+
+
+def choose_mixed_graphs(config: Any, named: frozenset[str]) -> None:
     """Let mixed steps run in FULL graphs where vLLM's default would run them piecewise.
 
     Args:
-        config: a finished ``VllmConfig`` whose ``cudagraph_mode`` the user left to vLLM.
+        config: a finished ``VllmConfig``.
+        named: what the user has chosen, which is kept.
     """
     from vllm.config import CUDAGraphMode
 
     compilation = config.compilation_config
-    if not is_asked_for() or compilation.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
+    if "cudagraph_mode" in named or compilation.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
         return
     reason = mixed_graphs_refusal(config)
-    if reason is None:
-        compilation.cudagraph_mode = CUDAGraphMode.FULL
-    else:
+    if reason is not None:
         logger().info_once("Steps with new requests run in piecewise CUDA graphs: %s.", reason)
+        return
+    compilation.cudagraph_mode = CUDAGraphMode.FULL
+    sizes = compilation.cudagraph_capture_sizes
+    if sizes and not named.intersection(_SIZES):
+        # vLLM captures twice as many tokens as there can be decodes, and new requests have more
+        most = min(MAX_GRAPH_TOKENS, config.scheduler_config.max_num_batched_tokens)
+        first = sizes[-1] // GRAPH_STEP * GRAPH_STEP + GRAPH_STEP
+        compilation.cudagraph_capture_sizes = [*sizes, *range(first, most + 1, GRAPH_STEP)]
+        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
 
 
 def graph_rows(config: Any) -> int:

@@ -21,7 +21,7 @@ from vllm_prefixshare.integration import (
     metrics,
     precompiling,
 )
-from vllm_prefixshare.integration.cuda.mixed_graphs import choose_mixed_graphs
+from vllm_prefixshare.integration.cuda.mixed_graphs import choose_mixed_graphs, named_by_user
 from vllm_prefixshare.integration.eligibility.fallback import declines, fall_back
 from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
@@ -122,10 +122,10 @@ def hook_engine_config(module: ModuleType) -> None:
                     return config
                 on_cpu = check_platform()
                 precompiling.start_planning()
-                given = getattr(self.compilation_config, "cudagraph_mode", None)
+                named = named_by_user(self)
                 config = original(self, *args, **kwargs)
-                if given is None and not on_cpu:
-                    choose_mixed_graphs(config)
+                if not on_cpu:
+                    choose_mixed_graphs(config, named)
                 context = args[0] if args else kwargs.get("usage_context")
                 offline = getattr(context, "name", "") == "LLM_CLASS"
                 _check_engine_config(config, offline)
