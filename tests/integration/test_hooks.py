@@ -117,6 +117,19 @@ def test_hooks_are_installed_once():
         assert not hasattr(function.__wrapped__, "__wrapped__")
 
 
+def test_a_program_may_import_a_hooked_module_before_plugins_are_loaded():
+    # the import resolves the platform, and that loads plugins while the module is half imported
+    code = (
+        "import vllm.v1.serial_utils as module\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "from vllm_prefixshare.integration.prompts import parts\n"
+        "print(hasattr(module.MsgpackEncoder.encode, '__wrapped__'), parts._unavailable)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "True set()"
+
+
 def test_the_backend_member_unpickles_where_no_plugin_was_loaded():
     data = pickle.dumps(selection.backend_member())
     code = (

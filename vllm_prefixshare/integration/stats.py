@@ -14,8 +14,8 @@ PLAN_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 
 class BackendStats:
     """Counters of one worker process, summed over its KV-cache groups; times in seconds.
 
-    decode_steps: engine steps with at least one decode, counted once per KV-cache group. Requests
-        that ``cuda.first_step`` plans with the decodes count as decodes, here and below.
+    decode_steps: engine steps with at least one decode, counted once per KV-cache group. New
+        requests that are planned with the decodes count as decodes, here and below.
     shared_steps: decode steps in which requests shared KV.
     layer_calls, layer_seconds: attention layers that ran shared decodes, and their time (CPU only).
     kv_tokens_read: KV tokens per layer that decodes read.

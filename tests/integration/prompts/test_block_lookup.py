@@ -28,7 +28,8 @@ def counters(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_cache_stays_as_vllms_under_random_events(seed):
+def test_a_cache_stays_as_vllms_under_random_events(seed, monkeypatch):
+    monkeypatch.setattr(block_lookup, "_KEPT_STEP", (1, 2, 64)[seed % 3])
     twins = cases.Twins(Random(seed), cases.algorithm("sha256"))
     for _ in range(40):
         twins.step()
@@ -59,16 +60,36 @@ def test_a_cached_document_takes_no_call_per_block(monkeypatch, counters, specs)
     assert (counters.units, counters.shared_units) == (200, 200)
 
 
+@pytest.mark.parametrize("looked_up", [False, True])
 @pytest.mark.parametrize("missing", [0, 1, 15, 16, 17, 47, 48, 199])
-def test_a_hit_ends_at_the_first_evicted_block(missing):
+def test_a_hit_ends_at_the_first_evicted_block(missing, looked_up):
     cache, hasher, ids = _cache_with_document(200)
     request = cases.make_request([*ids, 2], hasher, "reader")
+    if looked_up:
+        with cases.active("lookup"):
+            assert cache.manager.get_computed_blocks(request)[1] == 200 * BLOCK
     (block_ids,) = cache.manager.get_block_ids("writer")
     cache.manager.evict_blocks({block_ids[missing]})
     with cases.active("lookup"):
         blocks, num_cached = cache.manager.get_computed_blocks(request)[:2]
     assert num_cached == missing * BLOCK
     assert blocks.get_block_ids() == (block_ids[:missing],)
+
+
+def test_a_second_look_up_makes_no_key_of_the_blocks_that_the_first_has_found(counters):
+    cache, hasher, ids = _cache_with_document(200)
+    pool = cache.manager.block_pool
+    first, second = (cases.make_request([*ids, i], hasher, f"reader{i}") for i in (2, 3))
+    kept = first.block_hashes[:192]  # a multiple of 64
+    with cases.active("lookup"):
+        assert block_lookup._hits_as_before(pool, kept, 0) == []
+        blocks = cache.manager.get_computed_blocks(first)[0].blocks
+        assert block_lookup._hits_as_before(pool, kept, 0) == list(blocks[0][:192])
+        assert block_lookup._hits_as_before(pool, second.block_hashes[:128], 0) == []
+        assert cache.manager.get_computed_blocks(second)[0].blocks == blocks
+    assert counters.cache_bytes > 192 * 90
+    cache.manager.evict_blocks({blocks[0][100].block_id})
+    assert block_lookup._hits_as_before(pool, kept, 0) == []
 
 
 def test_no_hit_probes_one_range(counters):

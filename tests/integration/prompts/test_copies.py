@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu import buffer_utils
 from tests.support.shared_prefixes import install_hook
 from vllm_prefixshare.integration import host_tables
 from vllm_prefixshare.integration.hooks import copies as hooks
-from vllm_prefixshare.integration.prompts import copies, parts
+from vllm_prefixshare.integration.prompts import bounded_cache, copies, parts
 from vllm_prefixshare.integration.prompts.copies import (
     MIN_BLOCK_IDS,
     MIN_TOKEN_IDS,
@@ -243,7 +243,8 @@ def test_a_prompt_above_the_bound_is_not_kept():
 
 
 def test_the_process_bound_is_an_eighth_of_the_setting(monkeypatch):
-    monkeypatch.setattr(copies, "settings", lambda: SimpleNamespace(prompts_cache_mib=44))
+    monkeypatch.setattr(bounded_cache, "settings", lambda: SimpleNamespace(prompts_cache_mib=44))
+    assert sum(bounded_cache.SHARES.values()) == 32
     recent = copies.recent_ids()
     for seed in range(9):
         recent.ids(np.array(random_ids(40_000, seed), np.int32))

@@ -23,6 +23,8 @@ KERNELS = ("hopper",)
 #: most query rows of a request on a KV head. FlashAttention-3 multiplies 128 rows of each request,
 #: used or not; with 64 of them used, the gain is 1.1 to 1.3.
 MAX_QUERY_ROWS = 48
+#: Query rows on a KV head for which FLASH_ATTN reads the context once.
+STOCK_TILE_ROWS = 128
 #: fewest numbers (tokens, times KV heads, times head_dim, K and V) that FLASH_ATTN would read: with
 #: fewer, what is saved is less than the 0.1 ms that our launches take longer on the host
 MIN_NUMBERS = 1 << 29
@@ -56,6 +58,15 @@ class TokenRows(NamedTuple):
         requests = np.repeat(np.arange(num_reqs), new)
         later = query_start_loc[requests + 1] - 1 - np.arange(len(requests))
         return cls(requests, later)
+
+    def kv_tokens_stock(self, lengths: IntArray, gqa_group_size: int) -> int:
+        """KV tokens that FLASH_ATTN reads for these tokens, a tile of a request's rows at a time.
+
+        Args:
+            lengths: ``[num_tokens]`` KV tokens that each token sees.
+        """
+        per_tile = max(1, STOCK_TILE_ROWS // gqa_group_size)
+        return int(lengths[self.later % per_tile == 0].sum())
 
 
 class DeviceRows:

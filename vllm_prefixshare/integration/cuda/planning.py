@@ -33,7 +33,7 @@ from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import PLANNING_FAILED, PlanUpdate
 from vllm_prefixshare.planning.window import tokens_seen
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.records import IntArray, PrefixShareError
 from vllm_prefixshare.settings import settings
 
 #: KV blocks that are looked through at once after wake-up
@@ -249,13 +249,13 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             seq_lens = (
                 np.ones(num_decodes, np.int32) if bound is None else bound.numpy()[:num_decodes]
             )
-            seq_lens = lengths = self._shard.lengths(seq_lens)
+            lengths = self._shard.lengths(seq_lens)
             table_rows, row_ids = table.rows(num_decodes)
             if tokens is not None:
                 if table_rows is None:
                     table_rows = np.arange(num_decodes)
                 table_rows = table_rows[tokens.requests]
-                lengths = (seq_lens[tokens.requests] - tokens.later).astype(np.int32)
+                lengths = (lengths[tokens.requests] - tokens.later).astype(np.int32)
                 # the rows of one step only, so the plan is kept for no other
                 row_ids = -1 - np.arange(len(table_rows)) - self._single_rows
                 self._single_rows += len(table_rows)
@@ -268,8 +268,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 slack=self._slack,
             )
         else:
-            seq_lens = lengths = np.zeros(0, np.int32)
-            update = self._planner.update(np.zeros((0, 0), np.int32), seq_lens, self._query_len)
+            lengths = np.zeros(0, np.int32)
+            update = self._planner.update(np.zeros((0, 0), np.int32), lengths, self._query_len)
         plan = update.plan
         if plan is not self._plan:
             began = time.perf_counter()
@@ -285,17 +285,22 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                 executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
-            if tokens is None:
-                stock = tokens_seen(planned, self._window, self._query_len)
-            else:
-                stock = int(seq_lens.sum())
+            stock = self._kv_tokens_stock(planned, tokens, executor.attention.gqa_group_size)
             self._tokens_saved = stock - plan.kv_tokens_read(planned)
             if num_decodes and update.is_new:
                 seconds = update.seconds + time.perf_counter() - began
                 STATS.note_plan(seconds, plan.imbalance, update.fallback)
         if num_decodes:
-            seen = tokens_seen(seq_lens, self._window, self._query_len)
-            self._step = seen, self._tokens_saved
+            stock = self._kv_tokens_stock(lengths, tokens, executor.attention.gqa_group_size)
+            self._step = stock, self._tokens_saved
+
+    def _kv_tokens_stock(
+        self, lengths: IntArray, tokens: TokenRows | None, gqa_group_size: int
+    ) -> int:
+        """KV tokens that FLASH_ATTN would read for the rows of a plan, of these lengths."""
+        if tokens is None:
+            return tokens_seen(lengths, self._window, self._query_len)
+        return tokens.kv_tokens_stock(lengths, gqa_group_size)
 
 
 #: Builders that have a plan on the device.

@@ -128,9 +128,15 @@ def install_hooks() -> None:
     May be called again: a hook in force is left alone.
     """
     for name in {hook.module for hook in HOOKS}:
-        if name in sys.modules:
+        # vLLM loads plugins while it resolves its platform, which may happen during the import of
+        # one of these modules; plugins are loaded again before an engine starts
+        if name in sys.modules and not _is_importing(sys.modules[name]):
             _install(sys.modules[name])
     watch_imports({hook.module for hook in HOOKS}, _install)
+
+
+def _is_importing(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
 
 
 def _install(module: ModuleType) -> None:

@@ -87,7 +87,7 @@ class _Prompt(NamedTuple):
 @functools.cache
 def _segments() -> BoundedCache[Any, _Segment]:
     """The segments of this process."""
-    return BoundedCache(part_limit())
+    return BoundedCache(part_limit(PART))
 
 
 class SharedBlockHasher:

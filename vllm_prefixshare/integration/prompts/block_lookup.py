@@ -1,12 +1,14 @@
 """Prefix-cache look-up and reference counts without a Python call per block.
 
-Every function here looks at each block at the moment of the call, as vLLM's own does, and keeps
-nothing in between: evictions, resets and duplicates need no argument. What changes is the cost of
-a step: vLLM makes three calls per block of a look-up and evaluates the rare case of a block first.
+Every function here looks at each block at the moment of the call, as vLLM's own does: evictions,
+resets and duplicates need no argument. What changes is the cost of a step: vLLM makes three calls
+per block of a look-up and evaluates the rare case of a block first.
 
 `find_longest_cache_hit`
     makes vLLM's probes of the same dictionary in list comprehensions over growing ranges of
-    blocks, and stops at the first range with a miss.
+    blocks, and stops at the first range with a miss. What is kept of a recent look-up are the keys
+    of its probes, which depend on the hashes alone; and the blocks that it found, so that their
+    kinds need no look where the probes find the same objects again.
 `touch`, `free_blocks`
     update the count of blocks that other requests hold before and after the call: for those,
     vLLM only adds or subtracts one. All other blocks go to vLLM's code, in their order. A null
@@ -20,12 +22,15 @@ below the block size), and pools with their own ``get_cached_block``.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
+from vllm_prefixshare.integration.prompts.bounded_cache import BoundedCache, part_limit
 from vllm_prefixshare.integration.prompts.known_code import is_known
 from vllm_prefixshare.integration.prompts.parts import is_enabled, measured
 
@@ -36,6 +41,12 @@ if TYPE_CHECKING:  # these modules import the ones that are hooked
 PART = "lookup"
 #: Blocks of the first range of a look-up; each further range has twice as many.
 _FIRST_RANGE = 16
+#: A multiple of so many leading blocks is kept, so that prompts on one document agree in it.
+_KEPT_STEP = 64
+#: Estimate of the bytes of a kept block: its key, and three elements of lists.
+_BYTES_PER_BLOCK = 96
+
+_NUM_TOKENS = attrgetter("_block_hash_num_tokens")
 
 LookupResult = tuple[tuple[list[KVCacheBlock], ...], int]
 
@@ -84,6 +95,8 @@ def find_longest_cache_hit(
             hits.append(_leading_hits(block_pool, hashes, group_id))
             del hashes[len(hits[-1]) :]
         counters.shared_units += len(hashes)
+        if block_pool in _recent:
+            counters.cache_bytes = _recent[block_pool].bytes
     hit_length = len(hashes) * block_size
     if drop_eagle_block and hit_length > 0:
         hit_length -= min(alignment_tokens, block_size)
@@ -93,13 +106,28 @@ def find_longest_cache_hit(
     return tuple(hits), hit_length
 
 
+class _Recent(NamedTuple):
+    """A look-up of leading blocks that were all found: their hashes, keys and blocks."""
+
+    hashes: list[BlockHash]
+    keys: list[bytes]
+    blocks: list[KVCacheBlock]
+
+
+#: By pool: in one pool, blocks that are equal are identical.
+_recent: WeakKeyDictionary[BlockPool, BoundedCache[tuple[int, BlockHash], _Recent]]
+_recent = WeakKeyDictionary()
+
+
 def _leading_hits(
     block_pool: BlockPool, hashes: list[BlockHash], group_id: int
 ) -> list[KVCacheBlock]:
     """The cached blocks of a group up to the first hash without one."""
     get = block_pool.cached_block_hash_to_block._cache.get
     suffix: Any = group_id.to_bytes(4, "big")
-    hits: list[KVCacheBlock] = []
+    num_kept = len(hashes) // _KEPT_STEP * _KEPT_STEP
+    hits = _hits_as_before(block_pool, hashes[:num_kept], group_id) if num_kept else []
+    is_new = not hits
     size = _FIRST_RANGE
     while len(hits) < len(hashes):
         start = len(hits)
@@ -112,7 +140,27 @@ def _leading_hits(
             break
         hits += found
         size *= 2
+    if is_new and num_kept and len(hits) >= num_kept:
+        kept = hashes[:num_kept]
+        recent = _Recent(kept, [h + suffix for h in kept], hits[:num_kept])
+        cache = _recent.setdefault(block_pool, BoundedCache(part_limit(PART)))
+        cache.put((group_id, kept[-1]), recent, num_kept * _BYTES_PER_BLOCK)
     return hits
+
+
+def _hits_as_before(
+    block_pool: BlockPool, hashes: list[BlockHash], group_id: int
+) -> list[KVCacheBlock]:
+    """The blocks of these hashes if a recent look-up found them all and they are cached still, else
+    an empty list.
+    """
+    cache = _recent.get(block_pool)
+    recent = cache.get((group_id, hashes[-1])) if cache else None
+    if recent is None or recent.hashes != hashes:
+        return []
+    get: Any = block_pool.cached_block_hash_to_block._cache.get
+    found: list[Any] = list(map(get, recent.keys))
+    return found if found == recent.blocks else []
 
 
 def touch(
@@ -166,7 +214,7 @@ def estimate_cached_tokens(baseline: Any, manager: "KVCacheManager", request: "R
         if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
             continue
         if getattr(spec, "prefix_cacheable", True):  # 0.29 has no such attribute
-            lengths = [block._block_hash_num_tokens or 0 for block in blocks]
+            lengths = filter(None, map(_NUM_TOKENS, blocks))
             estimates.append(max(lengths, default=0))
     return min(estimates, default=0)
 

@@ -17,12 +17,14 @@ Value = TypeVar("Value")
 ENTRY_BYTES = 600
 
 
-def part_limit() -> int:
-    """Bytes that the cache of tokenization, and that of hashes, may hold: 7/16 of
-    ``VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB``. Copies get 1/8, so a process that has all three keeps
-    to the setting.
-    """
-    return (settings().prompts_cache_mib << 20) * 7 // 16
+#: Part -> 32nds of ``VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB`` that it may hold in a process. A process
+#: that has all parts keeps to the setting.
+SHARES = {"tokenization": 13, "hashes": 13, "lookup": 2, "copies": 4}
+
+
+def part_limit(part: str) -> int:
+    """Bytes that a part of the shared host work may hold in a process."""
+    return (settings().prompts_cache_mib << 20) * SHARES[part] // 32
 
 
 class BoundedCache(Generic[Key, Value]):
@@ -49,8 +51,10 @@ class BoundedCache(Generic[Key, Value]):
     def get(self, key: Key) -> Value | None:
         """The value of ``key``, or None."""
         with self._lock:
-            entry = self._entries.get(key)
-        return None if entry is None else entry[0]
+            try:
+                return self._entries[key][0]  # `get` would look twice
+            except KeyError:
+                return None
 
     def put(self, key: Key, value: Value, num_bytes: int) -> None:
         """Keep ``value``, which together with its key holds ``num_bytes``. A value larger than

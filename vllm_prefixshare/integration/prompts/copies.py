@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm_prefixshare.integration.prompts.bounded_cache import part_limit
 from vllm_prefixshare.integration.prompts.token_ids import TokenArray, TokenIds, as_array
-from vllm_prefixshare.settings import settings
 
 PART = "copies"
 
@@ -210,12 +210,10 @@ _recent: RecentIds | None = None
 
 
 def recent_ids() -> RecentIds:
-    """The recent lists of this process: at most 1/8 of the memory that a process may use for
-    prompts.
-    """
+    """The recent lists of this process."""
     global _recent
     if _recent is None:
-        _recent = RecentIds((settings().prompts_cache_mib << 20) // 8)
+        _recent = RecentIds(part_limit(PART))
     return _recent
 
 

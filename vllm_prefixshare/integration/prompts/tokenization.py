@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock, Thread
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -162,8 +162,8 @@ class TextTokenizer:
         whole = _joined(spans)
         return TokenIds(whole.ids, whole.array), len(text) - sum(span.chars for span in encoded)
 
-    def _stretch(self, plan: _Plan, start: int, end: int) -> Stretch:
-        return Stretch(self._number, plan.salt, start == 0, plan.text[start:end])
+    def _stretch(self, plan: _Plan, start: int, end: int, is_window: bool = False) -> Stretch:
+        return Stretch(self._number, plan.salt, start == 0, plan.text[start:end], is_window)
 
     def _cover(self, plan: _Plan, start: int, end: int, sizes: tuple[int, ...]) -> int:
         """Cover ``text[start:end]`` by windows of these sizes and pieces, decided by
@@ -173,7 +173,7 @@ class TextTokenizer:
             return self._add_pieces(plan, start, end, PIECE_CHARS)
         size, smaller = sizes[0], sizes[1:]
         while end - start >= size:
-            key = self._stretch(plan, start, start + size)._replace(is_window=True)
+            key = self._stretch(plan, start, start + size, is_window=True)
             known = self._cache.get(key)
             if known is not None:
                 plan.spans.append(known)
@@ -256,14 +256,15 @@ class _Analysis:
     result: Future[TextTokenizer | None]
 
 
-_analyses: WeakKeyDictionary[Any, _Analysis] = WeakKeyDictionary()
+#: By the id of the backend: a weak dictionary compares tokenizers, with all their tokens.
+_analyses: dict[int, _Analysis] = {}
 _analyses_lock = Lock()
 
 
 @cache
 def text_cache() -> BoundedCache[Stretch, Span]:
     """The cache of this process, shared by all tokenizers."""
-    return BoundedCache(part_limit())
+    return BoundedCache(part_limit(PART))
 
 
 def text_tokenizer(tokenizer: Any, timeout: float) -> TextTokenizer | None:
@@ -276,10 +277,10 @@ def text_tokenizer(tokenizer: Any, timeout: float) -> TextTokenizer | None:
         return None
     size = backend.get_vocab_size()
     with _analyses_lock:
-        analysis = _analyses.get(backend)
+        analysis = _analyses.get(id(backend))
         if analysis is None:
-            analysis = _Analysis(size, Future())
-            _analyses[backend] = analysis
+            analysis = _analyses[id(backend)] = _Analysis(size, Future())
+            finalize(backend, _analyses.pop, id(backend), None).atexit = False
             Thread(
                 target=_analyze,
                 args=(tokenizer, analysis.result),
