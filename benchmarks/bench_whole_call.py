@@ -476,7 +476,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     layers = "" if args.layers is None else f" with {args.layers} layers"
     described = f"{SHAPES[args.shape].title}{layers}, random weights" if args.shape else model.name
     bench.result = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "device": gpu() if args.gpu else processor(),
         "lanes": args.lanes,
         "host_cores": os.cpu_count(),

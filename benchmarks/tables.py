@@ -331,12 +331,53 @@ def whole_call_table() -> str:
     )
 
 
+#: Workloads of the short table, in its order.
+SHORT_CALLS = ("cached", "cached256", "documents4x32", "cold", "token_ids", "agents", "unshared")
+SHORT_CALL_ROWS = {
+    "flash_attn": "FLASH_ATTN",
+    "flash_attn_prompts": "FLASH_ATTN, host work shared",
+    "prefix_share": "PREFIX_SHARE",
+}
+
+
+def whole_call_short_table() -> str:
+    """Seconds of some calls with text in and out, for three configurations."""
+    result = published("whole_call")
+    rows = {name: title for name, title in SHORT_CALL_ROWS.items() if name in result["rows"]}
+    short = {
+        **result,
+        "rows": {rows[name]: result["rows"][name] for name in rows},
+        "baseline": rows[result["baseline"]],
+        "workloads": [w for n in SHORT_CALLS for w in result["workloads"] if w["name"] == n],
+    }
+    tokens = next(d["tokens"] for d in result["documents"])
+    return (
+        f"Seconds from prompt texts to answer texts of {result['tokens']} tokens, one "
+        f"{result['device'].split(' x')[0]}, documents of 18k to 58k tokens (the single one has "
+        f"{tokens / 1e3:.0f}k); in brackets, times as fast as vLLM's default backend. "
+        "[All calls and the command](docs/whole-call.md#results).\n\n"
+        f"{report.table(short)}"
+    )
+
+
 def whole_call_how(result: dict) -> str:
     """Machine, model and command of a whole-call run, and the rows that it leaves out."""
     left_out = "".join(f" `{row}` left out: {why}." for row, why in result["left_out"].items())
+    repeats = result["repeats"]
+    runs = f"median of {repeats} runs" if repeats > 1 else "one run after a first one"
     return (
-        f"{result['device']}; {result['model']}; {versions(result)}. `{result['command']}`: median "
-        f"of {result['repeats']} runs.{left_out}"
+        f"{result['device']}; {result['model']}; {versions(result)}. `{result['command']}`: "
+        f"{runs}.{left_out}"
+    )
+
+
+def equal_answers(result: dict) -> str:
+    """The table of equal answers, and what to expect of it."""
+    return (
+        "Of random weights the first two tokens are often less apart than rounding, after which "
+        "answers differ; requests that run in other batches are rounded otherwise, with any "
+        "backend. `tests/gpu` compares log-probabilities.\n\n"
+        f"{report.comparison_table(result)}"
     )
 
 
@@ -1217,7 +1258,7 @@ PAGES = {
                 ("Calls", report.table),
                 ("Server", report.server_table),
                 ("Host time per request by part", report.parts_table),
-                ("Answers with equal tokens", report.comparison_table),
+                ("Answers with equal tokens", equal_answers),
             )
         ),
     ),
@@ -1261,6 +1302,7 @@ EMBEDDED = {
     "engine": ("docs/performance.md", "engine", engine_short_table),
     "kernel": ("docs/performance.md", "kernel", kernel_short_table),
     "whole call": ("docs/whole-call.md", "engine", whole_call_table),
+    "calls": ("README.md", "whole_call", whole_call_short_table),
 }
 
 

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not HOPPER, reason="mixed steps run in FULL graphs on Hopper GPUs only"),
     pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM"),
 ]
-DOCUMENT, MAX_SEQS = 1200, 6
+DOCUMENT, MAX_SEQS = 1200, 16
 #: Tokens after the document of each request, and tokens of each answer.
 PRIVATE, LENGTHS = [50, 9, 131, 64, 17, 1] * 4, [9, 30, 17, 2, 41, 23, 12] * 4
 #: FULL graphs without compilation, as large as the plugin chooses by itself.
