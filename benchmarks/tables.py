@@ -325,8 +325,9 @@ def whole_call_table() -> str:
         return "No run of the whole-call benchmark is published."
     result = published("whole_call")
     return (
-        f"{whole_call_how(result)} In brackets: times as fast as `{result['baseline']}`. "
-        "[Server, host time by part, and equal answers](../benchmarks/published/whole_call.md).\n\n"
+        f"{result['device']}; {result['model']}; {versions(result)}. In brackets: times as fast as "
+        f"`{result['baseline']}`. [Command, and equal answers]"
+        "(../benchmarks/published/whole_call.md).\n\n"
         f"{report.table(result)}"
     )
 

@@ -72,6 +72,14 @@ def test_requests_that_end_at_different_times(both):
     assert ours.stats["plans"] < ours.stats["decode_steps"]
 
 
+def test_a_document_that_is_not_cached_is_computed_once(both):
+    prompts = [ask(q, "A copy that is new.\n" + DOCUMENT) for q in QUESTIONS]
+    for batch in both(prompts, 4, ignore_eos=True):
+        computed = [a.num_prompt_tokens - a.num_cached_tokens for a in batch.answers]
+        # the others compute their questions, and the block that these begin in
+        assert max(computed) > 1024 > sum(computed) - max(computed)
+
+
 def test_nothing_shared_runs_as_stock(both):
     prompts = [f"{i} " + DOCUMENT[1000 * i : 1000 * i + 700] for i in range(4)]
     ours, stock = both(prompts, 12, ignore_eos=True)

@@ -177,8 +177,8 @@ def test_a_document_is_encoded_once(counted: tuple[TextTokenizer, CountingEncode
         encoder.chars = 0
         token_ids, known_chars = memo.encode(document + question, True)
         assert token_ids == tokenizer.encode(document + question).ids
-        # The first questions cut the end of the document where the first prompt did not.
-        assert encoder.chars < (len(question) + 600 if number < 2 else len(question) + 100)
+        # A piece of 512 characters may hold the end of the document and begin the question.
+        assert encoder.chars < len(question) + 600
         assert known_chars > len(document) - 700
 
 
