@@ -28,7 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_prefixshare.integration.prompts.bounded_cache import part_limit
-from vllm_prefixshare.integration.prompts.token_ids import TokenArray, TokenIds, as_array
+from vllm_prefixshare.integration.prompts.token_ids import (
+    TokenArray,
+    TokenIds,
+    as_array,
+    untrack,
+)
 
 PART = "copies"
 
@@ -223,6 +228,12 @@ class MessageIds(TokenIds):
     """
 
     __slots__ = ()
+
+    def copy(self) -> list[int]:
+        """The ids as a plain list, which vLLM's ``Request`` keeps and appends tokens to."""
+        ids = super().copy()
+        untrack(ids)
+        return ids
 
     def __reduce__(self) -> tuple[Callable[[Any], TokenIds], tuple[Any]]:
         try:
