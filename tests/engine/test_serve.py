@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -202,10 +204,13 @@ def load(running: tuple[str, subprocess.Popen[bytes]]) -> Load:
     return Load(running[0], NAME, MAX_LEN, list(range(100, 2000)), document=600)
 
 
-@pytest.mark.skipif(
+API_SERVERS = pytest.mark.skipif(
     "PREFIXSHARE_API_SERVERS" not in os.environ,
     reason="starts one more server: `make soak`, or PREFIXSHARE_API_SERVERS=1",
 )
+
+
+@API_SERVERS
 def test_each_of_several_api_servers_has_every_count_once(model, tmp_path):
     options = ["--api-server-count", "2", "--max-model-len", "1024", "--enforce-eager"]
     options += ["--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
@@ -221,6 +226,40 @@ def test_each_of_several_api_servers_has_every_count_once(model, tmp_path):
             name = f"{PREFIX}kv_tokens_read_total"
             (sample,) = (s for s in metrics(url) if s.name == name)
             assert sample.value == stats(url)["kv_tokens_read"]
+
+
+@API_SERVERS
+def test_each_of_two_data_parallel_ranks_has_its_own_counts(model, tmp_path):
+    options = ["--data-parallel-size", "2", "--api-server-count", "2", "--enforce-eager"]
+    options += ["--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)]
+    options += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 28)]
+    with server_process(model, tmp_path / "log", ENVIRONMENT, *options, patience=900) as (url, _):
+        client = client_of(url)
+
+        def ask(number: int) -> str:
+            answer = client.completions.create(
+                model=NAME, prompt=f"{'word ' * 400}{number}?", max_tokens=8, temperature=0,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            return str(answer.choices[0].text)
+
+        first = ask(0)
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(ask, [number % 8 for number in range(32)]))
+        assert answers[0] == first
+        found = [s for s in metrics(url) if s.name == f"{PREFIX}decode_steps_total"]
+        assert sorted(s.labels["engine"] for s in found) == ["0", "1"]
+        assert all(0 < s.value < 400 for s in found)
+        for _ in range(50):  # files are written once in a while
+            hashed = sum(
+                s.value
+                for s in metrics(url)
+                if s.name == f"{PREFIX}prompt_requests_total" and s.labels["part"] == "hashes"
+            )
+            if hashed == 33:
+                break
+            time.sleep(0.2)
+        assert hashed == 33, "requests of both ranks, each once"
 
 
 @pytest.mark.parametrize(
