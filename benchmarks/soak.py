@@ -46,7 +46,7 @@ from tests.support.load import Load, all_gone, ends_cleanly, server_faults
 from tests.support.processes import Held, tree
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
-from vllm_prefixshare.integration.metrics import PREFIX
+from vllm_prefixshare.integration.observability.metrics import PREFIX
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 ROOT = Path(__file__).resolve().parent.parent

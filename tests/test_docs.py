@@ -8,7 +8,7 @@ import pytest
 
 import vllm_prefixshare
 from tests.docs.pages import PAGES, prose
-from vllm_prefixshare.integration.stats import BackendStats
+from vllm_prefixshare.integration.observability.stats import BackendStats
 from vllm_prefixshare.operator import DecodeStats
 from vllm_prefixshare.settings import VARIABLES
 

@@ -19,14 +19,14 @@ __all__ = [
 from vllm_prefixshare.records import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.integration.stats import prompt_stats
+    from vllm_prefixshare.integration.observability.stats import prompt_stats
     from vllm_prefixshare.merging import merge_states
     from vllm_prefixshare.operator import LayerExtras, PrefixShareDecodeWrapper
 
 
 def __getattr__(name: str) -> Any:
     if name == "prompt_stats":
-        from vllm_prefixshare.integration.stats import prompt_stats
+        from vllm_prefixshare.integration.observability.stats import prompt_stats
 
         return prompt_stats
     if name in ("LayerExtras", "PrefixShareDecodeWrapper", "merge_states"):

@@ -17,8 +17,8 @@ from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
 from vllm_prefixshare.cli.batches import read_batch
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import tracing
 from vllm_prefixshare.integration.hooks.selection import check_settings
+from vllm_prefixshare.integration.observability import tracing
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -126,7 +126,8 @@ def test_of_two_processes_the_first_records(tmp_path, monkeypatch):
     path = tmp_path / "t.jsonl"
     made = planner(monkeypatch, path)
     code = (
-        "from pathlib import Path; from vllm_prefixshare.integration.tracing import Trace; "
+        "from pathlib import Path; "
+        "from vllm_prefixshare.integration.observability.tracing import Trace; "
         f"Trace(Path({str(path)!r})).write({{'other': 1}})"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

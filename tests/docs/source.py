@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.hooks.selection import ENV_VAR
-from vllm_prefixshare.integration.metrics import VARIABLE
+from vllm_prefixshare.integration.observability.metrics import VARIABLE
 
 PACKAGE = Path(__file__).parents[2] / "vllm_prefixshare"
 #: Errors whose text a user reads, and functions that write to the log.

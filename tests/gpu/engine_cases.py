@@ -19,7 +19,7 @@ from tests.support.engine_steps import (
     score,
     start_engines,
 )
-from vllm_prefixshare.integration.stats import PrefixShareWorkerExtension
+from vllm_prefixshare.integration.observability.stats import PrefixShareWorkerExtension
 
 #: The checkpoint folder of a real model to test with, instead of random weights.
 MODEL_VARIABLE = "PREFIXSHARE_TEST_MODEL"

@@ -25,7 +25,7 @@ from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.cuda.context_parallel import Interleaved, check_collectives
 from vllm_prefixshare.integration.eligibility import measured
 from vllm_prefixshare.integration.eligibility.layer import Engine
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 

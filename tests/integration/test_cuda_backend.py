@@ -33,7 +33,7 @@ from vllm_prefixshare.integration.eligibility import measured
 from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform
 from vllm_prefixshare.integration.eligibility.rules import refusal
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.contract import Gpu

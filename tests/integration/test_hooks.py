@@ -31,7 +31,6 @@ from vllm_prefixshare.integration import (
     compat,
     register,
     signatures,
-    stats,
 )
 from vllm_prefixshare.integration.eligibility import fallback
 from vllm_prefixshare.integration.eligibility.fallback import declines
@@ -39,6 +38,7 @@ from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CPU
 from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.hooks import registry, selection
+from vllm_prefixshare.integration.observability import stats
 from vllm_prefixshare.integration.prompts import parts
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
 

@@ -22,7 +22,7 @@ from vllm_prefixshare.integration.eligibility.layer import Engine, LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, GPU_EXTRAS, Platform
 from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.hooks import graphs, selection
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
 

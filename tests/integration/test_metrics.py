@@ -18,9 +18,9 @@ from vllm import config as vllm_config
 
 from vllm_prefixshare import prompt_stats
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration import metric_files, metrics, stats
 from vllm_prefixshare.integration.hooks.selection import check_settings
-from vllm_prefixshare.integration.metric_sources import DecodeSteps, PromptParts
+from vllm_prefixshare.integration.observability import metric_files, metrics, stats
+from vllm_prefixshare.integration.observability.metric_sources import DecodeSteps, PromptParts
 from vllm_prefixshare.integration.planner import planner_for
 from vllm_prefixshare.integration.prompts import parts
 from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
@@ -211,9 +211,9 @@ def test_where_vllm_has_a_folder_the_counters_are_there(monkeypatch, tmp_path):
 FULL_DISK = """
 import os, sys, time
 from pathlib import Path
-from vllm_prefixshare.integration import metrics
-from vllm_prefixshare.integration.metric_sources import DecodeSteps
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability import metrics
+from vllm_prefixshare.integration.observability.metric_sources import DecodeSteps
+from vllm_prefixshare.integration.observability.stats import STATS
 os.environ["VLLM_PREFIXSHARE_METRICS"] = sys.argv[1]
 folder = metrics.named_folder()
 Path(sys.argv[1], "fill").write_bytes(bytes(int(sys.argv[2])))
@@ -356,9 +356,9 @@ INHERITS = """
 import os, subprocess, sys, time
 from pathlib import Path
 from prometheus_client import REGISTRY, generate_latest
-from vllm_prefixshare.integration import metrics
-from vllm_prefixshare.integration.metric_sources import DecodeSteps
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability import metrics
+from vllm_prefixshare.integration.observability.metric_sources import DecodeSteps
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.settings import settings
 def shown():
     lines = generate_latest(REGISTRY).decode().splitlines()
@@ -510,9 +510,9 @@ FORKS = """
 import os, sys, time, warnings
 from types import SimpleNamespace
 from prometheus_client import REGISTRY
-from vllm_prefixshare.integration import metrics
+from vllm_prefixshare.integration.observability import metrics
 from vllm_prefixshare.integration.prompts import parts
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability.stats import STATS
 warnings.simplefilter("ignore", DeprecationWarning)  # of Python: fork with threads
 config = SimpleNamespace(
     instance_id="a", model_config=SimpleNamespace(served_model_name="m"))

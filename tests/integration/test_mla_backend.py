@@ -29,7 +29,7 @@ from vllm_prefixshare.integration import host_tables, planner
 from vllm_prefixshare.integration.cuda import backend as cuda
 from vllm_prefixshare.integration.eligibility import measured, platform
 from vllm_prefixshare.integration.eligibility.layer import Engine
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.mla_hopper import launch as kernel

@@ -24,7 +24,7 @@ from vllm_prefixshare.integration.cuda import latent, mla_fp8, planning
 from vllm_prefixshare.integration.eligibility.layer import FP8_LATENT_BLOCK, LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, GPU_EXTRAS, Platform
 from vllm_prefixshare.integration.eligibility.rules import refusal
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.reference import reference_attention
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from vllm_prefixshare.integration import metrics, ray_metrics, stats
-from vllm_prefixshare.integration.metric_sources import DecodeSteps
+from vllm_prefixshare.integration.observability import metrics, ray_metrics, stats
+from vllm_prefixshare.integration.observability.metric_sources import DecodeSteps
 
 LABELS = {"model_name": "small", "engine": "0"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_prefixshare.integration import stats
+from vllm_prefixshare.integration.observability import stats
 
 
 @pytest.fixture(autouse=True)

@@ -41,14 +41,14 @@ WRITERS = {
     # the cache folder, or the file that --out names
     "costs/table.py": {"mkdir"},
     # the file that VLLM_PREFIXSHARE_TRACE or a command names
-    "integration/tracing.py": {"os.open", "ftruncate"},
+    "integration/observability/tracing.py": {"os.open", "ftruncate"},
     "cli/trace.py": {"open for writing", "truncate"},
     # the null device
     "cli/main.py": {"os.open"},
     "cli/canvas.py": {"write_bytes"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
-    "integration/metrics.py": {"mkdir", "TemporaryDirectory", "TemporaryFile"},
-    "integration/metric_files.py": {"mkdir", "os.open", "rename", "unlink"},
+    "integration/observability/metrics.py": {"mkdir", "TemporaryDirectory", "TemporaryFile"},
+    "integration/observability/metric_files.py": {"mkdir", "os.open", "rename", "unlink"},
     # the copy of vLLM that the command names
     "cli/patch.py": {
         "TemporaryDirectory", "mkdir", "write_bytes", "touch", "unlink", "rmtree", "copyfile",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.integration.tracing import MAX_BYTES
+from vllm_prefixshare.integration.observability.tracing import MAX_BYTES
 from vllm_prefixshare.records import IntArray, PrefixShareError
 from vllm_prefixshare.trusted import read_text
 from vllm_prefixshare.workloads.trees import tree

@@ -93,7 +93,7 @@ def _empty(path: Path) -> None:
         OSError: it cannot be read and written.
         PrefixShareError: it has something else in it, which is left alone.
     """
-    from vllm_prefixshare.integration.tracing import FIRST_BYTES, FIRST_LINE
+    from vllm_prefixshare.integration.observability.tracing import FIRST_BYTES, FIRST_LINE
 
     with path.open("a+b") as file:
         file.seek(0)

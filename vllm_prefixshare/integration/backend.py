@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from vllm_prefixshare.integration import BACKEND_NAME, CPU_BACKEND, CUDA_BACKEND
 from vllm_prefixshare.integration.eligibility.fallback import declines
-from vllm_prefixshare.integration.stats import take_stats
+from vllm_prefixshare.integration.observability.stats import take_stats
 
 
 class BackendMethods:

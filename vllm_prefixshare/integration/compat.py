@@ -7,7 +7,7 @@ from typing import Any
 from packaging.version import Version
 
 from vllm_prefixshare.integration import BACKEND_NAME
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.records import PrefixShareError
 
 #: Releases that the hook tests run on: at least the first, below the second. A later one is used

@@ -6,9 +6,10 @@ from typing import Any
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
 from vllm_prefixshare.costs.roofline import AnalyticCost
-from vllm_prefixshare.integration import invariance, metrics
-from vllm_prefixshare.integration.log import logger
-from vllm_prefixshare.integration.tracing import trace_to
+from vllm_prefixshare.integration import invariance
+from vllm_prefixshare.integration.observability import metrics
+from vllm_prefixshare.integration.observability.log import logger
+from vllm_prefixshare.integration.observability.tracing import trace_to
 from vllm_prefixshare.kernels.contract import Executor
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.settings import settings

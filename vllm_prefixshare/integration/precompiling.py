@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.integration.compat import decode_query_len
 from vllm_prefixshare.integration.eligibility.layer import FP8_LATENT_BLOCK
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.records import NOT_COMPILED, PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.trusted import own_folder

@@ -33,9 +33,9 @@ from vllm_prefixshare.integration.eligibility.groups import builder_refusal
 from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CPU
 from vllm_prefixshare.integration.eligibility.rules import refusal
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.integration.planner import planner_for
-from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels.contract import Executor, HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.records import IntArray

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_prefixshare.integration import invariance
 from vllm_prefixshare.integration.compat import decode_query_len
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.settings import settings
 
 #: Tokens of the largest mixed step in a graph: the GPU takes longer for larger ones than the host

@@ -23,9 +23,9 @@ from vllm_prefixshare.integration.eligibility.groups import (
 )
 from vllm_prefixshare.integration.eligibility.layer import window_of
 from vllm_prefixshare.integration.host_tables import HostTable
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.integration.planner import planner_for
-from vllm_prefixshare.integration.stats import STATS
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.compile import CompileError, load_cache_write
 from vllm_prefixshare.kernels.extras import checked_extras

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from vllm_prefixshare.integration import BACKEND_NAME, metrics
+from vllm_prefixshare.integration import BACKEND_NAME
 from vllm_prefixshare.integration.eligibility import platform
 from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CPU, CUDA_DTYPES, Platform
 from vllm_prefixshare.integration.eligibility.rules import refusal
-from vllm_prefixshare.integration.log import logger
-from vllm_prefixshare.integration.stats import STATS
+from vllm_prefixshare.integration.observability import metrics
+from vllm_prefixshare.integration.observability.log import logger
+from vllm_prefixshare.integration.observability.stats import STATS
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
 

@@ -6,7 +6,7 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.costs.lookup import cost_model
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.records import PrefixShareError

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.integration import metrics
 from vllm_prefixshare.integration.hooks.selection import chosen_in
 from vllm_prefixshare.integration.hooks.wrapping import Function, Hook, extend, wrap
+from vllm_prefixshare.integration.observability import metrics
 from vllm_prefixshare.settings import PROMPT_PARTS
 
 

@@ -18,7 +18,6 @@ from vllm_prefixshare.integration import (
     MLA_BACKEND,
     compat,
     invariance,
-    metrics,
     precompiling,
 )
 from vllm_prefixshare.integration.cuda.mixed_graphs import choose_mixed_graphs, named_by_user
@@ -27,10 +26,11 @@ from vllm_prefixshare.integration.eligibility.layer import LayerSpec
 from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
 from vllm_prefixshare.integration.eligibility.rules import refusal
 from vllm_prefixshare.integration.hooks.wrapping import Function, wrap
+from vllm_prefixshare.integration.observability import metrics
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 
-EXTENSION_PATH = "vllm_prefixshare.integration.stats.PrefixShareWorkerExtension"
+EXTENSION_PATH = "vllm_prefixshare.integration.observability.stats.PrefixShareWorkerExtension"
 ENV_VAR = "VLLM_ATTENTION_BACKEND"
 
 
@@ -275,7 +275,7 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
         invariance.check_divider(divider)
     metrics.named_folder()
     if (trace := settings().trace) is not None:
-        from vllm_prefixshare.integration import tracing
+        from vllm_prefixshare.integration.observability import tracing
 
         os.close(tracing.open_file(trace))
     if (table := settings().cost_table) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.settings import PROMPT_PARTS, settings
 
 

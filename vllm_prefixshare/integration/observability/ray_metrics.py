@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare.integration.log import logger
-from vllm_prefixshare.integration.metric_files import FileCollector
+from vllm_prefixshare.integration.observability.log import logger
+from vllm_prefixshare.integration.observability.metric_files import FileCollector
 
 SECONDS = 1.0
 

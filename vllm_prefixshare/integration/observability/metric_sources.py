@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from vllm_prefixshare.integration import stats
+from vllm_prefixshare.integration.observability import stats
+from vllm_prefixshare.integration.observability.stats import PLAN_BUCKETS, Since, share_factor
 from vllm_prefixshare.integration.prompts import parts
-from vllm_prefixshare.integration.stats import PLAN_BUCKETS, Since, share_factor
 
 #: Key of ``BackendStats.as_dict`` -> help text on ``/metrics``.
 COUNTERS = {

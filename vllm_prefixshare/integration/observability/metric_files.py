@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
 
 #: of every family of this plugin
 PREFIX = "vllm_prefixshare_"

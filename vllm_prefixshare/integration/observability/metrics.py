@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare.integration import ray_metrics
-from vllm_prefixshare.integration.log import logger
-from vllm_prefixshare.integration.metric_files import (
+from vllm_prefixshare.integration.observability import ray_metrics
+from vllm_prefixshare.integration.observability.log import logger
+from vllm_prefixshare.integration.observability.metric_files import (
     PREFIX,
     TEMPORARY,
     FileCollector,
@@ -28,7 +28,11 @@ from vllm_prefixshare.integration.metric_files import (
     is_temporary,
     remove_ended,
 )
-from vllm_prefixshare.integration.metric_sources import DecodeSteps, PromptParts, Source
+from vllm_prefixshare.integration.observability.metric_sources import (
+    DecodeSteps,
+    PromptParts,
+    Source,
+)
 from vllm_prefixshare.integration.prompts import parts
 from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import PROMPT_PARTS, settings

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.integration.log import logger
+from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.records import IntArray, PrefixShareError
 

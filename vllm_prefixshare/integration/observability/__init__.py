@@ -1,0 +1,1 @@
+"""What users see of the backend: counters, metrics, traces and the log."""
