@@ -119,7 +119,9 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             max_cudagraph_capture_size=MAX_REQS,
             static_forward_context={},
         ),
-        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
+        attention_config=SimpleNamespace(
+            flash_attn_max_num_splits_for_cuda_graph=32, flash_attn_version=None
+        ),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=8192, max_num_seqs=MAX_REQS, async_scheduling=True
         ),
@@ -1249,9 +1251,14 @@ NOT_MIXED = {
         "speculative_config", SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
     ),
     "decode context parallelism": ("parallel_config.decode_context_parallel_size", 2),
+    "prefill context parallelism": ("parallel_config.prefill_context_parallel_size", 2),
     "micro-batches": ("parallel_config.use_ubatching", True),
     "a KV connector": ("kv_transfer_config", object()),
     "multi-head latent attention": ("model_config.use_mla", True),
+    "a multimodal model": ("model_config.is_multimodal_model", True),
+    "diffusion decoding": ("model_config.is_diffusion", True),
+    "chunked attention": ("model_config.attention_chunk_size", 8192),
+    "another FlashAttention": ("attention_config.flash_attn_version", 2),
     "hybrid": ("model_config.is_hybrid", True),
     "encoder-decoder": ("model_config.is_encoder_decoder", True),
     "sliding windows": ("model_config.hf_text_config.sliding_window", 128),
@@ -1261,10 +1268,12 @@ NOT_MIXED = {
 @pytest.mark.parametrize("reason", [None, *NOT_MIXED])
 def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch, reason):
     monkeypatch.setattr("vllm.platforms.current_platform.is_device_capability", lambda _: True)
+    monkeypatch.setattr(mixed_graphs, "vllm_version", lambda: mixed_graphs.FIRST_RELEASE)
     config = vllm_config()
     config.use_v2_model_runner, config.kv_transfer_config = True, None
     model = config.model_config
-    model.use_mla = model.is_encoder_decoder = False
+    model.use_mla = model.is_encoder_decoder = model.is_multimodal_model = False
+    model.attention_chunk_size = None
     model.hf_text_config = SimpleNamespace(sliding_window=None)
     if reason is not None:
         path, value = NOT_MIXED[reason]

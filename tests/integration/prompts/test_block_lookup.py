@@ -82,14 +82,27 @@ def test_a_second_look_up_makes_no_key_of_the_blocks_that_the_first_has_found(co
     first, second = (cases.make_request([*ids, i], hasher, f"reader{i}") for i in (2, 3))
     kept = first.block_hashes[:192]  # a multiple of 64
     with cases.active("lookup"):
-        assert block_lookup._hits_as_before(pool, kept, 0) == []
+        assert block_lookup._recent(pool, kept, 0) is None
         blocks = cache.manager.get_computed_blocks(first)[0].blocks
-        assert block_lookup._hits_as_before(pool, kept, 0) == list(blocks[0][:192])
-        assert block_lookup._hits_as_before(pool, second.block_hashes[:128], 0) == []
+        recent = block_lookup._recent(pool, kept, 0)
+        assert recent.blocks == list(blocks[0][:192])
+        assert block_lookup._recent(pool, second.block_hashes[:128], 0) is None
         assert cache.manager.get_computed_blocks(second)[0].blocks == blocks
+        assert block_lookup._recent(pool, kept, 0) is recent
     assert counters.cache_bytes > 192 * 90
-    cache.manager.evict_blocks({blocks[0][100].block_id})
-    assert block_lookup._hits_as_before(pool, kept, 0) == []
+
+
+def test_duplicates_of_kept_blocks_are_looked_up_as_by_vllm():
+    cache, hasher, ids = _cache_with_document(200)
+    pool = cache.manager.block_pool
+    request = cases.make_request([*ids, 2], hasher, "reader")
+    with cases.active("lookup"):
+        blocks = cache.manager.get_computed_blocks(request)[0].blocks
+        spare = pool.get_new_blocks(1)[0]
+        pool.cached_block_hash_to_block.insert(blocks[0][70].block_hash, spare)
+        assert cache.manager.get_computed_blocks(request)[0].blocks == blocks
+        recent = block_lookup._recent(pool, request.block_hashes[:192], 0)
+        assert recent.blocks == list(blocks[0][:192])
 
 
 def test_no_hit_probes_one_range(counters):

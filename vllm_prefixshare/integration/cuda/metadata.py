@@ -82,8 +82,10 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         # the tokens; under batch invariance the kernel of a request must not depend on the others,
         # and each row would have room for all pieces of a request.
         one_token_rows = query_len == self._shard.size == 1 and not invariance.wanted()
+        # the graphs of mixed steps may have more rows than steps that are planned without them
+        most_rows = max(MAX_ROWS, *(vllm_config.compilation_config.cudagraph_capture_sizes or ()))
         self._start_planning(
-            layers, PrefixShareMetadataBuilder, query_len, MAX_ROWS if one_token_rows else 0
+            layers, PrefixShareMetadataBuilder, query_len, most_rows if one_token_rows else 0
         )
         self._first_step: FirstStep | None = None
         if self._executor is not None:
@@ -98,13 +100,13 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             if one_token_rows and measured and not invariant:
                 self._first_step = FirstStep.of(self._executor.attention)
             self._takes_mixed_graphs = self._first_step is not None and self._all_layers
-            if not self._takes_mixed_graphs:
-                # the V2 model runner asks each builder; a graph would hold the launches of one
-                # batch of FLASH_ATTN's prefill
-                vars(self)["get_cudagraph_support"] = _decodes_only
             # the requests for our kernel come first
             most = 0 if self._first_step is None else self._first_step.max_new_tokens
             self.reorder_batch_threshold = max(query_len, most)
+        if not self._takes_mixed_graphs:
+            # the V2 model runner asks each builder; a graph would hold the launches of one batch
+            # of FLASH_ATTN's prefill
+            vars(self)["get_cudagraph_support"] = _decodes_only
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """False where this builder plans: with cascade attention vLLM uses no FULL graphs."""

@@ -7,14 +7,18 @@ a row of the plan, so the kernels launch as in a decode step and one graph serve
 
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_prefixshare.integration import invariance
-from vllm_prefixshare.integration.compat import decode_query_len
+from vllm_prefixshare.integration.compat import decode_query_len, vllm_version
 from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.settings import settings
 
 #: Tokens of the largest mixed step in a graph: the GPU takes longer for larger ones than the host
 #: takes to launch them one by one.
 MAX_GRAPH_TOKENS, GRAPH_STEP = 512, 16
+#: The oldest vLLM that has run mixed steps so.
+FIRST_RELEASE = Version("0.33.0")
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
@@ -26,17 +30,24 @@ def mixed_graphs_refusal(config: Any) -> str | None:
     """
     from vllm.platforms import current_platform
 
-    model, text = config.model_config, config.model_config.hf_text_config
+    model, parallel = config.model_config, config.parallel_config
     checks = (
+        (vllm_version() < FIRST_RELEASE, f"a vLLM before {FIRST_RELEASE}"),
         (not config.use_v2_model_runner, "the V1 model runner"),
         (decode_query_len(config) > 1, "speculative decoding"),
-        (config.parallel_config.decode_context_parallel_size > 1, "decode context parallelism"),
-        (config.parallel_config.use_ubatching, "micro-batches"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (parallel.use_ubatching, "micro-batches"),
         (config.kv_transfer_config is not None, "a KV connector, which loads layer by layer"),
+        # whose Python code prepares steps with images: a graph does not run it
+        (model.is_multimodal_model, "a multimodal model"),
+        (model.is_diffusion, "diffusion decoding"),
         (model.use_mla, "multi-head latent attention"),
         (model.is_hybrid or model.is_encoder_decoder, "a hybrid or encoder-decoder model"),
-        (getattr(text, "sliding_window", None) is not None, "sliding windows"),
-        (invariance.wanted(), "batch invariance"),
+        (getattr(model.hf_text_config, "sliding_window", None) is not None, "sliding windows"),
+        (model.attention_chunk_size is not None, "chunked attention"),
+        (config.attention_config.flash_attn_version not in (None, 3), "another FlashAttention"),
+        (invariance.wanted() or settings().divider == invariance.DIVIDER, "batch invariance"),
         (settings().kernel == "portable", "the portable kernel"),
         (not current_platform.is_device_capability(90), "a GPU other than Hopper"),
     )

@@ -24,7 +24,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -95,8 +94,8 @@ def find_longest_cache_hit(
             hits.append(_leading_hits(block_pool, hashes, group_id))
             del hashes[len(hits[-1]) :]
         counters.shared_units += len(hashes)
-        if block_pool in _recent:
-            counters.cache_bytes = _recent[block_pool].bytes
+        if (kept := getattr(block_pool, _RECENT, None)) is not None:
+            counters.cache_bytes = kept.bytes
     hit_length = len(hashes) * block_size
     if drop_eagle_block and hit_length > 0:
         hit_length -= min(alignment_tokens, block_size)
@@ -114,53 +113,59 @@ class _Recent(NamedTuple):
     blocks: list[KVCacheBlock]
 
 
-#: By pool: in one pool, blocks that are equal are identical.
-_recent: WeakKeyDictionary[BlockPool, BoundedCache[tuple[int, BlockHash], _Recent]]
-_recent = WeakKeyDictionary()
+#: The attribute of a pool that has its recent look-ups. In one pool, blocks that are equal are
+#: identical.
+_RECENT = "_prefixshare_recent"
+
+_RecentCache = BoundedCache[tuple[int, BlockHash], _Recent]
 
 
 def _leading_hits(
     block_pool: BlockPool, hashes: list[BlockHash], group_id: int
 ) -> list[KVCacheBlock]:
     """The cached blocks of a group up to the first hash without one."""
-    get = block_pool.cached_block_hash_to_block._cache.get
+    get: Any = block_pool.cached_block_hash_to_block._cache.get
     suffix: Any = group_id.to_bytes(4, "big")
-    num_kept = len(hashes) // _KEPT_STEP * _KEPT_STEP
-    hits = _hits_as_before(block_pool, hashes[:num_kept], group_id) if num_kept else []
-    is_new = not hits
+    kept = hashes[: len(hashes) // _KEPT_STEP * _KEPT_STEP]
+    recent = _recent(block_pool, kept, group_id) if kept else None
+    hits: list[KVCacheBlock] = []
     size = _FIRST_RANGE
+    keeps = bool(kept)
     while len(hits) < len(hashes):
         start = len(hits)
-        found: list[Any] = [get(h + suffix) for h in hashes[start : start + size]]
+        found: list[Any]
+        if recent is not None and not start:
+            found = list(map(get, recent.keys))
+            if found == recent.blocks:
+                hits, keeps = found, False
+                continue
+        else:
+            found = [get(h + suffix) for h in hashes[start : start + size]]
+            size *= 2
         kinds = set(map(type, found))
         if dict in kinds:  # duplicates: the first one counts
             found = [next(iter(b.values())) if type(b) is dict else b for b in found]
+            keeps = False  # it would not be found as it is kept
         if type(None) in kinds:
             hits += found[: next(i for i, block in enumerate(found) if block is None)]
             break
         hits += found
-        size *= 2
-    if is_new and num_kept and len(hits) >= num_kept:
-        kept = hashes[:num_kept]
-        recent = _Recent(kept, [h + suffix for h in kept], hits[:num_kept])
-        cache = _recent.setdefault(block_pool, BoundedCache(part_limit(PART)))
-        cache.put((group_id, kept[-1]), recent, num_kept * _BYTES_PER_BLOCK)
+    if keeps and len(hits) >= len(kept):
+        keys = [h + suffix for h in kept] if recent is None else recent.keys
+        cache: _RecentCache | None = getattr(block_pool, _RECENT, None)
+        if cache is None:
+            cache = BoundedCache(part_limit(PART))
+            setattr(block_pool, _RECENT, cache)
+        entry = _Recent(kept, keys, hits[: len(kept)])
+        cache.put((group_id, kept[-1]), entry, len(kept) * _BYTES_PER_BLOCK)
     return hits
 
 
-def _hits_as_before(
-    block_pool: BlockPool, hashes: list[BlockHash], group_id: int
-) -> list[KVCacheBlock]:
-    """The blocks of these hashes if a recent look-up found them all and they are cached still, else
-    an empty list.
-    """
-    cache = _recent.get(block_pool)
-    recent = cache.get((group_id, hashes[-1])) if cache else None
-    if recent is None or recent.hashes != hashes:
-        return []
-    get: Any = block_pool.cached_block_hash_to_block._cache.get
-    found: list[Any] = list(map(get, recent.keys))
-    return found if found == recent.blocks else []
+def _recent(block_pool: BlockPool, hashes: list[BlockHash], group_id: int) -> _Recent | None:
+    """A recent look-up of these hashes, or None."""
+    cache: _RecentCache | None = getattr(block_pool, _RECENT, None)
+    recent = None if cache is None else cache.get((group_id, hashes[-1]))
+    return recent if recent is not None and recent.hashes == hashes else None
 
 
 def touch(
