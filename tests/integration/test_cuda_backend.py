@@ -38,6 +38,7 @@ from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.portable import launch as portable_launch
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
@@ -1312,6 +1313,20 @@ def test_what_the_user_has_chosen_of_graphs_is_kept(monkeypatch, named, mode, la
     sizes = compilation.cudagraph_capture_sizes
     assert max(sizes) == compilation.max_cudagraph_capture_size == largest
     assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("sizes", [None, [], [8, 4096]], ids=str)
+def test_a_plan_may_have_as_many_rows_as_a_graph(monkeypatch, sizes):
+    reserved = []
+    reserve = GpuExecutor.reserve_for
+    monkeypatch.setattr(
+        GpuExecutor, "reserve_for", lambda self, n, *a: reserved.append(n) or reserve(self, n, *a)
+    )
+    config = vllm_config()
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    monkeypatch.setitem(globals(), "vllm_config", lambda drafts: config)
+    Group(monkeypatch)
+    assert reserved == [max(sizes) if sizes else first_step.MAX_ROWS]
 
 
 @pytest.mark.usefixtures("worth_it")

@@ -83,7 +83,8 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         # and each row would have room for all pieces of a request.
         one_token_rows = query_len == self._shard.size == 1 and not invariance.wanted()
         # the graphs of mixed steps may have more rows than steps that are planned without them
-        most_rows = max(MAX_ROWS, *(vllm_config.compilation_config.cudagraph_capture_sizes or ()))
+        sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
+        most_rows = max([MAX_ROWS, *sizes])
         self._start_planning(
             layers, PrefixShareMetadataBuilder, query_len, most_rows if one_token_rows else 0
         )
