@@ -132,7 +132,8 @@ def test_figures_have_the_threads_of_their_published_commands(tmp_path, monkeypa
 
 def test_what_needs_two_gpus_sees_all(tmp_path):
     several = {step.name for step in on_gpu.tests(tmp_path) if step.gpus > 1}
-    assert several == {"test_ranks", "test_ray", "test_engine_mla", "test_engine_3"}
+    of_files = {"test_ranks", "test_ray", "test_engine_mla"}
+    assert several == {*of_files, "test_engine_3", "test_mixed_graphs_1"}
     for path in Path(__file__).parent.glob("gpu/test_*.py"):
         if "two_gpus" in path.read_text() or "TWO_GPUS" in path.read_text():
             assert any(name.startswith(path.stem) for name in several), path
