@@ -351,12 +351,13 @@ def whole_call_short_table() -> str:
         "baseline": rows[result["baseline"]],
         "workloads": [w for n in SHORT_CALLS for w in result["workloads"] if w["name"] == n],
     }
-    tokens = next(d["tokens"] for d in result["documents"])
+    tokens = [d["tokens"] / 1e3 for d in result["documents"]]
     return (
         f"Seconds from prompt texts to answer texts of {result['tokens']} tokens, one "
-        f"{result['device'].split(' x')[0]}, documents of 18k to 58k tokens (the single one has "
-        f"{tokens / 1e3:.0f}k); in brackets, times as fast as vLLM's default backend. "
-        "[All calls and the command](docs/whole-call.md#results).\n\n"
+        f"{result['device'].split(' x')[0]}; {result['model']}; documents of {min(tokens):.0f}k to "
+        f"{max(tokens):.0f}k tokens (the single one has {tokens[0]:.0f}k). In brackets: times as "
+        "fast as vLLM's default backend. "
+        "[All calls and the command](benchmarks/published/whole_call.md).\n\n"
         f"{report.table(short)}"
     )
 

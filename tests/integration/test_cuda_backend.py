@@ -1259,6 +1259,7 @@ NOT_MIXED = {
     "a multimodal model": ("model_config.is_multimodal_model", True),
     "diffusion decoding": ("model_config.is_diffusion", True),
     "chunked attention": ("model_config.attention_chunk_size", 8192),
+    "an fp8 KV cache": ("cache_config.cache_dtype", "fp8_e4m3"),
     "another FlashAttention": ("attention_config.flash_attn_version", 2),
     "hybrid": ("model_config.is_hybrid", True),
     "encoder-decoder": ("model_config.is_encoder_decoder", True),

@@ -14,8 +14,8 @@ from vllm_prefixshare.integration.compat import decode_query_len, vllm_version
 from vllm_prefixshare.integration.observability.log import logger
 from vllm_prefixshare.settings import settings
 
-#: Tokens of the largest mixed step in a graph: the GPU takes longer for larger ones than the host
-#: takes to launch them one by one.
+#: Tokens of the largest mixed step in a graph where the user names no sizes, and the step between
+#: sizes: as vLLM has them on Hopper where many requests may run.
 MAX_GRAPH_TOKENS, GRAPH_STEP = 512, 16
 #: The oldest vLLM that has run mixed steps so.
 FIRST_RELEASE = Version("0.33.0")
@@ -46,6 +46,8 @@ def mixed_graphs_refusal(config: Any) -> str | None:
         (model.is_hybrid or model.is_encoder_decoder, "a hybrid or encoder-decoder model"),
         (getattr(model.hf_text_config, "sliding_window", None) is not None, "sliding windows"),
         (model.attention_chunk_size is not None, "chunked attention"),
+        # whose log-probabilities in such graphs have not been compared with the baseline's
+        (config.cache_config.cache_dtype.startswith("fp8"), "an fp8 KV cache"),
         (config.attention_config.flash_attn_version not in (None, 3), "another FlashAttention"),
         (invariance.wanted() or settings().divider == invariance.DIVIDER, "batch invariance"),
         (settings().kernel == "portable", "the portable kernel"),
