@@ -24,7 +24,7 @@ demo: model
 
 # What to run before each commit: linters, and unit tests that start no engine and compile no
 # kernel; under 3 minutes on two cores.
-CHECKS := tests/planning tests/cli tests/docs tests/integration/prompts tests/kernels/test_layout.py \
+CHECKS := tests/planning tests/cli tests/docs tests/vllm_plugin/prompts tests/kernels/test_layout.py \
 	tests/kernels/test_registry.py tests/test_boundaries.py tests/test_docs.py \
 	--ignore=tests/cli/test_bench.py
 check: lint
@@ -64,7 +64,7 @@ ray: model $(RAY)/.locked
 
 # The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
 releases: venv
-	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/integration/test_other_releases.py tests/patches $(PYTEST_ARGS)
+	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/vllm_plugin/test_other_releases.py tests/patches $(PYTEST_ARGS)
 
 # Every variant of every kernel under every Triton, without a GPU: hours on few cores.
 kernels: venv

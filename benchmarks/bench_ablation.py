@@ -22,14 +22,14 @@ from results import write
 
 from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.lookup import cost_model, fingerprint, gpu, processor
-from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
-from vllm_prefixshare.costs.table import CostTable
-from vllm_prefixshare.kernels.contract import HostBatch
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.geometry import CPU
+from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.planning.costs.lookup import cost_model, fingerprint, gpu, processor
+from vllm_prefixshare.planning.costs.model import CostModel
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner

@@ -46,7 +46,7 @@ from tests.support.dummy_model import write_llama_8b
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import DEFAULT_ENVIRONMENT, PREFIX_SHARE
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.costs.lookup import processor
+from vllm_prefixshare.planning.costs.lookup import processor
 
 ORDERS = ("off", "prefix")
 VOCAB = 32000

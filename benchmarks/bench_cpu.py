@@ -24,7 +24,7 @@ from results import write
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
 from vllm_prefixshare import PrefixShareError, __version__
-from vllm_prefixshare.costs.lookup import processor
+from vllm_prefixshare.planning.costs.lookup import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 #: (shared document, private prompt) in tokens.

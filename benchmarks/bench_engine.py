@@ -57,7 +57,7 @@ from tests.support.engine import (
     divergences,
 )
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.costs.lookup import processor
+from vllm_prefixshare.planning.costs.lookup import processor
 
 Engines = dict[str, EngineProcess]
 

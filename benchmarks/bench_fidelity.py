@@ -44,7 +44,7 @@ from tests.support.engine_steps import (
     start_engines,
 )
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.costs.lookup import processor
+from vllm_prefixshare.planning.costs.lookup import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", PREFIX_SHARE)

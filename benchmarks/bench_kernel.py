@@ -53,6 +53,7 @@ from results import versions, write
 
 from vllm_prefixshare import LayerExtras, PrefixShareError
 from vllm_prefixshare.config import LATENT_SHAPE
+from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.window import first_in_window, tokens_seen
 from vllm_prefixshare.profiling.gpu_timing import (
     GpuTimer,
@@ -61,7 +62,6 @@ from vllm_prefixshare.profiling.gpu_timing import (
     capture,
     measure_rates,
 )
-from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare.workloads.trees import Workload, tree
 

@@ -36,7 +36,7 @@ from tests.support.dummy_model import write_llama_8b
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.costs.lookup import processor
+from vllm_prefixshare.planning.costs.lookup import processor
 
 #: nats; batches differ with the order, so bfloat16 logits may differ by one or two roundings
 MAX_GAP = 0.26

@@ -23,13 +23,13 @@ from results import write
 
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.lookup import processor
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.contract import Gpu, Kernel
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.interface import Gpu, Kernel
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.costs.lookup import processor
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import Workload, forest, tree

@@ -34,8 +34,8 @@ from peers.ours import wrapper_arguments
 from results import versions, write
 
 from vllm_prefixshare import PrefixShareDecodeWrapper
-from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.executors import executor_for
+from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 

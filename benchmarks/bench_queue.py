@@ -23,7 +23,7 @@ from typing import Any
 import repository  # noqa: F401
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
-from vllm_prefixshare.integration.order import PrefixQueue
+from vllm_prefixshare.vllm_plugin.scheduling.order import PrefixQueue
 
 
 class Waiting:
@@ -78,9 +78,9 @@ def measure_schedulers(repeats: int) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    from tests.integration.test_order import answer_step, make_config, make_scheduler, prompts_about
     from tests.support.dummy_model import write_llama_8b
-    from vllm_prefixshare.integration.order import OfflinePrefixOrderScheduler
+    from tests.vllm_plugin.test_order import answer_step, make_config, make_scheduler, prompts_about
+    from vllm_prefixshare.vllm_plugin.scheduling.order import OfflinePrefixOrderScheduler
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(16, sha256)

@@ -58,7 +58,7 @@ from tests.support.dummy_model import write_llama_8b
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import ONE_PROCESS, EngineProcess
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
+from vllm_prefixshare.planning.costs.lookup import gpu, has_gpu, processor
 
 Entry = dict[str, Any]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from engine_breakdown import StepProfiler
 
-from vllm_prefixshare.integration.observability.stats import STATS, PrefixShareWorkerExtension
+from vllm_prefixshare.vllm_plugin.observability.stats import STATS, PrefixShareWorkerExtension
 
 #: Standard deviation of attention scores. With 3, the softmax over a long random context picks a
 #: few tokens, as in trained models. With 1, the output would be the mean of all tokens, which is

@@ -42,7 +42,7 @@ from papers.picture import draw
 from results import versions
 
 import vllm_prefixshare
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 REPEATS = 10
 #: where results go; miniatures have names of real points, and would replace them

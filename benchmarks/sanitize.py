@@ -46,9 +46,9 @@ from tests.gpu import test_extras as extra_cases
 from tests.gpu.layer import FP16, KERNELS, Layer, poison, random_trees
 from tests.gpu.test_mla import LatentLayer
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.lookup import gpu
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import PLAIN
+from vllm_prefixshare.planning.costs.lookup import gpu
 from vllm_prefixshare.workloads.trees import tree
 
 TOOLS = ("memcheck", "racecheck", "synccheck")

@@ -45,9 +45,9 @@ from tests.support.engine import (
 from tests.support.load import Load, all_gone, ends_cleanly, server_faults
 from tests.support.processes import Held, tree
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
-from vllm_prefixshare.integration.observability.metrics import PREFIX
+from vllm_prefixshare.planning.costs.lookup import gpu, has_gpu, processor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.vllm_plugin.observability.metrics import PREFIX
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVER_LEN = 1024

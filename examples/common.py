@@ -353,7 +353,7 @@ def default_dtype() -> str:
     """
     if not on_cpu():
         return "auto"
-    from vllm_prefixshare.kernels.cpu.native import processor_flags
+    from vllm_prefixshare.kernels.cpu.native_executor import processor_flags
 
     return "auto" if "avx512_bf16" in processor_flags() else "float32"
 
@@ -366,7 +366,7 @@ def note() -> str:
         return ""
     from vllm_prefixshare.config import AttentionConfig
     from vllm_prefixshare.kernels.cpu.executor import cpu_executor
-    from vllm_prefixshare.kernels.cpu.native import processor_flags
+    from vllm_prefixshare.kernels.cpu.native_executor import processor_flags
 
     notes: list[str] = []
     dtype = "bfloat16" if default_dtype() == "auto" else "float32"

@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("no deadline")
 #: Files that take minutes. They come first: at the end, other processes would wait for one of them.
 LONGEST = (
     "tests/examples/test_ray.py",
-    "tests/integration/test_other_releases.py",
+    "tests/vllm_plugin/test_other_releases.py",
     "tests/engine/test_engine.py",
     "tests/engine/test_serve.py",
     "tests/examples/test_examples.py",

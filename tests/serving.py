@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.support.processes import alive, tree
-from vllm_prefixshare.integration.observability.metrics import PREFIX
+from vllm_prefixshare.vllm_plugin.observability.metrics import PREFIX
 
 _SCRIPT = Path(sys.executable).with_name("vllm")
 #: The command ``vllm``, or the module behind it where no script is installed.

@@ -11,7 +11,7 @@ PACKAGE = Path(vllm_prefixshare.__file__).parent
 
 #: floor -> (floors that it may import, libraries beyond the standard one). A floor is a module or a
 #: folder of the package; the longest matching name applies.
-BASE = {"records", "config"}
+BASE = {"core", "config"}
 JIT = {
     "kernels.hopper.dependent",
     "kernels.hopper.gluon_names",
@@ -26,18 +26,33 @@ JIT = {
     "kernels.hopper.arrays",
     "kernels.portable.arrays",
 }
-RUNS = BASE | {"settings", "trusted", "compiled", "tree", "costs", "planning", "kernels"} | JIT
+RUNS = (
+    BASE
+    | {
+        "settings",
+        "utils.trusted_files",
+        "utils.numba_cache",
+        "planning.forest",
+        "planning.costs",
+        "planning",
+        "kernels",
+    }
+    | JIT
+)
 FLOORS = {
-    "records": (set(), {"numpy"}),
-    "compiled": ({"records", "settings"}, {"numba", "llvmlite"}),
-    "settings": ({"records"}, set()),
-    "trusted": (set(), set()),
-    "config": ({"records"}, set()),
-    "workloads": ({"records"}, {"numpy"}),
-    "tree": ({"records", "compiled"}, {"numpy"}),
-    "costs": (BASE | {"trusted"}, {"numpy"}),
-    "costs.lookup": (BASE | {"settings", "trusted", "costs"}, {"torch"}),
-    "planning": (BASE | {"compiled", "tree", "costs"}, {"numpy"}),
+    "core": (set(), {"numpy"}),
+    "utils.numba_cache": ({"core", "settings"}, {"numba", "llvmlite"}),
+    "settings": ({"core"}, set()),
+    "utils.trusted_files": (set(), set()),
+    "config": ({"core"}, set()),
+    "workloads": ({"core"}, {"numpy"}),
+    "planning.forest": ({"core", "utils.numba_cache"}, {"numpy"}),
+    "planning.costs": (BASE | {"utils.trusted_files"}, {"numpy"}),
+    "planning.costs.lookup": (
+        BASE | {"settings", "utils.trusted_files", "planning.costs"},
+        {"torch"},
+    ),
+    "planning": (BASE | {"utils.numba_cache", "planning.forest", "planning.costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
     "kernels.hopper.dependent": (set(), {"triton"}),
     "kernels.hopper.gluon_names": (set(), {"triton"}),
@@ -72,23 +87,23 @@ FLOORS = {
         {"kernels.hopper.gluon_names", "kernels.mla_hopper.producer"},
         {"triton"},
     ),
-    "profiling": (RUNS | {"costs.lookup"}, {"numpy", "torch"}),
+    "profiling": (RUNS | {"planning.costs.lookup"}, {"numpy", "torch"}),
     "profiling.gpu_timing": (set(), {"torch"}),
-    "operator": (RUNS | {"costs.lookup"}, {"numpy", "torch"}),
-    "merging": ({"records", "kernels"}, {"torch"}),
-    "distributed": (RUNS | {"operator", "merging"}, {"numpy", "torch"}),
-    "integration": (
-        RUNS | {"costs.lookup", "profiling"},
+    "wrapper": (RUNS | {"planning.costs.lookup"}, {"numpy", "torch"}),
+    "merging": ({"core", "kernels"}, {"torch"}),
+    "distributed": (RUNS | {"wrapper", "merging"}, {"numpy", "torch"}),
+    "vllm_plugin": (
+        RUNS | {"planning.costs.lookup", "profiling"},
         {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"}
         | {"cachetools", "msgspec", "tokenizers"},  # vLLM requires them
     ),
     "cli": (
         RUNS
-        | {"workloads", "integration", "__init__", "costs.lookup", "profiling"}
+        | {"workloads", "vllm_plugin", "__init__", "planning.costs.lookup", "profiling"}
         | {"profiling.gpu_timing"},
         {"numpy", "packaging", "PIL", "torch", "transformers"},
     ),
-    "__init__": ({"records", "operator", "merging", "integration"}, set()),
+    "__init__": ({"core", "wrapper", "merging", "vllm_plugin"}, set()),
 }
 OWN = "vllm_prefixshare"
 

@@ -8,9 +8,9 @@ import pytest
 
 import vllm_prefixshare
 from tests.docs.pages import PAGES, prose
-from vllm_prefixshare.integration.observability.stats import BackendStats
-from vllm_prefixshare.operator import DecodeStats
 from vllm_prefixshare.settings import VARIABLES
+from vllm_prefixshare.vllm_plugin.observability.stats import BackendStats
+from vllm_prefixshare.wrapper import DecodeStats
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text()

@@ -6,8 +6,8 @@ import torch
 
 from vllm_prefixshare import PrefixShareDecodeWrapper, merge_states
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import HostBatch
-from vllm_prefixshare.kernels.cpu import torch as torch_executor
+from vllm_prefixshare.kernels.cpu import torch_executor
+from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.kernels.reference import (
     reference_attention,
     reference_attention_and_lse,

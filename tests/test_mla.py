@@ -8,7 +8,7 @@ from tests.batches import PagedBatch
 from tests.mla import RANK, SCALE, WIDTH, expected, latent_batch, latents_at_boundaries
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.roofline import AnalyticCost, Roofline
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost, Roofline
 
 #: reading costs, arithmetic does not: all that can be shared is
 READING = AnalyticCost(

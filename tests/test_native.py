@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Executor, HostBatch
-from vllm_prefixshare.kernels.cpu import native
+from vllm_prefixshare.core import OPEN_END, PrefixShareError, WorkTiles
+from vllm_prefixshare.kernels.cpu import native_executor
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
-from vllm_prefixshare.kernels.cpu.native import NativeExecutor, NativeUnavailableError
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.cpu.native_executor import NativeExecutor, NativeUnavailableError
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
+from vllm_prefixshare.kernels.interface import Executor, HostBatch
 from vllm_prefixshare.kernels.reference import (
     reference_attention,
     reference_attention_and_lse,
 )
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
-from vllm_prefixshare.records import OPEN_END, PrefixShareError, WorkTiles
 
 from .batches import PagedBatch, paged_batch
 from .test_executors import wrapper_for
@@ -28,7 +28,7 @@ TOLERANCE = 4e-3
 
 def missing() -> str | None:
     try:
-        native.load_library("bfloat16")
+        native_executor.load_library("bfloat16")
     except NativeUnavailableError as e:
         return str(e)
     return None
@@ -129,8 +129,8 @@ def test_long_runs_and_many_readers_are_cut_into_pieces(monkeypatch):
         block_size=32, dtype=torch.bfloat16, requests=14, document_blocks=40, private_blocks=9
     )
     whole = run(batch)
-    monkeypatch.setattr(native, "MIN_TOKENS", 64)
-    monkeypatch.setattr(native, "MAX_ROWS", 8)
+    monkeypatch.setattr(native_executor, "MIN_TOKENS", 64)
+    monkeypatch.setattr(native_executor, "MAX_ROWS", 8)
     pieces = run(batch)
     assert relative_error(pieces, reference(batch)) < TOLERANCE
     assert not torch.equal(pieces, whole)
@@ -187,20 +187,20 @@ def test_the_torch_executor_takes_over_where_the_native_one_cannot_run(monkeypat
     assert cpu_executor(attention("bfloat16", 16), said.append).name == "torch"
     assert "multiples of 32" in said[-1]
 
-    native._find_library.cache_clear()
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    native_executor._find_library.cache_clear()
+    monkeypatch.setattr(native_executor.shutil, "which", lambda name: None)
     if "avx512bw" in Path("/proc/cpuinfo").read_text():
         assert cpu_executor(attention("bfloat16"), said.append).name == "torch"
         assert "no C compiler" in said[-1]
-    native._find_library.cache_clear()
+    native_executor._find_library.cache_clear()
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path / "file" / "below"))
-    native._find_library.cache_clear()
+    native_executor._find_library.cache_clear()
     assert cpu_executor(AttentionConfig(4, 2, 64, 128, "bfloat16")).name == "torch"
-    native._find_library.cache_clear()
+    native_executor._find_library.cache_clear()
 
 
 def test_the_torch_executor_runs_on_the_packed_cache():

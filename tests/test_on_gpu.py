@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import candidates
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -14,20 +14,21 @@ import pytest
 import torch
 
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.cli import profile
+from vllm_prefixshare.cli import measure_costs
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.costs import lookup as tables
-from vllm_prefixshare.costs.lookup import cost_model, fingerprint
-from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
-from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.core import OPEN_END
 from vllm_prefixshare.kernels import gpu_executor
-from vllm_prefixshare.kernels.contract import Gpu, HostBatch
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
+from vllm_prefixshare.kernels.interface import Gpu, HostBatch
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.costs import lookup as tables
+from vllm_prefixshare.planning.costs.lookup import cost_model, fingerprint
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.profiling.gpu_table import (
     BLOCK_SIZE,
     MAX_TILES,
@@ -39,7 +40,6 @@ from vllm_prefixshare.profiling.gpu_table import (
     tile_counts,
 )
 from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
-from vllm_prefixshare.records import OPEN_END
 
 GPU = "NVIDIA H200 x132"
 LAYER = AttentionConfig(32, 8, 64, 16)
@@ -366,7 +366,7 @@ def test_profile_says_when_there_is_no_gpu(capsys):
 
 def test_profile_names_the_file_after_the_fingerprint(tmp_path, monkeypatch, capsys):
     table = modelled_table(monkeypatch)
-    monkeypatch.setattr(profile, "_profile_gpu", lambda attention, kernel: table)
+    monkeypatch.setattr(measure_costs, "_profile_gpu", lambda attention, kernel: table)
     assert main(["profile", "--device", "cuda", "--out", str(tmp_path)]) == 0
     path = tmp_path / table.fingerprint.file_name()
     assert CostTable.load(path).merge_us == table.merge_us
@@ -406,7 +406,7 @@ def test_profile_measures_the_cache_that_vllm_would_have(
     def measured(attention, kernel):
         return modelled_table(monkeypatch, layer=attention)
 
-    monkeypatch.setattr(profile, "_profile_gpu", measured)
+    monkeypatch.setattr(measure_costs, "_profile_gpu", measured)
     model = [] if config is None else write_model(tmp_path / "model", **config)
     assert main(["profile", "--device", "cuda", *model, *options]) == 0
     path = tables.cache_folder() / fingerprint(layer, "hopper", GPU).file_name()
@@ -460,7 +460,7 @@ def test_profile_measures_the_cache_that_vllm_would_have(
 def test_profile_says_whose_table_nobody_would_read(
     config, options, sentence, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(profile, "_profile_gpu", lambda *_: pytest.fail("must not measure"))
+    monkeypatch.setattr(measure_costs, "_profile_gpu", lambda *_: pytest.fail("must not measure"))
     model = [] if config is None else write_model(tmp_path / "model", **config)
     assert main(["profile", "--device", "cuda", *model, *options]) == 2
     error = capsys.readouterr().err

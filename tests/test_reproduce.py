@@ -17,12 +17,12 @@ from tests.gpu.layer import KERNELS, ON_GPU
 from tests.support import processes
 from tests.trust import paths
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.workloads import sets
 from vllm_prefixshare.workloads.trees import forest, tree
 

@@ -6,9 +6,9 @@ import torch
 
 from vllm_prefixshare import LayerExtras, PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.sharing import min_window
 

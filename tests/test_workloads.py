@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.reference import reference_attention
-from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.workloads.sets import (
     ANCHORS,
     WORKLOAD_SETS,

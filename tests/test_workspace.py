@@ -6,22 +6,22 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel
 
 from tests.planning.strategies import gpu_config, make_planner
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.gpus import GPUS
-from vllm_prefixshare.costs.lookup import cost_model
-from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.core import PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels import gpu_executor as gpu
-from vllm_prefixshare.kernels.contract import Gpu, HostBatch
+from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel
+from vllm_prefixshare.kernels.interface import Gpu, HostBatch
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
-from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialResults
+from vllm_prefixshare.planning.costs.gpus import GPUS
+from vllm_prefixshare.planning.costs.lookup import cost_model
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import PieceLimits, PrefixShareError
 from vllm_prefixshare.workloads.trees import tree
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states, operator
-from vllm_prefixshare.kernels.contract import Gpu
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.interface import Gpu
 
 SHAPE = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
 TABLE = np.array([[1, 2, 3], [1, 2, 4]], np.int32)
@@ -356,7 +356,7 @@ def test_stats_have_the_row_tiles_of_the_wrappers_queries(queries, tiles, monkey
         executor.row_tiles = HopperKernel(on_gpu, query_len, H200).row_tiles
         return executor
 
-    monkeypatch.setattr(operator, "executor_for", executor_for)
+    monkeypatch.setattr("vllm_prefixshare.wrapper.executor_for", executor_for)
     w = wrapper(max_query_len=queries)
     w.plan(TABLE, LENS)
     assert w.stats().row_tiles == tiles

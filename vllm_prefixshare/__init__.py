@@ -16,23 +16,23 @@ __all__ = [
     "prompt_stats",
 ]
 
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.integration.observability.stats import prompt_stats
     from vllm_prefixshare.merging import merge_states
-    from vllm_prefixshare.operator import LayerExtras, PrefixShareDecodeWrapper
+    from vllm_prefixshare.vllm_plugin.observability.stats import prompt_stats
+    from vllm_prefixshare.wrapper import LayerExtras, PrefixShareDecodeWrapper
 
 
 def __getattr__(name: str) -> Any:
     if name == "prompt_stats":
-        from vllm_prefixshare.integration.observability.stats import prompt_stats
+        from vllm_prefixshare.vllm_plugin.observability.stats import prompt_stats
 
         return prompt_stats
     if name in ("LayerExtras", "PrefixShareDecodeWrapper", "merge_states"):
         try:
-            from vllm_prefixshare import merging, operator
+            from vllm_prefixshare import merging, wrapper
         except ModuleNotFoundError as e:
             raise PrefixShareError(f"{name} needs {e.name}: install it with pip first.") from None
-        return getattr(merging if name == "merge_states" else operator, name)
+        return getattr(merging if name == "merge_states" else wrapper, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

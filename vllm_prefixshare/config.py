@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from numbers import Integral
 
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 512

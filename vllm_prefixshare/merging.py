@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 
 def merge_states(

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 PREFIX = "VLLM_PREFIXSHARE_"
 #: features that ran in few engines or none: active only where the user asks for them

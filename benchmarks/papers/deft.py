@@ -152,7 +152,7 @@ def recorded(file: Path) -> Figures:
     from collections import Counter
 
     from papers import accounting, methods
-    from vllm_prefixshare.records import PrefixShareError
+    from vllm_prefixshare.core import PrefixShareError
     from vllm_prefixshare.workloads.sets import recorded_step
 
     total: Counter[str] = Counter()

@@ -6,10 +6,10 @@ from numpy.typing import NDArray
 from papers.experiment import Figures
 from papers.timing import machine
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.lookup import cost_model
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.costs.table import CostTable, Grid
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.planning.costs.lookup import cost_model
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable, Grid
 from vllm_prefixshare.profiling.gpu_table import ROWS, TileBench, measure_gpu
 from vllm_prefixshare.profiling.gpu_table import TOKENS as TABLE_TOKENS
 from vllm_prefixshare.profiling.gpu_timing import capture

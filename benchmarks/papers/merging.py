@@ -11,7 +11,7 @@ import torch
 
 from vllm_prefixshare import merge_states
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Tensors
+from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states as launch_merging
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace

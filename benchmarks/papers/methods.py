@@ -13,17 +13,17 @@ from peers import Case, Launch, Options, UnavailableError
 
 from papers.merging import Serially, merge_on_gpu
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.lookup import cost_model
-from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.padding import PaddingCost
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.contract import HostBatch, Kernel
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.interface import HostBatch, Kernel
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import candidates, choose_kernel, make_kernel
+from vllm_prefixshare.planning.costs.lookup import cost_model
+from vllm_prefixshare.planning.costs.model import CostModel
+from vllm_prefixshare.planning.costs.padding import PaddingCost
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import Workload
 
 #: the GPU whose plans are counted where there is none

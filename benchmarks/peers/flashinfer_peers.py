@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from peers import Case, Launch, Options, UnavailableError
-from vllm_prefixshare.tree.token_tree import ancestor_masks
+from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import Workload
 
 WORKSPACE_BYTES = 1 << 30

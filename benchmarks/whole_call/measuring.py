@@ -87,7 +87,7 @@ def _part_seconds() -> dict[str, float]:
     """
     if PROMPTS not in VARIABLES:
         return {}
-    from vllm_prefixshare.integration.prompts.parts import COUNTERS
+    from vllm_prefixshare.vllm_plugin.prompts.parts import COUNTERS
 
     return {part: counters.seconds for part, counters in COUNTERS.items()}
 

@@ -22,14 +22,14 @@ from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, 
 from vllm_prefixshare.cli.served import falls_back, falls_back_on, on_one_gpu, shape_of
 from vllm_prefixshare.cli.shape import attention_of
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.costs import lookup
-from vllm_prefixshare.costs.table import CostTable, Grid
-from vllm_prefixshare.integration import compat, signatures
-from vllm_prefixshare.integration.eligibility import platform as platforms
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+from vllm_prefixshare.planning.costs import lookup
+from vllm_prefixshare.planning.costs.table import CostTable, Grid
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
-from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import read, settings
+from vllm_prefixshare.vllm_plugin import compat, signatures
+from vllm_prefixshare.vllm_plugin.eligibility import platform as platforms
 
 #: of the user, not of a test
 CACHE = read(os.environ).cache
@@ -568,7 +568,7 @@ def test_doctor_asks_flash_mla_for_an_fp8_cache_of_latents(tmp_path, monkeypatch
     extras = platforms.GPU_EXTRAS - (set() if takes else {"mla_fp8"})
     monkeypatch.setattr(platforms, "gpu_extras", lambda anywhere=False: extras)
     asked: list[AttentionConfig] = []
-    kernel = "vllm_prefixshare.integration.eligibility.measured.kernel_failure"
+    kernel = "vllm_prefixshare.vllm_plugin.eligibility.measured.kernel_failure"
 
     def compiles(attention: AttentionConfig, query_len: int) -> None:
         asked.append(attention)

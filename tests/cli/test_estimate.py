@@ -19,9 +19,9 @@ from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.prompts import MAX_LINE, byte_tokens, read_prompts
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.gpus import GPUS
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.sharing import shareable_forest
-from vllm_prefixshare.records import PrefixShareError
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 DOCUMENT = [(7 * i) % 1000 for i in range(4096)]

@@ -9,9 +9,9 @@ from tests.cli.test_commands import write_model
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import attention_shape, layer_kinds, read_config
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu
-from vllm_prefixshare.integration.eligibility.layer import Engine
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 
 ALIBI = "ALiBi slopes"
 MIMO = {

@@ -17,13 +17,13 @@ from vllm_prefixshare.cli.batches import tree_batch
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.gpus import GPUS
-from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
-from vllm_prefixshare.costs.table import CostTable
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable.launch import q_tile
-from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.planning.costs.gpus import GPUS
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable
 
 SVG = "{http://www.w3.org/2000/svg}"
 TABLES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import PROGRAM
-from vllm_prefixshare.cli import inspect
+from vllm_prefixshare.cli import inspect_plans
 from vllm_prefixshare.cli.main import main
 
 BUFFERED, UNBUFFERED = "", "1"
@@ -62,6 +62,6 @@ def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch
         with Path("/dev/full").open("wb", buffering=0) as full:
             return full.write(b"1")
 
-    monkeypatch.setattr(inspect, "run", run)
+    monkeypatch.setattr(inspect_plans, "run", run)
     with pytest.raises(OSError, match="No space left"):
         main(["inspect"])

@@ -13,7 +13,7 @@ from vllm_prefixshare.cli.batches import MAX_BYTES, MAX_ENTRIES, MAX_REQUESTS, M
 from vllm_prefixshare.cli.main import COMMANDS, main
 from vllm_prefixshare.cli.picture import MAX_WORKERS
 from vllm_prefixshare.cli.prompts import MAX_LINE
-from vllm_prefixshare.costs.gpus import GPUS
+from vllm_prefixshare.planning.costs.gpus import GPUS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "cli.md").read_text()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from vllm_prefixshare.cli.prompts import byte_tokens, read_prompts
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 LOGGED = "INFO 11-22 04:00:00 [logger.py:55] Request r1: prompt: 'x', prompt_token_ids: [1, 2]\n"
 #: A prompt about a log.

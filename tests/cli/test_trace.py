@@ -17,13 +17,13 @@ from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
 from vllm_prefixshare.cli.batches import read_batch
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration.hooks.selection import check_settings
-from vllm_prefixshare.integration.observability import tracing
-from vllm_prefixshare.integration.planner import planner_for
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin.hooks.selection import check_settings
+from vllm_prefixshare.vllm_plugin.observability import tracing
+from vllm_prefixshare.vllm_plugin.step.planner import planner_for
 
 SHAPE = AttentionConfig(4, 2, 64, 16)
 CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
@@ -127,7 +127,7 @@ def test_of_two_processes_the_first_records(tmp_path, monkeypatch):
     made = planner(monkeypatch, path)
     code = (
         "from pathlib import Path; "
-        "from vllm_prefixshare.integration.observability.tracing import Trace; "
+        "from vllm_prefixshare.vllm_plugin.observability.tracing import Trace; "
         f"Trace(Path({str(path)!r})).write({{'other': 1}})"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from vllm_prefixshare.integration import BACKEND_NAME
-from vllm_prefixshare.integration.hooks.selection import ENV_VAR
-from vllm_prefixshare.integration.observability.metrics import VARIABLE
+from vllm_prefixshare.vllm_plugin import BACKEND_NAME
+from vllm_prefixshare.vllm_plugin.hooks.selection import ENV_VAR
+from vllm_prefixshare.vllm_plugin.observability.metrics import VARIABLE
 
 PACKAGE = Path(__file__).parents[2] / "vllm_prefixshare"
 #: Errors whose text a user reads, and functions that write to the log.
@@ -23,8 +23,8 @@ LOGGERS = {"warning", "warning_once", "info", "info_once", "log", "_on_failure"}
 
 
 #: Modules whose reasons are not about layers: shared host work, and CUDA graphs of mixed steps.
-MIXED_GRAPHS = "integration/cuda/mixed_graphs.py"
-NOT_ABOUT_LAYERS = ("integration/prompts/", MIXED_GRAPHS)
+MIXED_GRAPHS = "vllm_plugin/step/mixed_graphs.py"
+NOT_ABOUT_LAYERS = ("vllm_plugin/prompts/", MIXED_GRAPHS)
 #: Constants that a sentence fills in, as a reader sees them.
 NAMES = {"BACKEND_NAME": BACKEND_NAME, "ENV_VAR": ENV_VAR, "VARIABLE": VARIABLE}
 
@@ -91,7 +91,7 @@ def reasons() -> dict[str, str]:
     """Each reason for the fallback of a layer, and the module that gives it."""
     found = {}
     for path, tree in modules().items():
-        if not path.startswith("integration/") or path.startswith(NOT_ABOUT_LAYERS):
+        if not path.startswith("vllm_plugin/") or path.startswith(NOT_ABOUT_LAYERS):
             continue
         nodes = [call.args[0] for name, call in _calls(tree) if name in ("fall_back", "Rule")]
         nodes += [node.body for node in nodes if isinstance(node, ast.Lambda)]

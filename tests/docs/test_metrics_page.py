@@ -5,7 +5,7 @@ import re
 
 from tests.docs.pages import ROOT, blocks_of
 from tests.docs.source import modules, text_of
-from vllm_prefixshare.integration.observability.metric_sources import DecodeSteps, PromptParts
+from vllm_prefixshare.vllm_plugin.observability.metric_sources import DecodeSteps, PromptParts
 
 PATH = ROOT / "docs" / "metrics.md"
 
@@ -19,7 +19,7 @@ def test_the_query_names_metrics_of_the_table():
 
 def test_the_lines_of_the_log_have_the_form_of_the_code():
     (shown,) = (b.code.strip().splitlines() for b in blocks_of(PATH) if b.language == "text")
-    tree = modules()["integration/observability/metric_sources.py"]
+    tree = modules()["vllm_plugin/observability/metric_sources.py"]
     texts = [text_of(n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign)]
     for line, start in zip(shown, ("PREFIX_SHARE: ", "Shared host work, "), strict=True):
         (form,) = (text for text in texts if text.startswith(start))

@@ -5,11 +5,11 @@ import re
 
 from tests.docs.pages import ROOT
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.lookup import SHIPPED
-from vllm_prefixshare.costs.table import CostTable, Fingerprint
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.planning.costs.lookup import SHIPPED
+from vllm_prefixshare.planning.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 DIVIDERS_PAGE = (ROOT / "docs" / "design.md").read_text()

@@ -14,16 +14,16 @@ from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
 from vllm_prefixshare.cli.served import on_one_gpu
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
-from vllm_prefixshare.costs.gpus import GPUS
-from vllm_prefixshare.integration import compat
-from vllm_prefixshare.integration.eligibility import measured
-from vllm_prefixshare.integration.eligibility.layer import Engine
-from vllm_prefixshare.integration.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
-from vllm_prefixshare.integration.eligibility.rules import refusal
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import candidates
+from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.sharing import min_window
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.vllm_plugin import compat
+from vllm_prefixshare.vllm_plugin.eligibility import measured
+from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
+from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
+from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 
 PAGE = (ROOT / "docs" / "served.md").read_text()
 #: The attention part of each model's published config.json.

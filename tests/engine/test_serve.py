@@ -31,7 +31,7 @@ from tests.serving import (
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.load import Load, ends_cleanly, nonsense, server_faults
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.integration.observability.metrics import PREFIX
+from vllm_prefixshare.vllm_plugin.observability.metrics import PREFIX
 
 from .conftest import DOCUMENT
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine import DEFAULT_ENVIRONMENT
-from vllm_prefixshare.kernels.cpu import native
+from vllm_prefixshare.kernels.cpu import native_executor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = ("--no-compare", "--pairs", "0")
@@ -235,7 +235,7 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(
 )
 def test_the_note_on_the_time_names_amx_where_stock_uses_it(flags, named, monkeypatch):
     common = runpy.run_path(str(EXAMPLES / "common.py"))
-    monkeypatch.setattr(native, "processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(native_executor, "processor_flags", lambda: frozenset(flags))
     # what is found with these flags is not kept for other tests
-    monkeypatch.setattr(native, "_find_library", native._find_library.__wrapped__)
+    monkeypatch.setattr(native_executor, "_find_library", native_executor._find_library.__wrapped__)
     assert ("AMX" in common["note"]()) == named

@@ -19,7 +19,7 @@ from tests.support.engine_steps import (
     score,
     start_engines,
 )
-from vllm_prefixshare.integration.observability.stats import PrefixShareWorkerExtension
+from vllm_prefixshare.vllm_plugin.observability.stats import PrefixShareWorkerExtension
 
 #: The checkpoint folder of a real model to test with, instead of random weights.
 MODEL_VARIABLE = "PREFIXSHARE_TEST_MODEL"
@@ -163,7 +163,7 @@ class LayerCounter(PrefixShareWorkerExtension):
 
     def count_layers(self) -> int:
         """Layers called since the last call; the first call starts counting."""
-        from vllm_prefixshare.integration.cuda.backend import PrefixShareCUDAImpl
+        from vllm_prefixshare.vllm_plugin.backends.cuda.backend import PrefixShareCUDAImpl
 
         found = LayerCounter.layers_called
         LayerCounter.layers_called = 0
@@ -183,9 +183,9 @@ class EveryQuestion(PrefixShareWorkerExtension):
 
     def plan_every_question(self) -> None:
         """Plan short questions however little FLASH_ATTN would read for them."""
-        from vllm_prefixshare.integration.cuda import planning
+        from vllm_prefixshare.vllm_plugin.step import gpu_builder
 
-        for builder in planning._BUILDERS:
+        for builder in gpu_builder._BUILDERS:
             if builder._first_step is not None:
                 builder._first_step = builder._first_step._replace(min_context=0)
 
@@ -219,17 +219,17 @@ class KernelNames(PrefixShareWorkerExtension):
 
     def kernels_in_graphs(self) -> list[str]:
         """Names of the kernels that CUDA graphs launch."""
-        from vllm_prefixshare.integration.cuda import planning
+        from vllm_prefixshare.vllm_plugin.step import gpu_builder
 
-        found = [builder._executor for builder in planning._BUILDERS]
+        found = [builder._executor for builder in gpu_builder._BUILDERS]
         return [x.name for x in found if x is not None and x.workspace.plan.captured]
 
     def cache_scales(self) -> dict[str, list[list[float]]]:
         """The scales of queries, keys and values of each layer whose decodes are planned."""
-        from vllm_prefixshare.integration.cuda import planning
+        from vllm_prefixshare.vllm_plugin.step import gpu_builder
 
         found = {}
-        for builder in planning._BUILDERS:
+        for builder in gpu_builder._BUILDERS:
             context = builder.vllm_config.compilation_config.static_forward_context
             for name in builder.layer_names:
                 layer = context[name]
@@ -366,8 +366,8 @@ def watched(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, steady: int
     """
     import torch
 
-    from vllm_prefixshare.integration.cuda.backend import PrefixShareCUDAImpl
-    from vllm_prefixshare.integration.cuda.metadata import PrefixShareMetadataBuilder
+    from vllm_prefixshare.vllm_plugin.backends.cuda.backend import PrefixShareCUDAImpl
+    from vllm_prefixshare.vllm_plugin.backends.cuda.metadata import PrefixShareMetadataBuilder
 
     counts = {"builds": 0, "layers": 0, "forwards": 0, "step": 0}
     build, forward = PrefixShareMetadataBuilder.build, PrefixShareCUDAImpl.forward

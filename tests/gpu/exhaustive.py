@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.costs.model import CostModel
+from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.plan import DecodePlan, longest_first
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import Workload

@@ -13,9 +13,9 @@ import torch
 
 from tests.batches import batch_at_boundaries
 from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.profiling.gpu_timing import capture
-from vllm_prefixshare.records import IntArray
 from vllm_prefixshare.workloads.trees import Workload
 
 THERE = torch.cuda.is_available()

@@ -12,7 +12,7 @@ import torch
 from tests.support.dummy_model import write_small_llama
 from tests.support.engine_steps import drive
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.compile import load_cache_write
+from vllm_prefixshare.kernels.aot.executor_launches import load_cache_write
 from vllm_prefixshare.profiling.gpu_timing import capture
 
 from . import engine_cases as cases

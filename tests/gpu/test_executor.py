@@ -19,9 +19,9 @@ from tests.gpu.layer import (
 )
 from vllm_prefixshare import PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.compile import load_cache_write
+from vllm_prefixshare.kernels.aot.executor_launches import load_cache_write
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.gpu_timing import capture

@@ -17,10 +17,10 @@ from tests.gpu.layer import KERNELS
 from tests.planning.strategies import gpu_config
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.costs.lookup import cost_model, gpu
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.costs.lookup import cost_model, gpu
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.workloads.trees import tree

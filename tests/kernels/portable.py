@@ -8,12 +8,12 @@ import torch
 from tests.batches import PagedBatch
 from tests.planning.strategies import gpu_config
 from vllm_prefixshare.config import AttentionConfig, part_size
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.contract import Gpu, Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
+from vllm_prefixshare.kernels.interface import Gpu, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.portable.launch import QTile, portable_partial_attention, q_tile
 from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
 from vllm_prefixshare.kernels.extras import LayerExtras
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
-from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 from .portable import DEVICE, Portable, make_plan, relative_error

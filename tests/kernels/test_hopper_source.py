@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.contract import Gpu, Tensors
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.hopper import launch as hopper
+from vllm_prefixshare.kernels.interface import Gpu, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import tree
 

@@ -9,13 +9,13 @@ import torch
 from tests.kernels.hopper_emulator import emulate, kv_tiles
 from tests.planning.strategies import document_qa, gpu_config, make_planner
 from vllm_prefixshare.config import AttentionConfig, part_size
-from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.hopper.arrays import NUM_RUNS, PLAIN_START, RESULTS
 from vllm_prefixshare.kernels.hopper.layout import PLAIN_RUNS, linked_layout
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.tree.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import tree
 
 GROWTH = 20  # tokens by which every request outgrows its plan

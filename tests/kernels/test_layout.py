@@ -8,15 +8,15 @@ import pytest
 from tests.batches import paged_batch
 from tests.planning.strategies import make_planner
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.core import OPEN_END, PrefixShareError
 from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
 from vllm_prefixshare.kernels.hopper.layout import first_request, linked_layout
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.kernels.registry import make_kernel
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, PrefixShareError
 from vllm_prefixshare.workloads.trees import tree
 
 from .portable import make_plan

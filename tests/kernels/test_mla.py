@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 
 from tests.batches import PagedBatch
 from tests.mla import (
@@ -25,13 +26,12 @@ from tests.mla import (
 )
 from tests.planning.strategies import gpu_config
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.kernels.contract import Tensors
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras, checked_extras
+from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.mla_hopper import launch as hopper
-from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 from vllm_prefixshare.kernels.portable.arrays import NUM_REQS, WORDS
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
 
 from .gluon_interpreter import launch_before, load_kernel

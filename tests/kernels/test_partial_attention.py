@@ -12,7 +12,7 @@ from tests.batches import PagedBatch, paged_batch
 from vllm_prefixshare.kernels.portable.launch import QTile
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
-from vllm_prefixshare.tree.token_tree import ancestor_masks
+from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 
 from .portable import Portable, make_plan, reference, relative_error
 

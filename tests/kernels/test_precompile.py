@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from numba import njit
 
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.kernels import precompile as program
+from vllm_prefixshare.kernels.aot import without_gpu as program
 from vllm_prefixshare.kernels.cache_write import CacheWrite
-from vllm_prefixshare.kernels.contract import Gpu
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import Choice
 
 LAYER = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
@@ -19,7 +19,7 @@ LAYER = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
 
 def precompile(what: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vllm_prefixshare.kernels.precompile", what, *arguments],
+        [sys.executable, "-m", "vllm_prefixshare.kernels.aot.without_gpu", what, *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

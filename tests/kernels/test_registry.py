@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels import compile as compiling
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels import registry
+from vllm_prefixshare.kernels.aot import executor_launches as compiling
+from vllm_prefixshare.kernels.aot.executor_launches import (
+    CompileError,
+    compile_launches,
+    load_cache_write,
+)
+from vllm_prefixshare.kernels.aot.launcher import launch, only_compile
 from vllm_prefixshare.kernels.cache_write import CacheWrite
-from vllm_prefixshare.kernels.compile import CompileError, compile_launches, load_cache_write
-from vllm_prefixshare.kernels.contract import Gpu
-from vllm_prefixshare.kernels.launching import launch, only_compile
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import candidates, first_that_compiles, make_kernel
-from vllm_prefixshare.records import PrefixShareError
 
 SHAPE = AttentionConfig(32, 8, 128, 16)
 H100 = Gpu((9, 0), 132, 227 << 10)

@@ -32,8 +32,8 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 from tests.support import decoding
 from tests.support import shared_prefixes as cases
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.integration import host_tables, register
-from vllm_prefixshare.integration.hooks import (
+from vllm_prefixshare.vllm_plugin import register
+from vllm_prefixshare.vllm_plugin.hooks import (
     activation,
     block_hashes,
     copies,
@@ -41,8 +41,9 @@ from vllm_prefixshare.integration.hooks import (
     selection,
     tokenization,
 )
-from vllm_prefixshare.integration.prompts import detokenization
-from vllm_prefixshare.integration.prompts.block_hashes import SharedBlockHasher
+from vllm_prefixshare.vllm_plugin.prompts import detokenization
+from vllm_prefixshare.vllm_plugin.prompts.block_hashes import SharedBlockHasher
+from vllm_prefixshare.vllm_plugin.step import host_tables
 
 
 @pytest.fixture(autouse=True)

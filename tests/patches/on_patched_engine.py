@@ -14,7 +14,7 @@ from tests.engine.test_engine import MAX_GAP, QUESTIONS, ask
 from tests.patches.on_patched import WITHOUT_PATCH, hooked_functions
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import STOCK, EngineProcess, divergences
-from vllm_prefixshare.integration.hooks import registry
+from vllm_prefixshare.vllm_plugin.hooks import registry
 
 
 def hooks_in_force(_worker: object = None) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_prefixshare.integration.observability import stats
+from vllm_prefixshare.vllm_plugin.observability import stats
 
 
 @pytest.fixture(autouse=True)

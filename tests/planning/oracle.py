@@ -4,8 +4,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
+from vllm_prefixshare.core import OPEN_END, Forest
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, Forest
 
 Requests = Mapping[Hashable, Sequence[int]]
 

@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
-from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
+from vllm_prefixshare.core import Forest
 from vllm_prefixshare.kernels.geometry import GPU
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable, Fingerprint, Grid
+from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import Forest
-from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
 
 NULL_BLOCK = 0
 LLAMA = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, block_size=16)

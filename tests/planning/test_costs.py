@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_prefixshare.config import DTYPES, AttentionConfig
-from vllm_prefixshare.costs.padding import PaddingCost
-from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.costs.roofline import AnalyticCost, analytic_cost
-from vllm_prefixshare.costs.table import CostTable, Fingerprint, Grid
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.geometry import GPU
+from vllm_prefixshare.planning.costs.padding import PaddingCost
+from vllm_prefixshare.planning.costs.rates import TileRates
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable, Fingerprint, Grid
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import PrefixShareError
 
 from .strategies import LLAMA, LinearCost, fingerprint, flashforge_table, gpu_config, quick
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.core import OPEN_END
 from vllm_prefixshare.kernels.geometry import GPU
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.kv_list import ends_of_windows, list_runs, window_ends
 from vllm_prefixshare.planning.dividers.prices import tile_us
+from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END
-from vllm_prefixshare.tree.prefix_tree import forest_from_blocks
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 from .oracle import tile_rows, tile_runs

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_prefixshare.core import OPEN_END, PieceLimits, PrefixShareError
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, PieceLimits, PrefixShareError
 
 from .oracle import (
     assert_reads_once,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import PLAN_TOO_LARGE
-from vllm_prefixshare.records import PrefixShareError
 
 from .oracle import assert_reads_once
 from .strategies import batches, document_qa, make_planner, quick

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_prefixshare.core import OPEN_END, Forest, QueryGroup
 from vllm_prefixshare.planning.grouping import group_queries
-from vllm_prefixshare.records import OPEN_END, Forest, QueryGroup
 
 from .oracle import shared_runs
 from .strategies import COSTS, LinearCost, block_ids, forest_of_ids, quick

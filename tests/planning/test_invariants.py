@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from vllm_prefixshare.core import OPEN_END
 from vllm_prefixshare.planning.invariants import InvariantError, check
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END
 
 from .strategies import NULL_BLOCK, Batch, make_batch, make_planner
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import PrefixShareError
 
 from .oracle import assert_reads_once, distinct_tokens, filled_blocks
 from .server import Server

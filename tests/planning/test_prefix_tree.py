@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_prefixshare.records import Forest
-from vllm_prefixshare.tree import prefix_tree
-from vllm_prefixshare.tree.prefix_tree import first_difference
+from vllm_prefixshare.core import Forest
+from vllm_prefixshare.planning.forest import prefix_tree
+from vllm_prefixshare.planning.forest.prefix_tree import first_difference
 
 from .oracle import assert_forest
 from .strategies import block_ids, forest_of_ids, quick

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from vllm_prefixshare.config import DTYPES, AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import PREFIX, VARIABLES, read, settings
 
 from .strategies import COSTS, gpu_config

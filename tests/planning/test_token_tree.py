@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.tree.token_tree import ancestor_masks
+from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 
 
 def starts_of(counts: list[int]) -> np.ndarray:

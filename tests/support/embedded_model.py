@@ -13,7 +13,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
 
 #: Increased when the conversion below changes, so that older checkpoints are not used.

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from tests.support.processes import Held, alive, held_by, tree
-from vllm_prefixshare.integration.observability.metrics import PREFIX
+from vllm_prefixshare.vllm_plugin.observability.metrics import PREFIX
 
 #: Seconds within which an answer must be complete; far more than a working server needs.
 PATIENCE = 180

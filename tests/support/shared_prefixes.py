@@ -23,11 +23,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from vllm_prefixshare.integration.hooks import block_hashes, detokenization
-from vllm_prefixshare.integration.hooks.wrapping import Hook
-from vllm_prefixshare.integration.prompts import parts
-from vllm_prefixshare.integration.prompts.block_hashes import BlockHasher, SharedBlockHasher
-from vllm_prefixshare.integration.prompts.token_ids import TokenIds
+from vllm_prefixshare.vllm_plugin.hooks import block_hashes, detokenization
+from vllm_prefixshare.vllm_plugin.hooks.wrapping import Hook
+from vllm_prefixshare.vllm_plugin.prompts import parts
+from vllm_prefixshare.vllm_plugin.prompts.block_hashes import BlockHasher, SharedBlockHasher
+from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
 
 #: vLLM's algorithms; xxHash where its package is installed.
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")

@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from vllm_prefixshare.integration.host_tables import Slots, SlotTable
+from vllm_prefixshare.vllm_plugin.step.host_tables import Slots, SlotTable
 
 GARBAGE = -1  # a slot that was never written, or holds a rejected draft
 
@@ -161,7 +161,7 @@ class V1Rows:
 
 class V2Slots:
     """The V2 runner: a request keeps its slot from its first step to its last, and each batch is an
-    order of slots. The host's copy is that of ``integration.host_tables``.
+    order of slots. The host's copy is that of ``vllm_plugin.step.host_tables``.
 
     Args:
         blocks_per_id: kernel blocks in a block of the pool.

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.planning.strategies import LinearCost
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from vllm_prefixshare.core import OPEN_END, Forest
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, Forest
 
 from .engine import Step
 

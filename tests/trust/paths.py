@@ -1,5 +1,5 @@
 """The default ways of decoding with this package in vLLM: kernel, divider and limits, as the
-integration combines them. Planning for a GPU needs no GPU.
+vllm_plugin combines them. Planning for a GPU needs no GPU.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ import torch
 
 from tests.planning.strategies import gpu_config
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.lookup import cost_model
+from vllm_prefixshare.core import PieceLimits
 from vllm_prefixshare.kernels import gpu_executor
-from vllm_prefixshare.kernels.contract import Gpu
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import Choice, make_kernel
-from vllm_prefixshare.records import PieceLimits
+from vllm_prefixshare.planning.costs.lookup import cost_model
 
 PATHS = ("hopper", "portable", "cpu")
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def planner_config(
     pieces: PieceLimits | None = None,
     **options: object,
 ) -> PlannerConfig:
-    """The configuration that ``integration`` makes where no variable is set.
+    """The configuration that ``vllm_plugin`` makes where no variable is set.
 
     Args:
         pieces: with the divider ``batch_invariant``, as VLLM_BATCH_INVARIANT=1 has it.

@@ -25,22 +25,22 @@ from tests.batches import paged_batch
 from tests.planning.strategies import COSTS, LLAMA, document_qa, flashforge_table, gpu_config, quick
 from tests.test_executors import reference, relative_error, run, wrapper_for
 from tests.test_native import needs_native
-from vllm_prefixshare import compiled, trusted
 from vllm_prefixshare.cli.canvas import Canvas
-from vllm_prefixshare.compiled import one_process_at_a_time
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs import lookup
-from vllm_prefixshare.costs.roofline import AnalyticCost
-from vllm_prefixshare.costs.table import CostTable
-from vllm_prefixshare.kernels import compile as compile_module
-from vllm_prefixshare.kernels.compile import compile_launches
-from vllm_prefixshare.kernels.contract import Capacity, Gpu
-from vllm_prefixshare.kernels.cpu import native
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.aot import executor_launches as compile_module
+from vllm_prefixshare.kernels.aot.executor_launches import compile_launches
+from vllm_prefixshare.kernels.cpu import native_executor
+from vllm_prefixshare.kernels.interface import Capacity, Gpu
 from vllm_prefixshare.planning import planner as planner_module
+from vllm_prefixshare.planning.costs import lookup
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost
+from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.planning.dividers.registry import Divider
 from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
-from vllm_prefixshare.records import PrefixShareError
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.utils import numba_cache, trusted_files
+from vllm_prefixshare.utils.numba_cache import one_process_at_a_time
 
 # -- cost tables
 
@@ -159,10 +159,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 from tests.planning.strategies import document_qa, make_planner
-from vllm_prefixshare.costs.table import CostTable
+from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.planner import PLANNING_FAILED
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
 try:
     table = CostTable.load(Path(sys.argv[1]))
@@ -262,7 +262,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 from tests.planning.strategies import flashforge_table
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -307,7 +307,7 @@ def give_away(path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif os.getuid() == 0:  # root's own files are always trusted: give this file to another user
         os.chown(path, 65534, 65534)
     else:
-        monkeypatch.setattr(trusted.os, "getuid", lambda: path.stat().st_uid + 1)
+        monkeypatch.setattr(trusted_files.os, "getuid", lambda: path.stat().st_uid + 1)
 
 
 BY_OTHERS = pytest.mark.parametrize("fault", ["anybody may write", "another user"])
@@ -339,21 +339,23 @@ def test_native_code_that_cannot_be_kept_is_done_without(cache, monkeypatch, why
     elif why == "nobody can write":
         monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(UNWRITABLE))
     (cache.parent / "cpuinfo").write_text("flags : avx512f avx512bw\n")
-    real = native.Path
+    real = native_executor.Path
     monkeypatch.setattr(
-        native, "Path", lambda *a: real(cache.parent / "cpuinfo") if a == (CPUINFO,) else real(*a)
+        native_executor,
+        "Path",
+        lambda *a: real(cache.parent / "cpuinfo") if a == (CPUINFO,) else real(*a),
     )
     if why == "the disk is full":
 
         def full(command, **kwargs):
             raise subprocess.CalledProcessError(1, command, stderr="No space left on device")
 
-        monkeypatch.setattr(native.subprocess, "run", full)
-    native._find_library.cache_clear()
-    with pytest.raises(native.NativeUnavailableError, match="cannot be built or loaded"):
-        native.load_library("bfloat16")
+        monkeypatch.setattr(native_executor.subprocess, "run", full)
+    native_executor._find_library.cache_clear()
+    with pytest.raises(native_executor.NativeUnavailableError, match="cannot be built or loaded"):
+        native_executor.load_library("bfloat16")
     assert not list(cache.glob("*")), "nothing half written"
-    native._find_library.cache_clear()
+    native_executor._find_library.cache_clear()
 
 
 CPUINFO = "/proc/cpuinfo"
@@ -363,14 +365,16 @@ CPUINFO = "/proc/cpuinfo"
 @BY_OTHERS
 @pytest.mark.parametrize("what", ["folder", "library"])
 def test_code_that_others_can_change_is_not_loaded(cache, monkeypatch, what, fault):
-    native._find_library.cache_clear()
-    native.load_library("bfloat16")
+    native_executor._find_library.cache_clear()
+    native_executor.load_library("bfloat16")
     give_away(cache if what == "folder" else next(cache.glob("*.so")), fault, monkeypatch)
-    native._find_library.cache_clear()
-    with pytest.raises(native.NativeUnavailableError, match="belongs to another user, or anybody"):
-        native.load_library("bfloat16")
+    native_executor._find_library.cache_clear()
+    with pytest.raises(
+        native_executor.NativeUnavailableError, match="belongs to another user, or anybody"
+    ):
+        native_executor.load_library("bfloat16")
     monkeypatch.undo()
-    native._find_library.cache_clear()
+    native_executor._find_library.cache_clear()
 
 
 # -- binaries of GPU kernels
@@ -434,7 +438,7 @@ def test_binaries_that_cannot_be_kept_are_done_without(cache, monkeypatch):
 # -- Numba's cache of compiled code
 
 CODE = """
-from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.utils.numba_cache import compiled
 @compiled
 def double(x):
     return 2 * x
@@ -550,9 +554,9 @@ def test_without_the_lock_functions_are_compiled_all_the_same(cache, monkeypatch
         error = OSError(errno.ENOLCK, "No locks") if why == "no locks" else BlockingIOError
         times = iter(range(0, 1000, 7))  # seven seconds between any two looks at the clock
         monkeypatch.setattr(
-            compiled, "time", SimpleNamespace(monotonic=times.__next__, sleep=lambda _: None)
+            numba_cache, "time", SimpleNamespace(monotonic=times.__next__, sleep=lambda _: None)
         )
-        monkeypatch.setattr(compiled.fcntl, "flock", Mock(side_effect=error))
+        monkeypatch.setattr(numba_cache.fcntl, "flock", Mock(side_effect=error))
     compiles = []
     with one_process_at_a_time():
         compiles.append(True)
@@ -677,13 +681,13 @@ def test_a_users_mistake_is_not_a_failure_of_the_planner():
 
 
 def test_a_lock_is_released_although_a_forked_child_lives(tmp_path):
-    with compiled._locked(str(tmp_path), fcntl.LOCK_EX):
+    with numba_cache._locked(str(tmp_path), fcntl.LOCK_EX):
         child = os.fork()
         if not child:
             time.sleep(60)
             os._exit(0)
     try:
-        with compiled._locked(str(tmp_path), fcntl.LOCK_EX, patience=0.0):
+        with numba_cache._locked(str(tmp_path), fcntl.LOCK_EX, patience=0.0):
             pass
     finally:
         os.kill(child, signal.SIGKILL)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.core import PieceLimits
 from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
-from vllm_prefixshare.records import PieceLimits
 
 from . import paths, scale
 

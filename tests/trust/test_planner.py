@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 
 from tests.planning.strategies import LinearCost
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
-from vllm_prefixshare.costs.roofline import analytic_cost
+from vllm_prefixshare.core import Forest, PieceLimits
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
 from vllm_prefixshare.planning.window import tokens_seen
-from vllm_prefixshare.records import Forest, PieceLimits
 
 from . import paths, scale
 from .engine import Engine, V1Rows, V2Slots

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from tests.support import decoding
 from tests.support import shared_prefixes as cases
-from vllm_prefixshare.integration.prompts import block_hashes, parts
+from vllm_prefixshare.vllm_plugin.prompts import block_hashes, parts
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from tests.support import tokenizers
-from vllm_prefixshare.integration.prompts import tokenization
-from vllm_prefixshare.integration.prompts.bounded_cache import BoundedCache
-from vllm_prefixshare.integration.prompts.tokenization import TextTokenizer
+from vllm_prefixshare.vllm_plugin.prompts import tokenization
+from vllm_prefixshare.vllm_plugin.prompts.bounded_cache import BoundedCache
+from vllm_prefixshare.vllm_plugin.prompts.tokenization import TextTokenizer
 
 from . import scale
 

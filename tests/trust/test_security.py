@@ -32,23 +32,23 @@ WRITING = {
 #: Every module that writes: the calls, and a comment on where it writes.
 WRITERS = {
     # a lock on the cache folder, and on that of Numba's cache; neither is a file
-    "compiled.py": {"os.open", "mkdir", "makedirs"},
+    "utils/numba_cache.py": {"os.open", "mkdir", "makedirs"},
     # a file beside the one that a caller names, and in its place; the cache folder
-    "trusted.py": {"open for writing", "replace", "unlink", "mkdir"},
+    "utils/trusted_files.py": {"open for writing", "replace", "unlink", "mkdir"},
     # the cache folder
-    "kernels/cpu/native.py": {"mkdir", "TemporaryDirectory", "os.replace"},
-    "kernels/precompile.py": {"mkdir", "touch"},
+    "kernels/cpu/native_executor.py": {"mkdir", "TemporaryDirectory", "os.replace"},
+    "kernels/aot/without_gpu.py": {"mkdir", "touch"},
     # the cache folder, or the file that --out names
-    "costs/table.py": {"mkdir"},
+    "planning/costs/table.py": {"mkdir"},
     # the file that VLLM_PREFIXSHARE_TRACE or a command names
-    "integration/observability/tracing.py": {"os.open", "ftruncate"},
-    "cli/trace.py": {"open for writing", "truncate"},
+    "vllm_plugin/observability/tracing.py": {"os.open", "ftruncate"},
+    "cli/record_trace.py": {"open for writing", "truncate"},
     # the null device
     "cli/main.py": {"os.open"},
     "cli/canvas.py": {"write_bytes"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
-    "integration/observability/metrics.py": {"mkdir", "TemporaryDirectory", "TemporaryFile"},
-    "integration/observability/metric_files.py": {"mkdir", "os.open", "rename", "unlink"},
+    "vllm_plugin/observability/metrics.py": {"mkdir", "TemporaryDirectory", "TemporaryFile"},
+    "vllm_plugin/observability/metric_files.py": {"mkdir", "os.open", "rename", "unlink"},
     # the copy of vLLM that the command names
     "cli/patch.py": {
         "TemporaryDirectory", "mkdir", "write_bytes", "touch", "unlink", "rmtree", "copyfile",

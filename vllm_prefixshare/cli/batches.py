@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.integration.observability.tracing import MAX_BYTES
-from vllm_prefixshare.records import IntArray, PrefixShareError
-from vllm_prefixshare.trusted import read_text
+from vllm_prefixshare.core import IntArray, PrefixShareError
+from vllm_prefixshare.utils.trusted_files import read_text
+from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
 from vllm_prefixshare.workloads.trees import tree
 
 #: Largest batch that is read or made; a file is at most ``MAX_BYTES``, as a trace.

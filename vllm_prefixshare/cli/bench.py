@@ -13,7 +13,7 @@ from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.cli.shape import add_shape_arguments, attention_of
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class Sides(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     """Compare with the reference, then time; the exit status is 1 if results differ."""
     from vllm_prefixshare.cli.batches import tree_batch
-    from vllm_prefixshare.costs.lookup import gpu, has_gpu, processor
+    from vllm_prefixshare.planning.costs.lookup import gpu, has_gpu, processor
 
     if not 0 < args.seconds <= 3600:
         raise PrefixShareError(
@@ -188,11 +188,11 @@ def _cpu_attn(
     """
     import torch
 
-    from vllm_prefixshare.integration import compat
+    from vllm_prefixshare.vllm_plugin import compat
 
     try:
         compat.check_release(on_cpu=True)
-        from vllm_prefixshare.integration.cpu.timing import check_shape, cpu_attn_call
+        from vllm_prefixshare.vllm_plugin.backends.cpu.timing import check_shape, cpu_attn_call
     except (PrefixShareError, ImportError):
         return None
     check_shape(attention)
@@ -237,8 +237,8 @@ def _planned(
     """A layer under the plan that an engine would make with this ``share`` policy."""
     import torch
 
-    from vllm_prefixshare.costs.lookup import cost_model
-    from vllm_prefixshare.kernels.contract import HostBatch
+    from vllm_prefixshare.kernels.interface import HostBatch
+    from vllm_prefixshare.planning.costs.lookup import cost_model
     from vllm_prefixshare.planning.planner import DecodePlanner
 
     q, k_cache, v_cache = tensors

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_prefixshare.costs.gpus import NamedGpu
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.planning.costs.gpus import NamedGpu
 from vllm_prefixshare.settings import PROMPT_PARTS
 
 #: Files that hold a checkpoint's weights.

@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from vllm_prefixshare.records import PrefixShareError
-from vllm_prefixshare.trusted import write_whole
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.utils.trusted_files import write_whole
 
 #: Average letter width over font size for a usual sans-serif font, estimated on the wide side.
 LETTER = 0.58

@@ -18,7 +18,7 @@ from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
 from vllm_prefixshare.cli.served import falls_back, installed_release, on_one_gpu, shape_of
 from vllm_prefixshare.cli.shape import add_cache_argument, check_cache_argument
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
 
 EXAMPLE = """\
@@ -241,7 +241,7 @@ def plugin(machine: Machine) -> str:
 
 def environment(machine: Machine) -> str:
     """Variables, the divider and the form of a cost table."""
-    from vllm_prefixshare.integration.hooks.selection import check_settings, named_by_environment
+    from vllm_prefixshare.vllm_plugin.hooks.selection import check_settings, named_by_environment
 
     named_by_environment()
     check_settings()
@@ -251,7 +251,7 @@ def environment(machine: Machine) -> str:
 
 def release(machine: Machine) -> str:
     """The vLLM release and the names that are hooked."""
-    from vllm_prefixshare.integration import compat
+    from vllm_prefixshare.vllm_plugin import compat
 
     compat.check_release(on_cpu=False)  # as the next check asks, which is answered already
     return f"vLLM {compat.vllm_version()}, with every name that is hooked"
@@ -259,12 +259,12 @@ def release(machine: Machine) -> str:
 
 def platform(machine: Machine) -> str:
     """The platform that vLLM chose, and the name of its GPU."""
-    from vllm_prefixshare.integration.hooks.selection import check_platform
+    from vllm_prefixshare.vllm_plugin.hooks.selection import check_platform
 
     machine.on_cpu = check_platform()
     if machine.on_cpu:
         return "CPU"
-    from vllm_prefixshare.costs.lookup import gpu
+    from vllm_prefixshare.planning.costs.lookup import gpu
 
     return gpu()
 
@@ -306,8 +306,8 @@ def gpu_kernel(attention: AttentionConfig, query_len: int) -> Choice:
 
 def cost_table(machine: Machine) -> str:
     """Whether the table that is named was measured on this machine, for the layers' shapes."""
-    from vllm_prefixshare.costs.lookup import fingerprint
-    from vllm_prefixshare.costs.table import CostTable
+    from vllm_prefixshare.planning.costs.lookup import fingerprint
+    from vllm_prefixshare.planning.costs.table import CostTable
 
     path = settings().cost_table
     if path is None:
@@ -347,8 +347,8 @@ def host_work(machine: Machine) -> str:
 
 def _tokenizer(folder: Path) -> str:
     """Whether texts are cut for the tokenizer of a model."""
-    from vllm_prefixshare.integration.prompts.split_pattern import NotExactError
-    from vllm_prefixshare.integration.prompts.tokenization import (
+    from vllm_prefixshare.vllm_plugin.prompts.split_pattern import NotExactError
+    from vllm_prefixshare.vllm_plugin.prompts.tokenization import (
         TextTokenizer,
         text_cache,
         text_tokenizer,
@@ -388,8 +388,8 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 
 def _refusals(machine: Machine) -> list[tuple[LayerKind, str | None]]:
     """The kinds of layers that have a KV cache, and why an engine would not serve each."""
-    from vllm_prefixshare.integration import invariance
-    from vllm_prefixshare.integration.eligibility.layer import Engine
+    from vllm_prefixshare.vllm_plugin import invariance
+    from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 
     is_hybrid = not all(layer.attention for layer in machine.layers)
     engine = Engine(1 + machine.drafts, machine.shards, is_hybrid)

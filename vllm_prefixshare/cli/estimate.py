@@ -31,7 +31,7 @@ from vllm_prefixshare.cli.shape import (
     check_cache_argument,
 )
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.core import IntArray, PrefixShareError
 
 if TYPE_CHECKING:
     from vllm_prefixshare.cli.batches import Batch
@@ -141,9 +141,9 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
     """
     from vllm_prefixshare.cli.gpus import gpu_named
     from vllm_prefixshare.cli.served import falls_back_on, installed_release, shape_of
-    from vllm_prefixshare.integration import invariance
-    from vllm_prefixshare.integration.eligibility.layer import Engine
-    from vllm_prefixshare.integration.eligibility.platform import gpu_of
+    from vllm_prefixshare.vllm_plugin import invariance
+    from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
+    from vllm_prefixshare.vllm_plugin.eligibility.platform import gpu_of
 
     check_block_size(args)
     check_cache_argument(args)

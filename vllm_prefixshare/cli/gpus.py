@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.costs.gpus import GPUS, MEASURED, NamedGpu
-from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.roofline import AnalyticCost
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.planning.costs.gpus import GPUS, MEASURED, NamedGpu
+from vllm_prefixshare.planning.costs.model import CostModel
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.kernels.contract import Kernel
+    from vllm_prefixshare.kernels.interface import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
     """
     gpu = gpu_named(name)
     kernel = _kernel(gpu, attention)
-    from vllm_prefixshare.costs.lookup import cost_model
     from vllm_prefixshare.kernels.plans import planner_config
+    from vllm_prefixshare.planning.costs.lookup import cost_model
 
     config = planner_config(kernel, attention, null_block_id=0)
     cost = cost_model(attention, kernel.name, device_name=f"{gpu.device} x{gpu.multiprocessors}")
@@ -63,8 +63,8 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
 
 def _kernel(gpu: NamedGpu, attention: AttentionConfig) -> "Kernel":
     try:
-        from vllm_prefixshare.kernels.contract import Gpu
-        from vllm_prefixshare.kernels.precompile import SHARED_MEMORY
+        from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+        from vllm_prefixshare.kernels.interface import Gpu
         from vllm_prefixshare.kernels.registry import candidates, make_kernel
     except ImportError as e:
         raise PrefixShareError(

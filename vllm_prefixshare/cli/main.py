@@ -7,16 +7,24 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-from vllm_prefixshare.cli import bench, doctor, estimate, inspect, patch, profile, trace
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.cli import (
+    bench,
+    doctor,
+    estimate,
+    inspect_plans,
+    measure_costs,
+    patch,
+    record_trace,
+)
+from vllm_prefixshare.core import PrefixShareError
 
 COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
-    "inspect": inspect,
-    "trace": trace,
+    "inspect": inspect_plans,
+    "trace": record_trace,
     "estimate": estimate,
     "bench": bench,
-    "profile": profile,
+    "profile": measure_costs,
     "patch": patch,
 }
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 
 def check_room(tokens: int, attention: AttentionConfig, on_gpu: bool = False) -> None:

@@ -24,9 +24,9 @@ from vllm_prefixshare.cli.families import (
     value_field,
 )
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration.eligibility.layer import LayerSpec
-from vllm_prefixshare.records import PrefixShareError
-from vllm_prefixshare.trusted import read_text
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.utils.trusted_files import read_text
+from vllm_prefixshare.vllm_plugin.eligibility.layer import LayerSpec
 
 #: Largest ``config.json`` that is read, and numbers that no model reaches: a hostile file must not
 #: make a command take all memory.

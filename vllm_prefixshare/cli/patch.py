@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import vllm_prefixshare
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 EXAMPLE = """\
 In a checkout of vLLM's tag v0.29.0, so that the plugin installs no hooks there:

@@ -15,8 +15,8 @@ from vllm_prefixshare.cli.canvas import (
     Text,
     longest_that_fits,
 )
+from vllm_prefixshare.core import Forest, IntArray
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import Forest, IntArray
 
 #: Fills of nodes, in turn: light enough for dark text.
 NODE_FILLS = (

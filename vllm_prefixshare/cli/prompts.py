@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.core import IntArray, PrefixShareError
 
 MAX_LINE = 8 << 20
 #: Bytes that count as a token where no tokenizer is named.

@@ -6,11 +6,11 @@ from packaging.version import Version
 
 from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.integration.compat import vllm_version
-from vllm_prefixshare.integration.eligibility import platform
-from vllm_prefixshare.integration.eligibility.layer import Engine
-from vllm_prefixshare.integration.eligibility.rules import refusal
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.vllm_plugin.compat import vllm_version
+from vllm_prefixshare.vllm_plugin.eligibility import platform
+from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
+from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 
 
 def installed_release() -> Version | None:
@@ -92,7 +92,7 @@ def falls_back_on(
 
 
 def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -> AttentionConfig:
-    """The shape of a layer with the heads of one GPU, as the integration makes it from vLLM's.
+    """The shape of a layer with the heads of one GPU, as the plugin makes it from vLLM's.
 
     Args:
         block_size: None for that which vLLM takes on a GPU.

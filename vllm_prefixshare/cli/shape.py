@@ -6,8 +6,8 @@ from pathlib import Path
 
 from vllm_prefixshare.cli.model import MAX_HEADS, attention_shape, layer_kinds, read_config
 from vllm_prefixshare.config import CACHE_DTYPES, DTYPES, FP8, FP8_CACHES, AttentionConfig
-from vllm_prefixshare.integration.eligibility.layer import USUAL_BLOCK
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.vllm_plugin.eligibility.layer import USUAL_BLOCK
 
 #: no model's blocks are larger: a number must not make a command take all memory
 MAX_BLOCK_SIZE = 1 << 16

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.distributed.backends import one_line
 from vllm_prefixshare.distributed.ranks import Ranks
-from vllm_prefixshare.records import PrefixShareError
 
 #: of the ranks' time-out, that a GPU waits for another one: the host waits longer than the GPU
 OF_TIMEOUT = 0.9

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.distributed.backends import errors_left_to_us, listed, one_line, problem_of
-from vllm_prefixshare.records import PrefixShareError
 
 #: newer releases of torch rename it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 
+from vllm_prefixshare.core import PrefixShareError, host_integers
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.tree_reduction import shape_of
 from vllm_prefixshare.merging import merge_states
-from vllm_prefixshare.operator import PrefixShareDecodeWrapper
-from vllm_prefixshare.records import PrefixShareError, host_integers
+from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
 
 
 class RingDecode:

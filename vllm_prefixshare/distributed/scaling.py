@@ -7,7 +7,7 @@ Nothing is measured here; ``benchmarks/bench_scale.py`` measures.
 import math
 from dataclasses import dataclass, replace
 
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 LSE_BYTES = 4  # float32
 

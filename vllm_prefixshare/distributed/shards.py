@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from vllm_prefixshare.records import IntArray, PrefixShareError, host_integers
+from vllm_prefixshare.core import IntArray, PrefixShareError, host_integers
 
 
 class Shard(NamedTuple):

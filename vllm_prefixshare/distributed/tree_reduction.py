@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 
+from vllm_prefixshare.core import PrefixShareError, host_integers
 from vllm_prefixshare.distributed.one_shot import OneShot
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.merging import merge_states
-from vllm_prefixshare.operator import PrefixShareDecodeWrapper
-from vllm_prefixshare.records import PrefixShareError, host_integers
+from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
 
 
 class Partial(NamedTuple):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.launching import has_dependent_launch, launch, power_of_two
+from vllm_prefixshare.kernels.aot.launcher import has_dependent_launch, launch, power_of_two
 
 #: bits of infinity without its sign: those of NaN are larger, those of finite numbers smaller
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}

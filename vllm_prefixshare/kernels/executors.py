@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, require_integer, require_launchable
-from vllm_prefixshare.kernels.contract import Executor
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.interface import Executor
 
 
 def executor_for(
@@ -30,7 +30,7 @@ def executor_for(
     require_launchable(kernel, query_len)
     require_integer("num_workers", num_workers)
     if device.type == "cpu":
-        from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+        from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 
         return TorchExecutor(attention, num_workers)
     if device.type == "cuda":  # needs triton

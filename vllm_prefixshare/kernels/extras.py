@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 
 
 class LayerExtras(NamedTuple):

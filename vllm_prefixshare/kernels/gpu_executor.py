@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.kernels.contract import Capacity, HostBatch, Tensors
+from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
+from vllm_prefixshare.kernels.interface import Capacity, HostBatch, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 #: most ``LayerExtras`` that an executor remembers as checked
 MAX_EXTRAS = 1024

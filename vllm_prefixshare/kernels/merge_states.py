@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_prefixshare.kernels.launching import launch, power_of_two
+from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

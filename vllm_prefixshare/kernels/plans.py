@@ -3,7 +3,7 @@
 from typing import Any
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
-from vllm_prefixshare.kernels.contract import Kernel
+from vllm_prefixshare.kernels.interface import Kernel
 from vllm_prefixshare.planning.dividers.registry import get_divider
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, require_launchable
-from vllm_prefixshare.kernels.compile import CompileError, compile_launches
-from vllm_prefixshare.kernels.contract import Gpu, Kernel
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.aot.executor_launches import CompileError, compile_launches
 from vllm_prefixshare.kernels.hopper.layout import MAX_HEAD_DIM, MIN_PIECE, hopper_serves
-from vllm_prefixshare.records import PrefixShareError
+from vllm_prefixshare.kernels.interface import Gpu, Kernel
 
 
 class Choice(NamedTuple):

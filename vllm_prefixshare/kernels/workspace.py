@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.core import IntArray, PrefixShareError
 
 RING = 4  # host buffers: plans that the host may be ahead of the GPU without waiting
 GAP = 4096  # words of two arrays this close are copied together

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.records import OPEN_END, Forest, IntArray, KVSegment, QueryGroup
+from vllm_prefixshare.core import OPEN_END, Forest, IntArray, KVSegment, QueryGroup
+from vllm_prefixshare.planning.costs.model import CostModel
 
 
 def group_queries(

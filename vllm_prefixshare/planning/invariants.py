@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from vllm_prefixshare.core import OPEN_END, IntArray
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.window import first_in_window
-from vllm_prefixshare.records import OPEN_END, IntArray
 
 
 class InvariantError(AssertionError):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.records import (
+from vllm_prefixshare.core import (
     OPEN_END,
     RUN_KV_END,
     RUN_KV_START,
@@ -21,6 +20,7 @@ from vllm_prefixshare.records import (
     IntArray,
     WorkTiles,
 )
+from vllm_prefixshare.utils.numba_cache import compiled
 
 
 @dataclass(frozen=True, slots=True, eq=False)

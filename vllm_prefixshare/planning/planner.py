@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled, one_process_at_a_time
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.core import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
 from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.costs.model import CostModel
+from vllm_prefixshare.planning.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.batch_invariant import last_split
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
+from vllm_prefixshare.planning.forest.prefix_tree import first_difference
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
 from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
-from vllm_prefixshare.records import FloatArray, Forest, IntArray, PrefixShareError, WorkTiles
-from vllm_prefixshare.tree.prefix_tree import first_difference
+from vllm_prefixshare.utils.numba_cache import compiled, one_process_at_a_time
 
 #: Reasons to fall back to a plan that shares nothing.
 PLANNING_FAILED = "planning failed"

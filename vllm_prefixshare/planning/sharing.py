@@ -3,13 +3,13 @@
 import numpy as np
 
 from vllm_prefixshare.config import TileGeometry
-from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.rates import SIZES, TileRates
+from vllm_prefixshare.core import FloatArray, Forest, IntArray
+from vllm_prefixshare.planning.costs.model import CostModel
+from vllm_prefixshare.planning.costs.rates import SIZES, TileRates
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
+from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks, windowed_forest
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.window import first_in_window
-from vllm_prefixshare.records import FloatArray, Forest, IntArray
-from vllm_prefixshare.tree.prefix_tree import forest_from_blocks, windowed_forest
 
 
 def shareable_forest(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_prefixshare.records import IntArray
+from vllm_prefixshare.core import IntArray
 
 
 def first_in_window(seq_lens: IntArray, sliding_window: int | None, query_len: int = 1) -> IntArray:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.lookup import fingerprint
-from vllm_prefixshare.costs.table import CostTable, Grid
-from vllm_prefixshare.kernels.contract import HostBatch
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
+from vllm_prefixshare.kernels.interface import HostBatch
+from vllm_prefixshare.planning.costs.lookup import fingerprint
+from vllm_prefixshare.planning.costs.table import CostTable, Grid
 from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
 
 REQUESTS = (1, 4, 16, 64)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.costs.lookup import fingerprint
-from vllm_prefixshare.costs.table import CostTable, Grid
-from vllm_prefixshare.kernels.contract import Executor, HostBatch
+from vllm_prefixshare.core import FloatArray, IntArray
+from vllm_prefixshare.kernels.interface import Executor, HostBatch
+from vllm_prefixshare.planning.costs.lookup import fingerprint
+from vllm_prefixshare.planning.costs.table import CostTable, Grid
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
-from vllm_prefixshare.records import FloatArray, IntArray
 
 ROWS = (16, 64, 128)
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray
 
 
 def repeated_tiles(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 #: Trees of the FastTree, PAT and vLLM cascade papers and benchmarks, a forest, a long document.

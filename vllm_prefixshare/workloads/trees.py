@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.core import IntArray, PrefixShareError
 
 
 class BlockNode(NamedTuple):

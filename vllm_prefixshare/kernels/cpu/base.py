@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.kernels.contract import HostBatch
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.extras import LayerExtras, checked_extras
 from vllm_prefixshare.kernels.geometry import CPU
+from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import PrefixShareError
 
 
 class CpuTensors(NamedTuple):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.contract import Executor
-from vllm_prefixshare.kernels.cpu.native import NativeExecutor, NativeUnavailableError
-from vllm_prefixshare.kernels.cpu.torch import TorchExecutor
+from vllm_prefixshare.kernels.cpu.native_executor import NativeExecutor, NativeUnavailableError
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
+from vllm_prefixshare.kernels.interface import Executor
 
 
 def cpu_executor(attention: AttentionConfig, log: Callable[[str], None] | None = None) -> Executor:

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray
 
 
 class PrivateRuns(NamedTuple):

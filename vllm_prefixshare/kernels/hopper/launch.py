@@ -9,14 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig, part_size
-from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
+from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
 from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
-from vllm_prefixshare.kernels.launching import launch, power_of_two
+from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 LOG2E = 1.4426950408889634
 

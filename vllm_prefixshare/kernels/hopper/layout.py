@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import AttentionConfig, part_size
+from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import (
     LOW_REQS,
@@ -20,7 +20,7 @@ from vllm_prefixshare.kernels.hopper.arrays import (
     PlanArrays,
 )
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray, PrefixShareError
+from vllm_prefixshare.utils.numba_cache import compiled
 
 #: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
 MIN_PIECE = 16

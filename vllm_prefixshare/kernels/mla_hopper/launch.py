@@ -9,16 +9,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
-from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
+from vllm_prefixshare.kernels.aot.launcher import launch
 from vllm_prefixshare.kernels.geometry import MLA_HOPPER
-from vllm_prefixshare.kernels.launching import launch
+from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 from vllm_prefixshare.kernels.portable.arrays import WORDS, PlanArrays
 from vllm_prefixshare.kernels.portable.launch import QTile, walk_capacity
 from vllm_prefixshare.kernels.portable.layout import Grid
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray, PieceLimits, PrefixShareError
 
 LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory

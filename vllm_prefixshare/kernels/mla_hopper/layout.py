@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled
+from vllm_prefixshare.core import OPEN_END, IntArray
 from vllm_prefixshare.kernels.portable.arrays import FIRST_SLOT, NUM_REQS, WORDS, PlanArrays
 from vllm_prefixshare.kernels.portable.layout import FAR, Grid, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, IntArray
+from vllm_prefixshare.utils.numba_cache import compiled
 
 
 def latent_layout(plan: DecodePlan, grid: Grid, max_tile_requests: int) -> PlanArrays:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, part_size
-from vllm_prefixshare.kernels.contract import Capacity, Gpu, Tensors
+from vllm_prefixshare.core import IntArray, PieceLimits
+from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
 from vllm_prefixshare.kernels.geometry import PORTABLE
-from vllm_prefixshare.kernels.launching import launch, power_of_two
+from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import IntArray, PieceLimits
 
 LOG2E = 1.4426950408889634
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import part_size
+from vllm_prefixshare.core import OPEN_END, IntArray
 from vllm_prefixshare.kernels.portable.arrays import (
     END_RUN,
     FIRST_PART,
@@ -19,7 +19,7 @@ from vllm_prefixshare.kernels.portable.arrays import (
     PlanArrays,
 )
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.records import OPEN_END, IntArray
+from vllm_prefixshare.utils.numba_cache import compiled
 
 #: ``slot_end`` of a request whose tokens since the plan belong to another tile
 FAR = 1 << 30

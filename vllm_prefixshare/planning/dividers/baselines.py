@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.core import WorkTiles
+from vllm_prefixshare.planning.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.cuts import (
     COLUMNS,
     END_RUN,
@@ -22,7 +23,6 @@ from vllm_prefixshare.planning.dividers.problem import (
     split,
     unshared_groups,
 )
-from vllm_prefixshare.records import WorkTiles
 
 #: a price of 1 per token, whichever requests read it
 _ONE = np.ones(2)

@@ -11,8 +11,7 @@ on average, separately. The last split is never shared: it grows.
 
 import numpy as np
 
-from vllm_prefixshare.planning.dividers.problem import DivisionProblem, indptr_of
-from vllm_prefixshare.records import (
+from vllm_prefixshare.core import (
     OPEN_END,
     RUN_COLUMNS,
     RUN_KV_END,
@@ -22,6 +21,7 @@ from vllm_prefixshare.records import (
     IntArray,
     WorkTiles,
 )
+from vllm_prefixshare.planning.dividers.problem import DivisionProblem, indptr_of
 
 
 def last_split(planned_seq_lens: IntArray, size: int) -> IntArray:

@@ -19,14 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled
 from vllm_prefixshare.config import TileGeometry
-from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.planning.dividers.kv_list import Runs, ends_of_windows
-from vllm_prefixshare.planning.dividers.prices import merging_us, reading_in, tile_us
-from vllm_prefixshare.planning.dividers.problem import DivisionProblem
-from vllm_prefixshare.planning.plan import longest_first
-from vllm_prefixshare.records import (
+from vllm_prefixshare.core import (
     OPEN_END,
     RUN_COLUMNS,
     RUN_KV_END,
@@ -37,6 +31,12 @@ from vllm_prefixshare.records import (
     FloatArray,
     IntArray,
 )
+from vllm_prefixshare.planning.costs.rates import TileRates
+from vllm_prefixshare.planning.dividers.kv_list import Runs, ends_of_windows
+from vllm_prefixshare.planning.dividers.prices import merging_us, reading_in, tile_us
+from vllm_prefixshare.planning.dividers.problem import DivisionProblem
+from vllm_prefixshare.planning.plan import longest_first
+from vllm_prefixshare.utils.numba_cache import compiled
 
 #: A worker may exceed its target by this fraction of it and this fraction of a tile's overhead.
 SLACK = 0.02

@@ -18,8 +18,8 @@ cost of a tile in addition to its tokens is taken from the cost table at the til
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.costs.rates import TileRates
+from vllm_prefixshare.core import FloatArray, Forest, IntArray, WorkTiles
+from vllm_prefixshare.planning.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.cuts import Gains, Limits, as_tiles, best_cut
 from vllm_prefixshare.planning.dividers.kv_list import (
     Runs,
@@ -28,7 +28,7 @@ from vllm_prefixshare.planning.dividers.kv_list import (
     window_ends,
 )
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
-from vllm_prefixshare.records import FloatArray, Forest, IntArray, WorkTiles
+from vllm_prefixshare.utils.numba_cache import compiled
 
 
 def depth_first(problem: DivisionProblem) -> WorkTiles:

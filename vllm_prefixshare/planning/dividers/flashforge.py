@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from vllm_prefixshare.core import IntArray, WorkTiles
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, split
 from vllm_prefixshare.planning.plan import longest_first
-from vllm_prefixshare.records import IntArray, WorkTiles
 
 
 def flashforge(problem: DivisionProblem) -> WorkTiles:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.records import FloatArray, Forest, IntArray
+from vllm_prefixshare.core import FloatArray, Forest, IntArray
+from vllm_prefixshare.planning.costs.rates import TileRates
+from vllm_prefixshare.utils.numba_cache import compiled
 
 
 class Runs(NamedTuple):

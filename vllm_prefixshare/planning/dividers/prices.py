@@ -1,8 +1,8 @@
 """Prices by which depth-first cuts are chosen: of a work tile, and of merging."""
 
-from vllm_prefixshare.compiled import compiled
-from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.records import FloatArray
+from vllm_prefixshare.core import FloatArray
+from vllm_prefixshare.planning.costs.rates import TileRates
+from vllm_prefixshare.utils.numba_cache import compiled
 
 #: Rows of ``TileRates.lines``.
 READING_END = 0

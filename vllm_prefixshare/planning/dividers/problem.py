@@ -11,11 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_prefixshare.config import PlannerConfig
-from vllm_prefixshare.costs.model import CostModel
-from vllm_prefixshare.costs.rates import TileRates
-from vllm_prefixshare.planning.grouping import group_queries
-from vllm_prefixshare.planning.window import first_in_window
-from vllm_prefixshare.records import (
+from vllm_prefixshare.core import (
     OPEN_END,
     RUN_COLUMNS,
     RUN_KV_END,
@@ -29,6 +25,10 @@ from vllm_prefixshare.records import (
     QueryGroup,
     WorkTiles,
 )
+from vllm_prefixshare.planning.costs.model import CostModel
+from vllm_prefixshare.planning.costs.rates import TileRates
+from vllm_prefixshare.planning.grouping import group_queries
+from vllm_prefixshare.planning.window import first_in_window
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.dividers.baselines import (
     deft_flatten,
     deft_node,
@@ -14,7 +15,6 @@ from vllm_prefixshare.planning.dividers.batch_invariant import batch_invariant
 from vllm_prefixshare.planning.dividers.depth_first import depth_first
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
 from vllm_prefixshare.planning.dividers.problem import Divide
-from vllm_prefixshare.records import PrefixShareError
 
 
 @dataclass(frozen=True, slots=True)

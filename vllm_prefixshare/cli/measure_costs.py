@@ -1,0 +1,130 @@
+"""Measure the cost table of this machine for one attention shape."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from vllm_prefixshare.cli.memory import check_room
+from vllm_prefixshare.cli.model import read_config
+from vllm_prefixshare.cli.progress import Progress
+from vllm_prefixshare.cli.shape import add_cache_argument, add_shape_arguments, cached_attention_of
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.planning.costs.table import CostTable, Grid
+
+EXAMPLE = """\
+The cost table for a model's shape, kept where the backend finds it:
+
+    vllm-prefixshare profile --model /models/Llama-3.1-8B
+
+It takes up to two minutes on an idle machine. 'vllm-prefixshare doctor --model ...' says whether
+the table that is named in VLLM_PREFIXSHARE_COST_TABLE fits."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_shape_arguments(command, block_size=128)
+    add_cache_argument(command)
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    command.add_argument(
+        "--kernel", choices=("auto", "hopper", "portable"), default="auto", help="of a GPU"
+    )
+    command.add_argument(
+        "--out", type=Path, help="a .json file or a folder; default: the cache folder"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and store a table; the exit status is 0."""
+    attention = _layer(args)
+    from vllm_prefixshare.planning.costs.lookup import cache_folder, has_gpu
+
+    on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
+    table = _profile_gpu(attention, args.kernel) if on_gpu else _profile_cpu(attention)
+    path = args.out or cache_folder()
+    if path.suffix != ".json":
+        path /= table.fingerprint.file_name()
+    table.save(path)
+    if args.json:
+        print(json.dumps({"path": str(path), "table": table.to_json()}, indent=1))
+    else:
+        _print(table, path)
+    return 0
+
+
+def _layer(args: argparse.Namespace) -> AttentionConfig:
+    """The layer to measure, with the KV cache that vLLM would give it.
+
+    Raises:
+        PrefixShareError: as ``cached_attention_of``, or no table would be read for such layers.
+    """
+    if args.model is not None and read_config(args.model).get("kv_lora_rank"):
+        raise PrefixShareError(
+            f"{args.model / 'config.json'} has multi-head latent attention, which needs no "
+            "cost table: its plans were no faster by measured prices than by the estimate."
+        )
+    return cached_attention_of(args)
+
+
+def _profile_cpu(attention: AttentionConfig) -> "CostTable":
+    if attention.kv_dtype is not None:
+        raise PrefixShareError(
+            "layers with an fp8 KV cache keep vLLM's own backend on a CPU, which reads no cost "
+            f"table: name --kv-cache-dtype {attention.dtype}, or --device cuda on a GPU."
+        )
+    from vllm_prefixshare.vllm_plugin import compat
+
+    compat.check_release(on_cpu=True)
+    from vllm_prefixshare.profiling.cpu_table import ALONE, STEPS, TOKENS, measure_cpu
+    from vllm_prefixshare.vllm_plugin.backends.cpu.timing import check_shape, cpu_attn_timer
+
+    check_shape(attention)
+    tokens = -(-TOKENS[-1] // attention.block_size) * attention.block_size
+    check_room((1 + ALONE) * tokens, attention)
+    with Progress(STEPS) as progress:
+        return measure_cpu(attention, cpu_attn_timer(attention), progress.step)
+
+
+def _profile_gpu(
+    attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
+) -> "CostTable":
+    from vllm_prefixshare.planning.costs.lookup import has_gpu
+    from vllm_prefixshare.profiling.gpu_table import STEPS, measure_gpu
+
+    if not has_gpu():
+        raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
+    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+    from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
+
+    timer = GpuTimer()
+    with Progress(STEPS) as progress:
+
+        def microseconds(call: Callable[[], object]) -> float:
+            progress.step()
+            return timer.time(capture(call)[0].replay, repeats=15).median_ms * 1e3
+
+        return measure_gpu(
+            attention, lambda shape: GpuExecutor(shape, "cuda", kernel=kernel), microseconds
+        )
+
+
+def _print(table: "CostTable", path: Path) -> None:
+    print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
+    _print_grid(table.tile_us)
+    if table.tile_l2_us is not None:
+        print("the same where other tiles read these tokens at the same time (from L2)")
+        _print_grid(table.tile_l2_us)
+    if table.unshared_us is not None:
+        print(" alone" + "".join(f"{us:10.1f}" for us in table.unshared_us.microseconds[0]))
+    print(f"merging a row of a partial result: {table.merge_us:.4f}")
+    print(f"written to {path}")
+
+
+def _print_grid(grid: "Grid") -> None:
+    print(" " * 6 + "".join(f"{n:10.0f}" for n in grid.kv_len))
+    for rows, line in zip(grid.rows, grid.microseconds, strict=True):
+        print(f"{rows:6.0f}" + "".join(f"{us:10.1f}" for us in line))

@@ -1,0 +1,1 @@
+"""Ahead-of-time compilation of kernels, and launches of compiled ones."""

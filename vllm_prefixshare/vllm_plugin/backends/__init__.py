@@ -1,0 +1,1 @@
+"""The attention backends, one folder per platform or kind of attention."""

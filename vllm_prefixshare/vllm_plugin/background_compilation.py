@@ -1,0 +1,165 @@
+"""Compiling while vLLM starts, so that a fresh machine does not wait for it.
+
+The processes end by themselves, touch no GPU and only fill caches: if one fails or is killed, the
+worker compiles what is missing and logs what is wrong.
+"""
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.core import NOT_COMPILED, PrefixShareError
+from vllm_prefixshare.settings import settings
+from vllm_prefixshare.utils.trusted_files import own_folder
+from vllm_prefixshare.vllm_plugin.compat import decode_query_len
+from vllm_prefixshare.vllm_plugin.eligibility.layer import FP8_LATENT_BLOCK
+from vllm_prefixshare.vllm_plugin.observability.log import logger
+
+if TYPE_CHECKING:
+    from vllm_prefixshare.kernels.interface import Kernel
+
+    Process = subprocess.Popen[str]
+
+LIBRARIES = ("triton", "numba")
+#: seconds after which an engine starts without knowing whether a kernel that was named compiles
+MAX_SECONDS = 120.0
+
+
+def start_planning() -> None:
+    """Compile planning in the background, unless an earlier start on this machine has.
+
+    It is the same for every model, so it need not wait until vLLM has read the model's
+    configuration, and takes about as long as what vLLM does before its first plan.
+    """
+    with best_effort():
+        _start("planning", {})
+
+
+def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
+    """Compile the kernels for the layers of a ``VllmConfig`` in the background, unless an earlier
+    start on this machine has, or layers with such a KV cache are not served.
+
+    Args:
+        attention: shape of the full-attention layers on one rank.
+
+    Returns:
+        Where a kernel was named, the process that compiles it, if one was started.
+    """
+    cache, latent = config.cache_config.cache_dtype, attention.kv_lora_rank is not None
+    quantised = cache in FP8_CACHES
+    if cache not in (None, "auto", attention.dtype) and not quantised:
+        return None
+    shape: dict[str, Any] = {
+        "num-qo-heads": attention.num_qo_heads,
+        "num-kv-heads": attention.num_kv_heads,
+        "head-dim": attention.head_dim,
+        "block-size": attention.block_size,
+        "dtype": attention.dtype,
+        "query-len": decode_query_len(config),
+    }
+    if latent:
+        shape["kv-lora-rank"] = attention.kv_lora_rank
+    if quantised:
+        shape["kv-dtype"] = FP8
+        if latent:
+            shape["block-size"] = FP8_LATENT_BLOCK  # which vLLM sets later
+    return _start("kernels", shape)
+
+
+def refuse_what_does_not_compile(process: "Process") -> None:
+    """Wait for the process of ``start_kernels``, where a kernel was named: an engine that found
+    out in a worker would have loaded its weights.
+
+    Raises:
+        PrefixShareError: Triton cannot compile the kernel.
+    """
+    try:
+        said, _ = process.communicate(timeout=MAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        _reap(process)  # the worker compiles what is missing
+        return
+    if process.returncode == NOT_COMPILED:
+        raise PrefixShareError(said.strip().splitlines()[-1])
+
+
+@contextlib.contextmanager
+def best_effort() -> Iterator[None]:
+    """Go on without compiling ahead, whatever has failed: a worker that meets it, too, reports
+    it.
+    """
+    try:
+        yield
+    except Exception:
+        logger().debug("Nothing is compiled ahead.", exc_info=True)
+
+
+def _reap(process: "Process") -> None:
+    threading.Thread(target=process.communicate, daemon=True).start()
+
+
+def _start(what: str, shape: dict[str, Any]) -> "Process | None":
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    if capability is None:
+        return None
+    gpu = {
+        "capability": f"{capability.major}.{capability.minor}",
+        "kernel": settings().kernel,
+    }
+    arguments = [f"--{name}={value}" for name, value in (gpu | shape).items()]
+    done = done_file(what, arguments)
+    folder = own_folder(done.parent)
+    # where nothing can be kept, an engine would wait for what it compiles anew
+    if folder is None or done.exists() or not os.access(folder, os.W_OK):
+        return None
+    # a worker decides for latents: without a kernel they keep the parent's
+    named = settings().kernel != "auto"
+    waited_for = what == "kernels" and named and "kv-lora-rank" not in shape
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm_prefixshare.kernels.aot.without_gpu", what, *arguments),
+            f"--done={done}",
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if waited_for else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+    )
+    if waited_for:
+        return process
+    _reap(process)
+    return None
+
+
+def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:
+    """Load or compile the planning code in a thread while weights load; the first plan would
+    otherwise wait a second for it.
+    """
+
+    def load() -> None:
+        from vllm_prefixshare.kernels.aot.without_gpu import warm_up_planning
+
+        # the planner meets the same error when it warms up, and reports it
+        with contextlib.suppress(Exception):
+            warm_up_planning(kernel, attention)
+
+    threading.Thread(target=load, daemon=True).start()
+
+
+def done_file(what: str, arguments: list[str]) -> Path:
+    """The file that marks ``what`` as compiled for these arguments, by these sources."""
+    package = Path(__file__).parents[1]
+    sources = [f"{path} {path.stat().st_mtime_ns}" for path in sorted(package.rglob("*.py"))]
+    versions = [sys.version, *map(version, LIBRARIES), os.environ.get("NUMBA_CACHE_DIR", "")]
+    key = hashlib.sha256("\0".join([what, *arguments, *versions, *sources]).encode()).hexdigest()
+    return settings().cache / "compiled" / f"{what}-{key[:16]}.done"

@@ -1,0 +1,75 @@
+"""The layers of a KV-cache group, which one plan serves."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.vllm_plugin.eligibility.fallback import fall_back
+from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec, window_of
+
+
+def served_together(impls: Iterable[Any], spec: Any) -> list[Any]:
+    """The implementations of a group with this ``KVCacheSpec`` that one plan can serve. The others
+    are set not to share.
+
+    Where vLLM's hybrid KV cache manager is off, layers with a window are in the group of those
+    without, and its blocks are kept for all tokens.
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    served = [impl for impl in impls if getattr(impl, "shares", False)]
+    if type(spec) is SlidingWindowSpec:
+        return served
+    for impl in served:
+        if window_of(impl) is not None:
+            impl.shares = False
+            fall_back("a sliding window")
+    return [impl for impl in served if impl.shares]
+
+
+def builder_refusal(
+    builder: Any, final: type, latent: bool = False, window: int | None = None
+) -> str | None:
+    """Why a metadata builder cannot plan for its layers, or None. Block tables of other kinds
+    than full attention keep ids of freed blocks, or leave some out. With a window this is known,
+    and no such block is shared.
+
+    Args:
+        final: the only class that may plan; vLLM derives others, which change the runner's
+            metadata before they build.
+        latent: whether the layers have latents in place of keys and values.
+        window: sliding window of the served layers; None for none.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    spec, derived = builder.kv_cache_spec, type(builder) is not final
+    usual = MLAAttentionSpec if latent else FullAttentionSpec
+    known = type(spec) is SlidingWindowSpec and window == spec.sliding_window
+    checks = (
+        (type(spec) is not usual and not known, f"a KV cache of {type(spec).__name__}"),
+        # other layers of the group may have the chunks
+        (
+            derived and getattr(spec, "attention_chunk_size", None) is not None,
+            "chunked local attention",
+        ),
+        (derived, f"metadata of {type(builder).__name__}"),
+    )
+    return next((reason for found, reason in checks if found), None)
+
+
+def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> AttentionConfig:
+    """What an executor for these implementations of one shape must serve: the query heads of all
+    ranks among which decode context parallelism divides the KV.
+
+    Args:
+        dtype: the model's, even if the KV cache has another.
+    """
+    engine = Engine(shards=impls[0].dcp_world_size)
+    specs = [LayerSpec.of_impl(impl, None, engine, dtype, block_size) for impl in impls]
+    return replace(
+        specs[0],
+        has_sink=any(s.has_sink for s in specs),
+        logits_soft_cap=any(s.logits_soft_cap for s in specs),
+        alibi=any(s.alibi for s in specs),
+    ).attention_config()

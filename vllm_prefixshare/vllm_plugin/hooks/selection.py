@@ -1,0 +1,392 @@
+"""Hooks that let the backend be chosen, and refuse at start-up what would fail later."""
+
+import difflib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from enum import EnumMeta
+from types import ModuleType
+from typing import Any, NoReturn
+
+from vllm_prefixshare.config import FP8_CACHES, LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.settings import VARIABLES, settings
+from vllm_prefixshare.vllm_plugin import (
+    BACKEND_NAME,
+    CPU_BACKEND,
+    CUDA_BACKEND,
+    FP8_MLA_BACKEND,
+    MLA_BACKEND,
+    background_compilation,
+    compat,
+    invariance,
+)
+from vllm_prefixshare.vllm_plugin.eligibility.fallback import declines, fall_back
+from vllm_prefixshare.vllm_plugin.eligibility.layer import LayerSpec
+from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
+from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
+from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, wrap
+from vllm_prefixshare.vllm_plugin.observability import metrics
+from vllm_prefixshare.vllm_plugin.step.mixed_graphs import choose_mixed_graphs, named_by_user
+
+EXTENSION_PATH = "vllm_prefixshare.vllm_plugin.observability.stats.PrefixShareWorkerExtension"
+ENV_VAR = "VLLM_ATTENTION_BACKEND"
+
+
+def hook_backend_enum(module: ModuleType) -> None:
+    """Add the member PREFIX_SHARE. Its value is the CUDA backend; on a CPU the platform's hook
+    returns the CPU backend.
+
+    Made as ``AttentionBackendEnum.register`` makes dynamic members (vLLM 0.32 and later), but it
+    pickles as a call of ``backend_member``: spawned workers unpickle their configuration in a
+    process that has not made it yet.
+
+    A misspelt PREFIX_SHARE is refused where vLLM would list the names of all backends.
+    """
+    enum = module.AttentionBackendEnum
+    if BACKEND_NAME in enum._member_map_:
+        return
+    if type(enum) is not EnumMeta:  # that one belongs to every other enum, too
+        wrap(type(enum), "__getitem__", _name_the_backend)
+    member = object.__new__(enum)
+    member._name_, member._value_ = BACKEND_NAME, CUDA_BACKEND
+    member.__reduce_ex__ = lambda protocol: (backend_member, ())
+    setattr(enum, BACKEND_NAME, member)
+    enum._member_map_[BACKEND_NAME] = member
+    enum._value2member_map_[CUDA_BACKEND] = member
+    enum._member_names_.append(BACKEND_NAME)
+
+
+def _name_the_backend(original: Function) -> Function:
+    def find(cls: Any, name: Any) -> Any:
+        try:
+            return original(cls, name)
+        except (KeyError, ValueError):
+            if isinstance(name, str) and is_misspelt(name):
+                raise PrefixShareError(
+                    f"{name!r} is not an attention backend: name {BACKEND_NAME}, or one of vLLM's."
+                ) from None
+            raise
+
+    return find
+
+
+def backend_member() -> Any:
+    """The member PREFIX_SHARE of ``AttentionBackendEnum``."""
+    from vllm.v1.attention.backends import registry
+
+    hook_backend_enum(registry)
+    return registry.AttentionBackendEnum[BACKEND_NAME]
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a chosen backend, as enum member or name, is PREFIX_SHARE. None: vLLM's choice."""
+    name = backend if isinstance(backend, str) else getattr(backend, "name", "")
+    return bool(name.upper() == BACKEND_NAME)
+
+
+def is_misspelt(name: str) -> bool:
+    """Whether the name of no backend is close to PREFIX_SHARE."""
+    close = difflib.get_close_matches(name.upper(), [BACKEND_NAME])
+    return bool(close) and not is_ours(name)
+
+
+def hook_environment(module: ModuleType) -> None:
+    """Make this plugin's variables known to vLLM, which warns of unknown ones.
+
+    vLLM also reads each known variable into the key of its torch.compile cache. This plugin's
+    variables change no compiled graph, and one names a folder that is new in each process, so vLLM
+    gets no values.
+    """
+    ours = is_ours(os.environ.get(ENV_VAR, ""))
+    for name in (*VARIABLES, *((ENV_VAR,) if ours else ())):
+        module.environment_variables.setdefault(name, lambda: None)
+
+
+def hook_engine_config(module: ModuleType) -> None:
+    """Choose the backend from the environment, and check the finished configuration."""
+    checks = getattr(module, "engine_config_checks", None)
+    if checks is not None:  # a patched vLLM, which reads the variable and calls the check
+        if check_where_chosen not in checks:
+            checks.append(check_where_chosen)
+        return
+
+    def wrapper(original: Function) -> Function:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                choose_from_environment(self)
+                if not _chosen_by(self):
+                    config = original(self, *args, **kwargs)
+                    metrics.start_for_engine("api_server", config, uses_prefix_share=False)
+                    return config
+                on_cpu = check_platform()
+                background_compilation.start_planning()
+                named = named_by_user(self)
+                config = original(self, *args, **kwargs)
+                if not on_cpu:
+                    choose_mixed_graphs(config, named)
+                context = args[0] if args else kwargs.get("usage_context")
+                offline = getattr(context, "name", "") == "LLM_CLASS"
+                _check_engine_config(config, offline)
+                return config
+            except PrefixShareError as e:
+                refuse(e)
+
+        return create_engine_config
+
+    wrap(module.EngineArgs, "create_engine_config", wrapper)
+
+
+def _chosen_by(engine_args: Any) -> bool:
+    """Whether ``EngineArgs`` name PREFIX_SHARE. Where a release has no such fields, they do not:
+    ``compat.check_release`` tells those who chose it by the environment.
+    """
+    return is_ours(getattr(engine_args, "attention_backend", None)) or chosen_in(
+        getattr(engine_args, "attention_config", None)
+    )
+
+
+def check_where_chosen(config: Any) -> None:
+    """Check a finished ``VllmConfig`` where it names PREFIX_SHARE, in a patched vLLM."""
+    if not chosen_in(config.attention_config):
+        metrics.start_for_engine("api_server", config, uses_prefix_share=False)
+        return
+    try:
+        check_platform()
+        background_compilation.start_planning()
+        _check_engine_config(config)
+    except PrefixShareError as e:
+        refuse(e)
+
+
+def chosen_in(attention_config: Any) -> bool:
+    """Whether a vLLM ``AttentionConfig`` names PREFIX_SHARE, for all layers or a kind of them."""
+    per_kind = getattr(attention_config, "backend_per_kind", {})
+    return is_ours(getattr(attention_config, "backend", None)) or any(
+        map(is_ours, per_kind.values())
+    )
+
+
+def refuse(error: PrefixShareError) -> NoReturn:
+    """Raise ``error``, or, in a program of vLLM's, print it and exit with status 2: a traceback
+    says nothing to those who did not write the program.
+    """
+    program = sys.argv[0]
+    if os.path.basename(program) != "vllm" and "/vllm/entrypoints/" not in program:
+        raise error
+    print(f"vllm: error: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def choose_from_environment(engine_args: Any) -> None:
+    """Choose PREFIX_SHARE where the environment names it and no argument names a backend.
+
+    Raises:
+        PrefixShareError: see ``named_by_environment``.
+    """
+    if not named_by_environment():
+        return
+    config = getattr(engine_args, "attention_config", None)
+    if getattr(engine_args, "attention_backend", None) or getattr(config, "backend", None):
+        return
+    engine_args.attention_backend = backend_member()
+
+
+def named_by_environment() -> bool:
+    """Whether VLLM_ATTENTION_BACKEND names PREFIX_SHARE.
+
+    Raises:
+        PrefixShareError: the variable holds a misspelt PREFIX_SHARE.
+    """
+    name = os.environ.get(ENV_VAR, "")
+    if is_misspelt(name):
+        raise PrefixShareError(
+            f"{ENV_VAR}={name!r} is not an attention backend: set it to {BACKEND_NAME} or unset it."
+        )
+    return is_ours(name)  # names of earlier releases are not: vLLM warns that it ignores them
+
+
+def _check_engine_config(config: Any, offline: bool = False) -> None:
+    """Refuse settings that would fail later; set up the workers' statistics method, ``/metrics``
+    and the scheduler's order.
+
+    Args:
+        offline: whether the engine is known to serve ``vllm.LLM``.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_prefixshare.vllm_plugin.scheduling.order import order_requests
+
+    # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
+    on_cpu = current_platform.is_cpu()
+    check_settings(functools.partial(_attention_of, config) if on_cpu else None)
+    if not on_cpu:
+        # a worker would refuse it once it has loaded the weights
+        if settings().kernel == "hopper":
+            _check_hopper(current_platform.is_device_capability(90))
+        compiling = None
+        with background_compilation.best_effort():  # as where no kernel serves the model's shape
+            attention = _attention_of(config)
+            if not _is_refused(attention):
+                compiling = background_compilation.start_kernels(attention, config)
+        if compiling is not None:  # a kernel was named
+            background_compilation.refuse_what_does_not_compile(compiling)
+    # its operator writes latents without the implementation, which makes them finite
+    config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+    if not config.parallel_config.worker_extension_cls:
+        config.parallel_config.worker_extension_cls = EXTENSION_PATH
+    metrics.start_for_engine("api_server", config, uses_prefix_share=True)
+    order_requests(config, offline)
+
+
+def _check_hopper(is_hopper: bool) -> None:
+    """Refuse a GPU or a Triton without the Hopper kernel, where it was named."""
+    from vllm_prefixshare.kernels.registry import import_kernel
+
+    if not is_hopper:
+        raise PrefixShareError(
+            "VLLM_PREFIXSHARE_KERNEL=hopper needs a GPU of compute capability 9.0: set it to auto."
+        )
+    try:
+        import_kernel("hopper")
+    except PrefixShareError as e:
+        raise PrefixShareError(
+            f"VLLM_PREFIXSHARE_KERNEL=hopper cannot be used ({str(e).removesuffix('.')}): set it "
+            "to auto, or install the Triton that vLLM brings."
+        ) from e
+
+
+def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
+    """Refuse unknown variables, values and dividers, a cost table that cannot be used, and places
+    that cannot be written. Such a place may be left there empty, as a worker would make it.
+
+    Args:
+        cpu_attention: returns the model's attention, where it runs on a CPU, for comparison
+            with that of the table. None: only the table's form is checked.
+
+    Raises:
+        PrefixShareError: naming the variable.
+    """
+    if (divider := settings().divider) is not None:
+        from vllm_prefixshare.planning.dividers.registry import get_divider
+
+        get_divider(divider)
+        invariance.check_divider(divider)
+    metrics.named_folder()
+    if (trace := settings().trace) is not None:
+        from vllm_prefixshare.vllm_plugin.observability import tracing
+
+        os.close(tracing.open_file(trace))
+    if (table := settings().cost_table) is not None:
+        from vllm_prefixshare.planning.costs.table import CostTable
+
+        expected = None
+        if cpu_attention is not None:
+            from vllm_prefixshare.kernels.cpu.executor import cpu_executor
+            from vllm_prefixshare.planning.costs.lookup import fingerprint
+
+            attention = cpu_attention()
+            expected = fingerprint(attention, cpu_executor(attention).name)
+        CostTable.load(table, expected)
+
+
+def check_platform() -> bool:
+    """Refuse a vLLM or a platform that is not supported.
+
+    Returns:
+        whether it is the CPU platform.
+
+    Raises:
+        PrefixShareError: the release is not known, one of its hook targets moved, or the platform
+            is neither a CPU nor an NVIDIA GPU of compute capability 8.0 or more.
+    """
+    from vllm.platforms import current_platform
+
+    on_cpu: bool = current_platform.is_cpu()
+    compat.check_release(on_cpu=on_cpu)
+    if on_cpu:
+        return True
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
+        raise PrefixShareError(
+            f"{BACKEND_NAME} serves CPUs and NVIDIA GPUs of compute capability 8.0 or more: "
+            "choose another attention backend here."
+        )
+    return False
+
+
+def _attention_of(config: Any) -> AttentionConfig:
+    """The shape of the model's full-attention layers on one rank; as ``groups.attention_of``."""
+    model, parallel = config.model_config, config.parallel_config
+    return AttentionConfig(
+        model.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size,
+        model.get_num_kv_heads(parallel),
+        model.get_head_size(),
+        config.cache_config.block_size or 16,  # may not be known yet
+        str(model.dtype).removeprefix("torch."),
+        kv_lora_rank=LATENT_SHAPE[1] if model.use_mla else None,
+    )
+
+
+def _is_refused(attention: AttentionConfig) -> bool:
+    """Whether a GPU serves no layers of this shape, as far as it tells."""
+    layer = LayerSpec(
+        attention.head_dim,
+        attention.dtype,
+        num_heads=attention.num_qo_heads,
+        use_mla=attention.kv_lora_rank is not None,
+    )
+    return refusal(layer, Platform(CUDA_DTYPES, gpu_extras(anywhere=True))) is not None
+
+
+def hook_cuda_platform(module: ModuleType) -> None:
+    """Let CUDA layers that are not served keep vLLM's own backend."""
+    _choose_backends(module.CudaPlatformBase, on_gpu=True)
+
+
+def hook_cpu_platform(module: ModuleType) -> None:
+    """Let the CPU platform use the backend for the layers that are served."""
+    _choose_backends(module.CpuPlatform, on_gpu=False)
+
+
+def _choose_backends(platform: type, on_gpu: bool) -> None:
+    """Choose PREFIX_SHARE for the layers that are served, and the platform's own backend for the
+    others. On a GPU the platform finds ours by the member of its enum.
+    """
+
+    def wrapper(original: Function) -> Function:
+        def get_attn_backend_cls(
+            cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not is_ours(selected_backend):
+                return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
+            declined = declines(attn_selector_config, on_gpu, latent=on_gpu) is not None
+            if declined or attn_selector_config.use_mla:
+                own = original(cls, None, attn_selector_config, *args, **kwargs)
+                return own if declined else latent_backend(own, attn_selector_config)
+            if on_gpu:
+                return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
+            return CPU_BACKEND
+
+        return get_attn_backend_cls
+
+    wrap(platform, "get_attn_backend_cls", wrapper)
+
+
+def latent_backend(own: str, layer: Any) -> str:
+    """The backend of an MLA layer: ours where vLLM would take FLASH_ATTN_MLA, or FLASHMLA for an
+    fp8 cache.
+
+    Args:
+        own: path of the class that vLLM would take.
+        layer: its ``AttentionSelectorConfig``.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    parent, ours = AttentionBackendEnum.FLASH_ATTN_MLA, MLA_BACKEND
+    if layer.kv_cache_dtype in FP8_CACHES:
+        parent, ours = AttentionBackendEnum.FLASHMLA, FP8_MLA_BACKEND
+    if own == parent.get_path():
+        return ours
+    fall_back(f"multi-head latent attention in {own.rpartition('.')[2]}")
+    return own

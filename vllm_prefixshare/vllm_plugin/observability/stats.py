@@ -1,0 +1,168 @@
+"""Counters of the backend in each worker, read with vLLM's ``collective_rpc``."""
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeVar
+
+#: Upper ends of the ranges in which plans are counted by their time, in seconds.
+PLAN_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, float("inf"))
+
+
+@dataclass(slots=True)
+class BackendStats:
+    """Counters of one worker process, summed over its KV-cache groups; times in seconds.
+
+    decode_steps: engine steps with at least one decode, counted once per KV-cache group. New
+        requests that are planned with the decodes count as decodes, here and below.
+    shared_steps: decode steps in which requests shared KV.
+    layer_calls, layer_seconds: attention layers that ran shared decodes, and their time (CPU only).
+    kv_tokens_read: KV tokens per layer that decodes read.
+    kv_tokens_stock: KV tokens per layer that they would read one by one.
+    plans, plan_seconds: plans made and copied to the device, and their time.
+    build_seconds: time that planning adds to building metadata (CPU only).
+    imbalance: load of the busiest worker over the mean, in the last plan; 0 before the first.
+    plans_by_time: plans in each of ``PLAN_BUCKETS``.
+    fallbacks: counts by reason: kinds of layers that keep vLLM's own backend, and plans that share
+        nothing because a sharing plan could not be used.
+    """
+
+    decode_steps: int = 0
+    shared_steps: int = 0
+    layer_calls: int = 0
+    layer_seconds: float = 0.0
+    kv_tokens_read: int = 0
+    kv_tokens_stock: int = 0
+    plans: int = 0
+    plan_seconds: float = 0.0
+    build_seconds: float = 0.0
+    imbalance: float = 0.0
+    plans_by_time: list[int] = field(default_factory=lambda: [0] * len(PLAN_BUCKETS))
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    def note_plan(self, seconds: float, imbalance: float, fallback: str | None = None) -> None:
+        """Count a plan, and ``fallback``, the reason why it shares nothing, if any."""
+        self.plans += 1
+        self.plan_seconds += seconds
+        self.plans_by_time[bisect_left(PLAN_BUCKETS, seconds)] += 1
+        self.imbalance = imbalance
+        if fallback is not None:
+            self.note_fallback(fallback)
+
+    def note_fallback(self, reason: str) -> None:
+        """Count a fallback by its ``reason``."""
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+    def note_step(self, tokens: int, saved: int) -> None:
+        """Count a step whose decodes have ``tokens`` of KV and read all but ``saved`` of them."""
+        self.decode_steps += 1
+        self.shared_steps += saved > 0
+        self.kv_tokens_stock += tokens
+        self.kv_tokens_read += tokens - saved
+
+    def counters(self) -> dict[str, float]:
+        """The counters that add up, as plain numbers."""
+        return {f.name: getattr(self, f.name) for f in fields(self)[:9]}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, and the derived kv_tokens_saved, share_factor, plans_reused."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            **values,
+            "plans_by_time": list(self.plans_by_time),
+            "fallbacks": dict(self.fallbacks),
+            "kv_tokens_saved": self.kv_tokens_stock - self.kv_tokens_read,
+            "share_factor": share_factor(self.kv_tokens_stock, self.kv_tokens_read),
+            "plans_reused": self.decode_steps - self.plans,
+        }
+
+    def reset(self) -> None:
+        """Set every counter to zero."""
+        fresh = BackendStats()
+        for f in fields(self):
+            setattr(self, f.name, getattr(fresh, f.name))
+
+
+def share_factor(stock: float, read: float) -> float:
+    """Times that a KV token is used for each time it is read; 1 where nothing was read."""
+    return stock / read if read else 1.0
+
+
+#: The counters of this process.
+STATS = BackendStats()
+
+
+# A forked engine core or worker starts from zero.
+os.register_at_fork(after_in_child=lambda: STATS.reset())
+
+Name = TypeVar("Name")
+
+
+class Since(Generic[Name]):
+    """Increases of counters between calls of ``take``.
+
+    Args:
+        counters: returns each counter now.
+    """
+
+    def __init__(self, counters: Callable[[], Mapping[Name, float]]) -> None:
+        self._counters = counters
+        self._before: Mapping[Name, float] = {}
+
+    def take(self, restart: bool = True) -> dict[Name, float]:
+        """Increase of each counter since the last call with ``restart``; after a reset, its
+        value.
+        """
+        now, before = self._counters(), self._before
+        if restart:
+            self._before = now
+        return {
+            name: value - before.get(name, 0) if value >= before.get(name, 0) else value
+            for name, value in now.items()
+        }
+
+
+def backend_counters() -> dict[str, float]:
+    """``BackendStats.counters`` of this process."""
+    return STATS.counters()
+
+
+_LOGGED = Since(backend_counters)
+
+
+def take_stats() -> dict[str, float]:
+    """What this process counted since the last call, for the loggers of a patched vLLM."""
+    return {f"prefix_share_{name}": since for name, since in _LOGGED.take().items() if since}
+
+
+def prompt_stats(reset: bool = False) -> dict[str, dict[str, float]]:
+    """Counters of shared host work in the calling process, such as the front end.
+
+    Args:
+        reset: whether to set them to zero afterwards; ``cache_bytes`` stays.
+
+    Returns:
+        ``PartCounters`` as a dictionary for each part: requests, fallbacks, units, shared_units,
+        seconds, cache_bytes.
+    """
+    from vllm_prefixshare.vllm_plugin.prompts import parts
+
+    result = {part: counters.as_dict() for part, counters in parts.COUNTERS.items()}
+    if reset:
+        for counters in parts.COUNTERS.values():
+            counters.reset()
+    return result
+
+
+class PrefixShareWorkerExtension:
+    """Mixed into vLLM's worker: ``llm.collective_rpc("prefix_share_stats")``."""
+
+    def prefix_share_stats(self, reset: bool = False) -> dict[str, Any]:
+        """``BackendStats.as_dict`` since the start or the last reset, and ``prompt_stats`` of this
+        process as "prompts".
+        """
+        result = {**STATS.as_dict(), "prompts": prompt_stats(reset)}
+        if reset:
+            STATS.reset()
+        return result

@@ -1,0 +1,187 @@
+"""The detokenizer's stream starts from the end of the prompt instead of all of it.
+
+vLLM gives `DecodeStream` the whole prompt, and the stream's first step decodes it twice. What a
+step returns is the text by which its token lengthens the text of all ids, and after the first text
+returned, the stream drops the ids before it. So a tail T of the prompt P gives the same outputs if
+a fixed X exists with decode(P + S) = X + decode(T + S) for all continuations S, and decode(T) is
+neither empty nor ends inside a character. That holds where
+
+- the decoder works token by token, except for bytes of one character, the text's first token, and
+  its last one (`_decodes_by_token` lists the decoders), and
+- T starts with a token that is no added token (it may be skipped), no byte token (it may belong to
+  the character before), not white space (a decoder may strip the text's first space, and must not
+  reach the second token) and whose text starts with a whole character.
+
+A prompt that ends inside a character has no text that the stream could start from: vLLM's stream
+then returns the whole prompt with the first output (vLLM #48853). Here the stream starts from the
+tokens of whole characters and takes the others as its first steps, which return no text: the
+output starts with the character that the prompt began.
+
+Where no such tail is among the last 64 ids, the stream gets the whole prompt.
+"""
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from vllm_prefixshare.vllm_plugin.prompts.known_code import is_known
+from vllm_prefixshare.vllm_plugin.prompts.parts import is_enabled, measured, report_once
+
+PART = "detokenization"
+#: Numbers of ids to find a tail in, tried in this order.
+_TAIL_SIZES = (8, 24, 64)
+#: Minimum number of ids from the start of a tail to the end of its whole characters.
+_MIN_TAIL = 4
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class _Start(NamedTuple):
+    """Where a stream starts. ids: the ids that it is made with. pending: its first steps."""
+
+    ids: list[int]
+    pending: list[int]
+
+
+def init(
+    baseline: Callable[[Any, Any, Any], None], detokenizer: Any, tokenizer: Any, request: Any
+) -> None:
+    """`FastIncrementalDetokenizer.__init__`.
+
+    Args:
+        baseline: vLLM's function.
+        detokenizer: the `FastIncrementalDetokenizer`.
+        tokenizer: the `TokenizersBackend`.
+        request: the `EngineCoreRequest`.
+    """
+    if not is_enabled(PART) or not _is_supported() or not request.prompt_token_ids:
+        return baseline(detokenizer, tokenizer, request)
+    with measured(PART) as counters:
+        ids = request.prompt_token_ids
+        counters.units += len(ids)
+        skip_special_tokens = request.sampling_params.skip_special_tokens
+        start = _find_start(tokenizer._tokenizer, ids, skip_special_tokens)
+        if start is None:
+            counters.fallbacks += 1
+            return baseline(detokenizer, tokenizer, request)
+        counters.shared_units += len(ids) - len(start.ids) - len(start.pending)
+        request = copy.copy(request)
+        request.prompt_token_ids = start.ids
+        baseline(detokenizer, tokenizer, request)
+        for token_id in start.pending:
+            detokenizer.stream.step(detokenizer.tokenizer, token_id)
+
+
+def _find_start(backend: Any, ids: list[int], skip_special_tokens: bool) -> _Start | None:
+    """The end of the prompt to start from, or None if it has to be the whole prompt."""
+    decoding = _Decoding.of(backend)
+    if decoding is None:
+        return None
+    for size in _TAIL_SIZES:
+        tail = list(ids[-size:])
+        first = 0 if size >= len(ids) else decoding.first_safe(tail, skip_special_tokens)
+        if first is not None:
+            start = decoding.split(tail[first:], skip_special_tokens)
+            if start is not None:
+                return start
+        if size >= len(ids):
+            break
+    return None
+
+
+class _Decoding:
+    """How a tokenizer decodes.
+
+    Args:
+        backend: a `tokenizers.Tokenizer` or fastokens' counterpart.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._added_ids = frozenset(backend.get_added_tokens_decoder())
+
+    @staticmethod
+    @functools.lru_cache(maxsize=16)
+    def of(backend: Any) -> "_Decoding | None":
+        """The decoding of a backend, or None if a tail may decode in another way."""
+        try:
+            decoder = _decoder_config(backend)
+            if _decodes_by_token(decoder):
+                return _Decoding(backend)
+            reason = f"its decoder is {json.dumps(decoder)[:200]}"
+        except Exception as error:  # a backend of another kind or version
+            reason = f"its decoder cannot be read ({error!r})"
+        report_once(PART, f"a tokenizer needs its whole prompt: {reason}")
+        return None
+
+    def first_safe(self, tail: list[int], skip_special_tokens: bool) -> int | None:
+        """The first token of ``tail`` whose text does not depend on the tokens before it."""
+        for index, token_id in enumerate(tail[: 1 - _MIN_TAIL]):
+            token = None if token_id in self._added_ids else self._backend.id_to_token(token_id)
+            if token and not _BYTE_TOKEN.fullmatch(token):
+                text = self._decode([token_id], skip_special_tokens)
+                if text and text[0] != _REPLACEMENT and not text.isspace():
+                    return index
+        return None
+
+    def split(self, tail: list[int], skip_special_tokens: bool) -> _Start | None:
+        """The tail divided behind its last whole character."""
+        for end in range(len(tail), 0, -1):
+            text = self._decode(tail[:end], skip_special_tokens)
+            if not text:
+                break
+            if text[-1] != _REPLACEMENT:
+                return _Start(tail[:end], tail[end:])
+        return None
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _decoder_config(backend: Any) -> dict[str, Any] | None:
+    """The decoder of a backend, as tokenizer.json has it."""
+    if type(backend).__module__.partition(".")[0] == "fastokens":
+        config = json.loads(backend.to_str())["decoder"]
+    else:
+        config = backend.decoder and json.loads(backend.decoder.__getstate__())
+    assert config is None or isinstance(config, dict)
+    return config
+
+
+def _decodes_by_token(decoder: dict[str, Any] | None, fused: bool = False) -> bool:
+    """Whether a decoder works as the module's docstring needs it.
+
+    Args:
+        decoder: its configuration; None for tokens joined by spaces.
+        fused: whether it is given the whole text as one token.
+    """
+    if decoder is None:
+        return True
+    kind = decoder["type"]
+    if kind == "Sequence":
+        for part in decoder["decoders"]:
+            if not _decodes_by_token(part, fused):
+                return False
+            fused |= part["type"] == "Fuse"
+        return True
+    if kind == "Strip":
+        return bool(decoder["stop"] == 0 and decoder["start"] <= 1)
+    if kind == "Replace":
+        return not fused and "String" in decoder["pattern"]
+    if kind in ("Metaspace", "ByteFallback", "WordPiece", "BPEDecoder"):
+        return not fused
+    return kind in ("ByteLevel", "Fuse")
+
+
+#: What is wrapped here, in vLLM 0.29 to 0.33.
+KNOWN_CODE = {
+    "vllm.v1.engine.detokenizer.FastIncrementalDetokenizer.__init__": ("f22bb9a561b1",),
+}
+
+
+@functools.cache
+def _is_supported() -> bool:
+    return is_known(PART, KNOWN_CODE)

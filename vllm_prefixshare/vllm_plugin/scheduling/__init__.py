@@ -1,0 +1,1 @@
+"""Prefix-sharing-aware scheduling of waiting requests."""
