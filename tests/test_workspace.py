@@ -6,7 +6,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel
 
 from tests.planning.strategies import gpu_config, make_planner
 from vllm_prefixshare.config import AttentionConfig
@@ -15,6 +14,7 @@ from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.interface import Gpu, HostBatch
+from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialResults

@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 
 from tests.batches import PagedBatch
 from tests.mla import (
@@ -30,6 +29,7 @@ from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras, checked_extras
 from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.mla_hopper import launch as hopper
+from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 from vllm_prefixshare.kernels.portable.arrays import NUM_REQS, WORDS
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
