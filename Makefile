@@ -17,16 +17,15 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 
 MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
 
-.PHONY: demo check test docs dist trust soak ray releases kernels lint venv model clean
+.PHONY: demo check test docs dist fuzz soak ray releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
 
 # What to run before each commit: linters, and unit tests that start no engine and compile no
 # kernel; under 3 minutes on two cores.
-CHECKS := tests/planning tests/cli tests/docs tests/vllm_plugin/prompts tests/kernels/test_layout.py \
-	tests/kernels/test_registry.py tests/test_boundaries.py tests/test_docs.py \
-	--ignore=tests/cli/test_bench.py
+CHECKS := $(addprefix tests/unit/,planning cli vllm_plugin/prompts kernels/test_layout.py \
+	kernels/test_registry.py test_boundaries.py) tests/docs --ignore=tests/unit/cli/test_bench.py
 check: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope -m 'not engine' $(CHECKS) $(PYTEST_ARGS)
 
@@ -46,9 +45,9 @@ dist: venv
 	$(PY) -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 # What CI tries a little of, at length: an hour or two on one core.
-trust: venv
-	TRUST_SEQUENCES=20000 TRUST_FORESTS=500 TRUST_TEXTS=100000 \
-		TRUST_PROMPTS=100000 $(PY) -m pytest tests/trust $(PYTEST_ARGS)
+fuzz: venv
+	FUZZ_SEQUENCES=20000 FUZZ_FORESTS=500 FUZZ_TEXTS=100000 \
+		FUZZ_PROMPTS=100000 $(PY) -m pytest tests/fuzz $(PYTEST_ARGS)
 
 # Engine chaos and a server under load, of which CI tries a little, and several API servers: half
 # an hour.
@@ -64,11 +63,11 @@ ray: model $(RAY)/.locked
 
 # The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
 releases: venv
-	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/vllm_plugin/test_other_releases.py tests/patches $(PYTEST_ARGS)
+	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/unit/vllm_plugin/test_other_releases.py tests/patches $(PYTEST_ARGS)
 
 # Every variant of every kernel under every Triton, without a GPU: hours on few cores.
 kernels: venv
-	PREFIXSHARE_ALL_KERNELS=1 $(PY) -m pytest tests/kernels/test_compile.py $(PYTEST_ARGS)
+	PREFIXSHARE_ALL_KERNELS=1 $(PY) -m pytest tests/unit/kernels/aot/test_compile.py $(PYTEST_ARGS)
 	$(PY) benchmarks/tables.py
 
 lint: venv

@@ -79,7 +79,12 @@ def measure_schedulers(repeats: int) -> None:
     from vllm.v1.request import Request
 
     from tests.support.dummy_model import write_llama_8b
-    from tests.vllm_plugin.test_order import answer_step, make_config, make_scheduler, prompts_about
+    from tests.unit.vllm_plugin.scheduling.test_order import (
+        answer_step,
+        make_config,
+        make_scheduler,
+        prompts_about,
+    )
     from vllm_prefixshare.vllm_plugin.scheduling.order import OfflinePrefixOrderScheduler
 
     init_none_hash(sha256)

@@ -1,11 +1,11 @@
-"""Run on a machine with a GPU what CI cannot run: tests, trust runs, published figures.
+"""Run on a machine with a GPU what CI cannot run: tests, fuzzing, published figures.
 
     python benchmarks/on_gpu.py tests        # every test that needs a GPU
-    python benchmarks/on_gpu.py trust        # compute-sanitizer, random forests, engine chaos
+    python benchmarks/on_gpu.py fuzz         # compute-sanitizer, random forests, engine chaos
     python benchmarks/on_gpu.py figures kernel_fp8 kernel_mla
     python benchmarks/on_gpu.py figures kernel --path FASTTREE=~/FastTree-Artifact ...
 
-Tests and trust runs share the GPUs and the cores, since nothing of them is timed; on several GPUs
+Tests and fuzzing share the GPUs and the cores, since nothing of them is timed; on several GPUs
 a step that needs one gets that with the fewest steps. A larger
 ``--cores`` than the machine has does not help: processes take turns on the GPU, and many engines at
 once run into their time limits. Figures run one after the other: each by the command in its
@@ -34,17 +34,17 @@ PUBLISHED = Path(__file__).parent / "published"
 #: files whose tests start engines of their own, in parts of about five minutes; the tests that no
 #: part names are another one
 PARTS = {
-    "test_engine": (
+    "test_gpu_engine": (
         "speculative or draft or head_dim",
         "sliding or lora or synchronise or strict or wrong_setting",
         "two_gpus or context_parallelism",
     ),
-    "test_engine_extras": ("scale or questions or differs",),
-    "test_engine_hybrid": ("fp8 or drafts",),
-    "test_mixed_graphs": ("two_gpus",),
+    "test_gpu_engine_extras": ("scale or questions or differs",),
+    "test_gpu_engine_hybrid": ("fp8 or drafts",),
+    "test_gpu_mixed_graphs": ("two_gpus",),
 }
 #: files with tests for two GPUs, and what such a part of a file has in its name
-ON_TWO = ("test_ranks", "test_ray", "test_engine_mla", "two_gpus")
+ON_TWO = ("test_gpu_ranks", "test_gpu_ray", "test_gpu_engine_mla", "two_gpus")
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
 ENGINE = "benchmarks/bench_engine.py --start-together"
 #: figures that were not published yet; later their commands are in their files
@@ -82,10 +82,11 @@ class Running:
 
 def tests(out: Path) -> Iterator[Step]:
     """A step for each file, engines first: they take longest."""
-    starts_engines = ("test_mixed", "test_engine", "test_serve", "test_ray", "test_bad_input")
+    engines = ("mixed", "engine", "serve", "ray", "bad_input")
+    starts_engines = tuple(f"test_gpu_{name}" for name in engines)
     files = sorted(Path(ROOT, "tests/gpu").glob("test_*.py"))
     files.sort(key=lambda path: not path.stem.startswith(starts_engines))
-    for path in [*files, Path(ROOT, "tests/trust/test_batch_invariance.py")]:
+    for path in [*files, Path(ROOT, "tests/fuzz/test_batch_invariance.py")]:
         cores = 4 if path.stem.startswith(starts_engines) else 1
         command = f"-m pytest -q {path.relative_to(ROOT)}"
         named = PARTS.get(path.stem)
@@ -99,16 +100,16 @@ def tests(out: Path) -> Iterator[Step]:
             yield Step(f"{path.stem}_{i}", what, cores, 1 + on_two)
 
 
-def trust(out: Path) -> Iterator[Step]:
+def fuzz(out: Path) -> Iterator[Step]:
     """The rows of docs/fidelity.md that need a GPU, servers excepted."""
     yield Step("sanitize", f"benchmarks/sanitize.py --out {out}/sanitize.json", 4)
     for name, options in (("", ""), ("_shared", " --divider deft_flatten")):
         command = f"{CHAOS}{options} --out {out}/soak_engine_gpu{name}.json"
         yield Step(f"soak_engine_gpu{name}", command, 16)  # fourteen engines
-    pytest = "-m pytest -q tests/trust/test_kernels_on_gpu.py -k"
+    pytest = "-m pytest -q tests/fuzz/test_random_forests_on_gpu.py -k"
     yield Step("graph", f"{pytest} graph")
     for seed in range(1, FOREST_RUNS + 1):
-        environment = {"TRUST_SEED": str(seed), "TRUST_FORESTS": str(FORESTS)}
+        environment = {"FUZZ_SEED": str(seed), "FUZZ_FORESTS": str(FORESTS)}
         yield Step(f"forests_{seed}", f"{pytest} random", environment=environment)
 
 
@@ -232,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("tests", "trust", "figures"))
+    parser.add_argument("what", choices=("tests", "fuzz", "figures"))
     parser.add_argument(
         "names", nargs="*", help="of steps, or of published files, in their order; default: all"
     )
@@ -254,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
             paths = dict(path.split("=", 1) for path in args.path)
             steps = [figure(name, out, paths) for name in args.names]
         else:
-            steps = list((tests if args.what == "tests" else trust)(out))
+            steps = list((tests if args.what == "tests" else fuzz)(out))
     except ValueError as e:
         parser.error(str(e))
     known = [step.name for step in steps]

@@ -42,9 +42,9 @@ import repository  # noqa: F401
 import torch
 from results import versions, write
 
-from tests.gpu import test_extras as extra_cases
-from tests.gpu.layer import FP16, KERNELS, Layer, poison, random_trees
-from tests.gpu.test_mla import LatentLayer
+from tests.gpu import test_gpu_extras as extra_cases
+from tests.gpu.test_gpu_mla import LatentLayer
+from tests.support.gpu_layer import FP16, KERNELS, Layer, poison, random_trees
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import PLAIN

@@ -30,7 +30,6 @@ from typing import Any
 import repository  # noqa: F401
 from results import versions, write
 
-from tests.serving import NAME, server_process
 from tests.support import chaos
 from tests.support.dummy_model import SMALL_VOCAB, write_eagle, write_lora, write_small_llama
 from tests.support.embedded_model import embedded_model_path
@@ -44,6 +43,7 @@ from tests.support.engine import (
 )
 from tests.support.load import Load, all_gone, ends_cleanly, server_faults
 from tests.support.processes import Held, tree
+from tests.support.serving import NAME, server_process
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.planning.costs.lookup import gpu, has_gpu, processor
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS

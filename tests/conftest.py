@@ -37,16 +37,16 @@ hypothesis.settings.load_profile("no deadline")
 #: Files that take minutes. They come first: at the end, other processes would wait for one of them.
 LONGEST = (
     "tests/examples/test_ray.py",
-    "tests/vllm_plugin/test_other_releases.py",
+    "tests/unit/vllm_plugin/test_other_releases.py",
     "tests/engine/test_engine.py",
     "tests/engine/test_serve.py",
     "tests/examples/test_examples.py",
     "tests/patches/test_series.py",
-    "tests/kernels/test_compile.py",
-    "tests/test_bench_whole_call.py",
-    "tests/engine/test_order.py",
-    "tests/kernels/test_precompile.py",
-    "tests/distributed/test_ranks.py",
+    "tests/unit/kernels/aot/test_compile.py",
+    "tests/unit/benchmarks/test_bench_whole_call.py",
+    "tests/engine/test_engine_order.py",
+    "tests/unit/kernels/aot/test_precompile.py",
+    "tests/unit/distributed/test_ranks.py",
     "tests/docs/test_snippets.py",
 )
 

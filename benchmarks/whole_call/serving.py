@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.serving import NAME, server_process
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from tests.support.serving import NAME, server_process
 from vllm_prefixshare import PrefixShareError
 
 from . import client

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from tests.docs.commands import check
-from tests.docs.pages import ROOT
+from tests.support.documentation import ROOT
+from tests.support.documented_commands import check
 
 FOLDER = ROOT / ".github"
 WORKFLOWS = sorted(FOLDER.glob("workflows/*.yml"))

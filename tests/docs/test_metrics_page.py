@@ -3,8 +3,8 @@
 import ast
 import re
 
-from tests.docs.pages import ROOT, blocks_of
-from tests.docs.source import modules, text_of
+from tests.support.documentation import ROOT, blocks_of
+from tests.support.package_messages import modules, text_of
 from vllm_prefixshare.vllm_plugin.observability.metric_sources import DecodeSteps, PromptParts
 
 PATH = ROOT / "docs" / "metrics.md"

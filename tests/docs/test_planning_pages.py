@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from tests.docs.pages import ROOT
+from tests.support.documentation import ROOT
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from tests.docs.pages import ROOT
-from tests.docs.source import reasons
+from tests.support.documentation import ROOT
+from tests.support.package_messages import reasons
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 import vllm_prefixshare
-from tests.docs.pages import NOTES
+from tests.support.documentation import NOTES
 
 ROOT = Path(__file__).parents[2]
 

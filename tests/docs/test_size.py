@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.docs.pages import GUIDE, NOTES, PAGES, ROOT, prose
+from tests.support.documentation import GUIDE, NOTES, PAGES, ROOT, prose
 
 KB = 1000
 MAX_PARAGRAPH = 600

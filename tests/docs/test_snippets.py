@@ -11,8 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import PROGRAMS, WrongCommandError, check
-from tests.docs.pages import BLOCKS, LANGUAGES, PAGES, REASONS, ROOT, Block, files_of, prose
+from tests.support.documentation import (
+    BLOCKS,
+    LANGUAGES,
+    PAGES,
+    REASONS,
+    ROOT,
+    Block,
+    files_of,
+    prose,
+)
+from tests.support.documented_commands import PROGRAMS, WrongCommandError, check
 from tests.support.dummy_model import write_small_llama
 from tests.support.engine import DEFAULT_ENVIRONMENT, ONE_PROCESS
 from vllm_prefixshare.cli.main import main

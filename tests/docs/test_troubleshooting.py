@@ -2,8 +2,8 @@
 
 import re
 
-from tests.docs.pages import ROOT
-from tests.docs.source import messages, names_remedy
+from tests.support.documentation import ROOT
+from tests.support.package_messages import messages, names_remedy
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("|---")]

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tests.docs.pages import ROOT
-from tests.docs.source import mixed_graph_reasons
+from tests.support.documentation import ROOT
+from tests.support.package_messages import mixed_graph_reasons
 from vllm_prefixshare.settings import PROMPT_PARTS
 
 PAGE = (ROOT / "docs" / "whole-call.md").read_text()

@@ -14,9 +14,9 @@ import openai
 import psutil
 import pytest
 
-from tests.serving import NAME, client_of, server_process
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.processes import alive, tree
+from tests.support.serving import NAME, client_of, server_process
 
 pytestmark = pytest.mark.engine
 

@@ -7,18 +7,10 @@ Each test also asserts that its subject took place: shared steps, reused plans. 
 import numpy as np
 import pytest
 
+from tests.engine.conftest import DOCUMENT, ENVIRONMENT, SETTINGS
 from tests.support.dummy_model import write_small_gemma3
-from tests.support.engine import (
-    ONE_PROCESS,
-    PREFIX_SHARE,
-    STOCK,
-    Batch,
-    EngineProcess,
-    divergences,
-)
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, STOCK, Batch, EngineProcess, divergences
 from vllm_prefixshare import PrefixShareError
-
-from .conftest import DOCUMENT, ENVIRONMENT, SETTINGS
 
 pytestmark = pytest.mark.engine
 

@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import PROGRAM
-from tests.serving import (
+from tests.engine.conftest import DOCUMENT
+from tests.support.cli_runs import PROGRAM
+from tests.support.engine import DEFAULT_ENVIRONMENT
+from tests.support.load import Load, ends_cleanly, nonsense, server_faults
+from tests.support.serving import (
     NAME,
     VLLM,
     client_of,
@@ -28,12 +31,8 @@ from tests.serving import (
     stats,
     stream,
 )
-from tests.support.engine import DEFAULT_ENVIRONMENT
-from tests.support.load import Load, ends_cleanly, nonsense, server_faults
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.vllm_plugin.observability.metrics import PREFIX
-
-from .conftest import DOCUMENT
 
 pytestmark = pytest.mark.engine
 

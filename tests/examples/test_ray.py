@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.examples.test_examples import EXAMPLES
-from tests.serving import free_port
 from tests.support.dummy_model import SMALL_VOCAB, write_small_llama
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from tests.support.serving import free_port
 from vllm_prefixshare import PrefixShareError
 
 SCRIPTS = ("batch_qa", "serve_qa", "tensor_parallel")

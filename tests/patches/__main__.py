@@ -9,7 +9,7 @@ import importlib.util
 import shutil
 from pathlib import Path
 
-from tests.patches.series import VERSIONS, link_rest, patched_files
+from tests.support.patch_series import VERSIONS, link_rest, patched_files
 
 
 def installed() -> Path:

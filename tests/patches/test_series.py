@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.patches.series import VERSIONS, patched_copy, series
-from tests.vllm_plugin.test_other_releases import CHOSEN, RELEASES, python_files
+from tests.support.patch_series import VERSIONS, patched_copy, series
+from tests.unit.vllm_plugin.test_other_releases import CHOSEN, RELEASES, python_files
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = Version(importlib.metadata.version("vllm")).base_version
@@ -24,9 +24,9 @@ NEWEST = max(PATCHED, key=Version)
 #: The last entry takes the longest: `make test` runs it on the newest release only.
 HOOK_TESTS = [
     "tests/patches/on_patched.py",
-    "tests/vllm_plugin/test_hook_targets.py",
-    "tests/vllm_plugin/prompts/test_block_hashes.py",
-    "tests/vllm_plugin/test_cuda_backend.py",
+    "tests/unit/vllm_plugin/hooks/test_hook_targets.py",
+    "tests/unit/vllm_plugin/prompts/test_block_hashes.py",
+    "tests/unit/vllm_plugin/backends/cuda/test_cuda_backend.py",
 ]
 
 
@@ -78,9 +78,9 @@ def test_an_engine_runs_on_a_patched_vllm(tmp_path):
         INSTALLED,
         "tests/patches/on_patched.py",
         "tests/patches/on_patched_engine.py",
-        "tests/vllm_plugin/prompts/test_block_hashes.py",
-        "tests/vllm_plugin/prompts/test_copies.py",
-        "tests/vllm_plugin/prompts/test_renderer.py",
-        "tests/vllm_plugin/test_ways.py",
+        "tests/unit/vllm_plugin/prompts/test_block_hashes.py",
+        "tests/unit/vllm_plugin/prompts/test_copies.py",
+        "tests/unit/vllm_plugin/prompts/test_renderer.py",
+        "tests/unit/vllm_plugin/hooks/test_backend_choices.py",
     )
     assert " passed" in output

@@ -1,0 +1,152 @@
+"""Steps with new requests in FULL CUDA graphs, inside a real vLLM engine on a GPU.
+
+At most ``MAX_SEQS`` requests run, so that each one that ends lets a new one in beside the decodes
+of the others. Python must call no layer: FULL graphs are replayed in every step.
+
+    python -m pytest -m gpu tests/gpu/test_gpu_mixed_graphs.py
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import gpu_engines as cases
+from tests.support.dummy_model import write_lora, write_small_llama
+from tests.support.engine import EngineProcess
+from tests.support.engine_steps import Run, drive
+from tests.support.gpu_engines import (
+    GREEDY,
+    Text,
+    assert_as_stock,
+    assert_same_texts,
+    assert_shared,
+    engines,
+)
+from tests.support.gpu_layer import HOPPER, ON_GPU
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [
+    *ON_GPU,
+    pytest.mark.skipif(not HOPPER, reason="mixed steps run in FULL graphs on Hopper GPUs only"),
+    pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM"),
+]
+DOCUMENT, MAX_SEQS = 1200, 16
+#: Tokens after the document of each request, and tokens of each answer.
+PRIVATE, LENGTHS = [50, 9, 131, 64, 17, 1] * 4, [9, 30, 17, 2, 41, 23, 12] * 4
+#: FULL graphs without compilation, as large as the plugin chooses by itself.
+QUICK: dict[str, Any] = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
+}
+FEW: dict[str, Any] = {
+    "max_num_seqs": MAX_SEQS,
+    "max_num_batched_tokens": 512,
+    "worker_extension_cls": "tests.support.gpu_engines.LayerCounter",
+}
+
+
+def ours(model: Path, **options: Any) -> dict[str, Any]:
+    return cases.ours(model, "V2", **{**FEW, **options})
+
+
+def joining(
+    engine: EngineProcess, prompts: list[list[int]], lora: list[str | None] | None = None
+) -> Run:
+    """Answers to prompts of which each joins the decodes of others; the document is cached. No
+    layer is called by Python.
+    """
+    cached = list(dict.fromkeys(lora or [None]))
+    engine.call(drive, [prompts[0]] * len(cached), {**GREEDY, "max_tokens": 1}, None, cached)
+    lengths = [{**GREEDY, "max_tokens": LENGTHS[i]} for i in range(len(prompts))]
+    engine.collective_rpc("count_layers")
+    run: Run = engine.call(drive, prompts, lengths, None, lora)
+    called = engine.collective_rpc("count_layers")
+    assert not any(called), f"layers called from Python: {called}"
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def both(model: Path) -> Iterator[list[EngineProcess]]:
+    # compiled, and in the mode that the plugin chooses
+    with engines(cases.stock(model), ours(model)) as started:
+        yield started
+
+
+def test_requests_that_join_decodes(both, model):
+    stock, engine = both
+    run = joining(engine, Text(model).asking(DOCUMENT, PRIVATE))
+    assert [len(c.token_ids) for c in run.completions] == LENGTHS[: len(PRIVATE)]
+    assert_as_stock(run, stock)
+    assert_shared(run)
+
+
+def test_requests_that_share_nothing(both, model):
+    stock, engine = both
+    text = Text(model)
+    prompts = [text.part(1000 * i, 90 + 41 * i) for i in range(9)]
+    run = joining(engine, [text.asking(DOCUMENT, [3])[0], *prompts])
+    assert_as_stock(run, stock)
+
+
+def test_long_prompts_in_pieces_beside_decodes(both, model):
+    # 512 tokens a step, as many as the largest graph holds
+    stock, engine = both
+    text = Text(model)
+    prompts = [*text.asking(DOCUMENT, PRIVATE[:9]), text.part(3000, 1100), text.part(5000, 900)]
+    run = joining(engine, prompts)
+    assert_as_stock(run, stock)
+    assert run.stats["shared_steps"] > 0
+
+
+@pytest.mark.skip(reason="mixed_graphs_refusal rules fp8 caches out until this has passed on a GPU")
+def test_a_layer_of_an_fp8_cache(tmp_path, note):
+    model = write_small_llama(tmp_path / "model", head_dim=128)
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    with engines(cases.stock(model, **options), ours(model, **QUICK, **options)) as both:
+        prompts = Text(model).asking(DOCUMENT, PRIVATE)
+        lengths = [{**GREEDY, "max_tokens": n} for n in LENGTHS[: len(prompts)]]
+        both[0].call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
+        expected, run = both[0].call(drive, prompts, lengths), joining(both[1], prompts)
+        of_stock, own = (
+            np.concatenate(cases.errors(r.completions, both[0])) for r in (expected, run)
+        )
+    note(cases.beside_stock(run, expected, own, of_stock))
+    assert_shared(run)
+    assert 0 < own.mean() < 1.3 * of_stock.mean() + 1e-3
+    assert own.max() < 2 * of_stock.max() + 1e-2
+
+
+def test_adapters(tmp_path):
+    model = write_small_llama(tmp_path / "model")
+    adapter = str(write_lora(tmp_path / "adapter", model))
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    stock = cases.stock(model, **options, **cases.QUICK)
+    with engines(stock, ours(model, **QUICK, **options)) as both:
+        prompts = Text(model).asking(DOCUMENT, PRIVATE)
+        adapters = [adapter if i % 2 else None for i in range(len(prompts))]
+        run = joining(both[1], prompts, adapters)
+        lengths = [{**GREEDY, "max_tokens": n} for n in LENGTHS[: len(prompts)]]
+        expected = both[0].call(drive, prompts, lengths, None, adapters)
+    assert_same_texts(run, expected)
+    assert run.stats["shared_steps"] > 0
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+def test_two_gpus(model):
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    stock = cases.stock(model, **options, enforce_eager=True)
+    with engines(stock, ours(model, **QUICK, **options)) as both:
+        run = joining(both[1], Text(model).asking(DOCUMENT, PRIVATE))
+        assert_as_stock(run, both[0])
+    assert_shared(run)

@@ -1,0 +1,345 @@
+"""``benchmarks/bench_whole_call.py``: its workloads, what it compares, its client, its tables."""
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import bench_whole_call  # noqa: E402
+from whole_call import report, serving  # noqa: E402
+from whole_call.client import Load, parsed, send  # noqa: E402
+from whole_call.comparison import compare, compare_served  # noqa: E402
+from whole_call.measuring import Outcome, digest  # noqa: E402
+from whole_call.rows import ALL_ROWS, PROMPTS  # noqa: E402
+from whole_call.texts import Document, shuffled  # noqa: E402
+from whole_call.workloads import NUM_STEPS, NUM_TURNS, WORKLOADS, Workloads  # noqa: E402
+
+from vllm_prefixshare.settings import VARIABLES  # noqa: E402
+
+TEXT = " ".join(f"word{i}" for i in range(3000))
+
+
+@pytest.fixture
+def workloads() -> Workloads:
+    document = Document("words", TEXT, len(TEXT.split()))
+    return Workloads([document], lambda text: [len(w) for w in text.split()], 64, scale=0.125)
+
+
+def outcome(**changed) -> Outcome:
+    usual = Outcome(
+        seconds=2.0,
+        prompt_digests=(digest([1, 2]), digest([1, 3])),
+        token_ids=((5, 6), (7, 8)),
+        texts=("five six", "seven eight"),
+        num_prompt_tokens=(2, 2),
+        num_cached_tokens=(1, 1),
+        first_token_seconds=(0.5, 1.0),
+    )
+    return replace(usual, **changed)
+
+
+# -- workloads
+
+
+def prompts_of(run) -> list[str]:
+    return [json.dumps(prompt) for call in run.timed for prompt in call.prompts]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_runs_repeat_exactly_and_share_no_prompt(workloads, name):
+    first, second = (workloads.run(name, repeat) for repeat in (0, 1))
+    again = WORKLOADS[name].make(workloads, 0)
+    assert prompts_of(again) == prompts_of(first)
+    prompts = prompts_of(first) + prompts_of(second)
+    if name == "token_ids":
+        assert [len(call.prompts) for call in first.timed] == [8]
+    else:
+        assert len(set(prompts)) == len(prompts)
+
+
+def test_cached_documents_are_warmed_up_with_another_question(workloads):
+    run = workloads.run("documents4x32", 1)
+    (timed,), (warm_up,) = run.timed, run.warm_up
+    assert len(timed.prompts) == 4 * 4 and len(warm_up.prompts) == 4
+    assert not set(warm_up.prompts) & set(timed.prompts)
+    documents = {prompt[: len(TEXT)] for prompt in timed.prompts}
+    assert documents == {prompt[: len(TEXT)] for prompt in warm_up.prompts}
+    assert len(documents) == 4
+
+
+def test_a_cold_document_was_in_no_earlier_run(workloads):
+    documents = {workloads.run("cold", repeat).timed[0].prompts[0][:200] for repeat in range(3)}
+    assert len(documents) == 3 and TEXT[:200] not in documents
+    assert all(workloads.run("cold", repeat).reset for repeat in range(3))
+
+
+@pytest.mark.parametrize(("name", "calls"), [("multi_turn", NUM_TURNS), ("agents", NUM_STEPS)])
+def test_each_turn_repeats_the_last_ones_messages(workloads, name, calls):
+    run = workloads.run(name, 0)
+    assert len(run.timed) == calls
+    for before, after in zip(run.timed, run.timed[1:], strict=False):
+        for earlier, later in zip(before.prompts, after.prompts, strict=True):
+            assert later[: len(earlier)] == earlier
+            assert [m["role"] for m in later[len(earlier) :]] == ["assistant", "user"]
+
+
+def test_prompts_that_share_nothing_differ_from_the_first_character_on(workloads):
+    prompts = workloads.run("unshared", 0).timed[0].prompts
+    assert len({prompt.split()[0] for prompt in prompts}) == len(prompts)
+
+
+def test_shuffling_keeps_words_and_spaces():
+    text = "one  two\n\nthree four"
+    other = shuffled(text, 1)
+    assert sorted(other.split()) == sorted(text.split()) and len(other) == len(text)
+    assert other == shuffled(text, 1)
+
+
+# -- rows and arguments
+
+
+def test_rows_set_what_this_version_knows():
+    for row in ALL_ROWS.values():
+        own = {name for name in row.environment() if name.startswith("VLLM_PREFIXSHARE")}
+        assert own <= set(VARIABLES)
+        assert row.prompts == "off" or PROMPTS in VARIABLES or row.unavailable()
+    baseline = ALL_ROWS["flash_attn"]
+    assert (baseline.backend_on(gpu=True), baseline.backend_on(gpu=False)) == (
+        "FLASH_ATTN", "CPU_ATTN",
+    )  # fmt: skip
+    assert baseline.unavailable() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--rows", "fastest"], "row 'fastest' is unknown"),
+        (["--workloads", "cold,warm"], "workload 'warm' is unknown"),
+        (["--clients", "many"], "--clients are numbers"),
+        (["--repeats", "0"], "--repeats must be 1 or more"),
+        (["--model", "m", "--shape", "8b"], "go without --model"),
+        (["--model", "m", "--documents", "/no/file"], "there is no file /no/file"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as error:
+        bench_whole_call.parse(arguments)
+    assert error.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_options_of_the_server():
+    settings = {"max_model_len": 5, "enforce_eager": True, "block_size": None, "seed": 0}
+    assert serving.flags({**settings, "compilation_config": {"mode": 0}}) == [
+        "--max-model-len", "5", "--enforce-eager", "--seed", "0",
+        "--compilation-config", '{"mode": 0}',
+    ]  # fmt: skip
+
+
+# -- comparison
+
+
+def test_equal_outcomes_have_no_faults():
+    found = compare([outcome()], [outcome(seconds=1.0)], same_tokens=True, same_cached=True)
+    assert (found.requests, found.same_answers, found.faults) == (2, 1.0, ())
+
+
+def test_another_text_for_the_same_tokens_is_a_fault():
+    (fault,) = compare([outcome(texts=("five six", "seven"))], [outcome()]).faults
+    assert fault.startswith("run 0, answer 1: text 'seven' instead of 'seven eight'")
+
+
+def test_other_tokens_are_counted_or_a_fault():
+    ours = outcome(token_ids=((5, 6), (7, 9)), texts=("five six", "seven nine"))
+    found = compare([ours], [outcome()])
+    assert (found.same_answers, found.faults) == (0.5, ())
+    assert compare([ours], [outcome()], same_tokens=True).faults == (
+        "run 0: 1 of 2 answers differ",
+    )
+
+
+def test_other_prompts_and_cached_tokens_are_faults():
+    other = outcome(prompt_digests=(digest([1, 2]), digest([1, 4])))
+    assert compare([other], [outcome()]).faults == ("run 0: token ids of prompts differ",)
+    cached = outcome(num_cached_tokens=(0, 1))
+    assert compare([cached], [outcome()]).faults == ()
+    assert compare([cached], [outcome()], same_cached=True).faults == (
+        "run 0: 1 cached tokens instead of 2",
+    )
+
+
+# -- the client
+
+
+def event(text: str = "", usage: dict | None = None) -> bytes:
+    choices = [] if usage else [{"text": text}]
+    return b"data: " + json.dumps({"choices": choices, "usage": usage}).encode() + b"\n\n"
+
+
+USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": None}
+
+
+def test_a_stream_cut_anywhere_is_parsed():
+    stream = event("a") + event("") + event("bc") + event(usage=USAGE) + b"data: [DONE]\n\n"
+    pieces = [(1.0 + at, stream[at : at + 1]) for at in range(len(stream))]
+    served = parsed(0.5, pieces)
+    assert served.text == "abc" and served.num_tokens == 3
+    assert served.first == 0.5 + len(event("a")) - 1
+    assert served.between == [len(event("")), len(event("bc"))]
+    with pytest.raises(ValueError, match="incomplete"):
+        parsed(0.5, pieces[:10])
+
+
+def test_a_closed_loop_keeps_its_clients_busy():
+    running, most = 0, 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal running, most
+        body = await request.json()
+        running += 1
+        most = max(most, running)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for word in ("x", body["prompt"], "y"):
+            await response.write(event(word))
+            await asyncio.sleep(0.02)
+        running -= 1
+        await response.write(event(usage=USAGE))
+        return response
+
+    async def load() -> list:
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        async with TestServer(app) as server:
+            bodies = [{"prompt": str(i)} for i in range(10)]
+            return await send(Load(str(server.make_url("/v1/completions")), 4, bodies))
+
+    answers = asyncio.run(load())
+    assert [a.text for a in answers] == [f"x{i}y" for i in range(10)]
+    assert most == 4
+    figures = serving.figures(answers)
+    assert figures["seconds"] >= 0.18  # three rounds of three tokens
+    assert figures["requests_per_second"] == pytest.approx(10 / figures["seconds"])
+    assert figures["between_tokens_p50"] >= 0.019
+    assert figures["output_tokens"] == 30
+
+    assert compare_served(answers, answers).same_answers == 1.0
+    changed = [replace(answers[0], text="?"), *answers[1:]]
+    found = compare_served(changed, answers)
+    assert (found.same_answers, found.faults) == (0.9, ())
+    (fault,) = compare_served([replace(a, num_prompt_tokens=8) for a in answers], answers).faults
+    assert fault == "10 answers with another num_prompt_tokens"
+
+
+# -- tables
+
+
+def result_of(**workloads: tuple[float, float]) -> dict:
+    names = ("flash_attn", "prefix_share")
+    return {
+        "baseline": "flash_attn",
+        "workloads": [{"name": name, "title": name.upper()} for name in workloads],
+        "rows": {
+            row: {
+                "workloads": {
+                    name: {"seconds": seconds[i], "per_request": name == "host"}
+                    for name, seconds in workloads.items()
+                },
+                "failed": {},
+            }
+            for i, row in enumerate(names)
+        },
+    }
+
+
+def test_the_table_has_gains_and_losses():
+    result = result_of(cached=(9.9, 0.95), unshared=(4.0, 5.0), host=(0.1, 0.0015))
+    del result["rows"]["prefix_share"]["workloads"]["unshared"]
+    assert report.table(result).splitlines() == [
+        "| call | `flash_attn` | `prefix_share` |",
+        "|---|---|---|",
+        "| CACHED | 9.9 s | 0.95 s (10.42) |",
+        "| UNSHARED | 4 s | - |",
+        "| HOST | 100 ms | 1.5 ms (66.67) |",
+    ]
+    assert "5 s (0.80)" in report.table(result_of(unshared=(4.0, 5.0)))
+    assert report.server_table(result) == report.comparison_table(result) == ""
+
+
+def test_host_time_by_part():
+    result = result_of(host=(0.1, 0.0015))
+    assert report.parts_table(result) == ""
+    entry = result["rows"]["prefix_share"]["workloads"]["host"]
+    entry["part_seconds"] = {"tokenization": 0.0004, "hashes": 0.0001}
+    assert report.parts_table(result).splitlines() == [
+        "| ms | row | all | tokenization | hashes |",
+        "|---|---|---|---|---|",
+        "| HOST | `prefix_share` | 1.50 | 0.40 | 0.10 |",
+    ]
+
+
+def test_faults_and_failures_are_named():
+    result = result_of(cached=(9.9, 0.95))
+    row = result["rows"]["prefix_share"]
+    assert report.faults(result) == []
+    row["workloads"]["cached"]["baseline"] = {"same_answers": 0.5, "faults": ["run 0: odd"]}
+    row["failed"]["server"] = "it ended"
+    assert report.faults(result) == [
+        "prefix_share, cached, baseline: run 0: odd",
+        "prefix_share, server: it ended",
+    ]
+    assert "| CACHED | 50% |" in report.comparison_table(result)
+
+
+def test_a_published_run_has_its_page_and_its_table_in_the_docs(monkeypatch):
+    import tables
+
+    result = {
+        **result_of(cached=(9.9, 0.95)),
+        "command": "python benchmarks/bench_whole_call.py",
+        "device": "a GPU",
+        "model": "a model",
+        "versions": {"vllm": "0.33.0"},
+        "repeats": 2,
+        "left_out": {"prefix_share_fastokens": "the package fastokens is not installed"},
+    }
+    monkeypatch.setattr(tables, "exists", lambda name: name == "whole_call")
+    monkeypatch.setattr(tables, "published", {"whole_call": result}.__getitem__)
+    page = tables.page_text(tables.PAGES["whole_call.md"])
+    for text in (page, tables.whole_call_table()):
+        assert "| CACHED | 9.9 s | 0.95 s (10.42) |" in text
+    assert "`prefix_share_fastokens` left out: the package fastokens is not installed." in page
+    assert "## Server\n\nNot measured in this run." in page
+
+
+# -- the whole
+
+
+@pytest.mark.engine
+def test_two_rows_on_the_embedded_model(tmp_path, capsys):
+    out = tmp_path / "whole_call.json"
+    options = [
+        "--rows", "flash_attn,prefix_share_kernel_only", "--workloads", "cached,host",
+        "--document-tokens", "300", "--scale", "0.03", "--tokens", "4", "--repeats", "1",
+        "--max-num-seqs", "16", "--dtype", "float32", "--enforce-eager", "--out", str(out),
+    ]  # fmt: skip
+    assert bench_whole_call.main(options) == 0
+    result = json.loads(out.read_text())
+    ours = result["rows"]["prefix_share_kernel_only"]["workloads"]
+    assert set(ours) == {"together", "cached", "host"}
+    for name, entry in ours.items():
+        assert entry["baseline"]["same_answers"] == 1.0, name
+        assert entry["baseline"]["faults"] == []
+        theirs = result["rows"]["flash_attn"]["workloads"][name]
+        assert entry["prompts_sha256"] == theirs["prompts_sha256"]
+    assert ours["cached"]["cached_tokens"] >= ours["cached"]["answers"] * 256
+    assert 0 < ours["host"]["seconds"] < 0.1
+    assert "| host time per request, 2 questions, document cached |" in capsys.readouterr().out

@@ -1,0 +1,1055 @@
+"""benchmarks/reproduce.py: its registry, its bytes, and that it goes on where it stopped."""
+
+import json
+import os
+import re
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import decode_paths as paths
+from tests.support import processes
+from tests.support.gpu_layer import KERNELS, ON_GPU
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.hopper.launch import HopperKernel
+from vllm_prefixshare.kernels.interface import Gpu
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.workloads import sets
+from vllm_prefixshare.workloads.trees import forest, tree
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench_engine  # noqa: E402
+import engine_workloads  # noqa: E402
+import reproduce  # noqa: E402
+import tables  # noqa: E402
+from bench_kernel import make_case, reference, relative_error  # noqa: E402
+from papers import (  # noqa: E402
+    EXPERIMENTS,
+    PAPERS,
+    accounting,
+    counters,
+    deft,
+    engine,
+    fasttree,
+    flashforge,
+    merging,
+    methods,
+    program,
+    reduction,
+    timing,
+    tree_attention,
+)
+from papers.experiment import CPU, Bars, Experiment, Point, Setting  # noqa: E402
+from papers.picture import COLOURS, draw  # noqa: E402
+
+H200 = Gpu((9, 0), 132, 227 << 10)
+TINY = Setting("cpu", tiny=True, repeats=1)
+#: of Nsight Compute's table
+HEAD = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+READ = '"0","{}","dram__bytes_read.sum","byte","7"'
+WRITTEN = '"0","{}","dram__bytes_write.sum","byte","0"'
+#: a layer's line of it, whole
+LAYER = "\n".join(line.format("partial_attention") for line in (READ, WRITTEN))
+
+
+def run(*arguments: str) -> int:
+    return reproduce.main(list(map(str, arguments)))
+
+
+def test_everything_runs_in_miniature(tmp_path, capsys):
+    assert run("--tiny", "--out", tmp_path) == 0
+    said = capsys.readouterr().out
+    for name, experiment in EXPERIMENTS.items():
+        expected = [p.name for p in experiment.points(TINY)]
+        if not expected:
+            assert f"{name}: nothing to run here, it has no miniature" in said
+            continue
+        result = json.loads((tmp_path / f"{name}.json").read_text())
+        assert list(result["points"]) == expected, name
+        assert result["complete"] and result["tiny"], name
+        for figures in result["points"].values():
+            assert "failed" not in figures, (name, figures)
+            for way, found in figures.get("peers", {}).items():
+                no_trees = found.get("reason") == "token trees need a GPU"
+                assert found["status"] == "ok" or no_trees, (name, way, found)
+        if experiment.table:
+            lines = experiment.table(result["points"])
+            assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_the_page_names_what_has_no_miniature():
+    page = (ROOT / "docs" / "notes" / "papers.md").read_text()
+    sentence = re.search(r"^- `--tiny` .* all but (.*?), which", page, re.M)[1]
+    without = [n for n, e in EXPERIMENTS.items() if not list(e.points(TINY))]
+    assert re.findall(r"`(\S+)`", sentence) == without
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path, capsys):
+    name = "flashforge-figure-6"
+    arguments = (name, "--tiny", "--out", tmp_path)
+    assert run(*arguments) == 0
+    files = sorted((tmp_path / "points" / name).iterdir())
+    before = [f.read_text() for f in files]
+    lost, failed, kept = files[:3]
+    lost.unlink()
+    failed.write_text(json.dumps({**json.loads(failed.read_text()), "figures": {"failed": "x"}}))
+    kept.write_text(kept.read_text().replace('"requests": ', '"requests": 1000'))
+    capsys.readouterr()
+    assert run(*arguments) == 0
+    assert "[2/2 " in (said := capsys.readouterr().out)
+    assert "[3/" not in said
+    assert lost.read_text() == before[0]
+    assert failed.read_text() == before[1]
+    assert '"requests": 1000' in kept.read_text()
+    assert run(*arguments, "--fresh") == 0
+    assert [f.read_text() for f in files] == before
+
+
+def test_a_run_that_is_interrupted_says_what_is_left_and_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupt() -> dict:
+        raise KeyboardInterrupt
+
+    points = [Point("a", dict), Point("b", interrupt), Point("c", dict)]
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"x": stand_in("x", points)})
+    assert run("--tiny", "--out", tmp_path) == 130
+    said = capsys.readouterr().out
+    assert "stopped\n" in said
+    assert "x, points left: 2\n" in said
+    assert said.endswith("points left: 2; the same command goes on with them\n")
+    points[1] = Point("b", dict)
+    assert run("--tiny", "--out", tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "[1/2 " in said
+    assert "left" not in said
+
+
+def test_what_the_minutes_left_no_time_for_is_named(tmp_path, monkeypatch, capsys):
+    some = {
+        n: replace(stand_in(n, [Point("a", dict)]), seconds=s) for n, s in (("x", 0), ("y", 99))
+    }
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", some)
+    assert run("--tiny", "--out", tmp_path, "--minutes", "1") == 0
+    said = capsys.readouterr().out
+    assert "\ny, points left: 1\n" in said
+    assert "x, points left" not in said
+
+
+def test_miniatures_have_a_folder_of_their_own():
+    folders = [reproduce.parse(arguments).out for arguments in ([], ["--tiny"])]
+    assert len(set(folders)) == 2
+    assert reproduce.parse(["--tiny", "--out", "here"]).out == Path("here")
+
+
+def stand_in(name: str, points: list[Point]) -> Experiment:
+    some = EXPERIMENTS["flashforge-figure-6"]
+    return replace(some, name=name, points=lambda setting: iter(points), ours=lambda found: "")
+
+
+def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
+    def refuse() -> dict:
+        raise PrefixShareError("this machine cannot.")
+
+    points = {
+        "a": refuse,
+        "b": lambda: {"peers": {"ours": {"status": "wrong"}}},
+        "c": lambda: {"figure": 1},
+        "d": lambda: {"failed": "a program of its own ended with 1"},
+        "e": lambda: {"peers": {"ours": {"status": "failed", "reason": "x"}}},
+        "f": lambda: {"peers": {"fa3, expanded branches": {"status": "failed", "reason": "x"}}},
+    }
+    setting = replace(TINY, peers=("fa3",))
+
+    def carry_out(*names: str) -> bool:
+        some = stand_in("".join(names), [Point(n, points[n]) for n in names])
+        runs = [reproduce.begin(some, setting, tmp_path, fresh=False)]
+        return reproduce.carry_out(runs, setting, float("inf"))
+
+    assert [n for n in points if not carry_out(n)] == ["b", "d", "e"]
+    assert "] b: b: ours WRONG\n" in capsys.readouterr().out
+    assert not carry_out(*points)
+    result = json.loads((tmp_path / "abcdef.json").read_text())
+    assert result["points"]["a"] == {"failed": "PrefixShareError: this machine cannot."}
+    assert result["points"]["c"] == {"figure": 1}
+    assert not result["complete"]
+    some = stand_in("abcdef", [Point(n, points[n]) for n in points])
+    again = reproduce.begin(some, setting, tmp_path, fresh=False)
+    assert [p.name for p in again.left] == ["a", "b", "d", "e"]
+
+
+def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
+    row = EXPERIMENTS["tree-attention-figure-3"]
+    figures = next(iter(tables.ran(row.name)["points"].values()))
+    slow = dict.fromkeys(figures["us"], 1e9)
+    points = [
+        Point("good", lambda: {**figures, "right": True}),
+        Point("bad", lambda: {**figures, "us": slow, "right": False}),
+    ]
+    monkeypatch.setattr(
+        reproduce, "EXPERIMENTS", {"x": replace(row, name="x", points=lambda _: iter(points))}
+    )
+    assert run("--tiny", "--out", tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "] x: bad: WRONG\n" in said
+    assert "\nx, wrong: 1\n" in said
+    assert f"  here: {row.ours({'good': figures})}\n" in said
+    assert ">good<" in (tmp_path / "x.svg").read_text()
+    assert ">bad<" not in (tmp_path / "x.svg").read_text()
+    monkeypatch.setattr(tables, "PUBLISHED", tmp_path)
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "x.json").rename(tmp_path / "papers" / "x.json")
+    assert list(tables.ran("x")["points"]) == ["good"]
+
+
+@pytest.mark.parametrize("bad", ["ours", "fasttree"])
+def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad, tmp_path, monkeypatch):
+    result = tables.published("kernel")
+    few = [
+        cell
+        for cell in result["cells"]
+        if cell["workload"] in fasttree.trees(Setting("cpu")) and cell["heads"] != "64:8"
+    ]
+    row = "| FastTree | 1 | - | {} |"
+
+    def table() -> str:
+        (tmp_path / "kernel.json").write_text(json.dumps(result))
+        return tables.fasttree_kernels_table()
+
+    monkeypatch.setattr(tables, "PUBLISHED", tmp_path)
+    whole = table()
+    for peers in (c["peers"] for c in few[1:]):
+        peers[bad] = {"status": "failed", "reason": "out of memory"}
+    ratio = few[0]["peers"]["fasttree"]["ms"] / few[0]["peers"]["ours"]["ms"]
+    alone = f"{ratio:.1f} to {ratio:.1f} times, {ratio:.1f} on average"
+    assert row.format(alone) in table() and row.format(alone) not in whole
+    few[0]["peers"][bad] = {"status": "wrong", "error": 1.0}
+    assert row.format("no cell of both") in table()
+
+
+def test_points_of_another_version_run_again(tmp_path, monkeypatch):
+    some = stand_in("x", [Point("a", lambda: {})])
+    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+    assert not reproduce.begin(some, TINY, tmp_path, fresh=False).left
+    monkeypatch.setattr(reproduce, "versions", lambda: {"torch": "99"})
+    assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
+
+
+def test_points_of_other_sources_run_again(tmp_path, monkeypatch):
+    some = stand_in("x", [Point("a", lambda: {})])
+    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+    assert json.loads((tmp_path / "x.json").read_text())["sources"] == reproduce.sources()
+    assert not reproduce.begin(some, TINY, tmp_path, fresh=False).left
+    monkeypatch.setattr(reproduce, "sources", lambda: "of another day")
+    assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
+
+
+def test_the_sources_are_known_by_names_and_contents(tmp_path):
+    (tmp_path / "inner").mkdir()
+    files = [tmp_path / "a.py", tmp_path / "inner" / "b.py"]
+
+    def digest() -> str:
+        return reproduce.digest_of(tmp_path, tmp_path.rglob("*.py"))
+
+    for file in files:
+        file.write_text("1")
+    before = digest()
+    os.utime(files[0], (0, 0))
+    assert digest() == before
+    files[1].write_text("2")
+    assert digest() != before
+    files[1].write_text("1")
+    files[1].rename(tmp_path / "inner" / "c.py")
+    assert digest() != before
+
+
+def test_old_points_keep_their_day_and_command(tmp_path, monkeypatch):
+    points = [Point("a", lambda: {"v": 1}), Point("b", lambda: {"v": 2})]
+    some = stand_in("x", points)
+
+    def carry_out(day: str, command: str) -> dict:
+        class Day(reproduce.date):
+            @classmethod
+            def today(cls) -> reproduce.date:
+                return cls.fromisoformat(day)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(reproduce, "date", Day)
+            setting = replace(TINY, command=command)
+            runs = [reproduce.begin(some, setting, tmp_path, fresh=False)]
+            assert reproduce.carry_out(runs, setting, float("inf"))
+        return json.loads((tmp_path / "x.json").read_text())
+
+    del points[1]
+    first = carry_out("2026-11-23", "one")
+    assert (first["date"], first["command"]) == ("2026-11-23", "one")
+    points.append(Point("b", lambda: {"v": 2}))
+    both = carry_out("2026-11-24", "two")
+    assert (both["date"], both["command"]) == ("2026-11-23 to 2026-11-24", "one && two")
+    kept = {n: json.loads((tmp_path / "points" / "x" / f"{n}.json").read_text()) for n in "ab"}
+    assert [(k["date"], k["command"]) for k in kept.values()] == [
+        ("2026-11-23", "one"),
+        ("2026-11-24", "two"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "",
+        "[]",
+        "{}",
+        '"x"',
+        '{"setting": {}, "command": "", "date": "", "figures": 1}',
+        b"\xff",
+    ],
+)
+def test_a_damaged_point_runs_again(damage, tmp_path):
+    some = stand_in("x", [Point("a", lambda: {"v": 1})])
+    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+    file = tmp_path / "points" / "x" / "a.json"
+    whole = file.read_text()
+    file.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    run = reproduce.begin(some, TINY, tmp_path, fresh=False)
+    assert len(run.left) == 1
+    assert reproduce.carry_out([run], TINY, float("inf"))
+    assert file.read_text() == whole
+
+
+def test_points_of_other_recordings_run_again(tmp_path):
+    some = EXPERIMENTS["deft-figure-15-bytes"]
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    stands_in = [replace(point, run=dict) for point in some.points(setting)]
+    some = replace(some, points=lambda setting: iter(stands_in))
+
+    def begun(setting: Setting) -> reproduce.Progress:
+        reproduce.digest.cache_clear()  # as in another run
+        return reproduce.begin(some, setting, tmp_path / "out", fresh=False)
+
+    for size in (63, 62):
+        paths = [[i] for i in range(size)]
+        (tmp_path / "tree_size64.json").write_text(json.dumps({"Tree_Structure": paths}))
+        assert len(begun(setting).left) == len(stands_in)
+        assert reproduce.carry_out([begun(setting)], setting, float("inf"))
+        assert not begun(setting).left
+    assert len(begun(replace(setting, recordings=None)).left) == len(stands_in)
+    other = reproduce.described(setting, EXPERIMENTS["deft-table-6"])
+    assert "recordings" not in other, "its points do not depend on them"
+
+
+def test_experiments_take_turns_and_nothing_begins_after_the_deadline(tmp_path):
+    order: list[str] = []
+
+    def note(name: str) -> dict:
+        order.append(name)
+        return {}
+
+    points = {n: [Point(f"{n}{i}", lambda n=n, i=i: note(f"{n}{i}")) for i in (1, 2)] for n in "xy"}
+    runs = [reproduce.begin(stand_in(n, points[n]), TINY, tmp_path, fresh=False) for n in "xy"]
+    assert reproduce.carry_out(runs, TINY, 0.0)
+    assert not order
+    runs[1].seconds = -1e9  # has had the least time
+    runs[0].seconds = 0.0
+    assert reproduce.carry_out(runs, TINY, float("inf"))
+    assert order == ["y1", "y2", "x1", "x2"]
+
+
+def test_a_point_that_another_program_measures_begins_only_if_its_seconds_are_left(tmp_path):
+    began = []
+    point = Point("a", lambda: began.append(1) or {})
+    slow = replace(stand_in("x", [point]), seconds=60.0)
+    for left, ran in ((30, 0), (90, 1)):
+        runs = [reproduce.begin(slow, TINY, tmp_path, fresh=False)]
+        assert reproduce.carry_out(runs, TINY, time.monotonic() + left)
+        assert len(began) == ran
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["figure-99", "--tiny"], "no experiment is called 'figure-99'"),
+        (["figure-99", "--list"], "no experiment is called 'figure-99'"),
+        (["--tiny", "--peers", "nobody"], "peer 'nobody' is unknown"),
+        (["--tiny", "--out", f"{__file__}/results"], "results: Not a directory."),
+        (["--tiny", "--deft-recordings", "nowhere"], "nowhere has no JSON files"),
+    ],
+)
+def test_bad_input_gets_one_sentence(arguments, sentence, capsys):
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
+    assert run("--list") == 0
+    said = capsys.readouterr().out
+    page = (ROOT / "benchmarks" / "published" / "papers.md").read_text()
+    for name, e in EXPERIMENTS.items():
+        assert f"  {name} (needs {e.needs}): {e.item}, section {e.section}\n" in said
+        assert e.changed in said
+        assert f"\n### {name}\n" in page
+    assert run("--list", "fasttree") == 0
+    said = capsys.readouterr().out
+    assert "  fasttree-figure-9 " in said
+    assert "flashforge" not in said
+    assert len(PAPERS) == len({e.paper for e in EXPERIMENTS.values()})
+    for name in EXPERIMENTS:
+        published = tables.ran(name)
+        assert published is None or not published.get("tiny"), name
+
+
+def test_bytes_are_those_of_the_runs_and_the_partial_results():
+    w = tree("1,40_160,32", 16)
+    found = accounting.count(methods.DEFT_NODE, w, (32, 8))
+    per_token = 2 * 8 * 128 * 2
+    # 40 requests of 4 rows are three tiles of 16 requests in the portable kernel
+    assert found["kv"] == (3 * 160 + 40 * 32) * per_token
+    assert found["tiles"] == 3 + 40
+    assert found["partials"] == 2 * 40
+    assert found["partial"] == 2 * 80 * 32 * (128 + 1) * 4
+    assert found["outputs"] == 40 * 32 * 128 * 2
+    assert found["queries"] == 2 * found["outputs"]
+    assert accounting.unshared_bytes(w, (32, 8)) == 40 * 192 * per_token
+    assert accounting.distinct_bytes(w, (32, 8)) == (160 + 40 * 32) * per_token
+    alone = accounting.count(methods.NEITHER, w, (32, 8))
+    assert (alone["kv"], alone["partials"]) == (accounting.unshared_bytes(w, (32, 8)), 0)
+
+
+@pytest.mark.parametrize("way", [methods.OURS, methods.FLASHFORGE, methods.DEFT_NODE_CHUNK])
+def test_no_plan_reads_less_than_the_distinct_tokens(way):
+    for spec in ("1,2,4_64,32,16", "1,8_4096,100", "3,9_48,64"):
+        w = tree(spec, 16)
+        found = accounting.count(way, w, (8, 2))
+        least = accounting.distinct_bytes(w, (8, 2))
+        assert least <= found["kv"] <= accounting.unshared_bytes(w, (8, 2))
+
+
+def test_large_token_trees_are_walked_by_several_tiles():
+    attention = AttentionConfig(32, 8, 128, 16)
+    for tokens, hopper, portable in ((1, 1, 1), (16, 1, 1), (32, 1, 2), (64, 2, 4), (256, 8, 16)):
+        assert HopperKernel(attention, tokens, H200).row_tiles == hopper
+        assert PortableKernel(attention, tokens, H200).row_tiles == portable
+
+
+@pytest.mark.parametrize(
+    ("heads", "way", "most"),
+    [
+        ((32, 8), methods.OURS, 16),
+        ((32, 8), methods.PORTABLE, 32),
+        ((16, 1), methods.OURS, 66),
+        ((16, 1), methods.PORTABLE, 132),
+    ],
+)
+def test_a_long_request_has_the_partial_results_that_the_page_names(heads, way, most):
+    w = tree("1_65536")
+    planner, _ = methods.planner_of(way, w, heads)
+    plan = planner.update(w.block_table, w.seq_lens, 1).plan
+    assert np.diff(plan.merge_indptr).tolist() == [most]
+
+
+def test_merging_in_two_levels_is_merging():
+    torch.manual_seed(0)
+    indptr = torch.tensor([0, 3, 3, 20, 28], dtype=torch.int32)
+    outs, lses = torch.randn(28, 2, 8), 3 * torch.randn(28, 2)
+    found, expected = torch.full((2, 4, 2, 8), 7.0)
+    requests = [0, 2, 3]  # the second has no partial results
+    some = torch.tensor([0, 3, 20, 28], dtype=torch.int32)
+    levels = reduction.TwoLevels(some, outs)
+    assert np.diff(levels.second).tolist() == [1, 3, 1]
+    merged = torch.empty(3, 2, 8)
+    levels.merge(reduction.merge_on_cpu, outs, lses, merged)
+    found[requests] = merged
+    for r in requests:
+        part = slice(int(indptr[r]), int(indptr[r + 1]))
+        weights = lses[part].double().softmax(0)[..., None]
+        expected[r] = (weights * outs[part]).sum(0).float()
+    torch.testing.assert_close(found, expected)
+
+
+#: two requests below one node, and one by itself, which has a single tile: no partial results
+THREE = forest("two and one", [-1, 0, 0, -1], [128, 48, 20, 16])
+
+
+def in_float16(heads: tuple[int, int]):
+    options = timing.layer_options("cpu", 1)
+    options.dtype = "float16"
+    return make_case(THREE, heads, options)
+
+
+def tensors_of(case) -> tuple:
+    return case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+def test_merged_serially_a_layer_has_the_bits_of_one_launch():
+    """The portable kernel under Triton's interpreter."""
+    attention = AttentionConfig(4, 2, 128, 16, "float16")
+    executor = paths.executor("portable", attention, 1, 16, 3)
+    config = executor.planner_config("flashforge", "always")
+    planner = DecodePlanner(config, analytic_cost(attention, "torch"), 16, 2)
+    plan = planner.update(THREE.block_table, THREE.seq_lens).plan
+    executor.prepare(plan)
+    case = in_float16((4, 2))
+    with paths.as_on_a_gpu(3):
+        together = executor.run(*tensors_of(case), torch.empty_like(case.q), case.sm_scale)
+    for left in (executor.workspace.partials.out, executor.workspace.partials.lse):
+        left.fill_(torch.nan)
+    kernel = PortableKernel(attention, 1, Gpu((9, 0), 3, 227 << 10))
+    serially = merging.Serially(kernel, merging.merge_on_gpu, executor.workspace, plan)
+    assert serially.requests == [0, 1] and np.diff(plan.merge_indptr)[:2].min() > 1
+    found = torch.full_like(case.q, torch.nan)
+    assert serially.run(*tensors_of(case), found, case.sm_scale) is found
+    assert torch.equal(found, together)
+    assert relative_error(found, reference(case)) < 2e-3
+
+
+def test_only_the_first_of_serial_merges_may_begin_before_the_attention_has_ended():
+    attention = AttentionConfig(4, 2, 128, 16, "float16")
+    config = paths.executor("hopper", attention, 1, 16).planner_config("deft_node", "always")
+    planner = DecodePlanner(config, analytic_cost(attention, "torch"), 16, 2)
+    plan = planner.update(THREE.block_table, THREE.seq_lens).plan
+    serially = merging.Serially.on_cpu(plan, attention)
+    serially.kernel.starts_merging = True
+    noted: list[tuple[list[int], bool]] = []
+
+    def merge(indptr, *tensors, dependent) -> None:
+        noted.append((indptr.tolist(), dependent))
+        merging.merge_on_cpu(indptr, *tensors)
+
+    serially.merge = merge
+    case = in_float16((4, 2))
+    found = torch.full_like(case.q, torch.nan)
+    serially.run(*tensors_of(case), found, case.sm_scale)
+    assert noted == [([0, 2], True), ([2, 4], False)]
+    assert relative_error(found, reference(case)) < 2e-3
+
+
+def test_figure_8_says_which_steps_ran():
+    def results(*steps: str) -> dict:
+        """Each step takes half as long as the one before it."""
+        every = {t: {"status": "ok", "ms": 0.5**i} for i, t in enumerate(flashforge.STEPS)}
+        return {"a": {"peers": {t: every[t] for t in steps}}}
+
+    all_steps = results(*flashforge.STEPS)
+    said = flashforge.steps_sentence(all_steps)
+    assert "; tree and division, merged serially: 8.0 to 8.0 times" in said
+    assert "of merging serially over in parallel: 2.00 to 2.00 times" in said
+    lines = flashforge.steps_table(all_steps)
+    assert lines[0] == "Milliseconds of one layer."
+    assert f"| {flashforge.SERIAL} | {flashforge.BOTH} |" in lines[2]
+    before = results(*(t for t in flashforge.STEPS if t != flashforge.SERIAL))
+    said = flashforge.steps_sentence(before)
+    assert "serially" not in said and "no point ran" not in said
+    (note, *_) = flashforge.steps_table(before)
+    assert note.endswith(" Not in this run: tree and division, merged serially.")
+    assert flashforge.steps_sentence(results()).endswith("each step: no point ran")
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(k, marks=ON_GPU) for k in KERNELS])
+def test_the_steps_of_figure_8_on_a_gpu(kernel):
+    setting = replace(TINY, device="cuda")
+    points = [p for p in flashforge.time_steps(setting) if p.name.endswith(kernel)]
+    assert len(points) == 2
+    for point in points:
+        peers = point.run()["peers"]
+        assert list(peers) == list(flashforge.STEPS)
+        for way, found in peers.items():
+            assert found["status"] == "ok" and found["graph"], (way, found)
+        assert " launches, " in peers[flashforge.SERIAL]["note"]
+
+
+@pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.needs == CPU])
+def test_published_bytes_are_those_that_this_version_counts(name):
+    """Else: ``python benchmarks/reproduce.py NAME --out benchmarks/published/papers --fresh``."""
+    published = tables.ran(name)["points"]
+    counted = {p.name: p.run() for p in EXPERIMENTS[name].points(replace(TINY, tiny=False))}
+    recorded = set(deft.TASKS.values())  # not part of the repository
+    assert counted.keys() == published.keys() - recorded
+    assert [n for n in counted if counted[n] != published[n]] == []
+
+
+def test_few_shot_bytes_are_the_published_ones():
+    found = deft.few_shot(20, deft.PROMPT, deft.DECODED)
+    medusa = found["medusa partial"] + found["medusa mask"]
+    counted = found["unshared"] * deft.GROUP, found["distinct"] * deft.GROUP, medusa
+    assert [round(n / 1e12, 2) for n in counted] == list(deft.PUBLISHED["few-shot 20"])
+    assert found["ours"]["kv"] == found["distinct"]
+
+
+def test_a_token_tree_is_walked_by_each_tile_of_its_rows():
+    setting = replace(TINY, tiny=True)
+    found = deft.speculative(64, setting)
+    assert found["ours"]["row_tiles"] == 2
+    assert found["ours"]["walked"] == 2 * found["ours"]["kv"] == 2 * found["distinct"]
+    assert found["unshared"] == 64 * found["distinct"]
+
+
+def test_recorded_trees_are_counted_over_all_their_steps(tmp_path):
+    nodes = {str(n["id"]): n for n in deft.TWO_THOUGHTS}
+    file = tmp_path / "keywordToT.json"
+    file.write_text(json.dumps([{"data": {}}, {"data": nodes}]))
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    (point,) = (p for p in deft.count_tasks(setting) if p.name == "keyword")
+    found = point.run()
+    # 12 samples that stand for 3 steps each: at 1, 4, 7, 11, ... both grow until step 24
+    steps = [1 + 40 * i // 12 for i in range(12)]
+    both = [s for s in steps if s <= 24]
+    token = 2 * 8 * 128 * 2 * (32 * 40 // 12)
+    assert found["runs"] == 1
+    assert found["unshared"] == token * (sum(100 + s for s in steps) + sum(100 + s for s in both))
+    assert found["distinct"] <= found["ours"]["kv"] <= found["unshared"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("mineToT.json", "[{", "JSONDecodeError"),
+        ("mineToT.json", '[{"data": {"0": {"id": 0, "end": 1}}}]', "KeyError: 'children'"),
+        ("tree_size32.json", "{}", "KeyError: 'Tree_Structure'"),
+    ],
+)
+def test_recordings_of_another_format_are_refused(name, content, reason, tmp_path, capsys):
+    (tmp_path / name).write_text(content)
+    assert run("--tiny", "--deft-recordings", tmp_path, "--out", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"{name} does not have the format of DeFT's recordings ({reason}" in error
+    assert error.count("\n") == 1
+
+
+def test_a_recording_without_a_long_run_is_said(tmp_path):
+    file = tmp_path / "mineToT.json"
+    file.write_text(json.dumps([{"data": {"0": {**deft.TWO_THOUGHTS[0], "children": []}}}]))
+    reproduce.check_recordings(tmp_path)
+    with pytest.raises(PrefixShareError, match=r"mineToT\.json has no run of 12 steps"):
+        deft.recorded(file)
+
+
+def test_counters_are_summed_over_the_kernels_of_a_layer(monkeypatch):
+    lines = [
+        "==PROF== Connected to process 7",
+        HEAD,
+        '"0","partial_attention","dram__bytes_read.sum","byte","1,024"',
+        '"0","partial_attention","dram__bytes_write.sum","byte","96"',
+        '"1","_merge_states","dram__bytes_read.sum","byte","64"',
+        '"1","_merge_states","dram__bytes_write.sum","byte","32.0"',
+        '"2","partial_attention","dram__bytes_read.sum","byte","7"',
+        '"2","partial_attention","dram__bytes_write.sum","byte","5"',
+    ]
+    layers = [
+        [{"read": 1024, "written": 96}, {"read": 64, "written": 32}],
+        [{"read": 7, "written": 5}],
+    ]
+    assert counters.parse("\n".join(lines), counters.BYTES) == layers
+    monkeypatch.setattr(counters, "count", lambda asked, metrics: layers)
+    asked = (("ours", "1,4_64,16", 4, 2), ("portable", "1,4_64,16", 4, 2))
+    found = counters.dram_bytes.__wrapped__(asked)
+    assert found == [{"read": 1088, "written": 128}, {"read": 7, "written": 5}]
+    assert counters.parse("==ERROR== no permission", counters.BYTES) == []
+
+
+def test_the_use_of_a_layer_is_the_mean_over_its_kernels_times(monkeypatch):
+    layers = [
+        [
+            {"time": 30.0, "compute": 20.0, "memory": 50.0},
+            {"time": 10.0, "compute": 4.0, "memory": 10.0},
+        ],
+        {"failed": "no"},
+    ]
+    monkeypatch.setattr(counters, "count", lambda asked, metrics: layers)
+    found = counters.use.__wrapped__((("ours", "1,4_64,16", 4, 2), ("ours", "1,4_64,16", 8, 2)))
+    assert found == [{"compute": 16.0, "memory": 40.0}, {"failed": "no"}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "layers", "expected"),
+    [
+        ([HEAD, LAYER], 0, 1, {"read": 7, "written": 0}),
+        (
+            [HEAD, READ.format("partial_attention")],
+            0,
+            1,
+            {"failed": "ncu has no dram__bytes_write.sum of partial_attention"},
+        ),
+        (
+            [HEAD, LAYER, "==ERROR== the program ended with 1."],
+            9,
+            1,
+            {"failed": "ncu ended with status 9: ==ERROR== the program ended with 1."},
+        ),
+        (["==ERROR== no permission"], 1, 1, {"failed": "ncu ended with status 1: ==ERROR== no p"}),
+        ([], 0, 1, {"failed": "ncu counted 0 of 1 layers: it said nothing"}),
+        ([HEAD, LAYER], 0, 2, {"failed": "ncu counted 1 of 2 layers"}),
+        (
+            [HEAD, READ.format("_merge_states")],
+            0,
+            1,
+            {"failed": "ncu lists _merge_states before any partial_attention"},
+        ),
+    ],
+)
+def test_counters_that_are_not_whole_are_a_sentence(
+    lines, status, layers, expected, tmp_path, monkeypatch
+):
+    ncu = tmp_path / "ncu"
+    printed = "\n".join(lines)
+    ncu.write_text(f"#!/bin/sh\ncat << 'EOF'\n{printed}\nEOF\nexit {status}\n")
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = counters.dram_bytes.__wrapped__((("ours", "1,4_64,16", 4, 2),) * layers)
+    assert len(found) == layers
+    for figures in found:
+        assert figures.keys() == expected.keys()
+        for name, value in expected.items():
+            assert str(figures[name]).startswith(str(value))
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
+    """The shell waits for its child, which holds the output open."""
+    child = tmp_path / "child"
+    with pytest.raises(TimeoutError, match=r"sh took more than 0\.05 minutes and was ended"):
+        program.run(["sh", "-c", f"sleep 600 & echo $! > {child}; wait"], 0.05)
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 60
+    while processes.tree(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not processes.tree(pid)
+    done = program.run(["sh", "-c", "echo $WORD; echo bad >&2; exit 3"], 1, {"WORD": "good"})
+    assert (done.returncode, done.stdout, done.stderr) == (3, "good\n", "bad\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "begin"),
+    [
+        (tree_attention, lambda: tree_attention.run_ranks(TINY, 256)),
+        (engine, lambda: engine.run_engines.__wrapped__(1)[-1]),
+        (counters, lambda: counters.dram_bytes.__wrapped__((("ours", "1,4_64,16", 4, 2),))[0]),
+    ],
+    ids=["ranks", "engines", "ncu"],
+)
+def test_a_measuring_program_that_hangs_is_a_failed_point(module, begin, tmp_path, monkeypatch):
+    (tmp_path / "ncu").write_text("#!/bin/sh\nsleep 600\n")
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(module, "MINUTES", 0)
+    name = {tree_attention: "bench_scale.py", engine: "bench_engine.py", counters: "ncu"}[module]
+    figures = begin()
+    assert figures == {"failed": f"{name} took more than 0 minutes and was ended"}
+    runs = [reproduce.begin(stand_in("x", [Point("a", lambda: figures)]), TINY, tmp_path, False)]
+    assert not reproduce.carry_out(runs, TINY, float("inf")), "which ends in status 1"
+
+
+def test_figure_6_is_counted_in_a_run_for_every_five_workloads(monkeypatch):
+    asked = []
+
+    def count(layers) -> list[dict]:
+        asked.append(layers)
+        return [{"read": i, "written": 0} for i in range(len(layers))]
+
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(counters, "dram_bytes", count)
+    points = list(flashforge.count_dram(replace(TINY, device="cuda", tiny=False)))
+    assert len(points) == 50
+    published = tables.ran("flashforge-figure-6-dram")
+    assert published["of_points"] == 50
+    every = {p.name for p in points}
+    assert set(published["points"]) <= every
+    assert published["complete"] == (set(published["points"]) == every)
+    found = [point.run() for point in points[:12]]
+    assert len(set(asked)) == 2, "one run for five workloads, which is kept"
+    assert len(asked[0]) == 10 * len(methods.COUNTED)
+    read = [f[m.title]["read"] for f in found for m in methods.COUNTED]
+    of_run = range(10 * len(methods.COUNTED))
+    assert read == [*of_run, *of_run[: 2 * len(methods.COUNTED)]]
+    results = {p.name: f for p, f in zip(points, found, strict=False)}
+    assert "| flash-decoding |" in flashforge.dram_table(results)[2]
+    asked_names = {layer[1] for layers in asked for layer in layers}
+    assert asked_names <= {w.name for w in sets.flashforge(16)}
+
+
+def test_the_layers_of_all_token_trees_are_counted_in_one_run(monkeypatch):
+    asked = []
+
+    def count(layers) -> list[dict]:
+        asked.append(layers)
+        return [{"read": i, "written": 0} for i in range(len(layers))]
+
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(counters, "dram_bytes", count)
+    points = list(deft.count_walks(replace(TINY, device="cuda", tiny=False)))
+    results = {p.name: p.run() for p in points}
+    assert len(set(asked)) == 1
+    assert [f["portable"]["read"] for f in results.values()] == list(range(1, 16, 2))
+    assert [f["ours"]["row_tiles"] for f in results.values()] == [1, 1, 2, 2, 4, 4, 8, 8]
+    assert "up to 16 tiles" in deft.walks_sentence(results)
+
+
+def busy(compute: float, ms: float) -> tuple[dict, dict]:
+    return {"compute": compute, "memory": 2 * compute}, {"status": "ok", "ms": ms}
+
+
+def test_table_14_has_the_time_and_the_use_of_each_method(monkeypatch):
+    monkeypatch.setattr(counters, "available", lambda: True)
+    asked = []
+
+    def use(layers) -> list[dict]:
+        asked.append(layers)
+        return [{"compute": float(i), "memory": 50.0} for i in range(len(layers))]
+
+    def time_methods(setting, w, heads, ways) -> dict:
+        assert w.num_reqs * w.query_len == 64 and w.kv_tokens == 4064
+        return {"peers": {m.title: {"status": "ok", "ms": 0.01} for m in ways}}
+
+    monkeypatch.setattr(counters, "use", use)
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    points = list(deft.count_use(replace(TINY, device="cuda", tiny=False)))
+    results = {p.name: p.run() for p in points}
+    assert len(points) == 2 and len(set(asked)) == 1, "one run for both, which is kept"
+    assert [u["compute"] for f in results.values() for u in f["use"].values()] == [*range(6)]
+    table = deft.use_table(results)
+    assert f"| {deft.SPECULATION} | DeFT-Flatten | 10.0 | 1.0% | 50.0% |" in table
+    assert "DeFT-Node 0.0% to 3.0% and 50.0% to 50.0%; " in deft.use_sentence(results)
+    monkeypatch.setattr(counters, "use", lambda layers: [{"failed": "no"}] * len(layers))
+    assert points[0].run() == {"failed": "no"}
+
+
+def test_figure_13_follows_the_largest_sorting_run(tmp_path):
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    assert not list(deft.time_iterations(setting)), "there is no recording"
+    nodes = {str(n["id"]): n for n in deft.TWO_THOUGHTS}
+    runs = [{"data": {"0": {**deft.TWO_THOUGHTS[0], "children": []}}}, {"data": nodes}]
+    (tmp_path / "sorting128ToT.json").write_text(json.dumps(runs))
+    points = list(deft.time_iterations(setting))
+    assert len(points) == deft.ITERATIONS
+    assert points[-1].name == f"step {40 * deft.ITERATIONS // (deft.ITERATIONS + 1)}"
+    _, tokens = sets.recorded_tree(deft.TWO_THOUGHTS, 24)
+    assert tokens == [100, 24, 24]
+
+
+def test_few_shot_is_added_up_over_all_steps():
+    def at(ours: float, other: float, status: str = "ok") -> dict:
+        peers = {"ours": {"status": "ok", "ms": ours}, "other": {"status": status, "ms": other}}
+        return {"peers": peers}
+
+    found = {
+        "few-shot 1,20_4000,400, 32:8": at(3.0, 30.0),
+        "few-shot 1,20_4000,16, 32:8": at(1.0, 10.0),
+        "few-shot 1,20_4000,16, 64:8": at(1.0, 2.0),
+        "few-shot 1,30_4000,16, 32:8": at(1.0, 2.0),
+        "few-shot 1,30_4000,400, 32:8": at(1.0, 2.0, "wrong"),
+    }
+    lines = deft.time_over_steps(found)
+    assert lines[: len(flashforge.time_table(found))] == flashforge.time_table(found)
+    # 1 up to step 16, then a line to 3 at step 400
+    ours = 16 + sum(1 + 2 * (step - 16) / 384 for step in range(17, 401))
+    (line,) = (line for line in lines if line.startswith("| 20 samples"))
+    assert line == f"| 20 samples, 32:8 | {ours:.1f} (1.00) | {10 * ours:.1f} (10.00) |"
+    assert not any("30 samples" in line or "64:8 |" in line.split("(")[0] for line in lines[-2:])
+    single = {name: f for name, f in found.items() if "64:8" in name}
+    assert deft.time_over_steps(single) == flashforge.time_table(single)
+
+
+def test_table_7_pads_the_prompt_of_the_largest_sorting_run(tmp_path, monkeypatch):
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    assert not list(deft.time_prompts(setting)), "there is no recording"
+    nodes = {str(n["id"]): n for n in deft.TWO_THOUGHTS}
+    (tmp_path / "sorting128ToT.json").write_text(json.dumps([{"data": nodes}]))
+    timed = []
+
+    def time_methods(setting, w, heads, ways) -> dict:
+        timed.append(w)
+        times = {"ours": 1.0, "DeFT-Flatten": 2.0, "flash-decoding": w.seq_lens[0] / 1000}
+        assert list(times) == [m.title for m in ways]
+        return {"peers": {t: {"status": "ok", "ms": ms} for t, ms in times.items()}}
+
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    results = {p.name: p.run() for p in deft.time_prompts(setting)}
+    # both thoughts have one token of their own at step 1
+    assert [w.seq_lens.tolist() for w in timed] == [[n + 1] * 2 for n in deft.PADDED]
+    said = deft.prompts_sentence(results)
+    assert "DeFT-Flatten: 1000 0.50, 5000 2.50, 8000 4.00, 10000 5.00; ours: 1000 1.00" in said
+    assert deft.with_prompt(deft.TWO_THOUGHTS, 50) == deft.TWO_THOUGHTS
+    assert deft.busiest_step([*deft.TWO_THOUGHTS, {"id": 3, "start": 5, "end": 9}]) == 5
+
+
+def test_figure_13_correlates_the_ratio_with_the_spread():
+    def step(spread: float, node: float) -> dict:
+        times = {"ours": 1.0, "DeFT-Node": node, "DeFT-Flatten": 1.0}
+        peers = {t: {"status": "ok", "ms": ms} for t, ms in times.items()}
+        return {"peers": peers, "nodes": 3, "spread": spread}
+
+    results = {"step 1": step(1, 1), "step 2": step(2, 2), "step 3": step(3, 3)}
+    assert deft.iterations_sentence(results).endswith(" of the recorded nodes' lengths 1.00")
+    assert "| step 2 | 3 | 2 | 1.0000 | 2.0000 | 1.0000 |" in deft.iterations_table(results)
+    assert "correlation" not in deft.iterations_sentence({"step 1": step(1, 1)})
+
+
+def test_points_of_token_trees_say_whose_they_are(tmp_path, monkeypatch):
+    paths = [[i] for i in range(31)]
+    (tmp_path / "tree_size32.json").write_text(json.dumps({"Tree_Structure": paths}))
+
+    def time_methods(setting, w, heads, ways) -> dict:
+        ok = {"status": "ok", "ms": 1.0}
+        return {"query_len": w.query_len, "peers": {m.title: dict(ok) for m in ways}}
+
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    setting = replace(TINY, tiny=False, recordings=tmp_path)
+    points = {p.name: p for p in deft.time_token_trees(setting)}
+    names = [f"{n} tokens x 1, context 2000" for n in (32, 64)]
+    results = {name: points[name].run() for name in names}
+    assert [f["tree"] for f in results.values()] == ["Medusa's", "quaternary"]
+    assert deft.trees_table(results)[0].endswith(f" Quaternary token trees: {names[1]}.")
+    assert deft.trees_table({names[0]: results[names[0]]})[0].endswith(" trees are Medusa's.")
+    chunks = {p.name: p.run() for p in deft.time_chunks(setting)}
+    assert [f.get("tree") for f in chunks.values()] == [None, "quaternary", "Medusa's"]
+    del chunks["token tree 64"]["tree"]
+    assert " did not note whether " in deft.trees_table(chunks)[0]
+    for figures in tables.ran("deft-table-16")["points"].values():
+        assert figures["tree"] == "Medusa's"
+
+
+def test_the_page_names_the_recordings():
+    some = EXPERIMENTS["deft-recorded"]
+    assert some.reads_recordings
+    assert tables.recordings_of(some, {"recordings": "abc"}) == "recordings abc; "
+    assert tables.recordings_of(some, {"recordings": None}) == "no recordings; "
+    assert tables.recordings_of(some, {}) == "recordings of an unknown digest; "
+    assert not tables.recordings_of(EXPERIMENTS["deft-table-6"], {})
+
+
+def test_what_a_program_measures_ends_within_the_seconds_that_minutes_checks():
+    limits = {
+        "flashforge-figure-6-dram": counters,
+        "flashforge-figure-7": engine,
+        "deft-table-17-dram": counters,
+        "deft-table-14": counters,
+        "tree-attention-figure-3": tree_attention,
+    }
+    assert {n for n, e in EXPERIMENTS.items() if e.seconds} == set(limits)
+    for name, module in limits.items():
+        assert EXPERIMENTS[name].seconds == 60 * module.MINUTES
+
+
+def test_points_that_one_run_measures_need_no_more_of_the_minutes(tmp_path):
+    for at_once, ran in ((True, 3), (False, 1)):
+        points = [Point(n, dict) for n in "abc"]
+        name = f"at once: {at_once}"
+        some = replace(stand_in(name, points), seconds=60.0, at_once=at_once)
+        run = reproduce.begin(some, TINY, tmp_path, fresh=False)
+        run.left = points[:1]
+        assert reproduce.carry_out([run], TINY, float("inf"))
+        run.left = points[1:]
+        assert reproduce.carry_out([run], TINY, time.monotonic() + 30)
+        assert run.done == ran
+
+
+def test_engines_are_started_by_the_published_command(tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(command, minutes):
+        asked.append(command)
+        raise TimeoutError("x")
+
+    monkeypatch.setattr(program, "run", refuse)
+    engine.run_engines.__wrapped__(10)
+    published = tables.published("engine_sweep")["command"].split()
+    assert asked[0][2:-1] == published[2:-1]
+    args = bench_engine.parse(asked[0][2:])
+    assert args.breakdown and args.repeats == 2
+    assert args.workloads == list(engine_workloads.SWEEP)
+
+
+def engine_row(name: str, stock: float, ours: float, attention: tuple | None) -> dict:
+    """A row of ``bench_engine.py``: times of a token, and what attention takes of a 10 ms step."""
+    profile = attention and {
+        title: {"ms": {"attention": ms, "matrix products": 10 - ms}}
+        for title, ms in zip(("stock", "PREFIX_SHARE"), attention, strict=True)
+    }
+    sides = {"stock": {"ms": stock}, "PREFIX_SHARE": {"ms": ours}}
+    return {"workload": name, "floor_ms": 5.0, "breakdown": profile, **sides}
+
+
+def test_figure_7_has_the_profiled_part_of_attention():
+    some = {
+        "a": engine_row("8k", 12.0, 6.0, (4.0, 1.0)),
+        "b": engine_row("120k", 40.0, 8.0, (9.0, 2.0)),
+    }
+    assert engine.engines_sentence(some).endswith(
+        "attention's part of a decode step's GPU time: stock's 40% to 90% and ours 10% to 20%"
+    )
+    table = engine.engines_table(some)
+    assert (
+        "| 120k | 40.00 | 8.00 | 5.00 | 5.00 | 90% (9.00 of 10.00) | 20% (2.00 of 10.00) |" in table
+    )
+    some["c"] = engine_row("32k", 20.0, 10.0, None)
+    assert "| 32k | 20.00 | 10.00 | 2.00 | 5.00 | - | - |" in engine.engines_table(some)
+    assert "stock's 40% to 90%" in engine.engines_sentence(some)
+
+
+def test_figure_7_estimates_the_part_of_attention_without_a_profile():
+    old = engine_row("8k", 12.0, 6.0, None)
+    del old["breakdown"]
+    for row in (old, engine_row("8k", 12.0, 6.0, None)):
+        assert engine.engines_sentence({"a": row}).endswith(
+            "stock's 58% to 58% and ours 17% to 17%, by an estimate"
+        )
+        assert "| 8k | 12.00 (7.00) | 6.00 (1.00) | 5.00 | 2.00 |" in engine.engines_table(
+            {"a": row}
+        )
+
+
+def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():
+    values = {"a < b": {"ours": 0.5, "other": 50.0}, "c": {"ours": 5.0}}
+    picture = ET.fromstring(draw("a title", Bars("ms", values)))
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [
+        r for r in picture.iter(f"{space}rect") if r.get("height") == "11" and r.get("y") != "12"
+    ]
+    lengths = [float(bar.get("width")) for bar in bars]
+    assert len(lengths) == 3
+    assert lengths[1] - lengths[2] == pytest.approx(lengths[2] - lengths[0], abs=0.2)
+    texts = [t.text for t in picture.iter(f"{space}text")]
+    assert {"a < b", "c", "ours", "other", "ms, logarithmic"} <= set(texts)
+    assert draw("nothing", Bars("ms", {"a": {}})) == ""
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_findings_need_no_more_than_one_point(name):
+    """A run may stop after any of them."""
+    e = EXPERIMENTS[name]
+    published = tables.ran(name)
+    if published is None:
+        pytest.skip("no run of it is published")
+    for point, figures in published["points"].items():
+        some = {point: figures}
+        assert e.ours(some)
+        assert e.table is None or any("|" in line for line in e.table(some))
+        assert e.bars is None or e.bars(some).unit
+
+
+def test_a_picture_says_what_it_leaves_out():
+    many = {str(i): {"ours": 1.0} for i in range(40)}
+    assert "ms, logarithmic; 4 more points in the table<" in draw("many", Bars("ms", many))
+    for name, e in EXPERIMENTS.items():
+        if e.bars and (result := tables.ran(name)):
+            bars = e.bars(result["points"])
+            assert "more points" not in draw(e.item, bars), name
+            series = {title for group in bars.values.values() for title in group}
+            assert len(series) <= len(COLOURS), name
+
+
+def test_the_picture_of_figure_5_has_the_papers_heads_in_the_order_of_the_sweeps():
+    bars = EXPERIMENTS["flashforge-figure-5"].bars(tables.ran("flashforge-figure-5")["points"])
+    sweeps = [name.partition(":")[0] for name in bars.values]
+    assert sweeps == [sweep for sweep in flashforge.SWEEPS for _ in range(5)]
+    assert all(name.endswith("32:32") for name in bars.values)

@@ -1,0 +1,423 @@
+"""``estimate``: every form of prompts, what vLLM would share of them, and hostile files."""
+
+import json
+import logging
+import os
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.cli_runs import run
+from tests.support.embedded_model import embedded_model_path
+from vllm_prefixshare.cli.batches import tree_batch
+from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times
+from vllm_prefixshare.cli.estimate import _prompt_tokens, batch_of, estimator
+from vllm_prefixshare.cli.gpus import planning_for
+from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.cli.prompts import MAX_LINE, byte_tokens, read_prompts
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.planning.costs.gpus import GPUS
+from vllm_prefixshare.planning.sharing import shareable_forest
+
+PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
+DOCUMENT = [(7 * i) % 1000 for i in range(4096)]
+
+
+def write(path: Path, lines: list[object]) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object, gpu: str = "H200") -> dict:
+    assert main(["estimate", "--gpu", gpu, "--json", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_shared_document_is_found_and_gains(tmp_path, capsys):
+    prompts: list[object] = [[*DOCUMENT, *range(i, i + 48)] for i in range(64)]
+    found = report(capsys, write(tmp_path / "p", prompts), "--output-tokens", 0)
+    # each request has its own 48 tokens and the token to be computed; the other 4096 are shared
+    assert found["kv_tokens"] == 64 * (4096 + 49)
+    assert found["kv_tokens_read"] >= 4096 + 64 * 49
+    assert 15 < found["share_factor"] <= 64 * 4145 / (4096 + 64 * 49)
+    assert found["cost"] == "cost table measured on NVIDIA H200"
+    assert found["attention_gain"] > 5
+    alone = [[*range(i * 5000, i * 5000 + 4000)] for i in range(64)]
+    found = report(capsys, write(tmp_path / "p", alone), "--output-tokens", 0)
+    assert (found["share_factor"], found["attention_gain"]) == (1.0, 1.0)
+
+
+def test_estimates_are_near_what_was_measured():
+    """Over all cells of the published kernel benchmark. What FlashAttention-3 takes for short
+    contexts is underestimated, so gains are, too.
+    """
+    ours, gains = [], []
+    for cell in json.loads((PUBLISHED / "kernel.json").read_text())["cells"]:
+        attention = AttentionConfig(*map(int, cell["heads"].split(":")), 128, 16)
+        estimate = estimator(planning_for("H200", attention), attention)
+        _, unshared, shared = estimate(tree_batch(cell["workload"], 16))
+        measured = {name: cell["peers"][name]["ms"] * 1e3 for name in ("ours", "fa3")}
+        ours.append(shared / measured["ours"])
+        gains.append(unshared / shared / (measured["fa3"] / measured["ours"]))
+    assert len(ours) == 56
+    assert min(ours) > 0.8 and max(ours) < 1.35
+    assert min(gains) > 0.5 and max(gains) < 1.25
+    assert 0.85 < np.exp(np.log(gains).mean()) < 1
+
+
+def test_estimates_of_latents_are_near_what_was_measured():
+    gains = []
+    for name in ("kernel_mla.json", "kernel_mla_heads.json"):
+        for cell in json.loads((PUBLISHED / name).read_text())["cells"]:
+            heads = int(cell["heads"].split(":")[0])
+            if heads > 32:
+                continue  # not served
+            attention = AttentionConfig(heads, 1, 576, 64, kv_lora_rank=512)
+            estimate = estimator(planning_for("H200", attention), attention)
+            _, unshared, shared = estimate(tree_batch(cell["workload"], 64))
+            ours, stock = (cell["peers"][name]["ms"] for name in ("ours", "fa3"))
+            gains.append(unshared / shared * ours / stock)
+    assert len(gains) == 16
+    assert min(gains) > 0.8 and max(gains) < 1.1
+
+
+def test_every_form_gives_the_same_tokens(tmp_path):
+    ids, text = [1, 2, 3], "one two three"
+    for line in (ids, {"prompt": ids}, {"prompt": "x", "prompt_token_ids": ids}):
+        (tokens,) = read_prompts(write(tmp_path / "p", [line]), byte_tokens)
+        assert tokens.tolist() == ids
+    for line in (text, {"prompt": text, "max_tokens": 5}):
+        (tokens,) = read_prompts(write(tmp_path / "p", [line]), byte_tokens)
+        assert len(tokens) == 4
+        assert tokens.tobytes().rstrip(b"\0").decode() == text
+
+
+def test_the_log_of_a_server_is_read(tmp_path, capsys):
+    from vllm.entrypoints.serve.utils.request_logger import RequestLogger, logger
+    from vllm.sampling_params import SamplingParams
+
+    path, level = tmp_path / "server.log", logger.level
+    handler = logging.FileHandler(path)
+    handler.setFormatter(
+        logging.Formatter("DEBUG 11-22 04:00:00 [request_logger.py:55] %(message)s")
+    )
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        logger.info("Started server process [1]")
+        for i in range(3):
+            ids = [*DOCUMENT[:64], i]
+            parameters = SamplingParams(), None
+            RequestLogger(max_log_len=None).log_inputs(
+                f"r{i}", "\nprompt_token_ids: [9]", ids, None, *parameters
+            )
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    prompts = [p.tolist() for p in read_prompts(path, byte_tokens)]
+    assert prompts == [[*DOCUMENT[:64], i] for i in range(3)]
+    assert report(capsys, path)["requests"] == 3
+
+
+def test_blocks_are_shared_as_vllm_shares_them():
+    same, other = np.arange(32, dtype=np.int32), np.arange(40, dtype=np.int32)
+    batch = batch_of([same, same, other, other + 1], 16, generated=20)
+    assert batch.seq_lens.tolist() == [53, 53, 61, 61]
+    table = batch.block_table
+    # the second block of 32 equal tokens is computed for each request: it holds the prompt's last
+    # token
+    assert table[0, 0] == table[1, 0] == table[2, 0] != table[3, 0]
+    assert len({*table[:, 1].tolist()}) == 4
+    used = [n for row, k in zip(table, (4, 4, 4, 4), strict=True) for n in row[:k].tolist()]
+    assert len(set(used)) == 16 - 2 and 0 not in used
+    forest = shareable_forest(table, batch.seq_lens, 16, null_block_id=0)
+    assert (forest.node_start.tolist(), forest.node_end.tolist()) == ([0], [16])
+
+
+def test_batches_are_planned_one_after_the_other(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT[:512], i] for i in range(10)])
+    found = report(capsys, path, "--batch", 4)
+    assert (found["requests"], found["batches"]) == (10, 3)
+    assert main(["estimate", str(path), "--gpu", "H200", "--batch", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("10 prompts, up to 4 at a time; text counts as tokens of 4 bytes each\n")
+    assert f"us shared, {found['attention_gain']:.2f} times as fast\n" in said
+
+
+def test_a_tokenizer_and_a_model_are_taken(tmp_path):
+    model = embedded_model_path()
+    path = write(tmp_path / "p", ["the same beginning " * 50 + str(i) for i in range(8)])
+    done = run("estimate", path, "--gpu", "H100", "--tokenizer", model, "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert f"text counts as tokens of {model}" in done.stdout
+    assert "attention of 30 layers on H100" in done.stdout
+    assert "scaled from an H200 by data sheet, not measured" in done.stdout
+    done = run("estimate", path, "--gpu", "H100", "--tokenizer", tmp_path)
+    assert done.returncode == 2
+    assert "cannot be loaded" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_a_tokenizer_does_not_take_is_one_sentence(tmp_path):
+    model = embedded_model_path()
+    path = write(tmp_path / "p", ["half of a pair: \ud800"])
+    done = run("estimate", path, "--gpu", "H100", "--tokenizer", model)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "line 1 of" in done.stderr and "the tokenizer does not take it" in done.stderr
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "tokenizer_config.json").write_text("[]")
+    done = run("estimate", path, "--gpu", "H100", "--tokenizer", broken)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "cannot be loaded" in done.stderr
+
+
+SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+def write_model(folder: Path, **fields: object) -> Path:
+    folder.mkdir()
+    config = {**SHAPE, "torch_dtype": "bfloat16", **fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_layers_that_gain_nothing_are_not_counted(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(32)])
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128}
+    gpt_oss = write_model(
+        tmp_path / "gpt-oss", model_type="gpt_oss", num_hidden_layers=24, **windows
+    )
+    one, some = report(capsys, path), report(capsys, path, "--model", gpt_oss)
+    assert some["layers"] == 12
+    assert some["layers_left_out"] == {"a sliding window of 128 tokens": 12}
+    assert some["attention_us_shared"] == pytest.approx(12 * one["attention_us_shared"], abs=0.1)
+    assert main(["estimate", str(path), "--gpu", "H200", "--model", str(gpt_oss)]) == 0
+    assert "not counted: 12 with a sliding window of 128 tokens\n" in capsys.readouterr().out
+    # FlashAttention-2, which does prefills on an L40S, has no sinks
+    assert main(["estimate", str(path), "--gpu", "L40S", "--model", str(gpt_oss)]) == 2
+    assert "(attention sinks)" in capsys.readouterr().err
+
+
+def test_layers_of_several_shapes_are_added_up(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(32)])
+    fields = {"num_hidden_layers": 3, "per_layer_config": {"1": {"num_key_value_heads": 4}}}
+    found = report(capsys, path, "--model", write_model(tmp_path / "model", **fields))
+    eight, four = (report(capsys, path, "--num-kv-heads", n) for n in (8, 4))
+    for side in ("attention_us_unshared", "attention_us_shared"):
+        assert found[side] == pytest.approx(2 * eight[side] + four[side], abs=0.1)
+    assert found["layers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "bloom", "num_hidden_layers": 30}, "ALiBi slopes"),
+        ({"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}, "none has attention"),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 61, **LATENT,
+             "num_attention_heads": 128},
+            "multi-head latent attention of more than 32 heads a GPU",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_of_which_no_layer_is_served_is_refused(tmp_path, capsys, fields, reason):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    model = write_model(tmp_path / "model", **fields)
+    assert main(["estimate", str(path), "--gpu", "H200", "--model", str(model)]) == 2
+    error = capsys.readouterr().err
+    assert f"{model} has no layer to estimate on H200 ({reason})" in error
+    assert error.count("\n") == 1
+
+
+def test_latents_are_estimated(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(32)])
+    lite = {**LATENT, "num_attention_heads": 16, "num_hidden_layers": 27}
+    model = write_model(tmp_path / "model", model_type="deepseek_v2", **lite)
+    found = report(capsys, path, "--model", model, "--block-size", 64)
+    assert found["layers"] == 27 and found["attention_gain"] > 1
+
+
+def test_an_fp8_cache_of_latents_has_blocks_of_its_own(tmp_path, capsys):
+    # 31 blocks of 16 tokens are shared, 7 of 64
+    path = write(tmp_path / "p", [[*DOCUMENT[:500], i] for i in range(32)])
+    lite = {**LATENT, "num_attention_heads": 16, "num_hidden_layers": 27}
+    model = write_model(tmp_path / "model", model_type="deepseek_v2", **lite)
+    of_model = "--model", model, "--kv-cache-dtype", "fp8"
+    found = report(capsys, path, *of_model)
+    assert found["layers"] == 27 and found["layers_left_out"] == {}
+    assert found == report(capsys, path, *of_model, "--block-size", 64)
+    assert found["kv_tokens_read"] > report(capsys, path, "--model", model)["kv_tokens_read"]
+    for gpu in ("L40S", "B200"):
+        words = [str(path), "--gpu", gpu, *map(str, of_model)]
+        assert main(["estimate", *words]) == 2
+        assert "(multi-head latent attention)" in capsys.readouterr().err
+    words = [str(path), "--gpu", "H200", *map(str, of_model), "--block-size", "0"]
+    assert main(["estimate", *words]) == 2
+    assert "block_size must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_cache_that_a_gpu_does_not_serve_is_refused(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    assert report(capsys, path, "--kv-cache-dtype", "fp8")["layers"] == 1
+    # FlashAttention-4 takes it, too
+    assert main(["estimate", str(path), "--gpu", "B200", "--kv-cache-dtype", "fp8"]) == 0
+    assert main(["estimate", str(path), "--gpu", "L40S", "--kv-cache-dtype", "fp8"]) == 2
+    assert "fp8 KV cache keep vLLM's own backend on L40S" in capsys.readouterr().err
+
+
+def test_a_model_is_estimated_without_vllm(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('no vLLM here')\n")
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    there = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run("estimate", path, "--gpu", "H200", "--model", model, PYTHONPATH=there)
+    assert done.returncode == 0, done.stderr
+    assert "attention of 2 layers on H200" in done.stdout
+
+
+def test_a_batch_invariant_engine_serves_fewer_layers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
+    lite = {**LATENT, "num_attention_heads": 16, "num_hidden_layers": 27}
+    model = write_model(tmp_path / "model", model_type="deepseek_v2", **lite)
+    assert main(["estimate", str(path), "--gpu", "H200", "--model", str(model)]) == 2
+    assert "(batch invariance)" in capsys.readouterr().err
+
+
+def test_tokens_are_of_one_step(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(8)])
+    together = report(capsys, path)
+    by_two = report(capsys, path, "--batch", 2)
+    assert by_two["kv_tokens"] * 4 == together["kv_tokens"]
+    assert by_two["kv_tokens_read"] < together["kv_tokens_read"]
+
+
+def test_a_whole_call_is_near_what_was_measured(tmp_path, capsys):
+    """64 questions on a document of 34k tokens that is not cached, 64 output tokens, Llama-3.1-8B
+    on an H100: 10.8 s with FLASH_ATTN, 9.0 with PREFIX_SHARE, 2.1 with the parts.
+    """
+    document = [(7 * i) % 1000 for i in range(34_400)]
+    path = write(tmp_path / "p", [[*document, *range(i, i + 30)] for i in range(64)])
+    model = write_model(tmp_path / "model", num_hidden_layers=32)
+    words = ["--model", model, "--weights-gb", 16, "--output-tokens", 64]
+    found = report(capsys, path, *words, gpu="H100")["call_ms"]
+    assert 0.8 < found["sum"]["vllm"] / 10_770 < 1.3
+    assert 0.8 < found["sum"]["parts_off"] / 9_040 < 1.2
+    assert 0.8 < found["sum"]["parts_on"] / 2_090 < 1.2
+    for side in ("vllm", "parts_off", "parts_on"):
+        rows = [times[side] for row, times in found.items() if row != "sum"]
+        assert sum(rows) == pytest.approx(found["sum"][side], abs=0.1)
+
+
+def test_only_new_text_is_tokenized_and_hashed_again():
+    batch = batch_of([np.arange(n, dtype=np.int32) for n in (33, 33, 49, 20)], 16, generated=5)
+    # of 33 tokens two blocks are shared; the last token is computed in any case
+    new = [33, 1, 17, 4]
+    attended = sum(sum(range(n - k + 1, n + 1)) for n, k in zip((33, 33, 49, 20), new, strict=True))
+    assert _prompt_tokens(batch, 5) == (135, sum(new), attended)
+    work, attention = Work(1000, 100, 1e5, 10), Attention(50.0, 5.0, 4096.0)
+    known = call_times(work, attention, 0, GPUS["H200"])
+    assert list(known) == [*MEASURED.new_us, "sum"], "no weights, no prefill and decode"
+    half = 900 * MEASURED.shared_us["hashes"] + 100 * MEASURED.new_us["hashes"]
+    assert known["hashes"].parts_on == pytest.approx(half / 1e3)
+    assert known["lookup"].parts_on == pytest.approx(MEASURED.shared_us["lookup"])
+    nothing = call_times(work._replace(new_tokens=1000), attention, 0, GPUS["H200"])
+    assert nothing["tokenization"].parts_on == nothing["tokenization"].parts_off
+    whole = call_times(work, attention, 10**9, GPUS["H200"])
+    assert whole["decode"].vllm > whole["decode"].parts_off == whole["decode"].parts_on
+    assert whole["prefill"].parts_on == whole["prefill"].vllm > 0
+
+
+def test_the_table_says_where_the_time_goes(tmp_path, capsys):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(8)])
+    words = ["estimate", str(path), "--gpu", "H200"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "where the time goes, ms of a batch, one thing after the other:\n" in said
+    assert "\ntokenization          83.2       83.2       10.7\n" in said
+    assert said.endswith("name a --model that has them, or --weights-gb\n")
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    (model / "model.safetensors").write_bytes(bytes(1000))
+    assert main([*words, "--model", str(model), "--host-costs", "tokenization=0.06,copies=0"]) == 0
+    said = capsys.readouterr().out
+    assert "\nprefill " in said and "\ndecode " in said and "--weights-gb" not in said
+    assert "\ntokenization           2.0        2.0        0.5\n" in said
+    assert "\ncopies                 0.0        0.0        0.0\n" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "has no prompts: give a JSON string"),
+        (b"INFO nothing here\n", "has no prompts: give a JSON string"),
+        (b'"one"\nINFO two\n', "line 2 of "),
+        (b'"one"\n{"text": "two"}\n', "line 2 of {path} is not a prompt (neither text nor"),
+        (b"[1, -2]\n", "neither text nor token ids"),
+        (b"[1, true]\n", "neither text nor token ids"),
+        (b"[1e999]\n", "neither text nor token ids"),
+        (b"[%s]\n" % (b"9" * 5000), "4300"),
+        (b'""\n', "it is empty"),
+        (b"[" * 200000, "line 1 of {path} is not a prompt"),
+        (b"\xff\xfe\n", "line 1 of {path} is not UTF-8 text"),
+        (b"\"__import__('os').abort()\"[\n", "line 1 of {path} is not a prompt"),
+    ],
+)
+def test_a_wrong_file_gets_one_sentence(tmp_path, content, sentence, capsys):
+    path = tmp_path / "p"
+    path.write_bytes(content)
+    assert main(["estimate", str(path), "--gpu", "H200"]) == 2
+    error = capsys.readouterr().err
+    assert sentence.replace("{path}", str(path)) in error
+    assert error.count("\n") == 1
+
+
+def test_memory_is_bounded(tmp_path):
+    path = tmp_path / "p"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse, and one line
+    tracemalloc.start()
+    with pytest.raises(PrefixShareError, match="longer than the 8 MiB"):
+        list(read_prompts(path, byte_tokens))
+    assert tracemalloc.get_traced_memory()[1] < 4 * MAX_LINE
+    tracemalloc.stop()
+    long = np.zeros(1 << 20, np.int32)
+    with pytest.raises(PrefixShareError, match="lower --batch"):
+        batch_of([long] * 300, 16)
+
+
+def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vllm_prefixshare.cli.estimate.MAX_TOKENS", 1000)
+    path = write(tmp_path / "p", [DOCUMENT[:400]] * 3)
+    assert main(["estimate", str(path), "--gpu", "H200"]) == 2
+    assert "3 prompts have more than 1000 tokens: lower --batch" in capsys.readouterr().err
+    assert report(capsys, path, "--batch", "2")["batches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["/nowhere"], "/nowhere cannot be read (No such file"),
+        (["{path}", "--batch", "0"], "--batch must be from 1 to"),
+        (["{path}", "--output-tokens", "-1"], "--output-tokens must be from 0 to"),
+        (["{path}", "--head-dim", "48"], "head_dim must be"),
+        (["{path}", "--block-size", "9" * 30], "--block-size must be at most"),
+        (["{path}", "--host-costs", "copies"], "--host-costs has 'copies': give PART="),
+        (["{path}", "--host-costs", "prefill=1"], "--host-costs has 'prefill=1': give PART="),
+        (["{path}", "--host-costs", "copies=nan"], "with a part of tokenization, "),
+        (["{path}", "--weights-gb", "16"], "--weights-gb needs --model"),
+        (["{path}", "--weights-gb", "-1"], "--weights-gb must be above 0"),
+        (["{path}", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype must be one of auto, "),
+    ],
+)
+def test_a_wrong_argument_gets_one_sentence(tmp_path, arguments, sentence, capsys):
+    path = write(tmp_path / "p", ["one"])
+    filled = [a.format(path=path) for a in arguments]
+    assert main(["estimate", "--gpu", "H200", *filled]) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,340 @@
+"""``inspect``: block-table files, the schedule, and the contents of the pictures."""
+
+import json
+import os
+import re
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from tests.support.cli_runs import run
+from vllm_prefixshare.cli import batches
+from vllm_prefixshare.cli.batches import tree_batch
+from vllm_prefixshare.cli.gpus import planning_for
+from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+from vllm_prefixshare.kernels.interface import Gpu
+from vllm_prefixshare.kernels.portable.launch import q_tile
+from vllm_prefixshare.planning.costs.gpus import GPUS
+from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
+from vllm_prefixshare.planning.costs.table import CostTable
+
+SVG = "{http://www.w3.org/2000/svg}"
+TABLES = {
+    "block_size": 16,
+    "block_tables": [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]],
+    "kv_lens": [60, 52, 40],
+}
+
+
+def write(path: Path, data: object) -> Path:
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    capsys.readouterr()
+    assert main(["inspect", "--json", *map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_block_tables_are_read_as_the_requests_share_them(tmp_path, capsys):
+    found = report(capsys, write(tmp_path / "t.json", TABLES), "--divider", "deft_node")
+    assert (found["requests"], found["kv_tokens"], found["block_size"]) == (3, 152, 16)
+    assert found["nodes"] == [
+        {"parent": -1, "tokens": [0, 32], "requests": [2, 0, 1]},
+        {"parent": 0, "tokens": [32, 48], "requests": [0, 1]},
+    ]
+    (row,) = found["dividers"]
+    assert row["kv_tokens_read"] == 48 + 12 + 4 + 8
+    reads: dict[int, int] = {}
+    for tiles in found["workers"]:
+        for piece in [p for tile in tiles for p in tile["reads"]]:
+            reads[piece["node"]] = reads.get(piece["node"], 0) + piece["tokens"]
+    assert reads == {0: 32, 1: 16, -1: 24}
+
+
+def test_a_file_may_hold_many_batches(tmp_path, capsys):
+    one = {"block_size": 8, "block_tables": [[1]], "kv_lens": [3]}
+    path = write(tmp_path / "t.jsonl", f"{json.dumps(TABLES)}\n{json.dumps(one)}\n")
+    assert report(capsys, path)["requests"] == 1
+    assert report(capsys, path, "--step", 0)["requests"] == 3
+    blank = write(tmp_path / "blank.jsonl", f"{json.dumps(TABLES)}\n\n{json.dumps(one)}\n\n")
+    assert report(capsys, blank, "--step", -2)["requests"] == 3
+    single = write(tmp_path / "t.json", json.dumps(TABLES, indent=1))
+    assert report(capsys, single, "--step", 0)["requests"] == 3
+    for file, step, steps in (
+        (path, 2, "-2 to 1"),
+        (single, 5, "-1 to 0"),
+        (single, -9, "-1 to 0"),
+    ):
+        assert main(["inspect", str(file), "--step", str(step)]) == 2
+        sentence = f"error: --step must be from {steps} for {file}, got {step}.\n"
+        assert capsys.readouterr().err.endswith(sentence)
+
+
+def test_a_file_and_a_tree_are_one_too_many(tmp_path, capsys):
+    path = write(tmp_path / "t.json", TABLES)
+    assert main(["inspect", str(path), "--tree", "1,4_64,32"]) == 2
+    assert f"{path} and --tree are two batches: leave out one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("with_file", "words", "sentence"),
+    [
+        (False, ["--step", "0"], "--step is a line of a FILE: name one, or leave it out."),
+        (True, ["--block-size", "32"], "says its block size: leave out --block-size."),
+    ],
+)
+def test_an_option_that_would_be_dropped_is_refused(tmp_path, capsys, with_file, words, sentence):
+    files = [str(write(tmp_path / "t.json", TABLES))] if with_file else []
+    assert main(["inspect", *files, *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ("", "is empty: name a file with block tables, or trace a server"),
+        ("\n", "is empty: name"),
+        ("{", "Expecting"),
+        ("[" * 100000, "recursion"),
+        ("9" * 5000, "4300"),
+        ([], "it must be an object with block_size, block_tables, kv_lens"),
+        ({**TABLES, "block_size": True}, "block_size must be an integer from 1 to 65536"),
+        ({**TABLES, "block_size": 1 << 40}, "block_size must be an integer from 1 to 65536"),
+        ({**TABLES, "kv_lens": [60, 52]}, "lists, one entry for each request"),
+        ({**TABLES, "kv_lens": [60, 52.5, 40]}, "kv_lens[1] must be an integer from 1"),
+        ({**TABLES, "kv_lens": [60, 52, 0]}, "kv_lens[2] must be an integer from 1"),
+        ({**TABLES, "block_size": 65536, "kv_lens": [60, 52, (1 << 28) + 1]}, "kv_lens[2] must be"),
+        ({**TABLES, "kv_lens": [65, 52, 40]}, "block_tables[0] has 4 blocks of 16 tokens, too few"),
+        ({**TABLES, "block_tables": [[1, 2, 3, 4], "123456", [1, 2, 3]]}, "block_tables[1] must"),
+        ({**TABLES, "block_tables": [[1, 2, 3, -4], [1] * 4, [1] * 3]}, "block_tables[0] must"),
+        ({**TABLES, "block_tables": [[1, 2, 3, 1 << 31], [1] * 4, [1] * 3]}, "block_tables[0]"),
+        ({"block_size": 1, "block_tables": [], "kv_lens": []}, "from 1 to 16384 requests, not 0"),
+        (
+            {
+                "block_size": 1,
+                "block_tables": [[1] * 20000] + [[1]] * 1000,
+                "kv_lens": [1] * 1001,
+            },
+            "1001 requests with up to 20000 blocks are more than 16777216 entries",
+        ),
+    ],
+)
+def test_a_wrong_file_gets_one_sentence(tmp_path, data, sentence, capsys):
+    assert main(["inspect", str(write(tmp_path / "t.json", data))]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "t.json" in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    tracemalloc.start()
+    assert main(["inspect", str(path)]) == 2
+    assert tracemalloc.get_traced_memory()[1] < 3 * batches.MAX_BYTES
+    tracemalloc.stop()
+    assert "larger than the 16 MiB that are read" in capsys.readouterr().err
+    path.write_bytes(b"\xff\xfe")
+    assert main(["inspect", str(path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("tree", "write nodes per level, '_', tokens per node, such as 1,4,16_1024,256,64"),
+        ("1,4_64,", "write nodes per level"),
+        ("1,4", "write nodes per level"),
+        ("1,-4_64,32", "write nodes per level"),
+        ("1_1_000_000_000_000", "write nodes per level"),  # a number to Python, and a large one
+        ("1,4,8_64,32", "name as many levels before '_' as after it"),
+        ("1,4_0,0", "each level needs at least 1 node, and each node 1 token"),
+        ("0,4_64,32", "each level needs at least 1 node, and each node 1 token"),
+        ("4,1_256,64", "no level can have fewer nodes than the one above it"),
+    ],
+)
+def test_a_wrong_tree_is_told_which_rule_it_breaks(spec, rule):
+    with pytest.raises(PrefixShareError) as error:
+        tree_batch(spec, 16)
+    assert str(error.value).startswith(f"tree '{spec}' is not valid: {rule}")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["1,99999999_16,16", "1,16384_999999999999999999999,16", "1,1_16,99999999999", "1_268435457"],
+)
+def test_a_tree_that_is_too_large_is_not_made(spec):
+    with pytest.raises(PrefixShareError, match="describe a smaller one"):
+        tree_batch(spec, 65536)
+
+
+def test_the_longest_requests_are_planned(tmp_path, capsys):
+    """Planning counts in 32 bits, and rounds up to whole blocks and tiles."""
+    size = 65536
+    row = [*range(1, batches.MAX_TOKENS // size + 1)]
+    tables = {
+        "block_size": size,
+        "block_tables": [row, [*row[:-1], 5000], row],
+        "kv_lens": [batches.MAX_TOKENS] * 3,
+    }
+    found = report(capsys, write(tmp_path / "t.json", tables))
+    read = {row["divider"]: row["kv_tokens_read"] for row in found["dividers"]}
+    assert read["per_request"] == 3 * batches.MAX_TOKENS
+    assert read["depth_first"] == read["deft_node"] == batches.MAX_TOKENS + 2 * size
+
+
+def draw(folder: Path, *arguments: object) -> ElementTree.Element:
+    assert main(["inspect", "--svg", str(folder / "p.svg"), *map(str, arguments)]) == 0
+    return ElementTree.parse(folder / "p.svg").getroot()
+
+
+def texts(svg: ElementTree.Element) -> list[str]:
+    return [t.text or "" for t in svg.iter(f"{SVG}text")]
+
+
+def boxes(svg: ElementTree.Element) -> dict[str, tuple[float, float]]:
+    """Map each rectangle's tooltip to the width and height of the rectangle."""
+    return {
+        r.findtext(f"{SVG}title", ""): (float(r.get("width", 0)), float(r.get("height", 0)))
+        for r in svg.iter(f"{SVG}rect")
+    }
+
+
+def test_the_command_draws(tmp_path):
+    done = run("inspect", "--divider", "fixed", "--svg", tmp_path / "p.svg")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("16 requests, 21504 KV tokens read one by one\n  node 0: 1024")
+    assert ElementTree.parse(tmp_path / "p.svg").getroot().tag == f"{SVG}svg"
+
+
+def test_the_picture_is_to_scale(tmp_path):
+    svg = draw(tmp_path, "--tree", "1,4_1024,512", "--divider", "flashforge")
+    sizes = boxes(svg)
+    node = sizes["node 0: 1,024 tokens x 4 requests"]
+    private = [sizes[f"request {i}: 512 private tokens"] for i in range(4)]
+    for width, height in private:
+        assert width * 2 == pytest.approx(node[0], abs=0.2), "length by tokens"
+        assert height * 4 == pytest.approx(node[1], abs=0.2), "height by requests"
+    found = texts(svg)
+    assert "Prefix forest of tree 1,4_1024,512" in found
+    assert any(t.startswith("4 requests, 6,144 KV tokens one by one, 3,072 as") for t in found)
+    assert "request 3: 512 private tokens" in found
+
+
+def test_the_schedule_has_every_worker_and_what_it_reads(tmp_path, capsys):
+    arguments = ["--tree", "1,4,16_1024,256,64", "--gpu", "H200"]
+    svg = draw(tmp_path, *arguments)
+    found = report(capsys, *arguments, "--divider", "depth_first")
+    assert any("cost table measured on NVIDIA H200; 16 workers" in t for t in texts(svg))
+    workers = [t for t in texts(svg) if re.fullmatch(r"worker \d+", t)]
+    busy = [tiles for tiles in found["workers"] if tiles]
+    assert len(workers) == len(busy)
+    loads = [t for t in texts(svg) if re.fullmatch(r"[\d.,]+ us, [\d,]+ tokens", t)]
+    tokens = [sum(p["tokens"] for tile in tiles for p in tile["reads"]) for tiles in busy]
+    assert [int(t.split()[2].replace(",", "")) for t in loads] == tokens
+    assert sum(tokens) == found["dividers"][0]["kv_tokens_read"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("1_40", ["--divider", "flashforge"]),
+        ("8_400", ["--divider", "per_request"]),
+        ("1,256_4096,128", ["--divider", "depth_first"]),
+        (
+            "1,2,4,8,16,32,64,128,256_512,256,128,128,64,64,64,64,64",
+            ["--gpu", "H200", "--divider", "depth_first"],
+        ),
+        ("1,2048_64,32", ["--divider", "deft_node"]),
+    ],
+)
+def test_no_text_overlaps_another_or_leaves_the_page(tmp_path, spec, options):
+    pytest.importorskip("PIL")
+    from PIL import Image, ImageFont
+
+    svg = draw(tmp_path, "--tree", spec, "--png", tmp_path / "p.png", *options)
+    width, height = float(svg.get("width", 0)), float(svg.get("height", 0))
+    assert Image.open(tmp_path / "p.png").size == (2 * width, 2 * height)
+    assert 200 < height < 1400
+    taken = np.zeros((round(height), round(width)), bool)
+    for text in svg.iter(f"{SVG}text"):
+        size = int(text.get("font-size", 0))
+        wide = ImageFont.load_default(size).getlength(text.text or "")
+        x = float(text.get("x", 0))
+        x -= {"start": 0, "middle": wide / 2, "end": wide}[text.get("text-anchor", "")]
+        y = float(text.get("y", 0))
+        assert 0 <= x <= x + wide <= width, text.text
+        box = taken[round(y - 0.7 * size) : round(y), round(x) : round(x + wide)]
+        assert box.size
+        assert not box.any(), text.text
+        box[:] = True
+    workers = sum(t.startswith("worker ") for t in texts(svg))
+    assert 1 <= workers <= 32
+
+
+def test_a_png_without_pillow_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    path = tmp_path / "p.png"
+    assert main(["inspect", "--tree", "1,4_64,32", "--divider", "fixed", "--png", str(path)]) == 2
+    assert "pip install pillow, or use --svg" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_a_picture_that_cannot_be_written_gets_one_sentence(tmp_path, capsys):
+    for option in ("--svg", "--png"):
+        assert main(["inspect", "--divider", "fixed", option, str(tmp_path / "no" / "p")]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path, option):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = ["inspect", "--tree", "1,4_64,32", "--divider", "fixed", option, str(pipe)]
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_bytes)
+        assert main(command) == 0
+        assert read.result(60).startswith((b"<svg", b"\x89PNG"))
+    assert pipe.is_fifo() and [p.name for p in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_gpu_that_was_measured_has_its_table():
+    shape = AttentionConfig(32, 8, 128, 16)
+    found = planning_for("h200", shape)
+    assert isinstance(found.cost, CostTable)
+    assert (found.config.num_workers, found.config.divider) == (16, "depth_first")
+    with pytest.raises(PrefixShareError, match="'H300' is not known: use one of A10, A100"):
+        planning_for("H300", shape)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("name", [name for name in GPUS if name != "H200"])
+def test_another_gpu_has_a_roofline_scaled_by_its_memory(name, head_dim):
+    found = planning_for(name, AttentionConfig(32, 8, head_dim, 16))
+    assert isinstance(found.cost, AnalyticCost)
+    assert "not measured" in found.says
+    gpu = GPUS[name]
+    blocks, measured = 1, 3.15e4  # of the Hopper kernel
+    if gpu.capability != (9, 0):
+        memory = SHARED_MEMORY[gpu.capability] << 10
+        tile = q_tile(head_dim, Gpu(gpu.capability, gpu.multiprocessors, memory))
+        blocks, measured = tile.blocks_per_sm, 2 * 1.9e4  # two on an H200's multiprocessor
+    whole = found.cost.roofline.bytes_per_us * blocks * gpu.multiprocessors
+    assert whole / gpu.gb_per_s == pytest.approx(measured * 132 / 4800)
+
+
+def test_an_estimate_on_the_gpu_that_was_measured_is_not_scaled():
+    found = planning_for("H200", AttentionConfig(32, 8, 64, 16))
+    assert found.cost == analytic_cost(AttentionConfig(32, 8, 64, 16), "hopper")
+    assert found.says == "roofline of NVIDIA H200"

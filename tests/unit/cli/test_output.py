@@ -1,0 +1,67 @@
+"""What a command does where its standard output cannot be written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_runs import PROGRAM
+from vllm_prefixshare.cli import inspect_plans
+from vllm_prefixshare.cli.main import main
+
+BUFFERED, UNBUFFERED = "", "1"
+#: More than Python keeps in its buffer, so that the command itself meets the error.
+LONG = ["inspect", "--tree", "1,4096_64,64", "--json", "--divider", "depth_first"]
+
+
+def run_into(output: int, buffering: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env={**os.environ, "PYTHONUNBUFFERED": buffering},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "buffering"),
+    [
+        (LONG, BUFFERED),
+        (LONG, UNBUFFERED),
+        (["inspect"], BUFFERED),
+        (["inspect"], UNBUFFERED),
+        (["--help"], BUFFERED),
+    ],
+)
+def test_a_closed_pipe_ends_a_command_quietly(arguments, buffering):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_into(writer, buffering, *arguments)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("buffering", [BUFFERED, UNBUFFERED])
+@pytest.mark.parametrize("arguments", [LONG, ["inspect"], ["--help"]])
+def test_a_full_disk_is_one_sentence(arguments, buffering):
+    with Path("/dev/full").open("wb") as full:
+        done = run_into(full.fileno(), buffering, *arguments)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "vllm-prefixshare: error: standard output cannot be written (No space left on device): "
+        "send it elsewhere.\n"
+    )
+
+
+def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch):
+    def run(args: object) -> int:
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            return full.write(b"1")
+
+    monkeypatch.setattr(inspect_plans, "run", run)
+    with pytest.raises(OSError, match="No space left"):
+        main(["inspect"])

@@ -1,0 +1,264 @@
+"""``trace`` records the batches of an engine in a bounded file that ``inspect`` reads."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.support.cli_runs import PROGRAM, run
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
+from vllm_prefixshare.cli.batches import read_batch
+from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin.hooks.selection import check_settings
+from vllm_prefixshare.vllm_plugin.observability import tracing
+from vllm_prefixshare.vllm_plugin.step.planner import planner_for
+
+SHAPE = AttentionConfig(4, 2, 64, 16)
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+TABLE = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 0]], np.int32)
+LENS = np.array([60, 52, 40], np.int32)
+
+
+def planner(monkeypatch: pytest.MonkeyPatch, path: Path | None) -> DecodePlanner:
+    """The planner, made as an engine makes it."""
+    if path is not None:
+        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
+    settings.cache_clear()
+    tracing.trace_to.cache_clear()
+    return planner_for(TorchExecutor(SHAPE), SHAPE, CONFIG)
+
+
+def test_without_the_variable_the_planner_is_the_usual_one(monkeypatch):
+    made = planner(monkeypatch, None)
+    assert made._on_plan is None
+
+
+def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    made = planner(monkeypatch, path)
+    for lens in (LENS, LENS + 1, LENS + 2):  # the plan holds
+        plan = made.update(TABLE, lens).plan
+    made.update(TABLE[:2], LENS[:2])
+    slots = np.array([2, 0])
+    made.update(TABLE, LENS[[2, 0]], table_rows=slots, row_ids=np.array([7, 8]))
+    made.update(np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kv_lens"] for line in lines] == [[60, 52, 40], [60, 52], [40, 60]]
+    assert lines[0]["block_tables"] == [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
+    assert lines[2]["block_tables"] == [[1, 2, 6], [1, 2, 3, 4]]
+    assert lines[0]["plan"]["kv_tokens_read"] == plan.kv_tokens_read(LENS)
+    batch = read_batch(path, 0)
+    np.testing.assert_array_equal(batch.block_table, TABLE)
+    np.testing.assert_array_equal(batch.seq_lens, LENS)
+
+
+def test_a_trace_ends_at_its_limit_with_whole_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "MAX_BYTES", 1000)
+    path = tmp_path / "t.jsonl"
+    made = planner(monkeypatch, path)
+    for n in range(20):
+        made.update(TABLE + n, LENS)
+    text = path.read_text()
+    assert 500 < len(text) <= 1000
+    assert text.endswith("}\n")
+    for line in text.splitlines():
+        json.loads(line)
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_no_step(tmp_path, monkeypatch):
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    written = tracing.os.pwrite
+    monkeypatch.setattr(tracing.os, "pwrite", lambda f, data, at: written(f, data[:10], at))
+    assert made.update(TABLE, LENS).plan.num_reqs == 3
+    assert (tmp_path / "t.jsonl").read_bytes() == b""
+
+
+def test_a_disk_that_fails_altogether_ends_no_step(tmp_path, monkeypatch):
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tracing.os, "pwrite", fails)
+    monkeypatch.setattr(tracing.os, "ftruncate", fails)
+    assert made.update(TABLE, LENS).plan.num_reqs == 3
+
+
+def test_a_file_system_without_locks_records(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tracing.fcntl, "flock", no_locks)
+    path = tmp_path / "t.jsonl"
+    planner(monkeypatch, path).update(TABLE, LENS)
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_file_that_can_no_longer_be_written_ends_no_engine(tmp_path, monkeypatch, caplog):
+    (tmp_path / "t.jsonl").mkdir()
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    assert made.update(TABLE, LENS).plan.num_reqs == 3
+    assert caplog.text.count("Nothing is recorded: VLLM_PREFIXSHARE_TRACE=") == 1
+
+
+def test_a_file_that_cannot_be_emptied_is_refused(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tracing.os, "ftruncate", fails)
+    with pytest.raises(PrefixShareError, match=r"cannot be written \(Read-only file system\)"):
+        tracing.Trace(tmp_path / "t.jsonl")
+
+
+def test_of_two_processes_the_first_records(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    made = planner(monkeypatch, path)
+    code = (
+        "from pathlib import Path; "
+        "from vllm_prefixshare.vllm_plugin.observability.tracing import Trace; "
+        f"Trace(Path({str(path)!r})).write({{'other': 1}})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    made.update(TABLE, LENS)
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["kv_lens"] == LENS.tolist()
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_start_up(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "none" / "t.jsonl", tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        sentence = f"TRACE={path} cannot be written .*: name"
+        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
+        settings.cache_clear()
+        with pytest.raises(PrefixShareError, match=sentence):
+            check_settings()
+
+
+def test_the_check_at_start_up_leaves_what_is_recorded(tmp_path, monkeypatch):
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    made.update(TABLE, LENS)
+    recorded = (tmp_path / "t.jsonl").read_bytes()
+    check_settings()  # of another engine
+    made.update(TABLE + 1, LENS)
+    now = (tmp_path / "t.jsonl").read_bytes()
+    assert now.startswith(recorded) and now.count(b"\n") == 2
+
+
+def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
+    path = tmp_path / "t.jsonl"
+    code = "import os; open(os.environ['VLLM_PREFIXSHARE_TRACE'], 'w').write('{}\\n'); os._exit(7)"
+    done = run("trace", "--json", path, "--", sys.executable, "-c", code)
+    assert done.returncode == 7, done.stderr
+    assert json.loads(done.stdout) == {"path": str(path), "plans": 1, "bytes": 3, "status": 7}
+
+
+def test_a_program_without_plans_is_said_to_have_none(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    assert main(["trace", str(path), "--", "true"]) == 0
+    counted, why = capsys.readouterr().out.splitlines()
+    assert counted == f"0 plans recorded in {path}, 0 bytes; the program ended with 0"
+    assert why.startswith("It made no plans: start vLLM with --attention-backend PREFIX_SHARE")
+    assert main(["inspect", str(path)]) == 2
+    assert f"{path} is empty: name a file" in capsys.readouterr().err
+
+
+def test_a_program_may_remove_its_trace(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    assert main(["trace", str(path), "--", "sh", "-c", f"rm {path}; exit 3"]) == 3
+    assert f"0 plans recorded in {path}, 0 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_a_name_that_standard_output_cannot_encode_is_escaped(tmp_path, encoding):
+    path = os.fsencode(tmp_path) + b"/b\xff\xe6\x97\xa5"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    words = [sys.executable, "-c", PROGRAM, "trace", path, "--", "sh", "-c", "exit 5"]
+    done = subprocess.run(words, capture_output=True, env=environment)
+    assert done.returncode == 5, done.stderr
+    assert b"0 plans recorded in " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["/nowhere/t", "--", "true"], "/nowhere/t cannot be written (No such file"),
+        (["/dev/zero", "--", "true"], "/dev/zero is not a regular file: name another."),
+        ([f"/tmp/{300 * 'a'}", "--", "true"], "cannot be written (File name too long)."),
+        (["~no-such-user/t", "--", "true"], "/~no-such-user/t cannot be written (No such file"),
+        (["{file}", "--", "/nowhere/vllm"], "/nowhere/vllm is not a program that can be run"),
+        (["{file}", "--", "--model"], "--model is not a program that can be run: write trace FILE"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(tmp_path, arguments, sentence, capsys):
+    filled = [a.format(file=tmp_path / "t") for a in arguments]
+    assert main(["trace", *filled]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "t").exists(), "made for a program that did not start"
+
+
+def test_a_script_that_cannot_be_run_gets_one_sentence(tmp_path, capsys):
+    script = tmp_path / "serve.sh"
+    script.write_text("#!/nowhere/sh\n")
+    script.chmod(0o755)
+    assert main(["trace", str(tmp_path / "t"), "--", str(script)]) == 2
+    assert f"{script} cannot be run (No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["MODEL", "true"])
+@pytest.mark.parametrize(
+    "content", ["#!/bin/sh\nexec vllm serve $1\n", json.dumps({"time": 1}), " "]
+)
+def test_what_is_no_trace_is_left_alone(tmp_path, program, content, capsys):
+    """If FILE is forgotten, it is the first word of the command."""
+    script = tmp_path / "serve.sh"
+    script.write_text(content)
+    assert main(["trace", str(script), "--", program]) == 2
+    error = capsys.readouterr().err
+    assert "name another file." in error or "write trace FILE -- PROGRAM." in error
+    assert error.count("\n") == 1
+    assert script.read_text() == content
+
+
+def test_an_earlier_trace_is_replaced_when_a_program_starts(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "t.jsonl"
+    planner(monkeypatch, path).update(TABLE, LENS)
+    recorded = path.read_bytes()
+    assert main(["trace", str(path), "--", "no-such-program"]) == 2
+    assert path.read_bytes() == recorded
+    assert main(["trace", str(path), "--", "true"]) == 0, capsys.readouterr().err
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.engine
+def test_an_engine_is_recorded_and_drawn(tmp_path):
+    path, picture = tmp_path / "t.jsonl", tmp_path / "plan.svg"
+    environment = {
+        **ONE_PROCESS,
+        "VLLM_PREFIXSHARE_TRACE": str(path),
+        "VLLM_PREFIXSHARE_SHARE": "always",
+    }
+    document = "The lighthouse was built in 1874. It is 38 metres high. " * 40
+    questions = [f"{document} {i}: when was it built?" for i in range(6)]
+    settings = {"enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 512}
+    with EngineProcess(PREFIX_SHARE, embedded_model_path(), environment, **settings) as engine:
+        engine.generate(questions[:1], 1)  # puts the document into the prefix cache
+        stats = engine.generate(questions, 8, ignore_eos=True).stats
+    assert stats["shared_steps"]
+    recorded = [read_batch(path, step) for step in range(path.read_text().count("\n"))]
+    assert max(len(batch.seq_lens) for batch in recorded) == 6
+    most = max(recorded, key=lambda batch: len(batch.seq_lens))
+    assert len(np.unique(most.block_table[:, 0])) == 1, "all requests begin with the same block"
+    assert main(["inspect", str(path), "--svg", str(picture)]) == 0
+    assert "node 0" in picture.read_text()

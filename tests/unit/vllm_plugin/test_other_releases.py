@@ -1,0 +1,109 @@
+"""The same tests against the released files of other vLLM versions. Their CUDA build cannot run
+here: its modules import, the hooks find their targets, the backend works on its metadata.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_prefixshare.settings import settings
+
+ROOT = Path(__file__).parents[3]
+FILES = {path.name: path for path in Path(__file__).parent.rglob("test_*.py")}
+#: version -> SHA-256 of its wheel for x86-64: the newest patch release of each
+RELEASES = {
+    "0.29.0": "09d48617fc2be9c6cdcd5db480651ab0d84817b257204f2cc2e3ecbb70bbb635",
+    "0.30.0": "ef52ee58c410ead0b8afb190838fa4cbcb52075596f67862a03859d984966ac4",
+    "0.31.0": "39132b433967f0962d03d8a5f633b9bee6b32708f566c7d5637b79f8d0ef3433",
+    "0.32.0": "5e2ecdc5b0baf72921c288486417ca82778456a448e4fe60b62ee43c0dfc8611",
+    "0.33.0": "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+}
+#: Releases that `make test` runs: those that Ray, verl, OpenRLHF and TRL pin, and the newest.
+USUAL = ("0.29.0", "0.33.0")
+ALL = os.environ.get("PREFIXSHARE_RELEASES") == "all"
+CHOSEN = RELEASES if ALL else USUAL
+#: What runs on each of them. A test compares it with CONTRIBUTING.md.
+TESTS = (
+    "test_context_parallel.py",
+    "test_cuda_backend.py",
+    "test_layers_of_families.py",
+    "test_hook_targets.py",
+    "test_hooks.py",
+    "test_host_tables.py",
+    "test_invariance.py",
+    "test_metrics.py",
+    "test_mla_backend.py",
+    "test_mla_fp8_backend.py",
+    "test_order.py",
+    "test_background_compilation.py",
+    "test_backend_choices.py",
+)
+#: What also runs on each of them, of the tests of prompts.
+PROMPT_TESTS = (
+    "test_block_hashes.py",
+    "test_block_lookup.py",
+    "test_detokenization.py",
+)
+#: Of TESTS, what `make test` runs with the installed release only.
+SELDOM = ("test_context_parallel.py", "test_background_compilation.py")
+#: The other files: nothing in them is vLLM's.
+WITHOUT_VLLM = ("test_other_releases.py", "test_step_planner.py", "test_ray_metrics.py")
+
+
+def python_files(version: str) -> Path:
+    """A folder with the Python files of this release, downloaded once."""
+    folder = settings().cache / "vllm-releases" / version
+    if folder.is_dir():
+        return folder
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch, "wanted.txt")
+        wanted.write_text(f"vllm=={version} --hash=sha256:{RELEASES[version]}\n")
+        download = [
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
+            "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64",
+            f"--dest={scratch}", f"--requirement={wanted}",
+        ]  # fmt: skip
+        done = subprocess.run(download, capture_output=True, text=True)
+        if done.returncode and not os.environ.get("CI"):
+            pytest.skip(f"vllm {version} cannot be downloaded: {done.stderr.strip()[-200:]}")
+        assert done.returncode == 0, done.stderr
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unpacked = Path(tempfile.mkdtemp(dir=folder.parent))
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            names = [n for n in wheel.namelist() if n.endswith((".py", "METADATA"))]
+            wheel.extractall(unpacked, names)
+        unpacked.rename(folder)
+    return folder
+
+
+def test_every_file_runs_on_each_release_and_the_page_names_it():
+    others = {name for name, path in FILES.items() if path.parent.name != "prompts"}
+    assert others == {*TESTS, *WITHOUT_VLLM}
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (paragraph,) = re.findall(r"^\*\*Hook tests\.\*\*.*", page, re.MULTILINE)
+    all_of_them, _, seldom = paragraph.partition("`make test`")
+    assert re.findall(r"`(test_\w+\.py)`", all_of_them) == list(TESTS)
+    assert re.findall(r"`(test_\w+\.py)`", seldom) == list(SELDOM)
+    assert all(f"{version} " in seldom for version in USUAL)
+
+
+@pytest.mark.parametrize("version", CHOSEN)
+def test_the_backend_on_another_release(version):
+    path = os.pathsep.join([str(python_files(version)), str(ROOT)])
+    names = [name for name in TESTS if ALL or name not in SELDOM]
+    files = [str(FILES[name]) for name in (*names, *PROMPT_TESTS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *files],
+        env={**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_VLLM": version},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
