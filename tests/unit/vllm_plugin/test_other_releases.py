@@ -46,6 +46,7 @@ TESTS = (
 )
 #: What also runs on each of them, of the tests of prompts.
 PROMPT_TESTS = (
+    "test_beams.py",
     "test_block_hashes.py",
     "test_block_lookup.py",
     "test_detokenization.py",

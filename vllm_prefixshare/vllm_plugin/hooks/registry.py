@@ -5,6 +5,7 @@ from types import ModuleType
 
 from vllm_prefixshare.vllm_plugin.hooks import (
     activation,
+    beams,
     block_hashes,
     block_tables,
     copies,
@@ -120,6 +121,7 @@ HOOKS = (
     *detokenization.HOOKS,
     *block_hashes.HOOKS,
     *copies.HOOKS,
+    *beams.HOOKS,
 )
 
 
