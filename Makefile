@@ -52,8 +52,8 @@ fuzz: venv
 # Engine chaos and a server under load, of which CI tries a little, and several API servers: half
 # an hour.
 soak: model
-	$(PY) benchmarks/soak.py engine $(SOAK_ARGS)
-	$(PY) benchmarks/soak.py server $(SOAK_ARGS)
+	$(PY) -m benchmarks.quality.soak engine $(SOAK_ARGS)
+	$(PY) -m benchmarks.quality.soak server $(SOAK_ARGS)
 	PREFIXSHARE_API_SERVERS=1 $(PY) -m pytest tests/engine/test_serve.py -k several_api_servers
 
 # The Ray examples as a user runs them, which `make test` runs with a small model: some minutes and
@@ -68,13 +68,13 @@ releases: venv
 # Every variant of every kernel under every Triton, without a GPU: hours on few cores.
 kernels: venv
 	PREFIXSHARE_ALL_KERNELS=1 $(PY) -m pytest tests/unit/kernels/aot/test_compile.py $(PYTEST_ARGS)
-	$(PY) benchmarks/tables.py
+	$(PY) -m benchmarks.tables
 
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(PY) benchmarks/tables.py --check
+	$(PY) -m benchmarks.tables --check
 
 venv: $(VENV)/.project
 

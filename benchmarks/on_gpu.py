@@ -1,9 +1,9 @@
 """Run on a machine with a GPU what CI cannot run: tests, fuzzing, published figures.
 
-    python benchmarks/on_gpu.py tests        # every test that needs a GPU
-    python benchmarks/on_gpu.py fuzz         # compute-sanitizer, random forests, engine chaos
-    python benchmarks/on_gpu.py figures kernel_fp8 kernel_mla
-    python benchmarks/on_gpu.py figures kernel --path FASTTREE=~/FastTree-Artifact ...
+    python -m benchmarks.on_gpu tests        # every test that needs a GPU
+    python -m benchmarks.on_gpu fuzz         # compute-sanitizer, random forests, engine chaos
+    python -m benchmarks.on_gpu figures kernel_fp8 kernel_mla
+    python -m benchmarks.on_gpu figures kernel --path FASTTREE=~/FastTree-Artifact ...
 
 Tests and fuzzing share the GPUs and the cores, since nothing of them is timed; on several GPUs
 a step that needs one gets that with the fewest steps. A larger
@@ -14,7 +14,6 @@ that run when ``--minutes`` are over are interrupted, so that pytest says in whi
 status is 1 if there are any, or if a step failed.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -28,7 +27,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from repository import ROOT
+from benchmarks.support.program import ROOT, make_parser
+
+PROGRAM = "benchmarks.on_gpu"
 
 PUBLISHED = Path(__file__).parent / "published"
 #: files whose tests start engines of their own, in parts of about five minutes; the tests that no
@@ -46,12 +47,12 @@ PARTS = {
 #: files with tests for two GPUs, and what such a part of a file has in its name
 ON_TWO = ("test_gpu_ranks", "test_gpu_ray", "test_gpu_engine_mla", "two_gpus")
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
-ENGINE = "benchmarks/bench_engine.py --start-together"
+ENGINE = "-m benchmarks.engine --start-together"
 #: figures that were not published yet; later their commands are in their files
 NEW = {
     "engine_long": f"{ENGINE} --workloads doc32k,few,single --tokens 512 --repeats 2",
 }
-CHAOS = "benchmarks/soak.py engine --requests 1440 --minutes 1.6 --longest 48"
+CHAOS = "-m benchmarks.quality.soak engine --requests 1440 --minutes 1.6 --longest 48"
 
 
 #: seconds between an interrupt and the end by force
@@ -102,7 +103,7 @@ def tests(out: Path) -> Iterator[Step]:
 
 def fuzz(out: Path) -> Iterator[Step]:
     """The rows of docs/fidelity.md that need a GPU, servers excepted."""
-    yield Step("sanitize", f"benchmarks/sanitize.py --out {out}/sanitize.json", 4)
+    yield Step("sanitize", f"-m benchmarks.quality.sanitize --out {out}/sanitize.json", 4)
     for name, options in (("", ""), ("_shared", " --divider deft_flatten")):
         command = f"{CHAOS}{options} --out {out}/soak_engine_gpu{name}.json"
         yield Step(f"soak_engine_gpu{name}", command, 16)  # fourteen engines
@@ -230,9 +231,7 @@ def report(ended: Running, out: Path) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("what", choices=("tests", "fuzz", "figures"))
     parser.add_argument(
         "names", nargs="*", help="of steps, or of published files, in their order; default: all"

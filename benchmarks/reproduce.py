@@ -5,10 +5,10 @@ point, as soon as it is there, and one for each experiment. A run that was stopp
 it stopped. Every output is checked before its time counts; exit status 1 says that one was wrong,
 or that a program failed.
 
-    python benchmarks/reproduce.py --list
-    python benchmarks/reproduce.py flashforge-figure-6 --out results/papers
-    python benchmarks/reproduce.py --minutes 10
-    python benchmarks/reproduce.py --tiny
+    python -m benchmarks.reproduce --list
+    python -m benchmarks.reproduce flashforge-figure-6 --out results/papers
+    python -m benchmarks.reproduce --minutes 10
+    python -m benchmarks.reproduce --tiny
 """
 
 import argparse
@@ -25,9 +25,9 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
 
-import repository  # noqa: F401
-from papers import EXPERIMENTS, LEFT_OUT, PAPERS
-from papers.experiment import (
+import vllm_prefixshare
+from benchmarks.papers import EXPERIMENTS, LEFT_OUT, PAPERS
+from benchmarks.papers.experiment import (
     GPU,
     GPUS,
     Experiment,
@@ -38,11 +38,12 @@ from papers.experiment import (
     has_failed,
     is_wrong,
 )
-from papers.picture import draw
-from results import versions
-
-import vllm_prefixshare
+from benchmarks.papers.picture import draw
+from benchmarks.support.program import make_parser, one_sentence
+from benchmarks.support.results import versions
 from vllm_prefixshare.core import PrefixShareError
+
+PROGRAM = "benchmarks.reproduce"
 
 REPEATS = 10
 #: where results go; miniatures have names of real points, and would replace them
@@ -183,7 +184,7 @@ def carry_out(runs: list[Progress], setting: Setting, deadline: float) -> bool:
     program failed.
     """
     total = sum(len(run.left) for run in runs)
-    from peers import first_line
+    from benchmarks.peers import first_line
 
     began, right, number = time.monotonic(), True, 0
     for run in turns(runs):
@@ -279,7 +280,7 @@ def show_list(experiments: list[Experiment]) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="or how names begin; see --list")
     parser.add_argument(
         "--list", action="store_true", help="name every experiment, and what changed"
@@ -312,7 +313,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def command_of(args: argparse.Namespace) -> str:
     """The command of a run, without the paths of this machine."""
-    words = ["python", "benchmarks/reproduce.py", *args.names]
+    words = ["python", "-m", PROGRAM, *args.names]
     words += ["--tiny"] if args.tiny else []
     words += ["--minutes", f"{args.minutes:g}"] if args.minutes else []
     words += ["--repeats", str(args.repeats)] if args.repeats != REPEATS else []
@@ -329,7 +330,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
             of another format.
     """
     import torch
-    from peers import PEERS
+
+    from benchmarks.peers import PEERS
 
     for name in args.peers:
         if name not in PEERS:
@@ -356,8 +358,7 @@ def check_recordings(folder: Path) -> None:
         raise PrefixShareError(
             f"{folder} has no JSON files: name the folder of DeFT's *ToT.json and tree_size*.json."
         )
-    from peers import first_line
-
+    from benchmarks.peers import first_line
     from vllm_prefixshare.workloads.sets import recorded_step, token_tree_parents
 
     for file in runs + trees:
@@ -416,32 +417,29 @@ def show_findings(runs: list[Progress], out: Path) -> None:
         print(f"\npoints left: {left}; the same command goes on with them")
 
 
+@one_sentence(PROGRAM)
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        experiments = chosen(args.names)
-        if args.list:
-            show_list(experiments)
-            return 0
-        setting = setting_of(args)
-        make_folder(args.out)
-        gpus = 0
-        if setting.device == "cuda":
-            import torch
+    experiments = chosen(args.names)
+    if args.list:
+        show_list(experiments)
+        return 0
+    setting = setting_of(args)
+    make_folder(args.out)
+    gpus = 0
+    if setting.device == "cuda":
+        import torch
 
-            gpus = torch.cuda.device_count()
-        runs = []
-        for experiment in experiments:
-            if not setting.tiny and gpus_needed(experiment) > gpus:
-                print(f"left out: {experiment.name} needs {experiment.needs}")
-                continue
-            runs.append(begin(experiment, setting, args.out, args.fresh))
-            if not runs[-1].left and not runs[-1].done:
-                why = "it has no miniature" if setting.tiny else "--list says what it needs"
-                print(f"{experiment.name}: nothing to run here, {why}")
-    except PrefixShareError as e:
-        print(f"reproduce: error: {e}", file=sys.stderr)
-        return 2
+        gpus = torch.cuda.device_count()
+    runs = []
+    for experiment in experiments:
+        if not setting.tiny and gpus_needed(experiment) > gpus:
+            print(f"left out: {experiment.name} needs {experiment.needs}")
+            continue
+        runs.append(begin(experiment, setting, args.out, args.fresh))
+        if not runs[-1].left and not runs[-1].done:
+            why = "it has no miniature" if setting.tiny else "--list says what it needs"
+            print(f"{experiment.name}: nothing to run here, {why}")
     deadline = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
     try:
         status = int(not carry_out(runs, setting, deadline))

@@ -1,9 +1,8 @@
 """Write the tables and charts of the docs from the benchmarks' JSON; ``--check`` only compares.
 
-python benchmarks/tables.py
+python -m benchmarks.tables
 """
 
-import argparse
 import json
 import math
 import re
@@ -14,20 +13,19 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import repository  # noqa: F401
-from accuracy import share_interval
-from charts import THEMES, engine_chart
-from engine_breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
-from engine_report import in_common, steady_us
-from kernel_report import OURS, best_peer
-from papers import EXPERIMENTS, LEFT_OUT, PAPERS
-from papers.engine import ENGINES, from_engine
-from papers.experiment import Experiment, Setting, good_points, span
-from papers.fasttree import trees
-from papers.picture import draw
-from papers.tree_attention import from_scale
-from whole_call import report
-
+from benchmarks.engine.breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
+from benchmarks.engine.report import in_common, steady_us
+from benchmarks.kernel.report import OURS, best_peer
+from benchmarks.papers import EXPERIMENTS, LEFT_OUT, PAPERS
+from benchmarks.papers.engine import ENGINES, from_engine
+from benchmarks.papers.experiment import Experiment, Setting, good_points, span
+from benchmarks.papers.fasttree import trees
+from benchmarks.papers.picture import draw
+from benchmarks.papers.tree_attention import from_scale
+from benchmarks.quality.accuracy import share_interval
+from benchmarks.support.charts import THEMES, engine_chart
+from benchmarks.support.program import ROOT, make_parser
+from benchmarks.whole_call import report
 from vllm_prefixshare.distributed.scaling import (
     Cluster,
     Layer,
@@ -40,7 +38,8 @@ from vllm_prefixshare.distributed.scaling import (
     tree_us,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = "benchmarks.tables"
+
 PUBLISHED = ROOT / "benchmarks" / "published"
 
 
@@ -442,7 +441,7 @@ def share(count: int, of: int) -> str:
 
 
 def accuracy_table() -> str:
-    """One column per backend: the results of ``bench_fidelity.py`` with a real model."""
+    """One column per backend: the results of ``benchmarks.quality.fidelity`` with a real model."""
     found = []
     for _, name, backend in ACCURACY:
         rows = published(name).get("accuracy", ()) if exists(name) else ()
@@ -691,7 +690,7 @@ def startup_table() -> str:
     return "\n".join(
         [
             f"One NVIDIA H200, vLLM {versions['vllm']}, torch {versions['torch']}, Triton "
-            f"{versions['triton']}, Llama-3.1-8B's shape; `python benchmarks/bench_startup.py`. "
+            f"{versions['triton']}, Llama-3.1-8B's shape; `python -m benchmarks.engine.startup`. "
             + found.get("note", ""),
             "",
             *lines,
@@ -969,7 +968,7 @@ def scale_measured_table() -> str:
 
 #: tokens from which on the goals hold
 LONG = 512 << 10
-#: vLLM's FlashAttention-3 on a rank's own shard, in runs of bench_scale.py
+#: vLLM's FlashAttention-3 on a rank's own shard, in runs of benchmarks.kernel.scale
 FA3S = ("FlashAttention-3", "paged FlashAttention-3")
 
 
@@ -1312,7 +1311,7 @@ def page_text(page: GeneratedPage) -> str:
     """A generated page, with a section for each published result."""
     parts = [
         f"# {page.title}",
-        "Written by `python benchmarks/tables.py` from the JSON next to it.",
+        "Written by `python -m benchmarks.tables` from the JSON next to it.",
     ]
     parts.append(page.intro)
     for section in page.sections:
@@ -1356,7 +1355,7 @@ def fresh_files() -> dict[Path, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 if a file is not up to date")
     args = parser.parse_args()
     try:
@@ -1367,7 +1366,7 @@ def main() -> int:
     stale = [p for p, text in files.items() if not p.exists() or p.read_text() != text]
     for path in stale:
         if args.check:
-            print(f"{path} is not up to date: run benchmarks/tables.py", file=sys.stderr)
+            print(f"{path} is not up to date: run python -m {PROGRAM}", file=sys.stderr)
         else:
             path.parent.mkdir(exist_ok=True)
             path.write_text(files[path])

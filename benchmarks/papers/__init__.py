@@ -1,7 +1,7 @@
 """Figures and tables of the papers that this project builds on, one module for each paper."""
 
-from papers import deft, fasttree, flashforge, tree_attention
-from papers.experiment import Experiment, LeftOut
+from benchmarks.papers import deft, fasttree, flashforge, tree_attention
+from benchmarks.papers.experiment import Experiment, LeftOut
 
 MODULES = (flashforge, fasttree, deft, tree_attention)
 EXPERIMENTS: dict[str, Experiment] = {e.name: e for m in MODULES for e in m.EXPERIMENTS}

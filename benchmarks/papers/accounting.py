@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from papers.methods import Method, layer_of, planner_of
+from benchmarks.papers.methods import Method, layer_of, planner_of
 from vllm_prefixshare.workloads.trees import Workload
 
 #: bytes of an element of queries, KV cache and output; of a partial result; of a mask word

@@ -1,22 +1,20 @@
 """Bytes that the GPU's memory moves and how busy the GPU is, as its counters have them: layers
 under Nsight Compute.
 
-``python -m papers.counters LAYERS`` is the program that is counted: each of the layers once, in
-their order. ``LAYERS`` is a list of ``Layer`` as JSON.
+``python -m benchmarks.papers.counters LAYERS`` is the program that is counted: each
+of the layers once, in their order. ``LAYERS`` is a list of ``Layer`` as JSON.
 """
 
 import csv
 import json
-import os
 import re
 import shutil
 import sys
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 
-from papers import program
-from papers.experiment import Figures
+from benchmarks.papers.experiment import Figures
+from benchmarks.support import program
 
 BYTES = {"dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written"}
 #: a kernel's time, and percentages of what the multiprocessors and the memory could do in it: those
@@ -86,12 +84,10 @@ def count(layers: tuple[Layer, ...], metrics: dict[str, str]) -> list[list[Kerne
     command = [
         *("ncu", "--csv", "--print-units", "base", "--clock-control", "none"),
         *("-k", f"regex:{FIRST}|{SECOND}", "--metrics", ",".join(metrics)),
-        *(sys.executable, "-m", "papers.counters", json.dumps(layers)),
+        *program.module_command("benchmarks.papers.counters", json.dumps(layers)),
     ]
-    folder = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
     try:
-        done = program.run(command, MINUTES, {"PYTHONPATH": path})
+        done = program.run(command, MINUTES)
     except TimeoutError as e:
         return [{"failed": str(e)}] * len(layers)
     lines = (done.stderr + done.stdout).splitlines()
@@ -140,12 +136,12 @@ def parse(text: str, metrics: dict[str, str]) -> list[list[Kernel]]:
 
 def main(layers: list[Layer]) -> None:
     import torch
-    from bench_kernel import make_case
-    from peers import Options
 
-    from papers import methods
-    from papers.timing import layer_options
-    from papers.token_trees import token_tree
+    from benchmarks.kernel.bench import make_case
+    from benchmarks.papers import methods
+    from benchmarks.papers.timing import layer_options
+    from benchmarks.papers.token_trees import token_tree
+    from benchmarks.peers import Options
     from vllm_prefixshare.workloads.sets import flashforge
     from vllm_prefixshare.workloads.trees import tree
 

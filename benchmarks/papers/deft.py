@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from papers import counters
-from papers.experiment import (
+from benchmarks.papers import counters
+from benchmarks.papers.experiment import (
     CPU,
     GPU,
     Bars,
@@ -21,8 +21,8 @@ from papers.experiment import (
     rows,
     span,
 )
-from papers.flashforge import against, methods_of, ratios, time_bars, time_table
-from papers.token_trees import kind_of_tree, token_tree
+from benchmarks.papers.flashforge import against, methods_of, ratios, time_bars, time_table
+from benchmarks.papers.token_trees import kind_of_tree, token_tree
 
 PAPER = "DeFT"
 #: Llama-3-8B: heads, layers, query heads for a KV head
@@ -105,7 +105,7 @@ def medusa_bytes(queries: int, tree_tokens: int) -> dict[str, int]:
 
 def few_shot(width: int, prompt: int, decoded: int) -> Figures:
     """Bytes of decoding ``decoded`` tokens of ``width`` samples of one prompt, all layers."""
-    from papers import accounting, methods
+    from benchmarks.papers import accounting, methods
     from vllm_prefixshare.workloads.trees import tree
 
     start = accounting.with_room(tree(f"1,{width}_{prompt},{decoded + 1}"), decoded)
@@ -126,7 +126,7 @@ def few_shot(width: int, prompt: int, decoded: int) -> Figures:
 
 def speculative(size: int, setting: Setting) -> Figures:
     """Bytes of verifying a token tree at every step of one request's answer, all layers."""
-    from papers import accounting, methods
+    from benchmarks.papers import accounting, methods
 
     steps = 20 if setting.tiny else STEPS
     end = token_tree(size, 1, CONTEXT + ACCEPTED * steps, setting.recordings)
@@ -151,7 +151,7 @@ def recorded(file: Path) -> Figures:
     import json
     from collections import Counter
 
-    from papers import accounting, methods
+    from benchmarks.papers import accounting, methods
     from vllm_prefixshare.core import PrefixShareError
     from vllm_prefixshare.workloads.sets import recorded_step
 
@@ -262,7 +262,7 @@ def tasks_bars(results: Results) -> Bars:
 def strategies() -> list:
     from dataclasses import replace
 
-    from papers import methods
+    from benchmarks.papers import methods
 
     of_deft = (methods.DEFT_NODE, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
     return [methods.OURS, *(replace(m, kernel="auto") for m in of_deft)]
@@ -279,7 +279,7 @@ def time_strategies(setting: Setting) -> Iterator[Point]:
     for spec, shape in product(specs, heads):
 
         def run(spec=spec, shape=shape) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
 
             ways = [*strategies(), methods.FLASH_DECODING]
             return timing.time_methods(setting, tree(spec), shape, ways)
@@ -298,7 +298,7 @@ def time_recorded(setting: Setting) -> Iterator[Point]:
     for w in steps:
 
         def run(w=w) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
 
             heads = (8, 2) if setting.tiny else HEADS
             ways = [*strategies(), methods.FLASH_DECODING]
@@ -347,7 +347,7 @@ def time_prompts(setting: Setting) -> Iterator[Point]:
         w = recorded_step(f"prompt of {tokens}", with_prompt(nodes, tokens), step, 16)
 
         def run(w=w) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
 
             heads = (8, 2) if setting.tiny else HEADS
             flatten = next(m for m in strategies() if m.title == "DeFT-Flatten")
@@ -381,7 +381,7 @@ def time_iterations(setting: Setting) -> Iterator[Point]:
         def run(step=step) -> Figures:
             from statistics import pstdev
 
-            from papers import timing
+            from benchmarks.papers import timing
             from vllm_prefixshare.workloads.sets import recorded_step, recorded_tree
 
             w = recorded_step(f"sorting, step {step}", nodes, step, 16)
@@ -441,7 +441,7 @@ def count_use(setting: Setting) -> Iterator[Point]:
     for name in names:
 
         def run(name=name) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
             from vllm_prefixshare.workloads.trees import tree
 
             ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
@@ -458,7 +458,7 @@ def count_use(setting: Setting) -> Iterator[Point]:
 
 def toy_use(setting: Setting) -> Figures:
     """A point of ``count_use`` without counters: parts of the roofline stand for both."""
-    from papers import methods, timing
+    from benchmarks.papers import methods, timing
     from vllm_prefixshare.workloads.trees import tree
 
     ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
@@ -546,7 +546,7 @@ def time_token_trees(setting: Setting) -> Iterator[Point]:
         def run(size=size, batch=batch, context=context) -> Figures:
             from dataclasses import replace
 
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
             from vllm_prefixshare.workloads.trees import forest
 
             w = token_tree(size, batch, context, setting.recordings)
@@ -579,7 +579,7 @@ def count_walks(setting: Setting) -> Iterator[Point]:
     for size, batch in shapes:
 
         def run(size=size, batch=batch) -> Figures:
-            from papers import accounting, methods
+            from benchmarks.papers import accounting, methods
 
             ways = (methods.OURS, methods.PORTABLE)
             trees = [token_tree(*shape, PROMPTS[-1], None) for shape in shapes]
@@ -690,7 +690,7 @@ def chunk_workloads(setting: Setting) -> dict[str, object]:
 
 
 def chunk_methods(kernel: str) -> list:
-    from papers import methods
+    from benchmarks.papers import methods
 
     return [
         methods.Method(f"{n} tokens", kernel, "deft_node_chunk", options={"kv_chunk_size": n})
@@ -702,7 +702,7 @@ def count_chunks(setting: Setting) -> Iterator[Point]:
     for name, w in chunk_workloads(setting).items():
 
         def run(w=w) -> Figures:
-            from papers import accounting, methods
+            from benchmarks.papers import accounting, methods
 
             ways = [*chunk_methods("auto"), methods.OURS]
             counted = {m.title: accounting.count(m, w, HEADS) for m in ways}
@@ -758,7 +758,7 @@ def time_chunks(setting: Setting) -> Iterator[Point]:
     for name, w in chunk_workloads(setting).items():
 
         def run(w=w) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
 
             heads = (8, 2) if setting.tiny else HEADS
             ways = [*chunk_methods("auto"), *strategies()[3:], methods.OURS]

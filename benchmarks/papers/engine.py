@@ -1,18 +1,16 @@
-"""Time per output token of an engine, by ``bench_engine.py`` (FlashForge, figures 1b and 7)."""
+"""Time per output token of an engine, by ``benchmarks.engine`` (FlashForge, figures 1b and 7)."""
 
 import json
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine_breakdown import attention_ms
+from benchmarks.engine.breakdown import attention_ms
+from benchmarks.papers.experiment import Bars, Figures, Point, Results, Setting, rows, span
+from benchmarks.support import program
 
-from papers import program
-from papers.experiment import Bars, Figures, Point, Results, Setting, rows, span
-
-#: workloads of bench_engine.py: one document of growing length
+#: workloads of benchmarks.engine: one document of growing length
 WORKLOADS = ("sweep8k", "sweep32k", "sweep64k", "sweep120k")
 #: a document of 120k tokens, own tokens and answers, rounded up
 MAX_MODEL_LEN = 123_392
@@ -25,13 +23,12 @@ ENGINES = ("stock", "PREFIX_SHARE")
 
 @cache
 def run_engines(repeats: int) -> list[Figures]:
-    """Rows of ``bench_engine.py``, in the order of ``WORKLOADS``; or ``failed`` with a reason."""
-    benchmark = Path(__file__).parents[1] / "bench_engine.py"
+    """Rows of ``benchmarks.engine``, in the order of ``WORKLOADS``; or ``failed`` with a reason."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "engine.json"
         command = [
-            *(sys.executable, str(benchmark), "--start-together"),
-            *("--breakdown", "--workloads", ",".join(WORKLOADS)),
+            *program.module_command("benchmarks.engine", "--start-together", "--breakdown"),
+            *("--workloads", ",".join(WORKLOADS)),
             *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
             *("--repeats", str(min(repeats, 2)), "--out", str(out)),
         ]
@@ -53,7 +50,7 @@ def time_engines(setting: Setting) -> Iterator[Point]:
 
 
 def from_engine(engine: dict) -> dict:
-    """Results of this experiment from those of ``bench_engine.py``: shared documents only."""
+    """Results of this experiment from those of ``benchmarks.engine``: shared documents only."""
     found = [
         row
         for row in engine["rows"]

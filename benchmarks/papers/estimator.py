@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from papers.experiment import Figures
-from papers.timing import machine
+from benchmarks.papers.experiment import Figures
+from benchmarks.papers.timing import machine
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.costs.lookup import cost_model

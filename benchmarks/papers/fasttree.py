@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from papers.experiment import (
+from benchmarks.papers.experiment import (
     CPU,
     GPU,
     Bars,
@@ -17,7 +17,7 @@ from papers.experiment import (
     rows,
     span,
 )
-from papers.flashforge import against, time_bars, time_table
+from benchmarks.papers.flashforge import against, time_bars, time_table
 
 PAPER = "FastTree"
 #: title of the method that the others are compared with
@@ -47,7 +47,7 @@ def trees(setting: Setting) -> list[str]:
 def ways() -> list:
     from dataclasses import replace
 
-    from papers import methods
+    from benchmarks.papers import methods
 
     fasttree = methods.FASTTREE
     return [
@@ -65,7 +65,7 @@ def count_trees(setting: Setting) -> Iterator[Point]:
     for spec, heads in product(trees(setting), ((8, 2),) if setting.tiny else HEADS):
 
         def run(spec=spec, heads=heads) -> Figures:
-            from papers import accounting
+            from benchmarks.papers import accounting
 
             w = tree(spec)
             return {
@@ -128,7 +128,7 @@ def time_trees(setting: Setting) -> Iterator[Point]:
     for spec, heads in product(trees(setting), ((8, 2),) if setting.tiny else HEADS):
 
         def run(spec=spec, heads=heads) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
 
             every = [*ways(), methods.FLASH_DECODING]
             return timing.time_methods(setting, tree(spec), heads, every)
@@ -155,7 +155,7 @@ def time_workloads(setting: Setting) -> Iterator[Point]:
     for (name, spec), (model, heads) in product(chosen.items(), models.items()):
 
         def run(spec=spec, heads=heads) -> Figures:
-            from papers import accounting, methods, timing
+            from benchmarks.papers import accounting, methods, timing
 
             w = tree(spec)
             every = [methods.OURS, methods.FASTTREE, methods.FLASH_DECODING]

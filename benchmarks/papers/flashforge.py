@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import product
 
-from papers import counters, engine
-from papers.engine import engines_bars, engines_sentence, engines_table, time_engines
-from papers.experiment import (
+from benchmarks.papers import counters, engine
+from benchmarks.papers.engine import engines_bars, engines_sentence, engines_table, time_engines
+from benchmarks.papers.experiment import (
     CPU,
     GPU,
     Bars,
@@ -57,7 +57,7 @@ def count_sweep(setting: Setting) -> Iterator[Point]:
     for name, w, heads in sweep_points(setting):
 
         def run(w=w, heads=heads) -> Figures:
-            from papers import accounting, methods
+            from benchmarks.papers import accounting, methods
 
             return {
                 "requests": w.num_reqs,
@@ -145,7 +145,7 @@ def count_dram(setting: Setting) -> Iterator[Point]:
     """
     if setting.device != "cuda" or setting.tiny or not counters.available():
         return
-    from papers import methods
+    from benchmarks.papers import methods
 
     titles = [m.title for m in methods.COUNTED]
     points = list(sweep_points(setting))
@@ -156,7 +156,7 @@ def count_dram(setting: Setting) -> Iterator[Point]:
         )
 
         def run(w=w, heads=heads, layers=layers) -> Figures:
-            from papers import accounting
+            from benchmarks.papers import accounting
 
             counted = dict(zip(layers, counters.dram_bytes(layers), strict=True))
             found = {t: counted[(t, w.name, *heads)] for t in titles}
@@ -207,7 +207,7 @@ def time_sweep(setting: Setting) -> Iterator[Point]:
     for name, w, heads in sweep_points(setting):
 
         def run(w=w, heads=heads) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
 
             ways = (
                 methods.OURS,
@@ -294,7 +294,7 @@ def time_steps(setting: Setting) -> Iterator[Point]:
         for kernel in ("hopper", "portable") if setting.device == "cuda" else ("torch",):
 
             def run(w=w, heads=heads, kernel=kernel) -> Figures:
-                from papers import methods, timing
+                from benchmarks.papers import methods, timing
 
                 dividers = (
                     ("deft_node", "never"),
@@ -343,7 +343,7 @@ def time_granularity(setting: Setting) -> Iterator[Point]:
     for spec, kernel in product(specs, kernels):
 
         def run(spec=spec, kernel=kernel) -> Figures:
-            from papers import methods, timing
+            from benchmarks.papers import methods, timing
 
             ways = [
                 methods.Method("ours", kernel),
@@ -379,7 +379,7 @@ def time_reduction(setting: Setting) -> Iterator[Point]:
     for name, (requests, partials) in specs.items():
 
         def run(requests=requests, partials=partials) -> Figures:
-            from papers.reduction import time_merging
+            from benchmarks.papers.reduction import time_merging
 
             return time_merging(setting, requests, partials)
 
@@ -393,14 +393,14 @@ def reduction_sentence(results: Results) -> str:
 
 def estimator_points(setting: Setting) -> Iterator[Point]:
     if setting.tiny:
-        from papers.estimator import toy_errors
+        from benchmarks.papers.estimator import toy_errors
 
         yield Point("estimate", toy_errors)
         return
     for kernel in ("hopper", "portable"):
 
         def run(kernel=kernel) -> Figures:
-            from papers.estimator import errors
+            from benchmarks.papers.estimator import errors
 
             return errors(kernel)
 
@@ -509,7 +509,7 @@ EXPERIMENTS = (
         "figures 7 and 1b: time per output token, and attention's part",
         "3.75 times as fast as vLLM 0.6.6 on average; attention takes 90% of the time with prompts "
         "of 100k tokens",
-        "By `bench_engine.py`: vLLM's own attention and this project's in the same engine, "
+        "By `benchmarks.engine`: vLLM's own attention and this project's in the same engine, "
         "Llama-3.1-8B's shape, 32 requests on one document of 8k, 32k, 64k and 120k tokens; the "
         "paper gives no sizes. Attention's part is measured by a profiler. The published run is "
         "that of the command which the experiment starts; the times of all other kernels are in "

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_planner import H200
-from peers import Case, Launch, Options, UnavailableError
 
-from papers.merging import Serially, merge_on_gpu
+from benchmarks.papers.merging import Serially, merge_on_gpu
+from benchmarks.peers import Case, Launch, Options, UnavailableError
+from benchmarks.planner.bench import H200
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -107,7 +107,7 @@ def planner_of(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[Dec
 
 
 class Planned:
-    """A peer of ``bench_kernel``: this project's kernel under the plan of a method."""
+    """A peer of ``benchmarks.kernel``: this project's kernel under the plan of a method."""
 
     def __init__(self, method: Method, options: Options) -> None:
         self.method, self.device = method, options.device

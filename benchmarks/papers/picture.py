@@ -5,7 +5,7 @@ can compare a picture byte for byte. Its colours follow the reader's theme.
 import math
 from html import escape
 
-from papers.experiment import Bars
+from benchmarks.papers.experiment import Bars
 
 #: pixels: a letter of a name; length of the longest bar, room for its number; height of a bar, and
 #: the space between two groups

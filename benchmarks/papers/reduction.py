@@ -6,12 +6,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from bench_kernel import TOLERANCE, measure
-from peers import Launch
 
-from papers.experiment import Figures, Setting
-from papers.merging import Merge, merge_on_cpu, merge_on_gpu, merge_one_by_one
-from papers.timing import dtype_on, machine
+from benchmarks.kernel.bench import TOLERANCE, measure
+from benchmarks.papers.experiment import Figures, Setting
+from benchmarks.papers.merging import Merge, merge_on_cpu, merge_on_gpu, merge_one_by_one
+from benchmarks.papers.timing import dtype_on, machine
+from benchmarks.peers import Launch
 
 HEADS, HEAD_DIM = 32, 128
 #: partial results that the first of two levels merges

@@ -1,5 +1,5 @@
-"""Times of one layer's attention, by the harness of ``bench_kernel``: every output is compared with
-float32 attention before its time counts.
+"""Times of one layer's attention, by the harness of ``benchmarks.kernel``: every output is compared
+with float32 attention before its time counts.
 """
 
 import argparse
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from bench_kernel import CpuTimer, run_cell
-from peers import Options, Peer, UnavailableError, make
 
-from papers.experiment import Figures, Setting
-from papers.methods import Method, Planned
+from benchmarks.kernel.bench import CpuTimer, run_cell
+from benchmarks.papers.experiment import Figures, Setting
+from benchmarks.papers.methods import Method, Planned
+from benchmarks.peers import Options, Peer, UnavailableError, make
 from vllm_prefixshare.profiling.gpu_timing import GpuTimer, MachineRates, measure_rates
 from vllm_prefixshare.workloads.trees import Workload
 
@@ -43,7 +43,7 @@ def dtype_on(device: str) -> torch.dtype:
 def time_methods(
     setting: Setting, w: Workload, heads: tuple[int, int], methods: Sequence[Method]
 ) -> Figures:
-    """One cell of ``bench_kernel``: each method, then the setting's further peers.
+    """One cell of ``benchmarks.kernel``: each method, then the setting's further peers.
 
     Returns:
         what ``run_cell`` does; under ``peers`` the milliseconds and the error of each.
@@ -57,7 +57,7 @@ def time_methods(
 
 
 def layer_options(device: str, repeats: int) -> argparse.Namespace:
-    """The options of ``bench_kernel`` for a plain layer."""
+    """The options of ``benchmarks.kernel`` for a plain layer."""
     return argparse.Namespace(
         device=torch.device(device),
         dtype=str(dtype_on(device)).removeprefix("torch."),

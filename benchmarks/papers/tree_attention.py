@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from papers import program
-from papers.experiment import (
+from benchmarks.papers.experiment import (
     CPU,
     GPUS,
     Bars,
@@ -17,6 +16,7 @@ from papers.experiment import (
     rows,
     span,
 )
+from benchmarks.support import program
 
 PAPER = "Tree Attention"
 #: the paper's attention block: 16 heads of 128, each with KV of its own
@@ -37,7 +37,7 @@ def layer(tokens: int, heads: int = HEADS) -> object:
 
 def cluster() -> object:
     """DGX H100: data sheets; the fixed time of a launch is that of our H200s
-    (``benchmarks/tables.py``), latencies are assumed.
+    (``benchmarks.tables``), latencies are assumed.
     """
     from vllm_prefixshare.distributed.scaling import Cluster, Link
 
@@ -161,17 +161,16 @@ def time_ranks(setting: Setting) -> Iterator[Point]:
 
 
 def run_ranks(setting: Setting, tokens: int) -> Figures:
-    """``bench_scale.py`` on two ranks, in processes of their own."""
+    """``benchmarks.kernel.scale`` on two ranks, in processes of their own."""
     import json
-    import sys
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    benchmark = Path(__file__).parents[1] / "bench_scale.py"
     with TemporaryDirectory() as folder:
         out = Path(folder) / "scale.json"
         command = [
-            *(sys.executable, str(benchmark), "--device", setting.device, "--ranks", "2"),
+            *program.module_command("benchmarks.kernel.scale", "--device", setting.device),
+            *("--ranks", "2"),
             *("--tokens", str(tokens), "--requests", "1", "--heads", f"{HEADS}:{HEADS}"),
             *("--repeats", str(setting.repeats), "--out", str(out)),
         ]
@@ -186,7 +185,7 @@ def run_ranks(setting: Setting, tokens: int) -> Figures:
 
 
 def from_scale(scale: dict) -> dict:
-    """Results of this experiment from those of ``bench_scale.py``: its rows of one request."""
+    """Results of this experiment from rows of ``benchmarks.kernel.scale`` with one request."""
     rows = [row for row in scale["rows"] if row["requests"] == 1]
     return {
         **scale,
@@ -254,8 +253,9 @@ EXPERIMENTS = (
         "equations 10 to 14: communication volume",
         "tree reduction sends what does not depend on the context; 640k tokens on 8 GPUs: about "
         "1e-5 s of attention and 1e-3 s to send a shard",
-        "By `distributed/scaling.py`, whose bytes `bench_scale.py` compares with what ranks send. "
-        "The last round of the ring, which nobody needs, is not counted; numerators are float32.",
+        "By `distributed/scaling.py`, whose bytes `benchmarks.kernel.scale` compares with what "
+        "ranks send. The last round of the ring, which nobody needs, is not counted; numerators "
+        "are float32.",
         CPU,
         count_volume,
         volume_sentence,
@@ -299,9 +299,10 @@ EXPERIMENTS = (
         "6.1",
         "figure 3: latency, on two ranks",
         "8 to 128 GPUs: ring attention's time grows with the context, tree attention's hardly",
-        "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by `bench_scale.py`. Until "
-        "this experiment has a run of its own, the table shows the benchmark's published run on "
-        "two H200s, with 32:8 heads: see [sharded KV](scale.md#two-gpus).",
+        "Two ranks of one host, 80k to 1280k tokens, 16 heads of 128, by "
+        "`benchmarks.kernel.scale`. Until this experiment has a run of its own, the table shows "
+        "the benchmark's published run on two H200s, with 32:8 heads: see [sharded KV]"
+        "(scale.md#two-gpus).",
         GPUS,
         time_ranks,
         ranks_sentence,

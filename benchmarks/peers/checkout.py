@@ -2,7 +2,7 @@
 
 import sys
 
-from peers import Options, UnavailableError
+from benchmarks.peers import Options, UnavailableError
 
 
 def use_checkout(options: Options, name: str, marker: str) -> None:

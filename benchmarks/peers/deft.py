@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from peers import Case, Launch, Options, UnavailableError
-from peers.checkout import use_checkout
+from benchmarks.peers import Case, Launch, Options, UnavailableError
+from benchmarks.peers.checkout import use_checkout
 
 
 class DeFT:

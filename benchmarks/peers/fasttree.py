@@ -10,8 +10,8 @@ from itertools import accumulate
 
 import torch
 
-from peers import Case, Launch, Options, UnavailableError
-from peers.checkout import use_checkout
+from benchmarks.peers import Case, Launch, Options, UnavailableError
+from benchmarks.peers.checkout import use_checkout
 
 # The settings of the artifact's run_benchmark.sh, whose query tiles hold 64 and 16 rows.
 Q_TILE_ROWS = (64, 16)

@@ -6,7 +6,7 @@ FlashInfer compiles its kernels at the first plan, which takes some minutes with
 import numpy as np
 import torch
 
-from peers import Case, Launch, Options, UnavailableError
+from benchmarks.peers import Case, Launch, Options, UnavailableError
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.workloads.trees import Workload
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from peers import Case, Launch, Options, UnavailableError
+from benchmarks.peers import Case, Launch, Options, UnavailableError
 from vllm_prefixshare import PrefixShareDecodeWrapper
 
 

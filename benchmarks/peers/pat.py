@@ -8,8 +8,8 @@ import os
 
 import torch
 
-from peers import Case, Launch, Options, UnavailableError, first_line
-from peers.checkout import use_checkout
+from benchmarks.peers import Case, Launch, Options, UnavailableError, first_line
+from benchmarks.peers.checkout import use_checkout
 
 #: PAT's tiles (query rows, KV tokens, warps) without (16, 128, 1), which needs blocks of 32 tokens
 #: or more; the first tile listed replaces it

@@ -6,7 +6,7 @@ vLLM makes the scheduler metadata once per step, so it is made in ``prepare`` he
 
 import torch
 
-from peers import Case, Launch, Options, UnavailableError
+from benchmarks.peers import Case, Launch, Options, UnavailableError
 
 #: vLLM's bound on splits inside a full CUDA graph, and FA3's own choice
 SPLITS = (32, 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from peers import Case, Launch, Options, UnavailableError
+from benchmarks.peers import Case, Launch, Options, UnavailableError
 
 #: the only block size of the dense kernel
 BLOCK_SIZE = 64

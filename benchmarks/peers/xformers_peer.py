@@ -2,7 +2,7 @@
 
 import torch
 
-from peers import Case, Launch, Options, UnavailableError, first_line
+from benchmarks.peers import Case, Launch, Options, UnavailableError, first_line
 
 
 class XFormers:

@@ -1,1 +1,1 @@
-"""Parts of ``bench_whole_call.py``: rows, texts, workloads, measurements, comparison, tables."""
+"""Benchmark of the whole call: rows, texts, workloads, measurements, comparison, tables."""

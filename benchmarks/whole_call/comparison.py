@@ -9,8 +9,8 @@ round in another way, and other batches, too.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from .client import Served
-from .measuring import Outcome
+from benchmarks.whole_call.client import Served
+from benchmarks.whole_call.measuring import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.whole_call.rows import PROMPTS
+from benchmarks.whole_call.workloads import Call, Run
 from vllm_prefixshare.settings import VARIABLES
-
-from .rows import PROMPTS
-from .workloads import Call, Run
 
 
 @dataclass(frozen=True, slots=True)

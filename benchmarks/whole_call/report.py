@@ -1,4 +1,4 @@
-"""Tables of ``bench_whole_call.py``, from its JSON to Markdown."""
+"""Tables of ``benchmarks.whole_call``, from its JSON to Markdown."""
 
 from typing import Any
 

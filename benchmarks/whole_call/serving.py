@@ -1,9 +1,7 @@
 """``vllm serve`` under a closed loop of clients."""
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -15,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.support import program
+from benchmarks.whole_call.client import Load, Served
+from benchmarks.whole_call.measuring import Outcome, digest
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.serving import NAME, server_process
 from vllm_prefixshare import PrefixShareError
 
-from . import client
-from .client import Load, Served
-from .measuring import Outcome, digest
-
-BENCHMARKS = Path(__file__).parents[1]
 #: Requests that are answered one by one, to compare rows in batches of the same composition.
 NUM_ALONE = 4
 #: Seconds within which a server must start and one request must be answered.
@@ -46,12 +42,10 @@ def server(
     Raises:
         PrefixShareError: the server did not start.
     """
-    path = (str(BENCHMARKS), str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", ""))
     variables = {
         **DEFAULT_ENVIRONMENT,
-        **os.environ,
+        **program.environment(),
         "VLLM_SERVER_DEV_MODE": "1",  # enables /collective_rpc
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         **environment,
     }
     options = ["--attention-backend", backend, "--enable-prompt-tokens-details"]
@@ -143,8 +137,8 @@ def under_load(
         file.write_text(
             json.dumps({"url": load.url, "clients": load.clients, "bodies": load.bodies})
         )
-        command = [sys.executable, client.__file__, str(file)]
-        ended = subprocess.run(command, capture_output=True, text=True)
+        command = program.module_command("benchmarks.whole_call.client", str(file))
+        ended = subprocess.run(command, capture_output=True, text=True, env=program.environment())
     if ended.returncode:
         raise PrefixShareError(f"the load failed: {ended.stderr.strip()[-500:]}")
     return [Served(**answer) for answer in json.loads(ended.stdout)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from .texts import Document, Tokenize, asked, question, shuffled
+from benchmarks.whole_call.texts import Document, Tokenize, asked, question, shuffled
 
 Prompts = Sequence[str] | Sequence[list[int]] | Sequence[list[dict[str, str]]]
 

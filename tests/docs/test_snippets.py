@@ -160,7 +160,7 @@ def test_the_options_of_a_command_in_the_text_exist(line, pytestconfig):
         "vllm-prefixshare inspect --gpus H200",
         "make demos",
         "make demo DEMO_ARGS=--comparison",
-        "python benchmarks/bench_cpu.py --rounds 2",
+        "python -m benchmarks.engine.cpu --rounds 2",
         "python -m pytest tests/gone",
         "VLLM_PREFIXSHARE_SHRE=auto vllm-prefixshare doctor",
         "pip install .[gpus]",

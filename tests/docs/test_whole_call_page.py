@@ -1,10 +1,8 @@
 """docs/whole-call.md lists the parts, rows, workloads and reasons of the code."""
 
 import re
-import sys
 
-import pytest
-
+from benchmarks.whole_call import rows, workloads
 from tests.support.documentation import ROOT
 from tests.support.package_messages import mixed_graph_reasons
 from vllm_prefixshare.settings import PROMPT_PARTS
@@ -19,19 +17,6 @@ def names_in(header: str) -> list[str]:
     return [name for row in rows for name in re.findall(r"`(.+?)`", row.split(" | ")[0])]
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    import whole_call.rows
-    import whole_call.workloads
-
-    yield whole_call
-    for name in set(sys.modules) - before:
-        if name.startswith("whole_call"):
-            del sys.modules[name]
-
-
 def test_parts_are_those_of_the_code():
     assert names_in("part") == list(PROMPT_PARTS)
 
@@ -40,8 +25,7 @@ def test_reasons_for_piecewise_graphs_are_those_of_the_code():
     assert set(names_in("reason in the log")) == mixed_graph_reasons()
 
 
-def test_rows_and_workloads_are_those_of_the_benchmark(benchmark):
-    rows, workloads = benchmark.rows, benchmark.workloads
+def test_rows_and_workloads_are_those_of_the_benchmark():
     assert names_in("row") == list(rows.ALL_ROWS)
     expected = [*workloads.OFFLINE, *workloads.HOST, workloads.SERVER]
     assert sorted(names_in("workload")) == sorted(expected)

@@ -1,4 +1,4 @@
-"""A short run of ``benchmarks/soak.py engine``: random events against a real engine."""
+"""A short run of ``benchmarks.quality.soak engine``: random events against a real engine."""
 
 from random import Random
 

@@ -2,16 +2,14 @@
 that a search can afford.
 """
 
-import importlib.util
-import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.kernel import ablation
 from tests.support.exhaustive_plans import dealt, flattened_plans, node_plans, plan_with
 from tests.support.gpu_layer import KERNELS
 from tests.support.planning_cases import gpu_config
@@ -76,18 +74,6 @@ def test_work_lists_are_dealt_in_order():
         invariants.check(other, work.block_table, work.seq_lens)
 
 
-@pytest.fixture(scope="module")
-def bench():
-    """The ablation benchmark, for its layer and its runner."""
-    path = Path(__file__).parents[2] / "benchmarks" / "bench_ablation.py"
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # for what it imports beside it
-    spec = importlib.util.spec_from_file_location("bench_ablation", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @dataclass(frozen=True)
 class Measured:
     table: CostTable
@@ -96,12 +82,12 @@ class Measured:
 
 
 @pytest.fixture(scope="module")
-def measured(bench):
-    runner = bench.GpuRunner(LAYER, "auto")
+def measured():
+    runner = ablation.GpuRunner(LAYER, "auto")
     began = time.perf_counter()
     table = runner.measure_table()
     seconds = time.perf_counter() - began
-    return Measured(table, runner.planner_config(bench.Variant("")).num_workers, seconds)
+    return Measured(table, runner.planner_config(ablation.Variant("")).num_workers, seconds)
 
 
 @on_gpu
@@ -141,12 +127,12 @@ def test_tiles_from_memory_are_as_fast_as_memory_and_those_from_cache_faster(mea
 
 @on_gpu
 @pytest.mark.parametrize("spec", TREES)
-def test_the_chosen_plan_is_near_the_best_one_found(spec, bench, measured):
+def test_the_chosen_plan_is_near_the_best_one_found(spec, measured):
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
     from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
     table = measured.table
-    work, layer = tree(spec), bench.Layer(LAYER, spec, "cuda")
+    work, layer = tree(spec), ablation.Layer(LAYER, spec, "cuda")
     np.testing.assert_array_equal(work.block_table, layer.block_table)
     executor = GpuExecutor(LAYER, "cuda")
     config = executor.planner_config()
@@ -173,7 +159,7 @@ def test_the_chosen_plan_is_near_the_best_one_found(spec, bench, measured):
         executor.prepare(plans[label])
         layer.out.fill_(torch.nan)
         ms = timer.time(graph.replay, repeats).median_ms
-        assert layer.error() < bench.MAX_ERROR[LAYER.dtype], label
+        assert layer.error() < ablation.MAX_ERROR[LAYER.dtype], label
         return ms
 
     times = {label: time_ms(label, 5) for label in plans}

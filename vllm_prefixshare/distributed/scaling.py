@@ -1,7 +1,7 @@
 """Model of the traffic, memory and time of decode attention over sharded KV: Tree Attention,
 section 6, with grouped-query attention and requests that share a prefix.
 
-Nothing is measured here; ``benchmarks/bench_scale.py`` measures.
+Nothing is measured here; ``benchmarks.kernel.scale`` measures.
 """
 
 import math

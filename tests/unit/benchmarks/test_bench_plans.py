@@ -2,16 +2,14 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from benchmarks.planner import plans as bench_plans
 
-import bench_plans  # noqa: E402
+ROOT = Path(__file__).parents[3]
 
 LAYER = ["--device", "cpu", "--dtype", "float32", "--heads", "4:2", "--head-dim", "64"]
 LAYER += ["--tree", "1,4_256,32", "--tree", "1_64", "--repeats", "1", "--turns", "1"]

@@ -1,14 +1,11 @@
-"""What ``benchmarks/bench_scale.py`` refuses, and how it ends when a rank fails."""
+"""What ``benchmarks.kernel.scale`` refuses, and how it ends when a rank fails."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-
-import bench_scale
+from benchmarks.kernel import scale as bench_scale
 
 
 @pytest.mark.parametrize(
@@ -40,11 +37,11 @@ def test_blocks_without_tokens_are_refused(capsys):
     [
         (
             ProcessRaisedException("\n\n-- Process 1:\nTraceback\nValueError: no room.\n", 1, 99),
-            "bench_scale.py: rank 1: ValueError: no room.",
+            "benchmarks.kernel.scale: rank 1: ValueError: no room.",
         ),
         (
             ProcessExitedException("process 0 terminated with signal SIGKILL", 0, 99, -9),
-            "bench_scale.py: rank 0: process 0 terminated with signal SIGKILL",
+            "benchmarks.kernel.scale: rank 0: process 0 terminated with signal SIGKILL",
         ),
     ],
 )
@@ -53,7 +50,7 @@ def test_a_rank_that_fails_is_one_sentence(failed, sentence, monkeypatch):
         raise failed
 
     monkeypatch.setattr(bench_scale.multiprocessing, "spawn", spawn)
-    monkeypatch.setattr(sys, "argv", ["bench_scale.py", "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--device", "cpu"])
     with pytest.raises(SystemExit) as ended:
         bench_scale.main()
     assert ended.value.code == sentence

@@ -1,8 +1,7 @@
-"""``benchmarks/bench_whole_call.py``: its workloads, what it compares, its client, its tables."""
+"""``benchmarks.whole_call``: its workloads, what it compares, its client, its tables."""
 
 import asyncio
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +9,17 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from benchmarks.whole_call import bench as bench_whole_call
+from benchmarks.whole_call import report, serving
+from benchmarks.whole_call.client import Load, parsed, send
+from benchmarks.whole_call.comparison import compare, compare_served
+from benchmarks.whole_call.measuring import Outcome, digest
+from benchmarks.whole_call.rows import ALL_ROWS, PROMPTS
+from benchmarks.whole_call.texts import Document, shuffled
+from benchmarks.whole_call.workloads import NUM_STEPS, NUM_TURNS, WORKLOADS, Workloads
+from vllm_prefixshare.settings import VARIABLES
+
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import bench_whole_call  # noqa: E402
-from whole_call import report, serving  # noqa: E402
-from whole_call.client import Load, parsed, send  # noqa: E402
-from whole_call.comparison import compare, compare_served  # noqa: E402
-from whole_call.measuring import Outcome, digest  # noqa: E402
-from whole_call.rows import ALL_ROWS, PROMPTS  # noqa: E402
-from whole_call.texts import Document, shuffled  # noqa: E402
-from whole_call.workloads import NUM_STEPS, NUM_TURNS, WORKLOADS, Workloads  # noqa: E402
-
-from vllm_prefixshare.settings import VARIABLES  # noqa: E402
-
 TEXT = " ".join(f"word{i}" for i in range(3000))
 
 
@@ -300,11 +296,11 @@ def test_faults_and_failures_are_named():
 
 
 def test_a_published_run_has_its_page_and_its_table_in_the_docs(monkeypatch):
-    import tables
+    from benchmarks import tables
 
     result = {
         **result_of(cached=(9.9, 0.95)),
-        "command": "python benchmarks/bench_whole_call.py",
+        "command": "python -m benchmarks.whole_call",
         "device": "a GPU",
         "model": "a model",
         "versions": {"vllm": "0.33.0"},

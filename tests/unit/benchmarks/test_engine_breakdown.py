@@ -1,23 +1,18 @@
-"""``bench_engine.py --breakdown``: kinds of kernels, which steps are profiled, and the sweep."""
+"""``benchmarks.engine --breakdown``: kinds of kernels, which steps are profiled, and the sweep."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.engine import bench as bench_engine
+from benchmarks.engine import breakdown, report
+from benchmarks.engine.breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
+from benchmarks.engine.workloads import SWEEP
 from vllm_prefixshare import PrefixShareError
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import bench_engine
-import engine_breakdown as breakdown
-import engine_report as report
-from engine_breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
-from engine_workloads import SWEEP
 
 #: names of kernels as torch's profiler has them
 NAMES = {

@@ -1,9 +1,8 @@
-"""The models that ``bench_engine.py`` times (``benchmarks/engine_shapes.py``), as this package and
-vLLM read them, and their random weights.
+"""The models that ``benchmarks.engine`` times (``benchmarks/engine/shapes.py``), as this package
+and vLLM read them, and their random weights.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.engine import bench as bench_engine
+from benchmarks.engine import report
+from benchmarks.engine.shapes import SHAPES
+from benchmarks.engine.workloads import has_experts, kv_bytes_per_token
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import Answer, Batch
 from vllm_prefixshare.cli.model import layer_kinds, read_config
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import bench_engine
-import engine_report as report
-from engine_shapes import SHAPES
-from engine_workloads import has_experts, kv_bytes_per_token
-
-PUBLISHED = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parent / "docs" / "models.json").read_text())
 #: shape -> the model with its published configuration, and bytes of a token in 16 bits
 MODELS = {
     "8b": ("Llama-3.1-8B", 32 * 8 * 128 * 4),
@@ -132,7 +129,7 @@ def score_deviation(attention: Any, config: Any) -> float:
 
 @pytest.mark.parametrize("shape", MODELS)
 def test_random_weights_are_as_large_as_trained_ones(built, shape):
-    from bench_worker import SCORE_DEVIATION, BenchWorker
+    from benchmarks.engine.worker import SCORE_DEVIATION, BenchWorker
 
     model, config = built.get_model(), built.model_config.hf_text_config
     for weight in model.parameters():
@@ -179,7 +176,7 @@ def test_random_weights_are_as_large_as_trained_ones(built, shape):
 
 
 def test_a_parameter_that_no_such_model_has_is_refused():
-    from bench_worker import Drawing, _draw
+    from benchmarks.engine.worker import Drawing, _draw
 
     with pytest.raises(ValueError, match="parameter a of shape"):
         _draw("a", torch.empty(0), Drawing(1.0, False, False), 0)
@@ -187,8 +184,9 @@ def test_a_parameter_that_no_such_model_has_is_refused():
 
 def test_host_time_is_that_of_full_attention():
     pytest.importorskip("vllm")
-    from bench_worker import BenchWorker
     from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from benchmarks.engine.worker import BenchWorker
 
     class Builder:
         def build(self) -> SimpleNamespace:

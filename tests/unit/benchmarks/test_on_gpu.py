@@ -1,4 +1,4 @@
-"""The runner of what needs a GPU (``benchmarks/on_gpu.py``), with steps that need none."""
+"""The runner of what needs a GPU (``benchmarks.on_gpu``), with steps that need none."""
 
 import json
 import os
@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import on_gpu
 from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import candidates
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import on_gpu
 
 STEPS = {"right": "print('3 passed')", "wrong": "raise SystemExit('1 failed')"}
 
@@ -69,7 +67,7 @@ def test_an_interrupt_ends_what_runs(tmp_path):
     command = f'-c "{code}; time.sleep(600)"'
     runner = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"sys.path[:0] = {sys.path!r}\nimport on_gpu, pathlib\n"
+        f"sys.path[:0] = {sys.path!r}\nimport pathlib\nfrom benchmarks import on_gpu\n"
         f"step = on_gpu.Step('endless', {command!r})\n"
         f"on_gpu.run([step], pathlib.Path({str(tmp_path)!r}), 1, 600)"
     )
@@ -150,7 +148,7 @@ def test_figures_are_taken_anew_by_their_published_commands(tmp_path):
     paths = {"FASTTREE": "/peers/fasttree", "DEFT": "/d", "PAT": "/p"}
     step = on_gpu.figure("kernel", tmp_path, paths)
     published = json.loads((on_gpu.PUBLISHED / "kernel.json").read_text())["command"]
-    assert step.command.startswith("benchmarks/bench_kernel.py --workloads anchors")
+    assert step.command.startswith("-m benchmarks.kernel --workloads anchors")
     assert f"--out {tmp_path}/kernel.json" in step.command and "published" in published
     assert "--fasttree /peers/fasttree" in step.command
     with pytest.raises(ValueError, match="where is PAT"):
@@ -182,7 +180,8 @@ def test_names_may_stand_behind_options(tmp_path, capsys):
 def test_the_list_has_commands_that_a_shell_takes(tmp_path, capsys):
     assert on_gpu.main(["fuzz", "--list", "--out", str(tmp_path / "new")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"sanitize: python benchmarks/sanitize.py --out {tmp_path}/new/sanitize.json" in lines
+    command = f"python -m benchmarks.quality.sanitize --out {tmp_path}/new/sanitize.json"
+    assert f"sanitize: {command}" in lines
     assert not (tmp_path / "new").exists()
 
 
@@ -195,7 +194,7 @@ def test_figures_that_were_not_published_yet_have_commands_too(tmp_path):
 
 def arguments_of(name: str) -> list[str]:
     """What the program of a figure is given."""
-    return shlex.split(on_gpu.figure(name, Path("results"), {}).command)[1:]
+    return shlex.split(on_gpu.figure(name, Path("results"), {}).command)[2:]
 
 
 #: figures of engines -> the shape of the model
@@ -219,7 +218,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines_take_the_commands_of_figures(name):
-    import bench_engine
+    from benchmarks.engine import bench as bench_engine
 
     args = bench_engine.parse(arguments_of(name))
     assert args.shape == ENGINES[name]
@@ -228,7 +227,7 @@ def test_engines_take_the_commands_of_figures(name):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_serve_the_layers_of_figures(name):
-    import bench_kernel
+    from benchmarks.kernel import bench as bench_kernel
 
     args = bench_kernel.parse(arguments_of(name))
     block_size, head_dim, heads, kernel = KERNELS[name]

@@ -1,9 +1,8 @@
-"""benchmarks/reproduce.py: its registry, its bytes, and that it goes on where it stopped."""
+"""``benchmarks.reproduce``: its registry, its bytes, and that it goes on where it stopped."""
 
 import json
 import os
 import re
-import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -13,6 +12,28 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import reproduce, tables
+from benchmarks.engine import bench as bench_engine
+from benchmarks.engine import workloads as engine_workloads
+from benchmarks.kernel.bench import make_case, reference, relative_error
+from benchmarks.papers import (
+    EXPERIMENTS,
+    PAPERS,
+    accounting,
+    counters,
+    deft,
+    engine,
+    fasttree,
+    flashforge,
+    merging,
+    methods,
+    reduction,
+    timing,
+    tree_attention,
+)
+from benchmarks.papers.experiment import CPU, Bars, Experiment, Point, Setting
+from benchmarks.papers.picture import COLOURS, draw
+from benchmarks.support import program
 from tests.support import decode_paths as paths
 from tests.support import processes
 from tests.support.gpu_layer import KERNELS, ON_GPU
@@ -27,30 +48,6 @@ from vllm_prefixshare.workloads import sets
 from vllm_prefixshare.workloads.trees import forest, tree
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import bench_engine  # noqa: E402
-import engine_workloads  # noqa: E402
-import reproduce  # noqa: E402
-import tables  # noqa: E402
-from bench_kernel import make_case, reference, relative_error  # noqa: E402
-from papers import (  # noqa: E402
-    EXPERIMENTS,
-    PAPERS,
-    accounting,
-    counters,
-    deft,
-    engine,
-    fasttree,
-    flashforge,
-    merging,
-    methods,
-    program,
-    reduction,
-    timing,
-    tree_attention,
-)
-from papers.experiment import CPU, Bars, Experiment, Point, Setting  # noqa: E402
-from papers.picture import COLOURS, draw  # noqa: E402
 
 H200 = Gpu((9, 0), 132, 227 << 10)
 TINY = Setting("cpu", tiny=True, repeats=1)
@@ -571,7 +568,7 @@ def test_the_steps_of_figure_8_on_a_gpu(kernel):
 
 @pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.needs == CPU])
 def test_published_bytes_are_those_that_this_version_counts(name):
-    """Else: ``python benchmarks/reproduce.py NAME --out benchmarks/published/papers --fresh``."""
+    """Else: ``python -m benchmarks.reproduce NAME --out benchmarks/published/papers --fresh``."""
     published = tables.ran(name)["points"]
     counted = {p.name: p.run() for p in EXPERIMENTS[name].points(replace(TINY, tiny=False))}
     recorded = set(deft.TASKS.values())  # not part of the repository
@@ -742,7 +739,11 @@ def test_a_measuring_program_that_hangs_is_a_failed_point(module, begin, tmp_pat
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(module, "MINUTES", 0)
-    name = {tree_attention: "bench_scale.py", engine: "bench_engine.py", counters: "ncu"}[module]
+    name = {
+        tree_attention: "benchmarks.kernel.scale",
+        engine: "benchmarks.engine",
+        counters: "ncu",
+    }[module]
     figures = begin()
     assert figures == {"failed": f"{name} took more than 0 minutes and was ended"}
     runs = [reproduce.begin(stand_in("x", [Point("a", lambda: figures)]), TINY, tmp_path, False)]
@@ -963,14 +964,14 @@ def test_engines_are_started_by_the_published_command(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "run", refuse)
     engine.run_engines.__wrapped__(10)
     published = tables.published("engine_sweep")["command"].split()
-    assert asked[0][2:-1] == published[2:-1]
-    args = bench_engine.parse(asked[0][2:])
+    assert asked[0][1:-1] == published[1:-1]
+    args = bench_engine.parse(asked[0][3:])
     assert args.breakdown and args.repeats == 2
     assert args.workloads == list(engine_workloads.SWEEP)
 
 
 def engine_row(name: str, stock: float, ours: float, attention: tuple | None) -> dict:
-    """A row of ``bench_engine.py``: times of a token, and what attention takes of a 10 ms step."""
+    """A row of ``benchmarks.engine``: times of a token, and of attention in a 10 ms step."""
     profile = attention and {
         title: {"ms": {"attention": ms, "matrix products": 10 - ms}}
         for title, ms in zip(("stock", "PREFIX_SHARE"), attention, strict=True)

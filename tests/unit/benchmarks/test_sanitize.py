@@ -1,12 +1,8 @@
-"""What ``benchmarks/sanitize.py`` makes of compute-sanitizer's words."""
-
-import sys
-from pathlib import Path
+"""What ``benchmarks.quality.sanitize`` makes of compute-sanitizer's words."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import sanitize
+from benchmarks.quality import sanitize
 
 LAUNCHED = "launched hopper, sinks\nlaunched portable, sinks\n"
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"

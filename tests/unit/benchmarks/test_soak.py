@@ -1,7 +1,6 @@
-"""What ``benchmarks/soak.py`` makes of its runs, with runs that need no engine."""
+"""What ``benchmarks.quality.soak`` makes of its runs, with runs that need no engine."""
 
 import json
-import sys
 from datetime import date
 from pathlib import Path
 from random import Random
@@ -9,11 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import results
-import soak
-import tables
-
+from benchmarks import tables
+from benchmarks.quality import soak
+from benchmarks.support import results
 from tests.support import chaos
 from tests.support.processes import Held
 from vllm_prefixshare.cli.gpus import planning_for

@@ -2,10 +2,8 @@
 folders of tables, which layers read which, and the ablation benchmark on the CPU.
 """
 
-import importlib.util
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.kernel import ablation
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import measure_costs
 from vllm_prefixshare.cli.main import main
@@ -45,7 +44,6 @@ GPU = "NVIDIA H200 x132"
 LAYER = AttentionConfig(32, 8, 64, 16)
 EIGHT_BITS = replace(LAYER, kv_dtype=FP8, query_dtype=FP8)
 LATENT = AttentionConfig(8, 1, 576, 64, kv_lora_rank=512)
-BENCH = Path(__file__).parents[3] / "benchmarks" / "bench_ablation.py"
 
 
 @pytest.fixture(autouse=True)
@@ -469,15 +467,6 @@ def test_profile_says_whose_table_nobody_would_read(
     assert not tables.cache_folder().exists()
 
 
-def bench_ablation():
-    if str(BENCH.parent) not in sys.path:
-        sys.path.insert(0, str(BENCH.parent))  # for what it imports beside it
-    spec = importlib.util.spec_from_file_location("bench_ablation", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 ARGUMENTS = [
     *("--device", "cpu", "--dtype", "float32", "--heads", "4:2", "--head-dim", "64"),
     *("--trees", "1,4_128,40", "--repeats", "1"),
@@ -485,13 +474,12 @@ ARGUMENTS = [
 
 
 def test_the_ablation_runs_every_variant_and_checks_it(tmp_path, monkeypatch):
-    bench = bench_ablation()
     out = tmp_path / "ablation.json"
-    monkeypatch.setattr("sys.argv", [str(BENCH), *ARGUMENTS, "--out", str(out)])
-    assert bench.main() == 0
+    monkeypatch.setattr("sys.argv", ["ablation.py", *ARGUMENTS, "--out", str(out)])
+    assert ablation.main() == 0
     result = json.loads(out.read_text())
     cells = result["trees"]["1,4_128,40"]
-    assert cells.keys() == {v.name for v in bench.VARIANTS}
+    assert cells.keys() == {v.name for v in ablation.VARIANTS}
     assert result["slowdown"].keys() == cells.keys()
     assert all(cell["ms"] > 0 and 0 < cell["error"] < 1e-4 for cell in cells.values())
     assert cells["no tree, split requests"]["kv_tokens_read"] == 4 * 168
@@ -499,15 +487,13 @@ def test_the_ablation_runs_every_variant_and_checks_it(tmp_path, monkeypatch):
 
 
 def test_the_ablation_fails_on_a_wrong_result(monkeypatch, capsys):
-    bench = bench_ablation()
-    monkeypatch.setattr("sys.argv", [str(BENCH), *ARGUMENTS])
-    monkeypatch.setattr(bench.Layer, "error", lambda self: math.nan)
-    assert bench.main() == 1
+    monkeypatch.setattr("sys.argv", ["ablation.py", *ARGUMENTS])
+    monkeypatch.setattr(ablation.Layer, "error", lambda self: math.nan)
+    assert ablation.main() == 1
     assert "WRONG" in capsys.readouterr().out
 
 
 def test_the_ablation_refuses_in_one_sentence(monkeypatch, capsys):
-    bench = bench_ablation()
-    monkeypatch.setattr("sys.argv", [str(BENCH), *ARGUMENTS, "--trees", "4,1_16,16"])
-    assert bench.main() == 2
+    monkeypatch.setattr("sys.argv", ["ablation.py", *ARGUMENTS, "--trees", "4,1_16,16"])
+    assert ablation.main() == 2
     assert "tree '4,1_16,16' is not valid" in capsys.readouterr().err

@@ -14,6 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.kernel import bench as bench_kernel
+from benchmarks.kernel import report as kernel_report
+from benchmarks.peers import Case, Options, UnavailableError, make
+from benchmarks.peers.flashinfer_peers import levels_of, page_arrays, token_tree_mask
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.workloads.sets import (
@@ -25,12 +29,7 @@ from vllm_prefixshare.workloads.sets import (
 )
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import bench_kernel  # noqa: E402
-import kernel_report  # noqa: E402
-from peers import Case, Options, UnavailableError, make  # noqa: E402
-from peers.flashinfer_peers import levels_of, page_arrays, token_tree_mask  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 
 @st.composite
@@ -320,8 +319,8 @@ def test_cascade_levels_give_every_request_its_blocks(shape):
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "bench_kernel.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "benchmarks.kernel", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
 def test_the_harness_checks_and_times_our_cpu_executor(tmp_path):

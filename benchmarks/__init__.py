@@ -1,0 +1,1 @@
+"""Benchmarks. Each is run by its module: `python -m benchmarks.engine --help`."""

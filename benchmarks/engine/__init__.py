@@ -1,0 +1,1 @@
+"""Benchmarks of the whole engine: decode time, arrivals, order, routing, start-up."""

@@ -1,0 +1,1 @@
+"""Benchmarks of one layer: times, parts of planning, several GPUs."""

@@ -1,0 +1,1 @@
+"""Benchmarks of planning: its time, and plans of two versions."""

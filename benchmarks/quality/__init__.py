@@ -1,0 +1,1 @@
+"""Right results: fidelity of tokens, compute-sanitizer, long runs under load."""

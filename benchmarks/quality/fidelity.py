@@ -1,0 +1,401 @@
+"""Compare tokens and log-probabilities of PREFIX_SHARE with those of stock vLLM.
+
+Kernels round differently, so two correct kernels differ a little. The reference is therefore the
+difference between vLLM's own TRITON_ATTN and FLASH_ATTN on the same prompts, which share a
+document:
+
+- greedy: each engine decodes freely; texts are compared up to their first difference,
+- forced: each engine decodes a given text, so all its tokens can be compared; perplexity;
+- with a real model, ``accuracy.py``: questions, copies of prompts, sampled tokens.
+
+With real weights (--model), the forced text is the continuation of a fixed text. With random
+weights of the Llama-3.1-8B shape, it is the greedy answers of the first backend. The exit status is
+1 if PREFIX_SHARE differs from the first backend by more than the others do, plus the tolerances
+below.
+
+    python -m benchmarks.quality.fidelity --model FOLDER --out benchmarks/published/fidelity.json
+    python -m benchmarks.quality.fidelity --cpu --out benchmarks/published/fidelity_cpu.json
+"""
+
+import argparse
+import hashlib
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.quality import accuracy
+from benchmarks.support.program import (
+    ROOT,
+    WORKER,
+    add_out,
+    make_parser,
+    one_sentence,
+    recorded_command,
+)
+from benchmarks.support.results import versions, write
+from tests.support.dummy_model import write_llama_8b
+from tests.support.embedded_model import embedded_model_path
+from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess
+from tests.support.engine_steps import (
+    FORCED_TOKENS,
+    Run,
+    drive,
+    start_engines,
+)
+from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.planning.costs.lookup import processor
+
+PROGRAM = "benchmarks.quality.fidelity"
+
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", PREFIX_SHARE)
+#: ``--cpu``: a quarter of an hour on two cores, with the embedded model.
+CPU = {
+    "backends": (STOCK, PREFIX_SHARE),
+    "no_random": True,
+    "document": 512,
+    "own": 32,
+    "forced": 48,
+    "tokens": 48,
+    "concurrent": 16,
+    "most": 16,
+}
+LLAMA_VOCAB = 128256
+
+#: By how much PREFIX_SHARE's difference may exceed the largest of the others. One step of bfloat16
+#: logits between 16 and 32, in nats: for the gap at a first difference and for single tokens.
+STEP = 0.125
+#: For means over all tokens: a share of the others' own difference, and nats.
+MEAN_SHARE, MEAN_NATS = 0.1, 0.001
+#: A share of stock's perplexity on the fixed text.
+PERPLEXITY = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts, and the text that each must decode; None to use stock's answers as text."""
+
+    prompts: list[list[int]]
+    forced: list[list[int]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Differences of one backend from the first. Differences of log-probabilities are in nats.
+
+    equal: tokens before the first difference of each answer, of ``tokens``.
+    parted: answers that differ. gap: the largest lead that the first backend's token had over its
+        second best at a first difference.
+    mean, largest: |difference of the chosen token's log-probability|, of tokens before the first
+        difference; ``forced_``: of all tokens of the forced text.
+    perplexity, perplexity_stock: perplexity of the forced text.
+    """
+
+    model: str
+    backend: str
+    tokens: int
+    equal: int
+    parted: int
+    gap: float
+    mean: float
+    largest: float
+    forced_tokens: int = 0
+    forced_mean: float = 0.0
+    forced_largest: float = 0.0
+    perplexity: float = math.nan
+    perplexity_stock: float = math.nan
+
+    @property
+    def perplexity_change(self) -> float:
+        return self.perplexity / self.perplexity_stock - 1
+
+
+def text_batch(model: Path, files: Sequence[Path], args: argparse.Namespace) -> Batch:
+    """Prompts that share the start of a text and continue at different places in the rest."""
+    from transformers import AutoTokenizer
+
+    text = "\n\n".join(file.read_text() for file in files)
+    ids = AutoTokenizer.from_pretrained(model).encode(text)
+    document, rest = ids[: args.document], ids[args.document :]
+    length = args.own + args.forced
+    count = min(args.most, len(rest) // length)
+    if count < 2:
+        raise PrefixShareError(
+            f"--text has {len(ids)} tokens: {args.document + 2 * length} are needed, or smaller "
+            "--document, --own and --forced."
+        )
+    parts = [rest[i * length : (i + 1) * length] for i in range(count)]
+    return Batch([document + p[: args.own] for p in parts], [p[args.own :] for p in parts])
+
+
+def random_batch(args: argparse.Namespace) -> Batch:
+    rng = np.random.default_rng(0)
+    document = rng.integers(0, LLAMA_VOCAB, args.document).tolist()
+    own = rng.integers(0, LLAMA_VOCAB, (args.requests, args.own)).tolist()
+    return Batch([document + o for o in own], None)
+
+
+def randomize(llm: Any) -> None:
+    """For ``EngineProcess.call``: draw random weights with which attention affects tokens."""
+    llm.collective_rpc("randomize_weights")
+    llm.reset_prefix_cache()
+
+
+def greedy(engine: EngineProcess, prompts: list[list[int]], tokens: int) -> Run:
+    engine.call(drive, prompts[:1], {"max_tokens": 1})  # puts the document into the prefix cache
+    run: Run = engine.call(drive, prompts, {"max_tokens": tokens, "ignore_eos": True})
+    return run
+
+
+def forced(engine: EngineProcess, prompts: list[list[int]], texts: Sequence[Sequence[int]]) -> Run:
+    sampling = [
+        {
+            "max_tokens": len(text),
+            "ignore_eos": True,
+            "extra_args": {"forced_tokens": list(text)},
+        }
+        for text in texts
+    ]
+    run: Run = engine.call(drive, prompts, sampling)
+    for completion, text in zip(run.completions, texts, strict=True):
+        if list(completion.token_ids) != list(text):
+            raise RuntimeError("an engine did not decode the text that it was forced along")
+    return run
+
+
+def compare_greedy(model: str, backend: str, other: Run, stock: Run) -> Difference:
+    equal, parted, gap = 0, 0, 0.0
+    differences = []
+    for a, b in zip(other.completions, stock.completions, strict=True):
+        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=True))
+        where = next((i for i, (x, y) in pairs if x != y), None)
+        if where is not None:
+            parted += 1
+            gap = max(gap, b.top2_gaps[where])
+        same = len(b.token_ids) if where is None else where
+        equal += same
+        differences.append(np.subtract(a.logprobs[:same], b.logprobs[:same]))
+    size = np.abs(np.concatenate(differences))
+    tokens = sum(len(c.token_ids) for c in stock.completions)
+    mean, largest = (float(size.mean()), float(size.max())) if len(size) else (0.0, 0.0)
+    return Difference(model, backend, tokens, equal, parted, gap, mean, largest)
+
+
+def compare_forced(other: Run, stock: Run) -> dict[str, Any]:
+    """The fields of ``Difference`` for the forced text."""
+    theirs, ours = (np.concatenate([c.logprobs for c in r.completions]) for r in (stock, other))
+    size = np.abs(ours - theirs)
+    return {
+        "forced_tokens": len(size),
+        "forced_mean": float(size.mean()),
+        "forced_largest": float(size.max()),
+        "perplexity": float(np.exp(-ours.mean())),
+        "perplexity_stock": float(np.exp(-theirs.mean())),
+    }
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    longest = args.document + args.own + max(args.tokens, args.forced)
+    settings: dict[str, Any] = {
+        "max_model_len": max(1024, 16 * (longest // 16 + 1)),
+        "max_num_seqs": args.concurrent,
+        "environment": {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_STRICT": "1"},
+    }
+    if args.dtype:
+        settings["dtype"] = args.dtype
+    if torch.cuda.is_available():
+        runner = {"v1": "0", "v2": "1"}[args.runner]
+        settings["environment"]["VLLM_USE_V2_MODEL_RUNNER"] = runner
+        settings |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": args.kv_gib << 30}
+    else:
+        settings["enforce_eager"] = True
+    if args.runner == "v1":
+        settings["logits_processors"] = [FORCED_TOKENS]
+    return settings
+
+
+def measure(
+    name: str, model: Path, batch: Batch, random: bool, args: argparse.Namespace
+) -> tuple[list[Difference], dict[str, float], list[dict[str, Any]]]:
+    """All backends on one model: the differences, PREFIX_SHARE's counters of both runs and, for a
+    real model, the results of ``accuracy`` for each backend.
+    """
+    settings = engine_settings(args)
+    if random:
+        settings |= {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "worker_extension_cls": WORKER,
+        }
+    specs = [{"backend": backend, "model": model, **settings} for backend in args.backends]
+    with start_engines(*specs) as engines:
+        if random:
+            for engine in engines:
+                engine.call(randomize)
+        free = [greedy(engine, batch.prompts, args.tokens) for engine in engines]
+        rows = [
+            compare_greedy(name, backend, run, free[0])
+            for backend, run in zip(args.backends[1:], free[1:], strict=True)
+        ]
+        last = free
+        if args.runner == "v1":
+            texts = batch.forced or [c.token_ids for c in free[0].completions]
+            last = [forced(engine, batch.prompts, texts) for engine in engines]
+            rows = [
+                Difference(**{**asdict(row), **compare_forced(run, last[0])})
+                for row, run in zip(rows, last[1:], strict=True)
+            ]
+        found = []
+        if not random:
+            asked = accuracy.ask(engines, model, batch.prompts, args.tokens)
+            for backend, run, text, answers in zip(args.backends, free, last, asked, strict=True):
+                runs = (run, free[0], text, last[0])
+                compared = accuracy.compare(*(r.completions for r in runs))
+                found.append({"backend": backend, **compared, **answers})
+    counters = {"greedy": free[-1].stats, "forced": last[-1].stats}
+    for kind, stats in counters.items():
+        if not stats.get("shared_steps"):
+            raise RuntimeError(f"{name}, {kind}: {args.backends[-1]} shared nothing: {stats}")
+    keys = ("decode_steps", "shared_steps", "plans", "kv_tokens_read", "kv_tokens_stock")
+    return rows, {f"{kind}_{key}": s[key] for kind, s in counters.items() for key in keys}, found
+
+
+def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
+    """Where PREFIX_SHARE, the last of a model's rows, differs by more than the others do. With
+    random weights perplexity means nothing, because the text was stock's own choice.
+    """
+    *others, ours = rows
+    found = []
+
+    def within(what: str, slack: float, share: float = 0.0) -> None:
+        allowed = (1 + share) * max((getattr(o, what) for o in others), default=0.0) + slack
+        if not getattr(ours, what) <= allowed:
+            found.append(f"{ours.model}: {what} {getattr(ours, what):.4f}, allowed {allowed:.4f}")
+
+    if not others:  # on a CPU there is no other backend to compare with
+        within("gap", 2 * STEP)
+        return found
+    within("gap", STEP)
+    within("largest", STEP)
+    within("mean", MEAN_NATS, MEAN_SHARE)
+    if ours.forced_tokens:
+        within("forced_largest", STEP)
+        within("forced_mean", MEAN_NATS, MEAN_SHARE)
+        if not random and not abs(ours.perplexity_change) <= PERPLEXITY:
+            found.append(f"{ours.model}: perplexity differs by {ours.perplexity_change:+.3%}")
+    return found
+
+
+HEADER = (
+    "model                    backend      |  greedy   equal parted    gap    mean   largest |"
+    "  forced    mean  largest  perplexity (change)"
+)
+
+
+def line(d: Difference) -> str:
+    text = (
+        f"{d.model:24.24} {d.backend:12} | {d.tokens:7} {d.equal / d.tokens:7.1%} {d.parted:6} "
+        f"{d.gap:6.3f} {d.mean:7.4f} {d.largest:9.4f} |"
+    )
+    if d.forced_tokens:
+        text += (
+            f" {d.forced_tokens:7} {d.forced_mean:7.4f} {d.forced_largest:8.4f}  "
+            f"{d.perplexity:.4f} ({d.perplexity_change:+.3%})"
+        )
+    return text
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(PROGRAM, __doc__)
+    add = parser.add_argument
+    add("--model", type=Path, help="checkpoint folder of a real model")
+    add("--no-random", action="store_true", help="leave out random weights of the 8B shape")
+    add("--cpu", action="store_true", help=f"on a CPU, the embedded model: {CPU}")
+    add("--backends", nargs="+", default=BACKENDS, help="the first is stock, the last is tested")
+    add("--text", type=Path, nargs="+", help="fixed text (default: the pages of docs/)")
+    add("--document", type=int, default=2048, help="tokens that all prompts share")
+    add("--own", type=int, default=64, help="private tokens of each prompt")
+    add("--forced", type=int, default=448, help="tokens of fixed text for each request to decode")
+    add("--tokens", type=int, default=160, help="greedy tokens of each request")
+    add("--most", type=int, default=32, help="requests of the real model; fewer if --text ends")
+    add("--concurrent", type=int, default=32, help="requests that an engine serves at once")
+    add("--requests", type=int, default=16, help="requests to the random model")
+    add("--runner", choices=("v1", "v2"), default="v1", help="v2: greedy only, no forced text")
+    add("--dtype", help="default: the model's own")
+    add("--kv-gib", type=int, default=4, help="KV cache of each engine on a GPU")
+    add_out(parser)
+    args, _ = parser.parse_known_args(argv)
+    if args.cpu:
+        parser.set_defaults(**CPU)
+    args = parser.parse_args(argv)
+    if len(args.backends) < 2:
+        parser.error("--backends needs two names or more")
+    if args.no_random and args.model is None and not args.cpu:
+        parser.error("nothing to do: give --model, or leave out --no-random")
+    counts = ("document", "own", "forced", "tokens", "most", "concurrent", "requests", "kv_gib")
+    if min(getattr(args, name) for name in counts) < 1:
+        parser.error(f"{', '.join(counts)} must be 1 or more")
+    args.text = args.text or sorted((ROOT / "docs").rglob("*.md"))
+    return args
+
+
+@one_sentence(PROGRAM)
+def main() -> int:
+    args = parse()
+    rows: list[Difference] = []
+    wrong: list[str] = []
+    counters = {}
+    asked: list[dict[str, Any]] = []
+    print(HEADER, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        cases: list[tuple[str, Path, Batch, bool]] = []
+        if args.cpu and args.model is None:
+            args.model = embedded_model_path()
+        if args.model:
+            batch = text_batch(args.model, args.text, args)
+            cases.append((args.model.name, args.model, batch, False))
+        if not args.no_random:
+            model = write_llama_8b(Path(folder) / "llama-8b")
+            cases.append(("8B, random", model, random_batch(args), True))
+        for name, model, batch, random in cases:
+            found, counters[name], answers = measure(name, model, batch, random, args)
+            rows += found
+            wrong += complaints(found, random)
+            asked += answers
+            print("\n".join([*map(line, found), *map(str, answers)]), flush=True)
+    for complaint in wrong:
+        print(f"too large: {complaint}")
+    if args.out:
+        text = "\n\n".join(file.read_text() for file in args.text)
+        result = {
+            "command": recorded_command(PROGRAM),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+            "dtype": args.dtype or "bfloat16",
+            "versions": versions(),
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "reference": args.backends[0],
+            "runner": args.runner,
+            "tolerances": {
+                "step": STEP,
+                "mean_share": MEAN_SHARE,
+                "mean_nats": MEAN_NATS,
+                "perplexity": PERPLEXITY,
+            },
+            # values that were not measured become null: JSON has no NaN
+            "rows": [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows],
+            "accuracy": asked,
+            "counters": counters,
+            "too_large": wrong,
+        }
+        write(args.out, result)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

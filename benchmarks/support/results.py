@@ -1,0 +1,31 @@
+"""The file of a benchmark's results, the date and the versions that it names.
+
+It imports no kernels: an engine's processes import the script that started them, and vLLM 0.32 on
+a CPU does not start where Numba was imported.
+"""
+
+import json
+import platform
+from contextlib import suppress
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from vllm_prefixshare import __version__
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a figure depends on, of what is installed here."""
+    found = {"vllm_prefixshare": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "vllm", "flashinfer-python", "xformers"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def write(path: Path | None, result: dict[str, object]) -> None:
+    """Write ``result`` as JSON with today's date, if there is a ``path``."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dated = {"date": date.today().isoformat(), **result}
+        path.write_text(json.dumps(dated, indent=1) + "\n")
