@@ -1,1 +1,1 @@
-"""Helpers of the benchmarks: programs, results, charts."""
+"""Helpers of the benchmarks: programs, results, published tables."""

@@ -1,26 +1,48 @@
 """Tables of ``benchmarks.whole_call``, from its JSON to Markdown."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.support import published
+from benchmarks.support.published import table as markdown
+from benchmarks.support.published import versions
+
 Result = dict[str, Any]
+
+#: Figures of a server's load: key, heading, factor, format.
+SERVER_COLUMNS = (
+    ("requests_per_second", "requests/s", 1, ".1f"),
+    ("latency_p50", "latency p50, s", 1, ".2f"),
+    ("latency_p99", "p99", 1, ".2f"),
+    ("first_token_p50", "first token p50, s", 1, ".2f"),
+    ("first_token_p99", "p99", 1, ".2f"),
+    ("between_tokens_p50", "between tokens p50, ms", 1e3, ".1f"),
+    ("between_tokens_p99", "p99", 1e3, ".1f"),
+)
+#: Workloads of the short table, in its order.
+SHORT_CALLS = ("cached", "cached256", "documents4x32", "cold", "token_ids", "agents", "unshared")
+SHORT_CALL_ROWS = {
+    "flash_attn": "FLASH_ATTN",
+    "flash_attn_prompts": "FLASH_ATTN, host work shared",
+    "prefix_share": "PREFIX_SHARE",
+}
 
 
 def table(result: Result) -> str:
     """Rows by workloads: the measured time, and how many times faster than the baseline."""
     names = list(result["rows"])
-    baseline = result["baseline"]
-    lines = [
-        f"| call | {' | '.join(f'`{name}`' for name in names)} |",
-        "|" + "---|" * (1 + len(names)),
-    ]
+    rows = []
     for workload in result["workloads"]:
         entries = {n: result["rows"][n]["workloads"].get(workload["name"]) for n in names}
-        if not any(entries.values()):
-            continue
-        reference = entries.get(baseline)
-        cells = [_cell(entry, reference) for entry in entries.values()]
-        lines.append(f"| {workload['title']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        if any(entries.values()):
+            reference = entries.get(result["baseline"])
+            cells = (_cell(entry, reference) for entry in entries.values())
+            rows.append((workload["title"], *cells))
+    return "\n".join(markdown(f"call | {quoted(names)}", rows))
+
+
+def quoted(names: list[str]) -> str:
+    return " | ".join(f"`{name}`" for name in names)
 
 
 def _cell(entry: Result | None, reference: Result | None) -> str:
@@ -33,63 +55,59 @@ def _cell(entry: Result | None, reference: Result | None) -> str:
     return f"{value} ({reference['seconds'] / entry['seconds']:.2f})"
 
 
-#: Figures of a server's load: key, heading, factor, format.
-SERVER_COLUMNS = (
-    ("requests_per_second", "requests/s", 1, ".1f"),
-    ("latency_p50", "latency p50, s", 1, ".2f"),
-    ("latency_p99", "p99", 1, ".2f"),
-    ("first_token_p50", "first token p50, s", 1, ".2f"),
-    ("first_token_p99", "p99", 1, ".2f"),
-    ("between_tokens_p50", "between tokens p50, ms", 1e3, ".1f"),
-    ("between_tokens_p99", "p99", 1e3, ".1f"),
-)
+def entries_of(result: Result) -> Iterator[tuple[str, str, Result]]:
+    """Title of the workload, name of the row, and figures of every measurement."""
+    for workload in result["workloads"]:
+        for name, row in result["rows"].items():
+            if entry := row["workloads"].get(workload["name"]):
+                yield workload["title"], name, entry
 
 
 def server_table(result: Result) -> str:
     """Figures of ``vllm serve``, a line for each load and row; empty without any."""
-    lines = [
-        f"| load | row | {' | '.join(column[1] for column in SERVER_COLUMNS)} |",
-        "|" + "---|" * (2 + len(SERVER_COLUMNS)),
+    rows = [
+        (
+            title,
+            f"`{name}`",
+            *(format(entry[key] * factor, form) for key, _, factor, form in SERVER_COLUMNS),
+        )
+        for title, name, entry in entries_of(result)
+        if "requests_per_second" in entry
     ]
-    for workload in result["workloads"]:
-        for name, row in result["rows"].items():
-            entry = row["workloads"].get(workload["name"])
-            if entry and "requests_per_second" in entry:
-                cells = [format(entry[key] * by, form) for key, _, by, form in SERVER_COLUMNS]
-                lines.append(f"| {workload['title']} | `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+    header = f"load | row | {' | '.join(column[1] for column in SERVER_COLUMNS)}"
+    return "\n".join(markdown(header, rows)) if rows else ""
 
 
 def parts_table(result: Result) -> str:
     """Host time per request by part of VLLM_PREFIXSHARE_PROMPTS; empty where it was not measured.
     ``all`` includes what belongs to no part.
     """
-    lines = []
-    for workload in result["workloads"]:
-        for name, row in result["rows"].items():
-            entry = row["workloads"].get(workload["name"]) or {}
-            if parts := entry.get("part_seconds"):
-                if not lines:
-                    lines = [f"| ms | row | all | {' | '.join(parts)} |"]
-                    lines.append("|" + "---|" * (3 + len(parts)))
-                cells = [f"{1e3 * value:.2f}" for value in (entry["seconds"], *parts.values())]
-                lines.append(f"| {workload['title']} | `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    found = [x for x in entries_of(result) if x[2].get("part_seconds")]
+    if not found:
+        return ""
+    rows = (
+        (
+            title,
+            f"`{name}`",
+            *(f"{1e3 * x:.2f}" for x in (entry["seconds"], *entry["part_seconds"].values())),
+        )
+        for title, name, entry in found
+    )
+    header = f"ms | row | all | {' | '.join(found[0][2]['part_seconds'])}"
+    return "\n".join(markdown(header, rows))
 
 
 def comparison_table(result: Result) -> str:
     """Shares of equal answers: with the baseline, and with the first row of the same backend."""
     names = [name for name in result["rows"] if name != result["baseline"]]
-    lines = [
-        f"| answers with equal tokens | {' | '.join(f'`{name}`' for name in names)} |",
-        "|" + "---|" * (1 + len(names)),
-    ]
+    rows = []
     for workload in result["workloads"]:
-        found = [result["rows"][n]["workloads"].get(workload["name"], {}) for n in names]
+        found = (result["rows"][n]["workloads"].get(workload["name"], {}) for n in names)
         cells = [_shares(entry) for entry in found]
         if any(cell != "-" for cell in cells):
-            lines.append(f"| {workload['title']} | {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+            rows.append((workload["title"], *cells))
+    header = f"answers with equal tokens | {quoted(names)}"
+    return "\n".join(markdown(header, rows)) if rows else ""
 
 
 def _shares(entry: Result) -> str:
@@ -107,3 +125,66 @@ def faults(result: Result) -> list[str]:
                 found += [f"{name}, {workload}, {key}: {fault}" for fault in compared["faults"]]
         found += [f"{name}, {what}: {why}" for what, why in row["failed"].items()]
     return found
+
+
+# -- of the published run
+
+
+def whole_call_table() -> str:
+    """Seconds of a user's call, a line for each workload and a column for each configuration."""
+    if not published.exists("whole_call"):
+        return "No run of the whole-call benchmark is published."
+    result = published.load("whole_call")
+    return (
+        f"{result['device']}; {result['model']}; {versions(result)}. In brackets: times as fast as "
+        f"`{result['baseline']}`. [Command, and equal answers]"
+        "(../benchmarks/published/whole_call.md).\n\n"
+        f"{table(result)}"
+    )
+
+
+def whole_call_short_table() -> str:
+    """Seconds of some calls with text in and out, for three configurations."""
+    result = published.load("whole_call")
+    rows = {name: title for name, title in SHORT_CALL_ROWS.items() if name in result["rows"]}
+    short = {
+        **result,
+        "rows": {rows[name]: result["rows"][name] for name in rows},
+        "baseline": rows[result["baseline"]],
+        "workloads": [w for n in SHORT_CALLS for w in result["workloads"] if w["name"] == n],
+    }
+    tokens = [d["tokens"] / 1e3 for d in result["documents"]]
+    return (
+        f"Seconds from prompt texts to answer texts of {result['tokens']} tokens, one "
+        f"{result['device'].split(' x')[0]}; {result['model']}; documents of {min(tokens):.0f}k to "
+        f"{max(tokens):.0f}k tokens (the single one has {tokens[0]:.0f}k). In brackets: times as "
+        "fast as vLLM's default backend. "
+        "[All calls and the command](benchmarks/published/whole_call.md).\n\n"
+        f"{table(short)}"
+    )
+
+
+def whole_call_how(result: Result) -> str:
+    """Machine, model and command of a whole-call run, and the rows that it leaves out."""
+    left_out = "".join(f" `{row}` left out: {why}." for row, why in result["left_out"].items())
+    repeats = result["repeats"]
+    runs = f"median of {repeats} runs" if repeats > 1 else "one run after a first one"
+    return (
+        f"{result['device']}; {result['model']}; {versions(result)}. `{result['command']}`: "
+        f"{runs}.{left_out}"
+    )
+
+
+def equal_answers(result: Result) -> str:
+    """The table of equal answers, and what to expect of it."""
+    return (
+        "Of random weights the first two tokens are often less apart than rounding, after which "
+        "answers differ; requests that run in other batches are rounded otherwise, with any "
+        "backend. `tests/gpu` compares log-probabilities.\n\n"
+        f"{comparison_table(result)}"
+    )
+
+
+def whole_call_section(write: Callable[[Result], str]) -> str:
+    """A table of the whole-call run, or that it measured nothing for it."""
+    return write(published.load("whole_call")) or "Not measured in this run."

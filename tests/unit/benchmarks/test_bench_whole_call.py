@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from benchmarks.support import published
 from benchmarks.whole_call import bench as bench_whole_call
 from benchmarks.whole_call import report, serving
 from benchmarks.whole_call.client import Load, parsed, send
@@ -307,10 +308,10 @@ def test_a_published_run_has_its_page_and_its_table_in_the_docs(monkeypatch):
         "repeats": 2,
         "left_out": {"prefix_share_fastokens": "the package fastokens is not installed"},
     }
-    monkeypatch.setattr(tables, "exists", lambda name: name == "whole_call")
-    monkeypatch.setattr(tables, "published", {"whole_call": result}.__getitem__)
+    monkeypatch.setattr(published, "exists", lambda name: name == "whole_call")
+    monkeypatch.setattr(published, "load", {"whole_call": result}.__getitem__)
     page = tables.page_text(tables.PAGES["whole_call.md"])
-    for text in (page, tables.whole_call_table()):
+    for text in (page, report.whole_call_table()):
         assert "| CACHED | 9.9 s | 0.95 s (10.42) |" in text
     assert "`prefix_share_fastokens` left out: the package fastokens is not installed." in page
     assert "## Server\n\nNot measured in this run." in page

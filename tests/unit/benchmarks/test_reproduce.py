@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import reproduce, tables
+from benchmarks import reproduce
 from benchmarks.engine import bench as bench_engine
 from benchmarks.engine import workloads as engine_workloads
 from benchmarks.kernel.bench import make_case, reference, relative_error
@@ -31,9 +31,10 @@ from benchmarks.papers import (
     timing,
     tree_attention,
 )
+from benchmarks.papers import tables as papers_tables
 from benchmarks.papers.experiment import CPU, Bars, Experiment, Point, Setting
 from benchmarks.papers.picture import COLOURS, draw
-from benchmarks.support import program
+from benchmarks.support import program, published
 from tests.support import decode_paths as paths
 from tests.support import processes
 from tests.support.gpu_layer import KERNELS, ON_GPU
@@ -185,7 +186,7 @@ def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
 
 def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
     row = EXPERIMENTS["tree-attention-figure-3"]
-    figures = next(iter(tables.ran(row.name)["points"].values()))
+    figures = next(iter(papers_tables.ran(row.name)["points"].values()))
     slow = dict.fromkeys(figures["us"], 1e9)
     points = [
         Point("good", lambda: {**figures, "right": True}),
@@ -201,15 +202,15 @@ def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
     assert f"  here: {row.ours({'good': figures})}\n" in said
     assert ">good<" in (tmp_path / "x.svg").read_text()
     assert ">bad<" not in (tmp_path / "x.svg").read_text()
-    monkeypatch.setattr(tables, "PUBLISHED", tmp_path)
+    monkeypatch.setattr(published, "FOLDER", tmp_path)
     (tmp_path / "papers").mkdir()
     (tmp_path / "x.json").rename(tmp_path / "papers" / "x.json")
-    assert list(tables.ran("x")["points"]) == ["good"]
+    assert list(papers_tables.ran("x")["points"]) == ["good"]
 
 
 @pytest.mark.parametrize("bad", ["ours", "fasttree"])
 def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad, tmp_path, monkeypatch):
-    result = tables.published("kernel")
+    result = published.load("kernel")
     few = [
         cell
         for cell in result["cells"]
@@ -219,9 +220,9 @@ def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad, tmp_path, 
 
     def table() -> str:
         (tmp_path / "kernel.json").write_text(json.dumps(result))
-        return tables.fasttree_kernels_table()
+        return papers_tables.fasttree_kernels_table()
 
-    monkeypatch.setattr(tables, "PUBLISHED", tmp_path)
+    monkeypatch.setattr(published, "FOLDER", tmp_path)
     whole = table()
     for peers in (c["peers"] for c in few[1:]):
         peers[bad] = {"status": "failed", "reason": "out of memory"}
@@ -401,7 +402,7 @@ def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
     assert "flashforge" not in said
     assert len(PAPERS) == len({e.paper for e in EXPERIMENTS.values()})
     for name in EXPERIMENTS:
-        published = tables.ran(name)
+        published = papers_tables.ran(name)
         assert published is None or not published.get("tiny"), name
 
 
@@ -569,7 +570,7 @@ def test_the_steps_of_figure_8_on_a_gpu(kernel):
 @pytest.mark.parametrize("name", [n for n, e in EXPERIMENTS.items() if e.needs == CPU])
 def test_published_bytes_are_those_that_this_version_counts(name):
     """Else: ``python -m benchmarks.reproduce NAME --out benchmarks/published/papers --fresh``."""
-    published = tables.ran(name)["points"]
+    published = papers_tables.ran(name)["points"]
     counted = {p.name: p.run() for p in EXPERIMENTS[name].points(replace(TINY, tiny=False))}
     recorded = set(deft.TASKS.values())  # not part of the repository
     assert counted.keys() == published.keys() - recorded
@@ -761,7 +762,7 @@ def test_figure_6_is_counted_in_a_run_for_every_five_workloads(monkeypatch):
     monkeypatch.setattr(counters, "dram_bytes", count)
     points = list(flashforge.count_dram(replace(TINY, device="cuda", tiny=False)))
     assert len(points) == 50
-    published = tables.ran("flashforge-figure-6-dram")
+    published = papers_tables.ran("flashforge-figure-6-dram")
     assert published["of_points"] == 50
     every = {p.name for p in points}
     assert set(published["points"]) <= every
@@ -915,17 +916,17 @@ def test_points_of_token_trees_say_whose_they_are(tmp_path, monkeypatch):
     assert [f.get("tree") for f in chunks.values()] == [None, "quaternary", "Medusa's"]
     del chunks["token tree 64"]["tree"]
     assert " did not note whether " in deft.trees_table(chunks)[0]
-    for figures in tables.ran("deft-table-16")["points"].values():
+    for figures in papers_tables.ran("deft-table-16")["points"].values():
         assert figures["tree"] == "Medusa's"
 
 
 def test_the_page_names_the_recordings():
     some = EXPERIMENTS["deft-recorded"]
     assert some.reads_recordings
-    assert tables.recordings_of(some, {"recordings": "abc"}) == "recordings abc; "
-    assert tables.recordings_of(some, {"recordings": None}) == "no recordings; "
-    assert tables.recordings_of(some, {}) == "recordings of an unknown digest; "
-    assert not tables.recordings_of(EXPERIMENTS["deft-table-6"], {})
+    assert papers_tables.recordings_of(some, {"recordings": "abc"}) == "recordings abc; "
+    assert papers_tables.recordings_of(some, {"recordings": None}) == "no recordings; "
+    assert papers_tables.recordings_of(some, {}) == "recordings of an unknown digest; "
+    assert not papers_tables.recordings_of(EXPERIMENTS["deft-table-6"], {})
 
 
 def test_what_a_program_measures_ends_within_the_seconds_that_minutes_checks():
@@ -963,8 +964,8 @@ def test_engines_are_started_by_the_published_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(program, "run", refuse)
     engine.run_engines.__wrapped__(10)
-    published = tables.published("engine_sweep")["command"].split()
-    assert asked[0][1:-1] == published[1:-1]
+    command = published.load("engine_sweep")["command"].split()
+    assert asked[0][1:-1] == command[1:-1]
     args = bench_engine.parse(asked[0][3:])
     assert args.breakdown and args.repeats == 2
     assert args.workloads == list(engine_workloads.SWEEP)
@@ -1028,7 +1029,7 @@ def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():
 def test_findings_need_no_more_than_one_point(name):
     """A run may stop after any of them."""
     e = EXPERIMENTS[name]
-    published = tables.ran(name)
+    published = papers_tables.ran(name)
     if published is None:
         pytest.skip("no run of it is published")
     for point, figures in published["points"].items():
@@ -1042,7 +1043,7 @@ def test_a_picture_says_what_it_leaves_out():
     many = {str(i): {"ours": 1.0} for i in range(40)}
     assert "ms, logarithmic; 4 more points in the table<" in draw("many", Bars("ms", many))
     for name, e in EXPERIMENTS.items():
-        if e.bars and (result := tables.ran(name)):
+        if e.bars and (result := papers_tables.ran(name)):
             bars = e.bars(result["points"])
             assert "more points" not in draw(e.item, bars), name
             series = {title for group in bars.values.values() for title in group}
@@ -1050,7 +1051,9 @@ def test_a_picture_says_what_it_leaves_out():
 
 
 def test_the_picture_of_figure_5_has_the_papers_heads_in_the_order_of_the_sweeps():
-    bars = EXPERIMENTS["flashforge-figure-5"].bars(tables.ran("flashforge-figure-5")["points"])
+    bars = EXPERIMENTS["flashforge-figure-5"].bars(
+        papers_tables.ran("flashforge-figure-5")["points"]
+    )
     sweeps = [name.partition(":")[0] for name in bars.values]
     assert sweeps == [sweep for sweep in flashforge.SWEEPS for _ in range(5)]
     assert all(name.endswith("32:32") for name in bars.values)

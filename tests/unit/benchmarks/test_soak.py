@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from benchmarks import tables
 from benchmarks.quality import soak
+from benchmarks.quality import tables as quality_tables
 from benchmarks.support import results
 from tests.support import chaos
 from tests.support.processes import Held
@@ -77,7 +77,7 @@ def test_a_run_with_too_few_records_says_so(records):
     row = soak.row_of_growth(held, growth)
     assert row["grown_bytes"] is None and len(row["held"]) == records
     assert soak.growth_in_words(row) == "too short to say what grows"
-    assert tables.grown(row, gpu=False) == "too short to say"
+    assert quality_tables.grown(row, gpu=False) == "too short to say"
 
 
 def test_the_row_of_a_run_says_in_how_long():
@@ -85,7 +85,7 @@ def test_the_row_of_a_run_says_in_how_long():
     row = soak.row_of_growth(held, chaos.grown(held))
     assert row["grown_bytes"] == 3 * MIB and row["grown_seconds"] == pytest.approx(180)
     assert soak.growth_in_words(row) == "+3.0 MiB in 180 s"
-    assert tables.grown(row, gpu=True) == "+3.0 MiB, +0, +0.0 MiB in 180 s"
+    assert quality_tables.grown(row, gpu=True) == "+3.0 MiB, +0, +0.0 MiB in 180 s"
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

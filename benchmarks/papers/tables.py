@@ -1,0 +1,117 @@
+"""Tables of the papers' experiments."""
+
+from benchmarks.papers import EXPERIMENTS, LEFT_OUT
+from benchmarks.papers.engine import from_engine
+from benchmarks.papers.experiment import Experiment, Setting, good_points, span
+from benchmarks.papers.fasttree import trees
+from benchmarks.papers.picture import draw
+from benchmarks.papers.tree_attention import from_scale
+from benchmarks.support import published
+from benchmarks.support.published import Result, table, versions
+
+#: peers of FastTree's figure 9: its name for each, and how many times as long as FastTree it takes
+FIGURE_9 = {
+    "fa3": ("FlashAttention", 5.1),
+    "flashinfer": ("FlashInfer", 4.2),
+    "deft": ("DeFT", 10.6),
+    "flashinfer_cascade": ("CascadeAttn", 2.1),
+}
+#: experiments that another benchmark measures: its published results, and how to read them
+OTHER_RUNS = {
+    "flashforge-figure-7": ("engine_sweep", from_engine),
+    "tree-attention-figure-3": ("scale", from_scale),
+}
+
+
+def papers_table(paper: str) -> str:
+    """A paper's claims and the results here, then each experiment with its results."""
+    of_paper = [e for e in EXPERIMENTS.values() if e.paper == paper]
+    results = {e.name: ran(e.name) for e in of_paper}
+    rows = []
+    for e in of_paper:
+        result = results[e.name]
+        ours, reason = (e.ours(result["points"]), e.reason) if result else (not_run(e), "-")
+        rows.append((f"[{e.item}](#{e.name}), section {e.section}", e.claim, ours, reason))
+    lines = table(" | the paper | here | why they differ", rows)
+    for e in of_paper:
+        lines += ["", f"### {e.name}", "", f"{e.item[0].upper()}{e.item[1:]}. {e.changed}", ""]
+        result = results[e.name]
+        if not result:
+            lines.append(f"N{not_run(e)[1:]}.")
+            continue
+        points = f"{len(result['points'])} of {result['of_points']} points"
+        lines.append(
+            f"`{result['command']}`, {result['date']}, {result['device']}; {versions(result)}; "
+            f"{recordings_of(e, result)}{points}."
+        )
+        if e.bars and draw(e.item, e.bars(result["points"])):
+            lines += ["", f"![{e.item}](images/papers-{e.name}.svg)"]
+        if e.table:
+            lines += ["", *e.table(result["points"])]
+    left = [f"- {x.item}: {x.why}." for x in LEFT_OUT if x.paper == paper]
+    return "\n".join([*lines, "", "Not reproduced:", "", *left])
+
+
+def recordings_of(experiment: Experiment, result: Result) -> str:
+    """Which recordings the points were measured on, where they depend on them."""
+    if not experiment.reads_recordings:
+        return ""
+    if "recordings" not in result:  # a run from before it was noted
+        return "recordings of an unknown digest; "
+    digest = result["recordings"]
+    return f"recordings {digest}; " if digest else "no recordings; "
+
+
+def fasttree_kernels_table() -> str:
+    """The kernels of FastTree's figure 9 on its trees, of those that all peers are timed on."""
+    result = published.load("kernel")
+    cells = [
+        cell["peers"]
+        for cell in result["cells"]
+        if cell["workload"] in trees(Setting("cpu")) and cell["heads"] in ("32:32", "32:8", "16:1")
+    ]
+
+    def over(slow: str, fast: str) -> str:
+        both = [c for c in cells if c[slow]["status"] == c[fast]["status"] == "ok"]
+        return span([c[slow]["ms"] / c[fast]["ms"] for c in both]) if both else "no cell of both"
+
+    how = (
+        f"`{result['command']}`, {result['date']}, {result['gpu']}; {versions(result)}; "
+        f"{len(cells)} cells: {len(cells) // 3} of these trees with 1, 4 and 16 query heads for a "
+        "KV head. Each kernel is its project's own, FlashAttention's the third; the paper had "
+        "FlashAttention 2.6.3 and FlashInfer 0.1.6 on an H100."
+    )
+    rows: list[tuple] = [
+        (name, claim, over(peer, "fasttree"), over(peer, "ours"))
+        for peer, (name, claim) in FIGURE_9.items()
+    ]
+    rows.append(("FastTree", 1, "-", over("fasttree", "ours")))
+    header = "time of | over FastTree's, the paper | over FastTree's, here | over ours"
+    return "\n".join([how, "", *table(header, rows)])
+
+
+def ran(experiment: str) -> Result | None:
+    """An experiment's published results without the points that failed or were wrong."""
+    other, convert = OTHER_RUNS.get(experiment, ("", dict))
+    if published.exists(f"papers/{experiment}"):
+        result = published.load(f"papers/{experiment}")
+    elif other and published.exists(other):
+        result = convert(published.load(other))
+    else:
+        return None
+    good = good_points(result["points"])
+    return {**result, "points": good} if good else None
+
+
+def not_run(experiment: Experiment) -> str:
+    return f"not run yet: needs {experiment.needs}"
+
+
+def pictures() -> dict[str, str]:
+    """File name and SVG text of each published experiment that has a picture."""
+    found = {}
+    for e in EXPERIMENTS.values():
+        result = ran(e.name)
+        if result and e.bars and (picture := draw(e.item, e.bars(result["points"]))):
+            found[f"papers-{e.name}.svg"] = picture
+    return found
