@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vllm_prefixshare.kernels.hopper.gluon_names import barrier
+from vllm_prefixshare.kernels.common.gluon_names import barrier
 
 ROWS = gl.constexpr(64)
 # barriers, two of each

@@ -247,8 +247,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         f"{PREFIX}.gluon": gluon,
         f"{PREFIX}.gluon.language": gl,
         f"{PREFIX}.gluon.language.nvidia.hopper": hopper,
-        "vllm_prefixshare.kernels.hopper.dependent": dependent,
-        "vllm_prefixshare.kernels.hopper.gluon_names": names,
+        "vllm_prefixshare.kernels.common.dependent_launch": dependent,
+        "vllm_prefixshare.kernels.common.gluon_names": names,
     }
 
 

@@ -8,11 +8,12 @@ import torch
 from tests.support.paged_batches import PagedBatch
 from tests.support.planning_cases import gpu_config
 from vllm_prefixshare.config import AttentionConfig, part_size
+from vllm_prefixshare.kernels.common.launch import QTile
+from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.interface import Gpu, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
-from vllm_prefixshare.kernels.portable.launch import QTile, portable_partial_attention, q_tile
-from vllm_prefixshare.kernels.portable.layout import Grid, walk_layout
+from vllm_prefixshare.kernels.portable.launch import portable_partial_attention, q_tile
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
@@ -75,8 +76,8 @@ class Portable:
         self.query_len = int(np.diff(b.query_start_loc).max())
         heads, self.head_dim = b.q.shape[1:]
         self.tile = self.tile or q_tile(self.head_dim, H100)
-        grid = Grid.of(self.tile.kv_tile, b.k_cache.shape[1], self.query_len)
-        layout = walk_layout(self.plan, grid)._asdict()
+        tiling = KvTiling.of(self.tile.kv_tile, b.k_cache.shape[1], self.query_len)
+        layout = walk_layout(self.plan, tiling)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in layout.items()}
         self.lse = torch.full((len(b.q), heads), torch.nan, device=DEVICE)
         shape = self.plan.num_partials * self.query_len, heads, self.head_dim

@@ -12,9 +12,10 @@ PACKAGE = Path(vllm_prefixshare.__file__).parent
 #: floor -> (floors that it may import, libraries beyond the standard one). A floor is a module or a
 #: folder of the package; the longest matching name applies.
 BASE = {"core", "config"}
-JIT = {
-    "kernels.hopper.dependent",
-    "kernels.hopper.gluon_names",
+JIT_COMMON = {"kernels.common.constants", "kernels.common.arrays"}
+GLUON_COMMON = JIT_COMMON | {"kernels.common.gluon_names", "kernels.common.dependent_launch"}
+JIT = GLUON_COMMON | {
+    "kernels.hopper.arrays",
     "kernels.hopper.kernel",
     "kernels.hopper.metadata",
     "kernels.hopper.producer",
@@ -23,8 +24,6 @@ JIT = {
     "kernels.mla_hopper.kernel",
     "kernels.mla_hopper.producer",
     "kernels.mla_hopper.wide_values",
-    "kernels.hopper.arrays",
-    "kernels.portable.arrays",
 }
 RUNS = (
     BASE
@@ -54,37 +53,30 @@ FLOORS = {
     ),
     "planning": (BASE | {"utils.numba_cache", "planning.forest", "planning.costs"}, {"numpy"}),
     "kernels": (RUNS, {"numpy", "torch", "triton"}),
-    "kernels.hopper.dependent": (set(), {"triton"}),
-    "kernels.hopper.gluon_names": (set(), {"triton"}),
+    "kernels.common.arrays": (set(), set()),
+    "kernels.common.constants": ({"kernels.common.arrays"}, {"triton"}),
+    "kernels.common.dependent_launch": (set(), {"triton"}),
+    "kernels.common.gluon_names": (set(), {"triton"}),
     "kernels.hopper.arrays": (set(), set()),
-    "kernels.portable.arrays": (set(), set()),
     "kernels.hopper.kernel": (
-        {"kernels.hopper.gluon_names", "kernels.hopper.producer", "kernels.hopper.arrays"}
-        | {"kernels.hopper.dependent", "kernels.hopper.metadata", "kernels.hopper.wide_values"},
+        GLUON_COMMON
+        | {"kernels.hopper.producer", "kernels.hopper.metadata", "kernels.hopper.wide_values"},
         {"triton"},
     ),
     "kernels.hopper.metadata": ({"kernels.hopper.producer"}, {"triton"}),
-    "kernels.hopper.producer": (
-        {"kernels.hopper.gluon_names", "kernels.hopper.arrays"},
-        {"triton"},
-    ),
+    "kernels.hopper.producer": (GLUON_COMMON | {"kernels.hopper.arrays"}, {"triton"}),
     "kernels.hopper.wide_values": (
-        {"kernels.hopper.gluon_names", "kernels.hopper.metadata", "kernels.hopper.producer"},
+        GLUON_COMMON | {"kernels.hopper.metadata", "kernels.hopper.producer"},
         {"triton"},
     ),
-    "kernels.portable.kernel": ({"kernels.portable.arrays"}, {"triton"}),
+    "kernels.portable.kernel": (JIT_COMMON, {"triton"}),
     "kernels.mla_hopper.kernel": (
-        {"kernels.mla_hopper.producer", "kernels.portable.kernel", "kernels.portable.arrays"}
-        | {"kernels.hopper.dependent", "kernels.hopper.gluon_names"}
-        | {"kernels.mla_hopper.wide_values"},
+        GLUON_COMMON | {"kernels.mla_hopper.producer", "kernels.mla_hopper.wide_values"},
         {"triton"},
     ),
-    "kernels.mla_hopper.producer": (
-        {"kernels.portable.kernel", "kernels.portable.arrays", "kernels.hopper.gluon_names"},
-        {"triton"},
-    ),
+    "kernels.mla_hopper.producer": (GLUON_COMMON, {"triton"}),
     "kernels.mla_hopper.wide_values": (
-        {"kernels.hopper.gluon_names", "kernels.mla_hopper.producer"},
+        GLUON_COMMON | {"kernels.mla_hopper.producer"},
         {"triton"},
     ),
     "profiling": (RUNS | {"planning.costs.lookup"}, {"numpy", "torch"}),

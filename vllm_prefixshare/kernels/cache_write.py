@@ -142,7 +142,7 @@ def _cache_write(key, value, k_cache, v_cache, slot_mapping, stride_key, stride_
                  STARTS_NEXT: tl.constexpr):
     """Grid: token, numbers of the token. All tensors of numbers are int16.
 
-    STARTS_NEXT: the launch that follows may begin, if it was launched so (``hopper.dependent``).
+    STARTS_NEXT: the launch that follows may begin, if it was launched so (``common.dependent``).
     """
     if STARTS_NEXT:
         tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],

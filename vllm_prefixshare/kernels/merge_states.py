@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.common.constants import LN2, LOG2E
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 #: partial results that are loaded at once; the same for all launches, or the bits would depend on
 #: the size of the batch
 UNROLL = 8

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.common.constants import LN2, LOG2E
 
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
 #: programs of a launch. All must run at once, because each waits for the one of its number on the
 #: other GPUs; the smallest GPU that the kernels serve holds several times as many.
 PROGRAMS = 128

@@ -10,11 +10,11 @@ from tests.support.planning_cases import make_planner
 from tests.support.portable_kernel import make_plan
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import OPEN_END, PrefixShareError
+from vllm_prefixshare.kernels.common.layout import KvTiling, max_parts_of, walk_layout
 from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
 from vllm_prefixshare.kernels.hopper.layout import first_request, linked_layout
 from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.plans import planner_config
-from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.kernels.registry import make_kernel
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -50,7 +50,7 @@ def test_large_blocks_are_read_and_cut_in_parts(block_size, part):
         make_kernel(name, attention, 1, Gpu((9, 0), 132, 227 << 10))
         for name in ("hopper", "portable")
     )
-    assert hopper.shape.piece == portable.grid.unit == part
+    assert hopper.shape.piece == portable.tiling.unit == part
     assert planner_config(hopper, attention).cut_size == part
     assert planner_config(portable, attention).cut_size == part
 
@@ -223,32 +223,32 @@ Tokens = list[tuple[int, int, int]]
 
 
 def tokens_in_layout(
-    layout: dict[str, np.ndarray], place: int, seq_lens: np.ndarray, grid: Grid
+    layout: dict[str, np.ndarray], place: int, seq_lens: np.ndarray, tiling: KvTiling
 ) -> tuple[Tokens, Tokens]:
     """Tokens that the kernel reads with ``seq_lens``, in the form of ``tokens_by_reader``: those of
     runs, and those of parts.
     """
     slots, num_reqs, run, last_run, part, packed, new, _ = layout["tile_info"][place].tolist()
     rows, ends = (layout[n][slots : slots + num_reqs] for n in ("slot_row", "slot_end"))
-    growth = max(0, int((-(-(seq_lens[rows] - ends) // grid.unit)).max()))
+    growth = max(0, int((-(-(seq_lens[rows] - ends) // tiling.unit)).max()))
     of_runs, of_parts = [], []
     for r in range(run, last_run):
         row, start, end, readers = (
             int(layout[n][r]) for n in ("run_row", "run_start", "run_end", "run_readers")
         )
-        assert start % grid.unit == 0 and (end - start) % grid.kv_tile == 0
+        assert start % tiling.unit == 0 and (end - start) % tiling.kv_tile == 0
         for reader in range(readers & 0xFFFF, readers >> 16):
             of_runs += [(reader, row, pos) for pos in range(start, end)]
-    per_tile = grid.kv_tile // grid.unit
+    per_tile = tiling.kv_tile // tiling.unit
     listed = [(part + i, 0) for i in range(packed * per_tile)]
     opened = part + packed * per_tile
     listed += [(opened + i, grown) for grown in range(growth) for i in range(new * per_tile)]
     for i, grown in listed:
         row, pos, readers = (int(layout[n][i]) for n in ("part_row", "part_pos", "part_readers"))
-        pos += grown * grid.unit
+        pos += grown * tiling.unit
         for reader in range(readers & 0xFFFF, readers >> 16):
             of_parts += [
-                (reader, row, p) for p in range(pos, min(pos + grid.unit, int(seq_lens[row])))
+                (reader, row, p) for p in range(pos, min(pos + tiling.unit, int(seq_lens[row])))
             ]
     return sorted(of_runs), sorted(of_parts)
 
@@ -260,19 +260,19 @@ def tokens_in_layout(
 def test_every_token_is_read_once_and_queries_in_parts_only(divider, kv_tile, queries, grown):
     batch = paged_batch(requests=7, document_blocks=19, private_blocks=17, query_lens=queries)
     plan = make_plan(batch, divider)
-    grid = Grid.of(kv_tile, 16, queries)
-    layout = walk_layout(plan, grid)._asdict()
+    tiling = KvTiling.of(kv_tile, 16, queries)
+    layout = walk_layout(plan, tiling)._asdict()
     lens = plan.planned_seq_lens
     longer = lens + grown * (np.arange(len(lens)) % 3 + 1).astype(np.int32)
     np.testing.assert_array_equal(layout["tile_info"][:, 0], plan.tile_req_indptr[:-1])
     for tile in range(plan.num_tiles):
-        of_runs, of_parts = tokens_in_layout(layout, tile, longer, grid)
+        of_runs, of_parts = tokens_in_layout(layout, tile, longer, tiling)
         expected = tokens_by_reader(replace(plan, planned_seq_lens=longer), tile)
         assert sorted(of_runs + of_parts) == expected
         for reader, _, pos in of_runs:
             own = plan.tile_req_indices[plan.tile_req_indptr[tile] + reader]
             assert pos < lens[own] - (queries if queries > 1 else 0)
-    assert layout["part_row"].size <= max_parts_of(grid, plan.num_runs, plan.num_tiles)
+    assert layout["part_row"].size <= max_parts_of(tiling, plan.num_runs, plan.num_tiles)
     if divider == "per_request":
         assert layout["run_row"].size > 0
 
@@ -281,7 +281,7 @@ def test_short_runs_share_a_kv_tile():
     """Private parts of a block each, of four requests: one KV tile of 64 tokens."""
     batch = paged_batch(documents=1, requests=4, document_blocks=16, private_blocks=1)
     plan = make_plan(batch, "depth_first", workers=1)
-    layout = walk_layout(plan, Grid.of(64, 16, 1))._asdict()
+    layout = walk_layout(plan, KvTiling.of(64, 16, 1))._asdict()
     assert plan.num_tiles == 1
     # the document is a run; two blocks that pairs share and four private ones fill two KV tiles
     assert layout["run_end"].tolist() == [256]
@@ -291,6 +291,6 @@ def test_short_runs_share_a_kv_tile():
 def test_an_empty_plan():
     batch = paged_batch()
     batch.block_table, batch.seq_lens = batch.block_table[:0], batch.seq_lens[:0]
-    layout = walk_layout(make_plan(batch), Grid.of(64, 16, 1))._asdict()
+    layout = walk_layout(make_plan(batch), KvTiling.of(64, 16, 1))._asdict()
     assert layout["work_indptr"].tolist() == [0] * 4
     assert layout["tile_info"].size == layout["part_row"].size == 0

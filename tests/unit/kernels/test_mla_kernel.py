@@ -27,12 +27,12 @@ from tests.support.paged_batches import PagedBatch
 from tests.support.planning_cases import gpu_config
 from tests.support.portable_kernel import relative_error
 from vllm_prefixshare.config import FP8, AttentionConfig
+from vllm_prefixshare.kernels.common.arrays import NUM_REQS, WORDS
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras, checked_extras
 from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.mla_hopper import launch as hopper
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
-from vllm_prefixshare.kernels.portable.arrays import NUM_REQS, WORDS
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
 

@@ -26,8 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_prefixshare.kernels.hopper.dependent import launch_merging, wait_for_launch_before
-from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
+from vllm_prefixshare.kernels.common.constants import LN2, LOG2E, LOWEST, MASKED
+from vllm_prefixshare.kernels.common.dependent_launch import launch_merging, wait_for_launch_before
+from vllm_prefixshare.kernels.common.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.hopper.metadata import visible, word
 from vllm_prefixshare.kernels.hopper.producer import (
     FIRST_ROW,
@@ -49,14 +50,6 @@ from vllm_prefixshare.kernels.hopper.producer import (
     produce,
 )
 from vllm_prefixshare.kernels.hopper.wide_values import WIDE_TILES, WIDE_WARPS, widen
-
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
-MASKED = gl.constexpr(-1e30)
-# where a row's running maximum starts: far above masked scores, so that a row that saw no token
-# yet has weights of exactly zero. (With MASKED itself, the fused multiply-add of the exponent and
-# the rounded maximum would differ by 1e22, and the weights would be infinite.)
-LOWEST = gl.constexpr(-1e20)
 
 
 @gluon.jit

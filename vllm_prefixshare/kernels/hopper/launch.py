@@ -11,14 +11,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.common.launch import plan_limits, scales_and_strides, score_factors
 from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
 from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
 from vllm_prefixshare.planning.plan import DecodePlan
-
-LOG2E = 1.4426950408889634
 
 
 @cache
@@ -154,13 +153,9 @@ class HopperKernel:
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
-        # depth first makes a tile for every request at worst, and at most two for each worker
-        # where windows are cut: only those leave partial results
-        max_tiles = num_reqs + 2 * self.num_workers
-        max_partials = 2 * self.num_workers * self.max_tile_requests
-        if pieces is not None:
-            max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, self.max_tile_requests))
-            max_partials = max(max_partials, num_reqs * pieces.per_request)
+        max_tiles, max_partials = plan_limits(
+            num_reqs, self.num_workers, self.max_tile_requests, pieces
+        )
         places = max_tiles + self.num_workers  # idle workers have a tile, too
         room = sizes(places, self.max_tile_requests, self.max_tile_runs, num_reqs)
         return Capacity(max_tiles, places * self.max_tile_runs, max_partials, room._asdict())
@@ -170,8 +165,7 @@ class HopperKernel:
         shape = self.shape
         k_view = CacheView("k_cache", t.k_cache, shape.padded_dim, shape.piece)
         v_view = CacheView("v_cache", t.v_cache, shape.padded_dim, shape.piece)
-        cap = t.extras.soft_cap
-        scales = t.extras.q_scale, t.extras.k_scale, t.extras.v_scale
+        qk_scale, cap_rate = score_factors(t.extras.soft_cap, sm_scale)
         arrays = PlanArrays(**plan)
         small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
         launch(
@@ -203,10 +197,9 @@ class HopperKernel:
             k_view.block_rows,
             k_view.head_rows,
             k_view.head_cols,
-            (cap or sm_scale) * LOG2E,
-            2 * sm_scale / cap * LOG2E if cap else None,
-            *scales,
-            *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales),
+            qk_scale,
+            cap_rate,
+            *scales_and_strides(t.extras),
             Q_HEADS=shape.num_qo_heads,
             KV_HEADS=shape.num_kv_heads,
             CHUNKS=shape.chunks,

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 import vllm_prefixshare.kernels.hopper.arrays as tile_info_words
-from vllm_prefixshare.kernels.hopper.gluon_names import async_load
+from vllm_prefixshare.kernels.common.gluon_names import async_load
 
 NUM_REQS = gl.constexpr(tile_info_words.NUM_REQS)
 NUM_RUNS = gl.constexpr(tile_info_words.NUM_RUNS)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from vllm_prefixshare.kernels.hopper.gluon_names import barrier
+from vllm_prefixshare.kernels.common.gluon_names import barrier
 from vllm_prefixshare.kernels.hopper.metadata import word
 from vllm_prefixshare.kernels.hopper.producer import (
     KIND,

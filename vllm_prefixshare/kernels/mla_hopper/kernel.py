@@ -30,8 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vllm_prefixshare.kernels.hopper.dependent import launch_merging, wait_for_launch_before
-from vllm_prefixshare.kernels.hopper.gluon_names import barrier, reinterpret
+from vllm_prefixshare.kernels.common.constants import LN2, LOWEST, MASKED, NUM_REQS, WORDS
+from vllm_prefixshare.kernels.common.dependent_launch import launch_merging, wait_for_launch_before
+from vllm_prefixshare.kernels.common.gluon_names import barrier, reinterpret
 from vllm_prefixshare.kernels.mla_hopper.producer import (
     ADDED,
     BARRIERS,
@@ -50,12 +51,6 @@ from vllm_prefixshare.kernels.mla_hopper.producer import (
     word,
 )
 from vllm_prefixshare.kernels.mla_hopper.wide_values import WIDE_HALVES, WIDE_WARPS, widen
-from vllm_prefixshare.kernels.portable.kernel import LN2, NUM_REQS, WORDS
-
-MASKED = gl.constexpr(-1e30)
-# where a row's running maximum starts: far above masked scores, so that a row that saw no token
-# yet has weights of exactly zero
-LOWEST = gl.constexpr(-1e20)
 
 
 @gluon.jit

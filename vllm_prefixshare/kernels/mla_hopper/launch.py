@@ -11,16 +11,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels.aot.launcher import launch
+from vllm_prefixshare.kernels.common.arrays import WORDS, PlanArrays
+from vllm_prefixshare.kernels.common.launch import QTile, score_factors, walk_capacity
+from vllm_prefixshare.kernels.common.layout import KvTiling
 from vllm_prefixshare.kernels.geometry import MLA_HOPPER
 from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
 from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
-from vllm_prefixshare.kernels.portable.arrays import WORDS, PlanArrays
-from vllm_prefixshare.kernels.portable.launch import QTile, walk_capacity
-from vllm_prefixshare.kernels.portable.layout import Grid
 from vllm_prefixshare.planning.plan import DecodePlan
 
-LOG2E = 1.4426950408889634
 #: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
 TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
 
@@ -32,13 +31,13 @@ def requests_of_a_tile(rows: int) -> int:
     return max(1, TILE.rows // rows)
 
 
-def grid(block_size: int, query_len: int = 1) -> Grid:
+def kv_tiling(block_size: int, query_len: int = 1) -> KvTiling:
     """Sizes into which the kernel cuts a latent KV cache. TMA fetches whole KV tiles where blocks
     are as large: on long prefixes that is 2% faster than by ``config.part_size``, at the price of
     short runs that are padded.
     """
     unit = math.gcd(TILE.kv_tile, block_size)
-    return Grid.of(TILE.kv_tile, block_size, query_len)._replace(unit=unit)
+    return KvTiling.of(TILE.kv_tile, block_size, query_len)._replace(unit=unit)
 
 
 def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
@@ -97,7 +96,7 @@ def latent_partial_attention(
     num_heads = t.q.shape[1]
     rows = query_len * num_heads
     block_size = t.k_cache.shape[1]
-    unit = grid(block_size).unit
+    unit = kv_tiling(block_size).unit
     arrays = PlanArrays(**plan)
     chunks = TILE.chunks(rows)
     block_rows, halves, rope = descriptors(t.k_cache, unit)
@@ -110,7 +109,7 @@ def latent_partial_attention(
         arrays.slot_end, arrays.part_row, arrays.part_pos, arrays.part_readers,
         t.partial_out, t.partial_lse, t.out, t.out_lse,
         block_rows, t.block_table.stride(0), t.q.stride(0), t.out.stride(0),
-        sm_scale * LOG2E, t.extras.q_scale, t.extras.k_scale, t.extras.v_scale,
+        score_factors(0.0, sm_scale)[0], t.extras.q_scale, t.extras.k_scale, t.extras.v_scale,
         HEADS=num_heads,
         QUERY_LEN=query_len,
         LATENT=rank,
@@ -144,15 +143,15 @@ class LatentHopperKernel:
         self.max_tile_requests = requests_of_a_tile(rows)
         self.max_tile_runs = 1 << 30
         self.row_tiles = TILE.chunks(rows)
-        self.grid = grid(attention.block_size, query_len)
+        self.tiling = kv_tiling(attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``contract.Kernel.layout``."""
-        return latent_layout(plan, self.grid, self.max_tile_requests)._asdict()
+        return latent_layout(plan, self.tiling, self.max_tile_requests)._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``, for runs of up to 64k tokens."""
-        long = self.grid._replace(long=1024)
+        long = self.tiling._replace(long=1024)
         room = walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long, pieces)
         tiles = room.max_tiles + self.num_workers  # a worker without a tile has an empty one
         slots = dict.fromkeys(

@@ -3,13 +3,13 @@
 import numpy as np
 
 from vllm_prefixshare.core import OPEN_END, IntArray
-from vllm_prefixshare.kernels.portable.arrays import FIRST_SLOT, NUM_REQS, WORDS, PlanArrays
-from vllm_prefixshare.kernels.portable.layout import FAR, Grid, walk_layout
+from vllm_prefixshare.kernels.common.arrays import FAR, FIRST_SLOT, NUM_REQS, WORDS, PlanArrays
+from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.utils.numba_cache import compiled
 
 
-def latent_layout(plan: DecodePlan, grid: Grid, max_tile_requests: int) -> PlanArrays:
+def latent_layout(plan: DecodePlan, tiling: KvTiling, max_tile_requests: int) -> PlanArrays:
     """``walk_layout`` with parts only: no run is long enough for a loop of its own.
 
     The first work tile of a worker has the worker's number, and every tile has room for
@@ -19,7 +19,7 @@ def latent_layout(plan: DecodePlan, grid: Grid, max_tile_requests: int) -> PlanA
     """
     ends = plan.run_kv_end
     lengths = [*(ends - plan.run_kv_start)[ends != OPEN_END], *plan.planned_seq_lens, 0]
-    arrays = walk_layout(plan, grid._replace(long=int(max(lengths)) // grid.kv_tile + 1))
+    arrays = walk_layout(plan, tiling._replace(long=int(max(lengths)) // tiling.kv_tile + 1))
     slots = arrays.slot_row, arrays.slot_partial, arrays.slot_end
     work_indptr, info, row, partial, end = _at_fixed_places(
         arrays.work_indptr, arrays.tile_info, slots, max_tile_requests

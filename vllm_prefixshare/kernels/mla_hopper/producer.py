@@ -17,8 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vllm_prefixshare.kernels.hopper.gluon_names import async_load
-from vllm_prefixshare.kernels.portable.kernel import (
+from vllm_prefixshare.kernels.common.constants import (
     FAR,
     FIRST_PART,
     NEW_KV_TILES,
@@ -26,6 +25,7 @@ from vllm_prefixshare.kernels.portable.kernel import (
     PLANNED_KV_TILES,
     WORDS,
 )
+from vllm_prefixshare.kernels.common.gluon_names import async_load
 
 # barriers: halves of a KV tile that are filled and that are free, by stage and half; weights by
 # stage; queries; sums

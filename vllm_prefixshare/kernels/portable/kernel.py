@@ -16,20 +16,19 @@ place of the KV tile after the next are carried through the loops in registers.
 import triton
 import triton.language as tl
 
-import vllm_prefixshare.kernels.portable.arrays as words
-
-FIRST_SLOT = tl.constexpr(words.FIRST_SLOT)
-NUM_REQS = tl.constexpr(words.NUM_REQS)
-FIRST_RUN = tl.constexpr(words.FIRST_RUN)
-END_RUN = tl.constexpr(words.END_RUN)
-FIRST_PART = tl.constexpr(words.FIRST_PART)
-PLANNED_KV_TILES = tl.constexpr(words.PLANNED_KV_TILES)
-NEW_KV_TILES = tl.constexpr(words.NEW_KV_TILES)
-WORDS = tl.constexpr(words.WORDS)
-
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
-FAR = tl.constexpr(1 << 30)
+from vllm_prefixshare.kernels.common.constants import (
+    END_RUN,
+    FAR,
+    FIRST_PART,
+    FIRST_RUN,
+    FIRST_SLOT,
+    LN2,
+    LOG2E,
+    NEW_KV_TILES,
+    NUM_REQS,
+    PLANNED_KV_TILES,
+    WORDS,
+)
 
 
 @triton.jit

@@ -2,54 +2,25 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.core import IntArray, PieceLimits
 from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.common.arrays import PlanArrays
+from vllm_prefixshare.kernels.common.launch import (
+    QTile,
+    scales_and_strides,
+    score_factors,
+    walk_capacity,
+)
+from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
 from vllm_prefixshare.kernels.geometry import PORTABLE
 from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
-from vllm_prefixshare.kernels.portable.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
-from vllm_prefixshare.kernels.portable.layout import Grid, max_parts_of, walk_layout
 from vllm_prefixshare.planning.plan import DecodePlan
-
-LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class QTile:
-    """Tile sizes and occupancy of the kernel.
-
-    rows: query rows of a tile; a power of two of at least 16.
-    kv_tile: tokens that one step of the inner loop multiplies.
-    warps, stages: warps of a thread block; KV tiles in flight.
-    blocks_per_sm: thread blocks that share a multiprocessor.
-    columns: most columns of queries, K and V that one product takes; a power of two.
-    hoist: loops out of which LLVM may move what does not change in them. 2: all; 1: those over KV
-        tiles; 0: none. What is moved takes a register over the whole loop.
-    """
-
-    rows: int
-    kv_tile: int
-    warps: int
-    stages: int
-    blocks_per_sm: int
-    columns: int = 64
-    hoist: int = 2
-
-    def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
-        """Workers whose thread blocks fill the GPU."""
-        per_worker = num_kv_heads * self.chunks(rows_per_request)
-        workers = max(1, multiprocessors * self.blocks_per_sm // per_worker)
-        # even: two windows cut into equally many pieces read their shared KV in step
-        return workers - workers % 2 if workers > 2 else workers
-
-    def chunks(self, rows_per_request: int) -> int:
-        """Tiles that the query rows of a request fill."""
-        return -(-rows_per_request // self.rows)
 
 
 def q_tile(head_dim: int, gpu: Gpu, quantised: bool = False) -> QTile:
@@ -116,8 +87,8 @@ def portable_partial_attention(
 
     Args:
         num_workers: number of workers that the plan was made for.
-        query_len: most query tokens of a request.
-        plan: the arrays of ``portable.arrays`` on the device.
+        query_len: maximum number of query tokens of a request.
+        plan: the arrays of ``common.arrays`` on the device.
         sm_scale: softmax scale, above 0.
         sliding_window: as in ``AttentionConfig``.
     """
@@ -126,8 +97,7 @@ def portable_partial_attention(
     rows_per_request = query_len * num_qo_heads // num_kv_heads
     chunks = tile.chunks(rows_per_request)
     arrays = PlanArrays(**plan)
-    cap = t.extras.soft_cap
-    scales = t.extras.q_scale, t.extras.k_scale, t.extras.v_scale
+    qk_scale, cap_rate = score_factors(t.extras.soft_cap, sm_scale)
     launch(
         partial_attention,
         (num_workers * chunks * num_kv_heads,),
@@ -156,9 +126,8 @@ def portable_partial_attention(
         t.out_lse,
         t.extras.sinks,
         t.extras.alibi_slopes,
-        *scales,
-        *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales),
-        2 * sm_scale / cap * LOG2E if cap else None,
+        *scales_and_strides(t.extras),
+        cap_rate,
         t.k_cache.stride(0),
         t.k_cache.stride(1),
         t.k_cache.stride(2),
@@ -166,7 +135,7 @@ def portable_partial_attention(
         t.q.stride(0),
         t.out.stride(0),
         0 if t.tree_mask is None else t.tree_mask.stride(0),
-        (cap or sm_scale) * LOG2E,
+        qk_scale,
         Q_HEADS=num_qo_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -184,33 +153,6 @@ def portable_partial_attention(
         HOIST=tile.hoist,
         num_warps=tile.warps,
     )
-
-
-def walk_capacity(
-    num_reqs: int,
-    num_workers: int,
-    max_tile_requests: int,
-    grid: Grid,
-    pieces: PieceLimits | None = None,
-    spread: bool = False,
-) -> Capacity:
-    """Room for plans of up to ``num_reqs`` requests in ``PlanArrays``; spread: as in
-    ``TileGeometry``.
-    """
-    # depth first makes a tile for every request at worst, and at most two for each worker
-    # where windows are cut: only those leave partial results
-    max_tiles = num_reqs + 2 * num_workers
-    max_partials = 2 * num_workers * max_tile_requests
-    if pieces is not None:
-        max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, max_tile_requests))
-        max_partials = max(max_partials, num_reqs * pieces.per_request)
-    # n requests share at most n - 1 nodes, and a cut divides a run; one of a spread window divides
-    # two, and where windows are cut there are at most two tiles for each worker
-    max_runs = 2 * num_reqs + max(max_tiles, 4 * num_workers if spread else 0)
-    max_parts = max_parts_of(grid, max_runs, max_tiles)
-    slots = num_reqs + max_partials
-    room = sizes(num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)
-    return Capacity(max_tiles, max_runs, max_partials, room._asdict())
 
 
 class PortableKernel:
@@ -234,11 +176,11 @@ class PortableKernel:
         self.max_tile_requests = max(1, self.tile.rows // self.rows)
         self.max_tile_runs = 1 << 30
         self.row_tiles = self.tile.chunks(self.rows)
-        self.grid = Grid.of(self.tile.kv_tile, attention.block_size, query_len)
+        self.tiling = KvTiling.of(self.tile.kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``contract.Kernel.layout``."""
-        return walk_layout(plan, self.grid)._asdict()
+        return walk_layout(plan, self.tiling)._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``contract.Kernel.capacity``."""
@@ -246,7 +188,7 @@ class PortableKernel:
             num_reqs,
             self.num_workers,
             self.max_tile_requests,
-            self.grid,
+            self.tiling,
             pieces,
             self.geometry.spread,
         )

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.paged_batches import PagedBatch, paged_batch
 from tests.support.portable_kernel import Portable, make_plan, reference, relative_error
-from vllm_prefixshare.kernels.portable.launch import QTile
+from vllm_prefixshare.kernels.common.launch import QTile
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks

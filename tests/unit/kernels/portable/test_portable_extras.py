@@ -12,9 +12,10 @@ import torch
 from tests.support.paged_batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
 from tests.support.portable_kernel import DEVICE, Portable, make_plan, relative_error
 from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+from vllm_prefixshare.kernels.common.launch import QTile
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.interface import Gpu
-from vllm_prefixshare.kernels.portable.launch import QTile, q_tile
+from vllm_prefixshare.kernels.portable.launch import q_tile
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""A plan as the portable kernel reads it: a few int32 arrays, ready to be copied to the device."""
+"""A plan as lists of KV ranges and parts, which the portable kernel and the MLA kernel read."""
 
 import math
 from typing import NamedTuple
@@ -7,8 +7,9 @@ import numpy as np
 
 from vllm_prefixshare.config import part_size
 from vllm_prefixshare.core import OPEN_END, IntArray
-from vllm_prefixshare.kernels.portable.arrays import (
+from vllm_prefixshare.kernels.common.arrays import (
     END_RUN,
+    FAR,
     FIRST_PART,
     FIRST_RUN,
     FIRST_SLOT,
@@ -21,18 +22,15 @@ from vllm_prefixshare.kernels.portable.arrays import (
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.utils.numba_cache import compiled
 
-#: ``slot_end`` of a request whose tokens since the plan belong to another tile
-FAR = 1 << 30
 
-
-class Grid(NamedTuple):
-    """Sizes into which a kernel cuts KV, in tokens.
+class KvTiling(NamedTuple):
+    """Sizes into which a kernel divides KV, in tokens.
 
     kv_tile: tokens that one step of a loop reads.
     unit: tokens of a part, which has one batch row and one interval of readers; divides kv_tile and
         blocks.
     own_queries: tokens at the end of each request that its queries see in part only.
-    long: least KV tiles of a run that get a loop of their own.
+    long: minimum number of KV tiles of a run that is read in a separate loop.
     """
 
     kv_tile: int
@@ -41,24 +39,24 @@ class Grid(NamedTuple):
     long: int = 4
 
     @classmethod
-    def of(cls, kv_tile: int, block_size: int, query_len: int) -> "Grid":
-        """The portable kernel's grid for a KV tile, a block size and a number of query tokens."""
+    def of(cls, kv_tile: int, block_size: int, query_len: int) -> "KvTiling":
+        """The portable kernel's tiling for a KV tile, a block size and a number of query tokens."""
         own = query_len if query_len > 1 else 0
         return cls(kv_tile, math.gcd(kv_tile, part_size(block_size)), own)
 
 
 @compiled
-def max_parts_of(grid: Grid, num_runs: int, num_tiles: int) -> int:
-    """Most parts that ``walk_layout`` writes: per run less than ``long`` KV tiles, its queries and
-    a part for new tokens; per tile two lists of whole KV tiles.
+def max_parts_of(tiling: KvTiling, num_runs: int, num_tiles: int) -> int:
+    """Maximum number of parts that ``walk_layout`` writes: per run less than ``long`` KV tiles, its
+    queries and a part for new tokens; per tile two lists of whole KV tiles.
     """
-    per_tile = grid.kv_tile // grid.unit
-    per_run = grid.long * per_tile + (grid.kv_tile + grid.own_queries) // grid.unit + 3
+    per_tile = tiling.kv_tile // tiling.unit
+    per_run = tiling.long * per_tile + (tiling.kv_tile + tiling.own_queries) // tiling.unit + 3
     return per_run * num_runs + (2 * per_tile * num_tiles)
 
 
-def walk_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
-    """The arrays that the portable kernel walks, all int32.
+def walk_layout(plan: DecodePlan, tiling: KvTiling) -> PlanArrays:
+    """The plan as ``PlanArrays``, all int32.
 
     The KV of a tile is listed in two forms: whole KV tiles of long runs as runs, everything
     else as parts of one unit, which fill KV tiles that several runs share. The last such KV
@@ -77,7 +75,7 @@ def walk_layout(plan: DecodePlan, grid: Grid) -> PlanArrays:
             plan.run_reader_end,
         ),
         plan.planned_seq_lens,
-        grid,
+        tiling,
     )
     slots = plan.tile_req_indices, plan.partial_indices, slot_end
     arrays = plan.work_indptr, info, *slots, *runs, *parts, plan.merge_indptr
@@ -91,16 +89,16 @@ def _runs_and_parts(
     run_indptr: IntArray,
     runs: tuple[IntArray, IntArray, IntArray, IntArray, IntArray],
     planned: IntArray,
-    grid: Grid,
+    tiling: KvTiling,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """tile_info, slot_end, ``[4, num_runs]`` and ``[3, num_parts]`` of ``walk_layout``."""
     run_row, run_start, run_end, run_reader_start, run_reader_end = runs
-    kv_tile = grid.kv_tile
-    unit = grid.unit
+    kv_tile = tiling.kv_tile
+    unit = tiling.unit
     num_tiles = len(req_indptr) - 1
     per_tile = kv_tile // unit
     long = np.empty((4, len(run_row)), np.int32)
-    parts = np.zeros((3, max_parts_of(grid, len(run_row), num_tiles)), np.int32)
+    parts = np.zeros((3, max_parts_of(tiling, len(run_row), num_tiles)), np.int32)
     info = np.zeros((num_tiles, WORDS), np.int32)
     slot_end = np.full(len(rows), FAR, np.int32)
     num_long = num_parts = 0
@@ -120,9 +118,9 @@ def _runs_and_parts(
             readers = run_reader_start[r] | run_reader_end[r] << 16
             seen = end  # by every query of the readers
             if run_reader_end[r] - run_reader_start[r] == 1:
-                seen = min(end, planned[row] - grid.own_queries)
+                seen = min(end, planned[row] - tiling.own_queries)
             whole = (seen - start) // kv_tile
-            if whole >= grid.long:
+            if whole >= tiling.long:
                 long[0, num_long] = row
                 long[1, num_long] = start
                 start += whole * kv_tile

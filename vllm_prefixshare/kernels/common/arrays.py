@@ -1,5 +1,5 @@
-"""The arrays that the portable kernel walks, their sizes, and the words of a work tile in
-``tile_info``, as the host writes and the kernel reads them.
+"""The arrays that the portable kernel and the MLA kernel walk, their sizes, and the words of a work
+tile in ``tile_info``.
 
 FIRST_RUN, END_RUN: runs of whole KV tiles. FIRST_PART: first of the parts that share KV tiles.
 PLANNED_KV_TILES, NEW_KV_TILES: number of KV tiles of planned parts, and of parts for tokens that
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 FIRST_SLOT, NUM_REQS, FIRST_RUN, END_RUN, FIRST_PART, PLANNED_KV_TILES, NEW_KV_TILES = range(7)
 WORDS = 8  # per tile: 32 bytes, a sector of memory
+#: ``slot_end`` of a request whose tokens since the plan belong to another tile
+FAR = 1 << 30
 
 
 class PlanArrays(NamedTuple):
