@@ -35,8 +35,8 @@ from tests.unit.kernels.cpu.test_torch_executor import reference, relative_error
 from vllm_prefixshare.cli.canvas import Canvas
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.aot import executor_launches as compile_module
-from vllm_prefixshare.kernels.aot.executor_launches import compile_launches
+from vllm_prefixshare.kernels.aot import compilation as compile_module
+from vllm_prefixshare.kernels.aot.compilation import compile_launches
 from vllm_prefixshare.kernels.cpu import native_executor
 from vllm_prefixshare.kernels.interface import Capacity, Gpu
 from vllm_prefixshare.planning import planner as planner_module

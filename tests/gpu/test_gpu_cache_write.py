@@ -15,7 +15,7 @@ from tests.support.engine_steps import drive
 from tests.support.gpu_engines import GREEDY, Text, engines
 from tests.support.gpu_layer import BF16, DEVICE, FP16, ON_GPU
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.aot.executor_launches import load_cache_write
+from vllm_prefixshare.kernels.aot.compilation import load_cache_write
 from vllm_prefixshare.profiling.gpu_timing import capture
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -19,7 +19,7 @@ from tests.support.gpu_layer import (
 )
 from vllm_prefixshare import PrefixShareError, merge_states
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.aot.executor_launches import load_cache_write
+from vllm_prefixshare.kernels.aot.compilation import load_cache_write
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS

@@ -19,7 +19,7 @@ from tests.support.gpu_layer import (
 from tests.support.latent_batches import RANK, SCALE, SCALES, WIDTH, let_scores_rise
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.aot.executor_launches import load_cache_write
+from vllm_prefixshare.kernels.aot.compilation import load_cache_write
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.profiling.gpu_timing import capture

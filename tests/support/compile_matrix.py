@@ -19,9 +19,9 @@ import torch
 import triton
 
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.kernels.aot.executor_launches import compile_launches, load_cache_write
-from vllm_prefixshare.kernels.aot.launcher import only_compile
-from vllm_prefixshare.kernels.aot.without_gpu import stand_in
+from vllm_prefixshare.kernels.aot.compilation import compile_launches, load_cache_write
+from vllm_prefixshare.kernels.aot.dispatch import only_compile
+from vllm_prefixshare.kernels.aot.gpu_target import stand_in
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.registry import candidates, make_kernel
 

@@ -21,9 +21,9 @@ import triton.language as tl
 from triton.runtime.jit import compute_cache_key
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.aot import launcher
-from vllm_prefixshare.kernels.aot.launcher import launch, only_compile
-from vllm_prefixshare.kernels.aot.without_gpu import stand_in
+from vllm_prefixshare.kernels.aot import dispatch
+from vllm_prefixshare.kernels.aot.dispatch import launch, only_compile
+from vllm_prefixshare.kernels.aot.gpu_target import stand_in
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.registry import make_kernel
 
@@ -71,9 +71,9 @@ def watched(run: Any) -> dict[Any, Notes]:
 def assert_both_ways_call_the_same(run: Any) -> None:
     """``run`` launches once by way of Triton and once by way of what ``launch`` has kept."""
     notes = watched(run)
-    launcher._known.clear()
+    dispatch._known.clear()
     run()
-    assert len(launcher._known) == len(notes)
+    assert len(dispatch._known) == len(notes)
     with patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError("by Triton")):
         run()
     for binary, own in notes.items():
@@ -88,7 +88,7 @@ def words(*shape: int) -> torch.Tensor:
 
 def attention(name: str) -> None:
     """A layer's launches, with and without the log-sum-exp."""
-    from vllm_prefixshare.kernels.aot import executor_launches as compiling
+    from vllm_prefixshare.kernels.aot import compilation as compiling
     from vllm_prefixshare.kernels.merge_states import merge_states
 
     layer = LAYERS[name]
@@ -144,7 +144,7 @@ def choices() -> None:
         for n in (16, 17):
             _, specialization, options = binder(x, y, 3, n=n)
             key = compute_cache_key(keys, specialization, options)
-            choice = launcher._choice(_kernel, (x, y, 3), {"n": n})
+            choice = dispatch._choice(_kernel, (x, y, 3), {"n": n})
             assert of_choice.setdefault(choice, key) == key, (x, y, n)
     found = len(of_choice)
     assert 100 < len(set(of_choice.values())) <= found < 2 * len(everything) ** 2, found
@@ -153,7 +153,7 @@ def choices() -> None:
 def knobs() -> None:
     """A knob that is changed after the first launch has the effect that it has in Triton."""
     stand_in((9, 0))
-    launcher._known.clear()
+    dispatch._known.clear()
     settings: list[tuple[Any, str, Any]] = [
         (triton.knobs.runtime, "debug", True),
         (triton.knobs.compilation, "instrumentation_mode", "other"),
@@ -178,7 +178,7 @@ def knobs() -> None:
 def left_to_triton() -> None:
     """Calls that ``launch`` does not know are Triton's each time."""
     stand_in((9, 0))
-    launcher._known.clear()
+    dispatch._known.clear()
     both = words(4), 3
 
     def run() -> None:
@@ -195,7 +195,7 @@ def left_to_triton() -> None:
     for number in (np.float32(0.5), np.int64(1)):
         with pytest.raises(TypeError, match="failed to specialize argument of type"):
             launch(_kernel, (1,), words(4), words(4), number, n=19)
-    assert not launcher._known
+    assert not dispatch._known
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ WRITERS = {
     "utils/trusted_files.py": {"open for writing", "replace", "unlink", "mkdir"},
     # the cache folder
     "kernels/cpu/native_executor.py": {"mkdir", "TemporaryDirectory", "os.replace"},
-    "kernels/aot/without_gpu.py": {"mkdir", "touch"},
+    "kernels/aot/fill_caches.py": {"mkdir", "touch"},
     # the cache folder, or the file that --out names
     "planning/costs/table.py": {"mkdir"},
     # the file that VLLM_PREFIXSHARE_TRACE or a command names

@@ -63,7 +63,7 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
 
 def _kernel(gpu: NamedGpu, attention: AttentionConfig) -> "Kernel":
     try:
-        from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+        from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
         from vllm_prefixshare.kernels.interface import Gpu
         from vllm_prefixshare.kernels.registry import candidates, make_kernel
     except ImportError as e:

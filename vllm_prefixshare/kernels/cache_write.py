@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.aot.launcher import has_dependent_launch, launch, power_of_two
+from vllm_prefixshare.kernels.aot.dispatch import has_dependent_launch, launch, power_of_two
 
 #: bits of infinity without its sign: those of NaN are larger, those of finite numbers smaller
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -142,7 +142,7 @@ def _cache_write(key, value, k_cache, v_cache, slot_mapping, stride_key, stride_
                  STARTS_NEXT: tl.constexpr):
     """Grid: token, numbers of the token. All tensors of numbers are int16.
 
-    STARTS_NEXT: the launch that follows may begin, if it was launched so (``common.dependent``).
+    STARTS_NEXT: the next launch may begin, if it was launched so (``common.dependent_launch``).
     """
     if STARTS_NEXT:
         tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
 from vllm_prefixshare.kernels.common.constants import LN2, LOG2E
 
 #: partial results that are loaded at once; the same for all launches, or the bits would depend on

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
 from vllm_prefixshare.kernels.common.constants import LN2, LOG2E
 
 #: programs of a launch. All must run at once, because each waits for the one of its number on the

@@ -9,7 +9,7 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig, require_launchable
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.aot.executor_launches import CompileError, compile_launches
+from vllm_prefixshare.kernels.aot.compilation import CompileError, compile_launches
 from vllm_prefixshare.kernels.hopper.layout import MAX_HEAD_DIM, MIN_PIECE, hopper_serves
 from vllm_prefixshare.kernels.interface import Gpu, Kernel
 
@@ -71,7 +71,7 @@ def kernels_that_may_serve(
 def first_that_compiles(
     attention: AttentionConfig, gpu: Gpu, kernel: str, query_len: int
 ) -> Choice:
-    """As ``choose_kernel``, for a GPU that need not be there (``precompile.stand_in``)."""
+    """As ``choose_kernel``, for a GPU that need not be there (``gpu_target.stand_in``)."""
     failures: list[str] = []
     tried = candidates(attention, gpu, kernel, query_len)
     for name in tried:

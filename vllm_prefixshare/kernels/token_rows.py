@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_prefixshare.kernels.aot.launcher import launch
+from vllm_prefixshare.kernels.aot.dispatch import launch
 
 #: block ids that a program copies
 COLUMNS = 1024

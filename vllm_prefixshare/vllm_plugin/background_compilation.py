@@ -126,7 +126,7 @@ def _start(what: str, shape: dict[str, Any]) -> "Process | None":
     waited_for = what == "kernels" and named and "kv-lora-rank" not in shape
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm_prefixshare.kernels.aot.without_gpu", what, *arguments),
+            *(sys.executable, "-m", "vllm_prefixshare.kernels.aot.fill_caches", what, *arguments),
             f"--done={done}",
         ],
         stdin=subprocess.DEVNULL,
@@ -147,7 +147,7 @@ def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:
     """
 
     def load() -> None:
-        from vllm_prefixshare.kernels.aot.without_gpu import warm_up_planning
+        from vllm_prefixshare.kernels.aot.fill_caches import warm_up_planning
 
         # the planner meets the same error when it warms up, and reports it
         with contextlib.suppress(Exception):

@@ -18,7 +18,7 @@ from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
 from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable.launch import q_tile
 from vllm_prefixshare.planning.costs.gpus import GPUS

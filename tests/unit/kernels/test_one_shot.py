@@ -112,8 +112,8 @@ def test_a_rank_whose_other_has_ended_gives_up():
 
 def compile_all() -> None:
     """Compile the kernel for three ranks, with the first Triton on the path; prints a JSON list."""
-    from vllm_prefixshare.kernels.aot.launcher import only_compile
-    from vllm_prefixshare.kernels.aot.without_gpu import stand_in
+    from vllm_prefixshare.kernels.aot.dispatch import only_compile
+    from vllm_prefixshare.kernels.aot.gpu_target import stand_in
     from vllm_prefixshare.kernels.one_shot import PROGRAMS, one_shot
 
     def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,13 +10,13 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels import registry
-from vllm_prefixshare.kernels.aot import executor_launches as compiling
-from vllm_prefixshare.kernels.aot.executor_launches import (
+from vllm_prefixshare.kernels.aot import compilation as compiling
+from vllm_prefixshare.kernels.aot.compilation import (
     CompileError,
     compile_launches,
     load_cache_write,
 )
-from vllm_prefixshare.kernels.aot.launcher import launch, only_compile
+from vllm_prefixshare.kernels.aot.dispatch import launch, only_compile
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import candidates, first_that_compiles, make_kernel

@@ -11,7 +11,7 @@ from tests.support.planning_cases import gpu_config, make_planner
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels import gpu_executor as gpu
-from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.interface import Gpu, HostBatch
 from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel

@@ -1,1 +1,1 @@
-"""Ahead-of-time compilation of kernels, and launches of compiled ones."""
+"""Ahead-of-time compilation of kernels, and the dispatch of compiled ones."""

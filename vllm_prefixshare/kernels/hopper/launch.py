@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
-from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
 from vllm_prefixshare.kernels.common.launch import plan_limits, scales_and_strides, score_factors
 from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes

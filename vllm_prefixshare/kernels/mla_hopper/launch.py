@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
-from vllm_prefixshare.kernels.aot.launcher import launch
+from vllm_prefixshare.kernels.aot.dispatch import launch
 from vllm_prefixshare.kernels.common.arrays import WORDS, PlanArrays
 from vllm_prefixshare.kernels.common.launch import QTile, score_factors, walk_capacity
 from vllm_prefixshare.kernels.common.layout import KvTiling

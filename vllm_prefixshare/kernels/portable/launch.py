@@ -8,7 +8,7 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.core import IntArray, PieceLimits
-from vllm_prefixshare.kernels.aot.launcher import launch, power_of_two
+from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
 from vllm_prefixshare.kernels.common.arrays import PlanArrays
 from vllm_prefixshare.kernels.common.launch import (
     QTile,

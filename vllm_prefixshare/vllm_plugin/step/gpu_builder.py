@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PrefixShareError
-from vllm_prefixshare.kernels.aot.executor_launches import CompileError, load_cache_write
+from vllm_prefixshare.kernels.aot.compilation import CompileError, load_cache_write
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import checked_extras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from numba import njit
 
 from vllm_prefixshare.config import FP8, AttentionConfig
-from vllm_prefixshare.kernels.aot import without_gpu as program
+from vllm_prefixshare.kernels.aot import fill_caches as program
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import Choice
@@ -19,7 +19,7 @@ LAYER = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
 
 def precompile(what: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "vllm_prefixshare.kernels.aot.without_gpu", what, *arguments],
+        [sys.executable, "-m", "vllm_prefixshare.kernels.aot.fill_caches", what, *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

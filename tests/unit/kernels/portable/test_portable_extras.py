@@ -11,7 +11,7 @@ import torch
 
 from tests.support.paged_batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
 from tests.support.portable_kernel import DEVICE, Portable, make_plan, relative_error
-from vllm_prefixshare.kernels.aot.without_gpu import SHARED_MEMORY
+from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
 from vllm_prefixshare.kernels.common.launch import QTile
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.interface import Gpu

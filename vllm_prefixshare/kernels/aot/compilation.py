@@ -1,6 +1,7 @@
-"""Compile an executor's launches ahead of time, and find out whether the kernel works here."""
+"""Compile the launches of a layer ahead of time, to find out whether this Triton and GPU can."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -9,7 +10,7 @@ from triton.compiler import CompiledKernel
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.aot.launcher import only_compile
+from vllm_prefixshare.kernels.aot.dispatch import only_compile
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.interface import Gpu, Kernel, Tensors
@@ -37,8 +38,8 @@ def compile_launches(
     layout: str = "NHD",
     lse: bool = False,
 ) -> list[CompiledKernel]:
-    """Compile all that a ``GpuExecutor`` launches for a layer; nothing runs. Later launches in this
-    process find it in memory.
+    """Compile all that a ``GpuExecutor`` launches for a layer, without running it. Later launches
+    in this process take the binaries from memory.
 
     Args:
         tree: with a mask of token trees, which engines do not pass.
@@ -52,16 +53,12 @@ def compile_launches(
     Raises:
         CompileError: with Triton's reason in one line.
     """
-    try:
+    with _compile_errors(
+        f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
+        f"compute capability {gpu.capability[0]}.{gpu.capability[1]}: {{reason}}."
+    ):
         arguments = _arguments(attention, query_len, tree, layout, lse)
-        binaries = _kept(lambda: _compiled(kernel, arguments, query_len))
-    except Exception as e:  # Triton's exceptions differ between releases
-        if _machine_is_at_fault(e):
-            raise
-        raise CompileError(
-            f"kernel '{kernel.name}' cannot be compiled by Triton {triton.__version__} for "
-            f"compute capability {gpu.capability[0]}.{gpu.capability[1]}: {_one_line(e)}."
-        ) from e
+        binaries = _in_own_cache(lambda: _compiled(kernel, arguments, query_len))
     for binary in binaries:
         # Triton adds the fields of this record when it compiles
         shared = 0 if binary is None else binary.metadata.shared  # type: ignore[attr-defined]
@@ -82,38 +79,45 @@ def load_cache_write(attention: AttentionConfig, device: torch.device) -> CacheW
     Raises:
         CompileError: with Triton's reason in one line.
     """
-    try:
+    with _compile_errors(
+        f"the cache write cannot be compiled by Triton {triton.__version__} "
+        "({reason}): values are made finite in a launch of their own."
+    ):
         write = CacheWrite.of(attention)
-        _kept(lambda: write.write_nothing(device))
-    except Exception as e:  # Triton's exceptions differ between releases
-        if _machine_is_at_fault(e):
-            raise
-        raise CompileError(
-            f"the cache write cannot be compiled by Triton {triton.__version__} "
-            f"({_one_line(e)}): values are made finite in a launch of their own."
-        ) from e
+        _in_own_cache(lambda: write.write_nothing(device))
     return write
 
 
+@contextmanager
+def _compile_errors(message: str) -> Iterator[None]:
+    """Raise what Triton cannot compile as ``CompileError``, with its reason in the message."""
+    try:
+        yield
+    except Exception as e:  # Triton's exceptions differ between releases
+        if _machine_is_at_fault(e):
+            raise
+        raise CompileError(message.replace("{reason}", _one_line(e))) from e
+
+
 def _machine_is_at_fault(e: Exception) -> bool:
-    """Whether another kernel would fail, too: no memory, or a GPU that is lost. The driver's
-    want of memory for a binary reaches Python as Triton's ``RuntimeError``.
+    """Whether every kernel would fail: out of memory, or a lost GPU. Triton reports the driver's
+    out-of-memory error while loading a binary as ``RuntimeError``.
     """
     no_memory = MemoryError, torch.OutOfMemoryError, torch.AcceleratorError
     return isinstance(e, no_memory) or "Triton Error [CUDA]: out of memory" in str(e)
 
 
-def _kept(compiling: Callable[[], Result]) -> Result:
-    """Call ``compiling``; binaries are looked for and kept in a folder of this package if it can be
-    used, else where Triton keeps them.
+def _in_own_cache(compiling: Callable[[], Result]) -> Result:
+    """The result of ``compiling``, with this package's cache folder for binaries if it can be used,
+    else Triton's.
     """
     folder = own_folder(settings().cache / "compiled")
     if folder is None:
         return compiling()
     try:
         with triton.knobs.cache.scope():
-            # While it starts, vLLM gives Triton a cache folder for each model. Binaries compiled
-            # before that, or in another process, would not be found there.
+            # vLLM gives Triton a cache folder for each model while it starts, without binaries
+            # that were compiled earlier or in another process
             triton.knobs.cache.dir = str(folder)
             return compiling()
     except OSError:  # the folder is full, or may not be written to
@@ -137,7 +141,7 @@ def _compiled(kernel: Kernel, t: Tensors, query_len: int) -> list[CompiledKernel
 def _arguments(
     attention: AttentionConfig, query_len: int, tree: bool, layout: str, lse: bool
 ) -> Tensors:
-    """Tensors without memory, like an engine's in every property that Triton looks at."""
+    """Tensors without memory that Triton cannot tell from an engine's."""
     num_heads, kv_heads, dim = attention.num_qo_heads, attention.num_kv_heads, attention.head_dim
     dtype = getattr(torch, attention.dtype)
     of_queries = getattr(torch, attention.of_queries)
@@ -151,7 +155,7 @@ def _arguments(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q = numbers(64 * query_len, num_heads, dim, dtype=of_queries)
-    # vLLM keeps K and V of a token's head side by side, a latent vector once for both
+    # vLLM keeps K and V of a token's head side by side, MLA's compressed KV once for both
     width = dim if attention.kv_lora_rank else 2 * dim
     if layout == "HND":
         cache = numbers(8, kv_heads, attention.block_size, width, dtype=of_cache)

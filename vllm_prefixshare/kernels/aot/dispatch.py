@@ -1,11 +1,11 @@
-"""Launching Triton kernels, or only compiling what a launch would run.
+"""Dispatch of Triton launches: launch a kernel, or only compile what the launch would run.
 
 Every launch of this package goes through ``launch``. Within ``only_compile`` the same calls
-compile, so what is compiled ahead is what is launched later.
+compile, so that ahead-of-time compilation makes exactly the binaries that are launched later.
 
-Outside of CUDA graphs a step launches in every layer, and Triton takes the host 40 to 80
-microseconds to find the binary for a call with forty arguments. So ``launch`` asks once for all
-calls between which Triton could not choose, and keeps the binary.
+Outside of CUDA graphs a step launches in every layer, and Triton's lookup of the binary for a call
+with forty arguments takes the host 40 to 80 microseconds. ``launch`` keeps the binary by the
+properties of the arguments from which Triton chooses.
 """
 
 from collections.abc import Iterator
@@ -55,8 +55,8 @@ def launch(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **option
 def _choice(
     kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Equal for calls that Triton has one binary for; it may differ between others, too. None where
-    an argument is not of the types that ``launch`` names.
+    """Key of the binary: equal keys mean the same binary, though one binary may have several keys.
+    None if an argument is not of the types that ``launch`` names.
     """
     driver: Any = triton.runtime.driver.active  # its type has no method that launching needs
     device = driver.get_current_device()
@@ -65,12 +65,12 @@ def _choice(
     try:
         # a binary keeps its kernel, so no other gets the same id
         return id(kernel), device, *knobs, *options.items(), *[_looked_at(x) for x in args]
-    except AttributeError:  # Triton may take it, or says what is wrong with it
+    except AttributeError:  # Triton takes it, or raises a better error
         return None
 
 
 def _looked_at(x: Any) -> Any:
-    """What Triton looks at in an argument to choose a binary."""
+    """The properties of an argument from which Triton chooses a binary."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() & 15 == 0
     if isinstance(x, int):
@@ -89,7 +89,7 @@ def has_dependent_launch(kernel: Any) -> bool:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below ``n``. Triton's own takes some microseconds."""
+    """``n`` rounded up to a power of two. Triton's function takes some microseconds."""
     return 1 << (n - 1).bit_length()
 
 

@@ -1,74 +1,32 @@
-r"""Fill the caches with compiled code without touching a GPU.
+r"""Program that fills the caches of Triton or Numba with compiled code; it needs no GPU.
 
-An engine that starts on a fresh machine would compile for half a minute: kernels with Triton, and
-planning with Numba. This program compiles one or the other in a process of its own, while the
-engine imports its modules and loads its weights (``vllm_plugin.background_compilation`` starts it):
+On a fresh machine Triton compiles kernels and Numba planning for half a minute.
+``vllm_plugin.background_compilation`` starts this program for each while an engine imports its
+modules and loads its weights:
 
-    python -m vllm_prefixshare.kernels.aot.without_gpu kernels --capability 9.0 \
+    python -m vllm_prefixshare.kernels.aot.fill_caches kernels --capability 9.0 \
         --num-qo-heads 32 --num-kv-heads 8 --head-dim 128
-    python -m vllm_prefixshare.kernels.aot.without_gpu planning --capability 9.0
+    python -m vllm_prefixshare.kernels.aot.fill_caches planning --capability 9.0
 """
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
 from vllm_prefixshare.config import FP8, KERNELS, AttentionConfig
 from vllm_prefixshare.core import NOT_COMPILED, PrefixShareError
-from vllm_prefixshare.kernels.aot.executor_launches import CompileError, load_cache_write
-from vllm_prefixshare.kernels.aot.launcher import only_compile
-from vllm_prefixshare.kernels.interface import Gpu, Kernel
+from vllm_prefixshare.kernels.aot.compilation import CompileError, load_cache_write
+from vllm_prefixshare.kernels.aot.dispatch import only_compile
+from vllm_prefixshare.kernels.aot.gpu_target import stand_in
+from vllm_prefixshare.kernels.interface import Kernel
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import candidates, first_that_compiles, make_kernel
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.plan import longest_first
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.utils.numba_cache import is_kept
-
-#: KiB of shared memory that a thread block may have (CUDA's programming guide, "Technical
-#: specifications per compute capability")
-SHARED_MEMORY = {
-    (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227,
-    (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99,
-}  # fmt: skip
-
-
-class StandInDriver:
-    """A Triton driver that names the GPU to compile for; no GPU is needed."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.arch = 10 * capability[0] + capability[1]
-
-    def get_current_target(self) -> GPUTarget:
-        """The target that Triton compiles for."""
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        """A number in place of a device's index."""
-        return self.arch  # Triton keeps what it compiles apart by this number
-
-    def get_current_stream(self, device: int) -> int:
-        """A number in place of a stream's handle."""
-        return 0
-
-
-def stand_in(capability: tuple[int, int]) -> Gpu:
-    """Make Triton compile for this GPU in the rest of the process, which can then launch nothing.
-
-    Raises:
-        PrefixShareError: an unknown compute capability.
-    """
-    if capability not in SHARED_MEMORY:
-        known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_MEMORY)
-        raise PrefixShareError(f"capability must be one of {known}, got {capability}.")
-    driver: Any = StandInDriver(capability)  # the part of Triton's `DriverBase` that compiling uses
-    triton.runtime.driver.set_active(driver)
-    return Gpu(capability, 132, SHARED_MEMORY[capability] << 10)  # any number of multiprocessors
 
 
 def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
@@ -80,7 +38,7 @@ def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
 
 
 def compile_cache_write(attention: AttentionConfig) -> None:
-    """Compile the cache write. Where that fails an engine does without, so a sentence will do."""
+    """Compile the cache write. A failure is printed only, because an engine runs without it."""
     try:
         with only_compile():
             load_cache_write(attention, torch.device("meta"))
@@ -89,10 +47,13 @@ def compile_cache_write(attention: AttentionConfig) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; 0 once all is compiled, 2 with one sentence on standard error, or
-    ``NOT_COMPILED`` with one on standard output.
+    """Run the program.
+
+    Returns:
+        Exit status: 0 if all is compiled; 2 after an error on standard error; ``NOT_COMPILED`` if
+        Triton compiles no kernel that serves the layer, with the reason on standard output.
     """
-    parser = argparse.ArgumentParser(description=__doc__, prog="precompile")
+    parser = argparse.ArgumentParser(description=__doc__, prog="fill_caches")
     parser.add_argument("what", choices=("kernels", "planning"))
     parser.add_argument("--capability", required=True, help="of the GPU, as in 9.0")
     # the defaults are Llama-3.1-8B's; planning is the same for all of them
@@ -123,11 +84,11 @@ def main(arguments: list[str] | None = None) -> int:
             warm_up_planning(make_kernel(name, attention, args.query_len, gpu), attention)
             print(f"compiled planning for kernel '{name}'")
         else:
-            candidates(attention, gpu, args.kernel, args.query_len)  # refuses other layers
+            candidates(attention, gpu, args.kernel, args.query_len)  # raises for other layers
             try:
                 choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
             except PrefixShareError as e:
-                print(e)  # alone on standard output: compilers write to the other
+                print(e)  # on standard output; compilers write to standard error
                 return NOT_COMPILED
             if choice.passed_over:
                 print(choice.passed_over, file=sys.stderr)
