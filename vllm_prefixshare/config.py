@@ -9,13 +9,13 @@ from vllm_prefixshare.core import PrefixShareError
 DTYPES = ("float32", "bfloat16", "float16")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 64, 512
 #: ``head_dim`` and ``kv_lora_rank`` of multi-head latent attention in DeepSeek V2 to R1 and Kimi
-#: K2: a latent of 512 numbers and 64 rotated ones
+#: K2: compressed KV of 512 numbers and 64 rotated ones
 LATENT_SHAPE = 576, 512
 #: dtype that queries and KV cache may have in place of the layer's
 FP8 = "float8_e4m3fn"
 #: vLLM's names of a KV cache of that dtype, with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
-#: vLLM's names of all types of KV cache, in 0.29 to 0.33: to ask vLLM would import it for seconds
+#: vLLM's names of all KV cache types, in 0.29 to 0.33: importing vLLM for them takes seconds
 CACHE_DTYPES = (
     "auto",
     "float16",
@@ -41,7 +41,7 @@ CACHE_DTYPES = (
 )
 #: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
-#: largest number of tokens, and of workers, that plans can have: they are integers of 32 bits
+#: maximum number of tokens, and of workers, in plans: they are integers of 32 bits
 MAX_TOKENS, MAX_WORKERS = 2**31 - 1, 2**20
 SHARE_POLICIES = ("auto", "always", "never")
 #: names of GPU kernels, and "auto" for the first that serves
@@ -52,13 +52,13 @@ KERNELS = ("auto", "hopper", "portable")
 class AttentionConfig:
     """Shape of one attention layer on this rank.
 
-    dtype: dtype of the output, and of queries and KV cache without one of their own.
+    dtype: dtype of the output, and of queries and KV cache unless they are quantised.
     kv_dtype, query_dtype: "float8_e4m3fn", or None for ``dtype``. Queries can only be quantised
         where the KV cache is; with ``kv_lora_rank`` both are, or neither.
     features: the ``FEATURES`` that the layer may ask for.
     sliding_window: tokens that each query sees, its own included; None for all.
-    kv_lora_rank: width of the latent in multi-head latent attention, else None. There is one KV
-        head: V is a token's latent, K the latent and then the rotated part of the key,
+    kv_lora_rank: width of the compressed KV in multi-head latent attention, else None. There is one
+        KV head: V is a token's compressed KV, K the same and then the rotated part of the key,
         ``head_dim`` numbers in all.
 
     Raises:
@@ -83,13 +83,9 @@ class AttentionConfig:
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name))
         for name in ("num_qo_heads", "num_kv_heads", "block_size"):
-            if getattr(self, name) < 1:
-                raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            _require_positive(name, getattr(self, name))
         for name in ("block_size", "sliding_window"):
-            if (getattr(self, name) or 0) > MAX_TOKENS:
-                raise PrefixShareError(
-                    f"{name} must be at most {MAX_TOKENS}, got {getattr(self, name)}."
-                )
+            _require_at_most(name, getattr(self, name) or 0, MAX_TOKENS)
         if self.num_qo_heads % self.num_kv_heads:
             raise PrefixShareError(
                 f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} "
@@ -102,6 +98,16 @@ class AttentionConfig:
                 f"head_dim must be a multiple of 8 from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, "
                 f"got {self.head_dim}."
             )
+        self._check_dtypes()
+        if self.sliding_window is not None:
+            _require_positive("sliding_window", self.sliding_window)
+        for feature in self.features:
+            if feature not in FEATURES:
+                raise PrefixShareError(
+                    f"features must be some of {', '.join(FEATURES)}, got {feature!r}."
+                )
+
+    def _check_dtypes(self) -> None:
         if self.dtype not in DTYPES:
             raise PrefixShareError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}.")
         for name in ("kv_dtype", "query_dtype"):
@@ -109,13 +115,6 @@ class AttentionConfig:
                 raise PrefixShareError(f"{name} must be {FP8} or None, got {getattr(self, name)}.")
         if self.query_dtype is not None and self.kv_dtype is None:
             raise PrefixShareError(f"query_dtype {FP8} needs kv_dtype {FP8}.")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise PrefixShareError(f"sliding_window must be at least 1, got {self.sliding_window}.")
-        for feature in self.features:
-            if feature not in FEATURES:
-                raise PrefixShareError(
-                    f"features must be some of {', '.join(FEATURES)}, got {feature!r}."
-                )
 
     def _check_latent(self) -> None:
         if (self.head_dim, self.kv_lora_rank) != LATENT_SHAPE:
@@ -163,46 +162,59 @@ def require_integer(name: str, value: object) -> None:
         raise PrefixShareError(f"{name} must be an integer, got {value!r}.")
 
 
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise PrefixShareError(f"{name} must be at least 1, got {value}.")
+
+
+def _require_at_most(name: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise PrefixShareError(f"{name} must be at most {limit}, got {value}.")
+
+
+def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise PrefixShareError(f"{name} must be one of {', '.join(names)}, got {value!r}.")
+
+
 def require_launchable(kernel: str, query_len: int) -> None:
-    """Raise ``PrefixShareError`` if no device has such a kernel, or so many query tokens."""
-    if kernel not in KERNELS:
-        raise PrefixShareError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}.")
+    """Raise ``PrefixShareError`` for an unknown kernel or an invalid ``max_query_len``."""
+    _require_one_of("kernel", kernel, KERNELS)
     require_integer("max_query_len", query_len)
-    if query_len < 1:
-        raise PrefixShareError(f"max_query_len must be at least 1, got {query_len}.")
+    _require_positive("max_query_len", query_len)
 
 
 def part_size(block_size: int) -> int:
     """Tokens of a block that the GPU kernels for plain attention read at once: the largest power of
-    two up to 32 that divides it. Runs of tokens are padded to such parts: with parts of 64 tokens
-    trees of short nodes took 1.2 to 1.4 times as long (docs/notes/l2-and-memory.md).
+    two up to 32 that divides it. KV ranges are padded to such parts: with parts of 64 tokens trees
+    of short nodes took 1.2 to 1.4 times as long (docs/notes/l2-and-memory.md).
     """
     return math.gcd(32, block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class TileGeometry:
-    """A kernel's work tiles, as far as plans depend on them. Each kernel provides its own.
+    """Properties of a kernel's work tiles that plans depend on.
 
-    half_rows: query rows of half a tile. The halves work in parallel: KV that both read is bound by
-        arithmetic, KV that one reads by memory.
-    kv_tile: KV tokens at whose multiples long KV ranges are cut; a multiple of the tokens that a
-        step of the kernel's loop reads.
-    query_cut_size: where a tile holds several queries of one request, its KV tokens are a multiple
-        of this, rounded up, because the rest of the kernel's step would be masked for each query;
+    half_rows: query rows of half a tile. The halves work in parallel: KV that both read is
+        compute-bound, KV that one half reads is memory-bound.
+    kv_tile: long KV ranges are split at multiples of this number of tokens; a multiple of the
+        tokens per iteration of the kernel's loop.
+    query_cut_size: a tile with several queries of one request has a multiple of this number of KV
+        tokens, rounded up, because the rest of a loop iteration would be masked for each query;
         None: a multiple of ``PlannerConfig.cut_size``.
-    spread: each cut of a window may get a part of the KV that all of its requests share and a part
-        of the rest, so that cuts take equal times whatever the price of one kind.
+    spread: each KV split of a window may get a part of the KV that all of its requests share and a
+        part of the rest, so that splits take equal times whatever the relative costs.
     spread_gain: time saved by spreading, as a fraction of the finish.
-    lockstep_gain, uncached_lockstep_gain: time saved by windows that read the KV they share at the
-        same time, as a fraction of the finish: where L2 holds that KV, and where it does not. The
-        second counts twice for half tiles, which have half the arithmetic for as many bytes.
-    cached_tokens: shared tokens of a KV head that L2 holds for each worker while private KV passes
-        through it.
-    partial_write_us: microseconds to write a tile's results as partial ones.
+    lockstep_gain, uncached_lockstep_gain: time saved by windows that read shared KV in lockstep, as
+        a fraction of the finish: if L2 holds that KV, and if it does not. The second counts twice
+        for half tiles, which have half the arithmetic per byte.
+    cached_tokens: shared tokens of a KV head that stay L2-resident for each worker while it reads
+        private KV.
+    partial_write_us: microseconds to write a tile's results as partial results.
     merge_launch_us: microseconds to launch the merging.
     min_merge_us, max_merge_us: bounds of the microseconds to merge one partial result of all rows
-        of a request: few rows wait for memory as long as many, and many are merged side by side.
+        of a request: few rows are bound by memory latency, and many are merged in parallel.
     """
 
     half_rows: int
@@ -228,23 +240,23 @@ class TileGeometry:
 class PlannerConfig:
     """How plans are made.
 
-    geometry: of the tiles of the kernel that walks the plans.
+    geometry: work tiles of the kernel that runs the plans.
     divider: name of the divider strategy (``planning.dividers.registry.DIVIDERS``).
-    share: ``auto`` shares only trees where sharing pays by the cost model.
-    num_workers: thread blocks that walk the plan side by side (1 on a CPU).
-    max_tile_requests: most requests in one work tile (a Q tile's rows / gqa_group_size).
-    max_tile_runs: most runs of KV tokens in one work tile.
-    max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan; a
-        larger plan is replaced by one without sharing, with one tile for each request.
+    share: ``always``, ``never``, or ``auto``: only trees for which the cost model expects a gain.
+    num_workers: work queues that run in parallel (1 on a CPU).
+    max_tile_requests: maximum requests in one work tile (a Q tile's rows / gqa_group_size).
+    max_tile_runs: maximum KV ranges in one work tile.
+    max_tiles, max_runs, max_partials: maximum work tiles, KV ranges and partial results of a plan;
+        a larger plan is replaced by one without sharing, with one tile for each request.
     grouping: merge short nodes into their children (FastTree, section 4.2).
-    cut_size: tokens at whose multiples ``depth_first`` may cut a KV segment, a divisor of the block
-        size; None for whole blocks.
-    num_splits: pieces of each group, for the divider ``fixed``.
-    kv_chunk_size: tokens of a piece, for ``deft_node_chunk`` and ``batch_invariant``.
-    rebalance_factor: a new plan is made where, by the cost model, the busiest of several workers
-        takes longer than this factor of what it would if all of them read the tokens that came
-        after the plan; but not in the first 16 steps.
-    kept_plans: number of plans kept, for batches that alternate.
+    cut_size: ``depth_first`` may split a KV range at multiples of this number of tokens, a divisor
+        of the block size; None for whole blocks.
+    num_splits: KV splits of each group, for the divider ``fixed``.
+    kv_chunk_size: tokens of a KV split, for ``deft_node_chunk`` and ``batch_invariant``.
+    rebalance_factor: replan once the estimated load of the busiest worker exceeds this factor of
+        what it would be with all tokens after the plan spread over all workers; not in the first 16
+        steps.
+    kept_plans: number of cached plans, for batches that alternate.
     null_block_id: block id that pads a table row and is never shared (0 in vLLM).
     sliding_window: as in ``AttentionConfig``.
     """
@@ -269,18 +281,11 @@ class PlannerConfig:
     check_plans: bool = False
 
     def __post_init__(self) -> None:
-        if self.share not in SHARE_POLICIES:
-            raise PrefixShareError(
-                f"share must be one of {', '.join(SHARE_POLICIES)}, got {self.share!r}."
-            )
+        _require_one_of("share", self.share, SHARE_POLICIES)
         counts = ("num_workers", "max_tile_requests", "max_tile_runs", "num_splits")
         for name in (*counts, "kv_chunk_size", "kept_plans"):
-            if getattr(self, name) < 1:
-                raise PrefixShareError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.num_workers > MAX_WORKERS:
-            raise PrefixShareError(
-                f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers}."
-            )
+            _require_positive(name, getattr(self, name))
+        _require_at_most("num_workers", self.num_workers, MAX_WORKERS)
         if not self.rebalance_factor >= 1:
             raise PrefixShareError(
                 f"rebalance_factor must be at least 1, got {self.rebalance_factor}."

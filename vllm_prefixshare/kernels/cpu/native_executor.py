@@ -21,7 +21,13 @@ import torch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.kernels.cpu.base import CpuExecutor, CpuTensors
-from vllm_prefixshare.kernels.cpu.partials import PrivateRuns, merge_slots, private_runs, tokens_of
+from vllm_prefixshare.kernels.cpu.partials import (
+    PrivateRuns,
+    merge_slots,
+    private_runs,
+    shared_runs,
+    tokens_of,
+)
 from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
@@ -35,7 +41,7 @@ COMPILE = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
 DTYPES: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DFLOAT32",)}
 MAX_ROWS = 128  # query rows of a piece: its scores and outputs stay in the L2 cache
 MAX_HEAD_DIM = 256
-MIN_TOKENS = 512  # least tokens of a piece of a longer run
+MIN_TOKENS = 512  # minimum tokens of a split of a longer KV range
 
 
 class NativeUnavailableError(RuntimeError):
@@ -171,7 +177,7 @@ class NativeExecutor(CpuExecutor):
             )
         self._library = load_library(attention.dtype)
         self._shape = attention.num_kv_heads, attention.gqa_group_size, head_dim, block_size
-        self._static: tuple[DecodePlan, bytes, _Pieces] | None = None
+        self._shared: tuple[tuple[DecodePlan, bytes], _Pieces] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._step: _Step | None = None
 
@@ -179,13 +185,12 @@ class NativeExecutor(CpuExecutor):
         """As ``contract.Executor.prepare``."""
         super().prepare(plan, batch)
         block_table, seq_lens, query_start_loc, _, rows = batch
-        several = (plan.run_reader_end - plan.run_reader_start) > 1
-        key = query_start_loc.tobytes()
-        if self._static is None or self._static[0] is not plan or self._static[1] != key:
-            self._static = plan, key, self._shared_pieces(plan, several, query_start_loc)
+        key = plan, query_start_loc.tobytes()
+        if self._shared is None or self._shared[0] != key:
+            self._shared = key, self._shared_pieces(plan, query_start_loc)
         chunk = -(-2 * MIN_TOKENS // plan.block_size) * plan.block_size
         private = private_runs(plan, seq_lens, rows, chunk)
-        parts = self._static[2], self._private_pieces(private, seq_lens, query_start_loc)
+        parts = self._shared[1], self._private_pieces(private, seq_lens, query_start_loc)
         pieces = [
             np.concatenate([getattr(p, name) for p in parts]).astype(np.int32)
             for name in _Pieces.__slots__
@@ -225,23 +230,17 @@ class NativeExecutor(CpuExecutor):
         scratch = self._library.prefix_share_scratch(ctypes.byref(work))
         self._step = _Step(work, scratch, len(token_of), tuple(arrays.values()))
 
-    def _shared_pieces(self, plan: DecodePlan, several: np.ndarray, starts: IntArray) -> _Pieces:
-        """Runs with several readers, cut so that all threads have work to the end."""
-        tile_of_run = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
-        size, most = plan.block_size, max(1, MAX_ROWS // self._shape[1])
+    def _shared_pieces(self, plan: DecodePlan, starts: IntArray) -> _Pieces:
+        """Shared KV ranges, in splits that keep all threads busy to the end."""
+        size = plan.block_size
+        max_tokens = max(1, MAX_ROWS // self._shape[1])
         found: list[tuple[int, int, int, np.ndarray]] = []
-        for run in np.flatnonzero(several).tolist():
-            base = int(plan.tile_req_indptr[tile_of_run[run]])
-            readers = plan.tile_req_indices[
-                base + plan.run_reader_start[run] : base + plan.run_reader_end[run]
-            ]
-            tokens = tokens_of(readers, starts)
-            first, last = int(plan.run_kv_start[run]), int(plan.run_kv_end[run])
-            chunk = max(MIN_TOKENS, (last - first) // (4 * torch.get_num_threads()))
+        for run in shared_runs(plan, starts):
+            chunk = max(MIN_TOKENS, (run.kv_end - run.kv_start) // (4 * torch.get_num_threads()))
             chunk = -(-chunk // size) * size
-            for at in range(first, last, chunk):
-                for part in np.array_split(tokens, -(-len(tokens) // most)):
-                    found.append((int(plan.run_row[run]), at, min(at + chunk, last), part))
+            for at in range(run.kv_start, run.kv_end, chunk):
+                for part in np.array_split(run.tokens, -(-len(run.tokens) // max_tokens)):
+                    found.append((run.row, at, min(at + chunk, run.kv_end), part))
         tokens_per_piece = np.array([len(t) for *_, t in found], np.int32)
         row, start, end = (np.array([f[i] for f in found], np.int32) for i in range(3))
         token_of = np.concatenate([t for *_, t in found]) if found else np.zeros(0, np.int64)

@@ -1,5 +1,6 @@
-"""Slots of partial results, and which of them belong to each query token."""
+"""KV ranges of a plan as CPU executors read them, and the partial results of query tokens."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -8,8 +9,35 @@ from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.planning.plan import DecodePlan
 
 
+class SharedRun(NamedTuple):
+    """A KV range that several requests read: batch row of its block ids, tokens ``[kv_start,
+    kv_end)`` and the query tokens that read it, int64.
+    """
+
+    row: int
+    kv_start: int
+    kv_end: int
+    tokens: np.ndarray
+
+
+def shared_runs(plan: DecodePlan, query_start_loc: IntArray) -> Iterator[SharedRun]:
+    """The KV ranges of ``plan`` that several requests read."""
+    tile_of_run = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
+    for run in np.flatnonzero(plan.run_reader_end - plan.run_reader_start > 1).tolist():
+        base = int(plan.tile_req_indptr[tile_of_run[run]])
+        readers = plan.tile_req_indices[
+            base + plan.run_reader_start[run] : base + plan.run_reader_end[run]
+        ]
+        yield SharedRun(
+            row=int(plan.run_row[run]),
+            kv_start=int(plan.run_kv_start[run]),
+            kv_end=int(plan.run_kv_end[run]),
+            tokens=tokens_of(readers, query_start_loc),
+        )
+
+
 class PrivateRuns(NamedTuple):
-    """Runs with one reader, ``[num_runs]`` each: batch row, first token, number of tokens."""
+    """KV ranges with one reader, ``[num_runs]`` each: batch row, first token, number of tokens."""
 
     row: IntArray
     kv_start: IntArray
@@ -19,7 +47,7 @@ class PrivateRuns(NamedTuple):
 def private_runs(
     plan: DecodePlan, seq_lens: IntArray, rows: IntArray | None, chunk: int
 ) -> PrivateRuns:
-    """The runs of ``plan`` that one request reads alone, cut into ``chunk`` tokens at most.
+    """The KV ranges of ``plan`` with one reader, in splits of at most ``chunk`` tokens.
 
     Args:
         seq_lens: ``[num_reqs]`` current lengths.
@@ -62,7 +90,7 @@ def merge_slots(
         padding: bool ``[num_partials]``, results that belong to no token.
 
     Returns:
-        int64 ``[num_tokens, most partials of a token]``.
+        int64 ``[num_tokens, max_partials]``.
     """
     slots = np.arange(len(owner)) if padding is None else np.flatnonzero(~padding)
     owner = owner[slots]

@@ -1,6 +1,6 @@
 """The executor for every CPU, in torch operators.
 
-Each shared KV run is gathered once and multiplied with the queries of all its readers; partial
+Each shared KV range is gathered once and multiplied with the queries of all its readers; partial
 results are merged by log-sum-exp (FlashForge, section 4.2: PAC and POR). Scores, weights and sums
 are float32, whatever the cache holds.
 """
@@ -8,7 +8,7 @@ are float32, whatever the cache holds.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vllm_prefixshare.kernels.cpu.partials import (
     merge_slots,
     positions_of,
     private_runs,
+    shared_runs,
     tokens_of,
 )
 from vllm_prefixshare.kernels.interface import HostBatch
@@ -38,6 +39,10 @@ BlockIds: TypeAlias = torch.Tensor | slice
 class _SharedPiece:
     """Blocks read for several requests; but for a sliding window, every query sees every token."""
 
+    num_runs: ClassVar[int] = 1
+    width: ClassVar[None] = None
+    hidden: ClassVar[None] = None
+    beyond: ClassVar[None] = None
     tokens: torch.Tensor  # [num_tokens] query tokens
     blocks: BlockIds
     start: int  # position of the first token
@@ -46,13 +51,13 @@ class _SharedPiece:
 
 @dataclass(frozen=True, slots=True)
 class _PrivatePiece:
-    """Runs of one request each, padded to one shape."""
+    """KV ranges of one request each, padded to one shape."""
 
     tokens: torch.Tensor  # [num_runs * query_len], padding repeats a token
     blocks: torch.Tensor  # [num_runs * num_blocks]
     start: torch.Tensor  # [num_runs] positions of the first tokens
     hidden: torch.Tensor  # bool [num_runs, num_blocks, 1, query_len, 1, width]
-    beyond: torch.Tensor  # bool [num_runs, num_blocks, 1, width, 1], tokens not of the run
+    beyond: torch.Tensor  # bool [num_runs, num_blocks, 1, width, 1], tokens past the range
     num_runs: int
     width: int  # tokens of a block that any run needs
     slot: int
@@ -60,12 +65,12 @@ class _PrivatePiece:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A plan made ready for the lengths of one step; serves every layer of it.
+    """A plan prepared for the lengths of one step, for all layers.
 
     tokens: query tokens that are computed, or None for all of them.
     positions: ``[num_tokens]`` of all query tokens within their requests.
-    merge_slots: ``[num_tokens, most partials]`` partial results of each; the slot
-        ``num_slots`` stands for none.
+    merge_slots: ``[num_tokens, max_partials]`` partial results of each; slot
+        ``num_slots`` is empty.
     some_see_nothing: whether a request has no tokens.
     """
 
@@ -90,7 +95,7 @@ class TorchExecutor(CpuExecutor):
         self.num_kv_heads = attention.num_kv_heads
         self.gqa_group_size = attention.gqa_group_size
         self._buffers = _Buffers()
-        self._static: tuple[DecodePlan, bytes, list[_SharedPiece]] | None = None
+        self._shared: tuple[tuple[DecodePlan, bytes], list[_SharedPiece]] | None = None
         nothing = self._nothing = torch.zeros(0, 1, dtype=torch.int64, device="cpu")
         self._step = _Step((), (), None, nothing[:, 0], nothing, 0)
 
@@ -100,14 +105,10 @@ class TorchExecutor(CpuExecutor):
         block_table, seq_lens, query_start_loc, _, rows = batch
         if not len(seq_lens):
             return
-        several = (plan.run_reader_end - plan.run_reader_start) > 1
-        key = query_start_loc.tobytes()
-        if self._static is None or self._static[0] is not plan or self._static[1] != key:
-            pieces = list(
-                self._shared_pieces(plan, np.flatnonzero(several), block_table, query_start_loc)
-            )
-            self._static = plan, key, pieces
-        shared = self._static[2]
+        key = plan, query_start_loc.tobytes()
+        if self._shared is None or self._shared[0] != key:
+            self._shared = key, list(self._shared_pieces(plan, block_table, query_start_loc))
+        shared = self._shared[1]
         slot = shared[-1].slot + len(shared[-1].tokens) if shared else 0
 
         rows_per_token = self.num_kv_heads * self.gqa_group_size
@@ -136,23 +137,18 @@ class TorchExecutor(CpuExecutor):
         )
 
     def _shared_pieces(
-        self, plan: DecodePlan, runs: IntArray, block_table: IntArray, starts: IntArray
+        self, plan: DecodePlan, block_table: IntArray, starts: IntArray
     ) -> Iterator[_SharedPiece]:
-        tile_of_run = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_run_indptr))
+        size = plan.block_size
         slot = 0
-        for run in runs.tolist():
-            base = int(plan.tile_req_indptr[tile_of_run[run]])
-            readers = plan.tile_req_indices[
-                base + plan.run_reader_start[run] : base + plan.run_reader_end[run]
-            ]
-            tokens = torch.from_numpy(tokens_of(readers, starts))
-            first, last = plan.run_kv_start[run], plan.run_kv_end[run]
-            ids = block_table[plan.run_row[run], first // plan.block_size : last // plan.block_size]
-            scores = self.num_kv_heads * self.gqa_group_size * len(tokens) * plan.block_size
+        for run in shared_runs(plan, starts):
+            tokens = torch.from_numpy(run.tokens)
+            ids = block_table[run.row, run.kv_start // size : run.kv_end // size]
+            scores = self.num_kv_heads * self.gqa_group_size * len(tokens) * size
             step = max(1, MAX_SCORES // scores)
             for start in range(0, len(ids), step):
                 blocks = _block_ids(ids[start : start + step])
-                yield _SharedPiece(tokens, blocks, int(first) + start * plan.block_size, slot)
+                yield _SharedPiece(tokens, blocks, run.kv_start + start * size, slot)
                 slot += len(tokens)
 
     def _private_pieces(
@@ -220,86 +216,102 @@ class TorchExecutor(CpuExecutor):
     @torch.no_grad()  # buffers are kept: one that autograd had seen would fail later calls
     def _compute(self, t: CpuTensors) -> None:
         # a K cache whose tokens are innermost is read without a transpose
-        q, k_cache, v_cache, out, lse, sm_scale, x = t
         step = self._step
-        heads, group, dim = self.num_kv_heads, self.gqa_group_size, q.shape[-1]
-        v_dim = v_cache.shape[-1]
-        partial_out = self._buffers.take("partial_out", (step.num_slots + 1, heads * group, v_dim))
-        partial_lse = self._buffers.take("partial_lse", (step.num_slots + 1, heads * group))
+        num_heads = self.num_kv_heads * self.gqa_group_size
+        v_dim = t.v_cache.shape[-1]
+        partial_out = self._buffers.take("partial_out", (step.num_slots + 1, num_heads, v_dim))
+        partial_lse = self._buffers.take("partial_lse", (step.num_slots + 1, num_heads))
         partial_out[-1] = 0.0
         partial_lse[-1] = float("-inf")
+        q = self._unquantised_queries(t)
+        pieces: tuple[_SharedPiece | _PrivatePiece, ...] = (*step.shared, *step.private)
+        for piece in pieces:
+            k, v = self._gather(t.k_cache, t.v_cache, piece.blocks, piece.num_runs, piece.width)
+            if piece.beyond is not None:
+                # values beyond the range may be anything; a weight of 0 does not undo a NaN
+                v.masked_fill_(piece.beyond, 0.0)
+            rows = self._rows(q, piece.tokens, piece.num_runs, t.sm_scale)
+            bias, hidden = self._bias(piece, k, t), self._hidden(piece, k, t)
+            o, lse = self._attend(rows, k, v, hidden, bias, t.extras.soft_cap)
+            self._store(o, partial_out[piece.slot :])
+            self._store(lse[..., None], partial_lse[piece.slot :, :, None])
+        self._merge(partial_out, partial_lse, t)
 
-        if q.element_size() == 1:
-            q = q.float()
-        for scale in (x.q_scale, x.k_scale):
+    def _unquantised_queries(self, t: CpuTensors) -> torch.Tensor:
+        """The queries, times the scales of queries and keys where those are quantised."""
+        q = t.q.float() if t.q.element_size() == 1 else t.q
+        for scale in (t.extras.q_scale, t.extras.k_scale):
             if isinstance(scale, torch.Tensor):
-                q = q.float() * scale.repeat_interleave(group)[:, None]
+                q = q.float() * scale.repeat_interleave(self.gqa_group_size)[:, None]
+        return q
 
-        def queries(tokens: torch.Tensor, num_runs: int) -> torch.Tensor:
-            """``[num_runs, heads, queries * group, head_dim]`` float32, scaled."""
-            rows = q.index_select(0, tokens).float().mul_(sm_scale)
-            rows = rows.view(num_runs, -1, heads, group, dim).transpose(1, 2)
-            return rows.reshape(num_runs, heads, -1, dim)
+    def _rows(
+        self, q: torch.Tensor, tokens: torch.Tensor, num_runs: int, sm_scale: float
+    ) -> torch.Tensor:
+        """``[num_runs, heads, queries * group, head_dim]`` float32, scaled."""
+        heads, dim = self.num_kv_heads, q.shape[-1]
+        rows = q.index_select(0, tokens).float().mul_(sm_scale)
+        rows = rows.view(num_runs, -1, heads, self.gqa_group_size, dim).transpose(1, 2)
+        return rows.reshape(num_runs, heads, -1, dim)
 
-        def ahead(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor:
-            """``[runs, blocks, 1, queries, 1, width]``: by how many tokens each key of a piece
-            comes after each query, for K as ``_gather`` returns it.
-            """
-            runs, blocks, *_, width = k.shape
-            offset = np.arange(blocks)[:, None] * k_cache.shape[1] + np.arange(width)
-            start = torch.as_tensor(piece.start, device="cpu").view(-1, 1, 1)
-            key = start + torch.from_numpy(offset)
-            query = step.positions[piece.tokens].view(runs, 1, -1, 1)
-            return (key[:, :, None] - query)[:, :, None, :, None]
+    def _ahead(
+        self, piece: _SharedPiece | _PrivatePiece, k: torch.Tensor, block_size: int
+    ) -> torch.Tensor:
+        """``[runs, blocks, 1, queries, 1, width]``: by how many tokens each key of a piece comes
+        after each query, for K as ``_gather`` returns it.
+        """
+        runs, blocks, *_, width = k.shape
+        offset = np.arange(blocks)[:, None] * block_size + np.arange(width)
+        start = torch.as_tensor(piece.start, device="cpu").view(-1, 1, 1)
+        key = start + torch.from_numpy(offset)
+        query = self._step.positions[piece.tokens].view(runs, 1, -1, 1)
+        return (key[:, :, None] - query)[:, :, None, :, None]
 
-        def bias(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor | None:
-            """ALiBi bias of a piece's scores."""
-            if x.alibi_slopes is None:
-                return None
-            return (ahead(piece, k) * x.alibi_slopes.view(heads, 1, group, 1)).flatten(3, 4)
+    def _bias(
+        self, piece: _SharedPiece | _PrivatePiece, k: torch.Tensor, t: CpuTensors
+    ) -> torch.Tensor | None:
+        """ALiBi bias of a piece's scores; None without ALiBi."""
+        if t.extras.alibi_slopes is None:
+            return None
+        slopes = t.extras.alibi_slopes.view(self.num_kv_heads, 1, self.gqa_group_size, 1)
+        return (self._ahead(piece, k, t.k_cache.shape[1]) * slopes).flatten(3, 4)
 
-        def passed(piece: _SharedPiece | _PrivatePiece, k: torch.Tensor) -> torch.Tensor | None:
-            """Whether each key of a piece lies before each query's window."""
-            window = self.attention.sliding_window
-            return None if window is None else ahead(piece, k) <= -window
+    def _hidden(
+        self, piece: _SharedPiece | _PrivatePiece, k: torch.Tensor, t: CpuTensors
+    ) -> torch.Tensor | None:
+        """Which keys of a piece each query does not see; None if it sees all."""
+        window = self.attention.sliding_window
+        if window is None:
+            return piece.hidden
+        before = self._ahead(piece, k, t.k_cache.shape[1]) <= -window
+        return before if piece.hidden is None else piece.hidden | before
 
-        def store(slot: int, o: torch.Tensor, lse: torch.Tensor) -> None:
-            """From ``[num_runs, heads, queries * group, ...]`` to token-major slots."""
-            runs = o.shape[0]
-            n = o.shape[2] // group * runs
-            view = partial_out[slot : slot + n].view(runs, -1, heads, group, v_dim)
-            view.copy_(o.view(runs, heads, -1, group, v_dim).transpose(1, 2))
-            view = partial_lse[slot : slot + n].view(runs, -1, heads, group)
-            view.copy_(lse.view(runs, heads, -1, group).transpose(1, 2))
+    def _store(self, o: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy ``[runs, heads, queries * group, width]`` to the first of ``slots``, by token."""
+        runs, heads, rows, width = o.shape
+        group = self.gqa_group_size
+        view = slots[: rows // group * runs].view(runs, -1, heads, group, width)
+        view.copy_(o.view(runs, heads, -1, group, width).transpose(1, 2))
 
-        for piece in step.shared:
-            k, v = self._gather(k_cache, v_cache, piece.blocks, 1)
-            rows = queries(piece.tokens, 1)
-            added, hidden = bias(piece, k), passed(piece, k)
-            store(piece.slot, *self._attend(rows, k, v, hidden, added, x.soft_cap))
-        for batch in step.private:
-            k, v = self._gather(k_cache, v_cache, batch.blocks, batch.num_runs, batch.width)
-            # values beyond the run may be anything; a weight of 0 does not undo a NaN
-            v.masked_fill_(batch.beyond, 0.0)
-            rows = queries(batch.tokens, batch.num_runs)
-            added, hidden = bias(batch, k), passed(batch, k)
-            hidden = batch.hidden if hidden is None else batch.hidden | hidden
-            store(batch.slot, *self._attend(rows, k, v, hidden, added, x.soft_cap))
-
+    def _merge(self, partial_out: torch.Tensor, partial_lse: torch.Tensor, t: CpuTensors) -> None:
+        """Write the output, and the log-sum-exp if asked for, of the prepared query tokens."""
+        step = self._step
         slots = step.merge_slots  # index_select: much faster than indexing by a matrix
         lses = partial_lse.index_select(0, slots.flatten()).view(*slots.shape, -1)
-        parts = partial_out.index_select(0, slots.flatten()).view(*slots.shape, -1, v_dim)
-        if x.sinks is not None:  # one more partial result, whose output is zero
-            lses = torch.cat([lses, x.sinks.float().expand(len(lses), 1, -1)], dim=1)
+        parts = partial_out.index_select(0, slots.flatten())
+        parts = parts.view(*slots.shape, -1, partial_out.shape[-1])
+        if t.extras.sinks is not None:  # one more partial result, whose output is zero
+            lses = torch.cat([lses, t.extras.sinks.float().expand(len(lses), 1, -1)], dim=1)
         weights = torch.softmax(lses, dim=1)[:, : parts.shape[1], :, None]
         if step.some_see_nothing:
             weights = weights.masked_fill(lses.isneginf().all(1)[:, None, :, None], 0.0)
         merged = parts.mul_(weights).sum(dim=1)
-        if isinstance(x.v_scale, torch.Tensor):
-            merged *= x.v_scale.repeat_interleave(group)[:, None]
-        for result, value in ((out, merged), (lse, None if lse is None else lses.logsumexp(1))):
-            if result is None or value is None:
-                continue
+        if isinstance(t.extras.v_scale, torch.Tensor):
+            merged *= t.extras.v_scale.repeat_interleave(self.gqa_group_size)[:, None]
+        results = [(t.out, merged)]
+        if t.lse is not None:
+            results.append((t.lse, lses.logsumexp(1)))
+        for result, value in results:
             if step.tokens is None:
                 result.copy_(value)
             else:
