@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 IntArray = NDArray[np.signedinteger[Any]]
 FloatArray = NDArray[np.float64]
 
-#: ``kv_end`` of a run that reads up to the current length of its only request.
+#: ``kv_end`` of a KV range that ends at the current length of its only request.
 OPEN_END = -1
 #: Columns of ``WorkTiles.runs``.
 RUN_ROW = 0
@@ -88,17 +88,17 @@ class QueryGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkTiles:
-    """Units of kernel work: each has some requests and the runs of KV tokens they read.
+    """Units of kernel work: each has some requests and the KV ranges that they read.
 
     row_indptr: ``[num_tiles + 1]`` int32, into ``rows``.
     rows: ``[num_slots]`` int32 batch rows, the requests of tile after tile.
     run_indptr: ``[num_tiles + 1]`` int32, into ``runs``.
-    runs: int32 ``[num_runs, RUN_COLUMNS]``. A run is tokens ``[RUN_KV_START, RUN_KV_END)``
-        of batch row ``RUN_ROW``, read for the requests ``[RUN_READER_START, RUN_READER_END)`` of
-        its tile, through the block table of that row.
+    runs: int32 ``[num_runs, RUN_COLUMNS]``. A KV range is tokens ``[RUN_KV_START, RUN_KV_END)`` of
+        batch row ``RUN_ROW``, read for the requests ``[RUN_READER_START, RUN_READER_END)`` of its
+        tile, through that row of the block table.
     cost: ``[num_tiles]`` float64, estimated microseconds.
-    worker: ``[num_tiles]`` int32, ascending: worker of each tile, which runs its tiles in this
-        order; None leaves the assignment to ``planning.plan.longest_first``.
+    worker: ``[num_tiles]`` int32, ascending: work queue of each tile, in this order; None leaves
+        the assignment to ``planning.plan.longest_first``.
     """
 
     row_indptr: IntArray
@@ -110,10 +110,10 @@ class WorkTiles:
 
     @classmethod
     def none(cls) -> "WorkTiles":
-        """No tiles at all."""
-        nothing = np.zeros(0, np.int32)
+        """An empty list of tiles."""
+        rows = np.zeros(0, np.int32)
         start = np.zeros(1, np.int32)
-        return cls(start, nothing, start, np.zeros((0, RUN_COLUMNS), np.int32), np.zeros(0))
+        return cls(start, rows, start, np.zeros((0, RUN_COLUMNS), np.int32), np.zeros(0))
 
 
 def host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
@@ -144,20 +144,20 @@ def host_integers(value: ArrayLike, name: str, ndim: int) -> IntArray:
 
 
 class PieceLimits(NamedTuple):
-    """How many pieces the plans of the divider ``batch_invariant`` can have.
+    """Limits of KV splits in plans of the divider ``batch_invariant``.
 
-    per_request: most pieces of a request.
-    in_cache: whole pieces that the KV cache holds.
+    per_request: maximum KV splits of a request.
+    in_cache: number of whole KV splits that fit the KV cache.
     """
 
     per_request: int
     in_cache: int
 
     def max_tiles(self, num_reqs: int, max_tile_requests: int) -> int:
-        """Most work tiles of a plan that shares all it can."""
+        """Maximum number of work tiles of a plan that shares every common prefix."""
         partials = num_reqs * self.per_request
-        # A tile reads a piece of a node or of a private part. These lie in different blocks, except
-        # where a node or a private part begins within a piece: 2 for each request at most, and its
-        # last piece is not whole. More readers than a tile takes need more tiles.
+        # A tile reads a KV split of a node or of a private part. Splits lie in different blocks,
+        # except where a node or a private part begins within a split: at most 2 per request, plus
+        # its last split, which is not whole. More readers than a tile holds need more tiles.
         pieces = min(partials, self.in_cache + 3 * num_reqs)
         return min(partials, pieces + partials // max_tile_requests)

@@ -27,13 +27,12 @@ from vllm_prefixshare.planning.planner import DecodePlanner
 class DecodeStats:
     """Figures of the last plan at the last lengths, and the time that planning took.
 
-    kv_tokens_read: KV tokens the plan reads in one layer, each run of tokens once.
-    row_tiles: tiles that the query rows of ``max_query_len`` tokens fill, on a GPU: 1 up to 128
-        rows a KV head (64 in the portable kernel), more for larger token trees. Every tile walks
-        the runs that the request reads; all but one find them in the L2 cache.
-    kv_tokens_per_request: KV tokens a kernel that shares nothing reads.
-    plan_seconds: time of all plans so far; updates: calls of ``plan``; plans: those of them
-        that had to make a new one.
+    kv_tokens_read: KV tokens the plan reads in one layer, each KV range once.
+    row_tiles: CTAs that walk each KV range, on a GPU: 1 up to 128 query rows per KV head (64 in the
+        portable kernel), more for larger token trees; all but one read it from the L2 cache.
+    kv_tokens_per_request: KV tokens that a kernel without sharing reads.
+    updates, plans: calls of ``plan``, and how many of them made a new plan.
+    plan_seconds: total time of new plans.
     """
 
     kv_tokens_read: int
@@ -186,7 +185,7 @@ class PrefixShareDecodeWrapper:
 
     @property
     def last_plan(self) -> DecodePlan:
-        """The plan in force.
+        """The current plan.
 
         Raises:
             PrefixShareError: ``plan`` was not called yet.
@@ -317,7 +316,7 @@ class PrefixShareDecodeWrapper:
         return_lse: bool = False,
         extras: LayerExtras | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one layer under the plan in force, for inference: without gradients.
+        """Attention of one layer under the current plan, for inference: without gradients.
 
         Args:
             q: ``[num_tokens, num_qo_heads, head_dim]``; ``num_tokens = num_reqs`` with one
@@ -364,13 +363,13 @@ class PrefixShareDecodeWrapper:
             num_reqs = self.last_plan.num_reqs
             if self._thread != threading.get_ident():
                 raise PrefixShareError(
-                    "another thread made the plan in force: call plan() in this thread, or give "
+                    "another thread made the current plan: call plan() in this thread, or give "
                     "each thread its own wrapper."
                 )
             if not num_reqs:
                 if len(q):
                     raise PrefixShareError(
-                        f"the plan in force has no requests, but q has {len(q)} rows: call plan() "
+                        f"the current plan has no requests, but q has {len(q)} rows: call plan() "
                         "first."
                     )
                 return out if lse is None or not return_lse else (out, lse)
@@ -408,7 +407,7 @@ class PrefixShareDecodeWrapper:
     def _latent_views(
         cache: torch.Tensor, v_cache: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a cache of latents as the K and V that executors take."""
+        """K and V of an MLA cache, as views."""
         if v_cache is not None or not isinstance(cache, torch.Tensor) or cache.dim() != 3:
             raise PrefixShareError(
                 "with kv_lora_rank, k_cache is the KV cache [num_blocks, block_size, head_dim] and "
@@ -424,7 +423,7 @@ class PrefixShareDecodeWrapper:
             )
 
     def reserve(self, room: float = 2.0) -> None:
-        """Make room on a GPU for plans ``room`` times as large as the one in force. Call it
+        """Make room on a GPU for plans ``room`` times as large as the current one. Call it
         before a CUDA graph is captured: from then on the workspace cannot grow.
 
         Raises:
@@ -433,7 +432,7 @@ class PrefixShareDecodeWrapper:
         self._executor.reserve(self.last_plan, room)
 
     def stats(self) -> DecodeStats:
-        """Figures of the plan in force; see ``DecodeStats``.
+        """Figures of the current plan; see ``DecodeStats``.
 
         Raises:
             PrefixShareError: ``plan`` was not called yet.

@@ -180,7 +180,7 @@ def test_a_plan_of_another_thread_is_refused():
     with ThreadPoolExecutor(1) as other:
         shared.plan(TABLE, LENS)
         other.submit(shared.plan, TABLE, LENS).result()
-        with pytest.raises(PrefixShareError, match="another thread made the plan in force"):
+        with pytest.raises(PrefixShareError, match="another thread made the current plan"):
             shared.run(q, cache, cache, TABLE, LENS)
         expected = other.submit(shared.run, q, cache, cache, TABLE, LENS).result()
     shared.plan(TABLE, LENS)

@@ -30,7 +30,7 @@ class OneShot:
     """All ranks' states, exchanged and merged by one launch on each GPU (``kernels.one_shot``).
 
     The memory is PyTorch's symmetric memory: GPUs of one host that reach each other over NVLink. A
-    rank that waits for another one gives up by itself, within the time-out, also in the replay of a
+    rank that waits for another one gives up within the time-out, also in the replay of a
     CUDA graph. Memory is kept for as long as this object, because graphs may use it.
 
     Args:
@@ -100,7 +100,7 @@ class OneShot:
         # newer releases of torch may place several memories in one buffer
         buffers = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
         if buffers[self._ranks.rank] != memory.data_ptr():
-            raise RuntimeError("this torch says another address than that of the memory")
+            raise RuntimeError("this torch reports another address for the memory")
         return handle, torch.tensor(buffers, dtype=torch.int64, device=memory.device)
 
     @contextmanager

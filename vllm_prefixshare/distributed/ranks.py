@@ -24,7 +24,7 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 class Ranks:
-    """A process group of its own, with a time-out, over the ranks of another one.
+    """A separate process group with a time-out over the ranks of another one.
 
     Ranks describe what they are about to do, through the store of torch.distributed, before
     they open a connection to each other: ranks that disagree, or are missing, are named in one
@@ -39,7 +39,7 @@ class Ranks:
     still has the old addresses under that name.
 
     Args:
-        device: device of the tensors: nccl sends those of a GPU, gloo those of a CPU.
+        device: device of the tensors: nccl sends GPU tensors, gloo CPU tensors.
         describe: what all ranks must have in common, names and JSON values.
         group: the ranks; all of them if None.
         timeout: seconds within which a call to another rank ends, at most ``LONGEST``.
@@ -99,7 +99,7 @@ class Ranks:
         # torch names a group after its ranks and the number of groups so far
         groups = {"the number of process groups": len(dist.distributed_c10d._world.pg_names)}
         self._agree_by_store({"backend": backend, **describe, **groups, "": problem})
-        # the host group carries messages between ranks; the tensors have a group of their own, over
+        # the host group carries messages between ranks; the tensors have a separate group, over
         # gloo too: gloo cannot tell a message from another rank's tensor, and ends the process or
         # takes one for the other
         self._host = self._new_group("gloo", self.timeout)

@@ -24,7 +24,7 @@ class RingDecode:
         group, timeout, backend: see ``Ranks``.
 
     Raises:
-        PrefixShareError: see ``Ranks``; operators that ``tree_reduction.shape_of`` refuses.
+        PrefixShareError: see ``Ranks``; operators that ``tree_reduction.shape_of`` rejects.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RingDecode:
             raise PrefixShareError(
                 f"ranks disagree: the number of requests is {counts}: make it the same on all."
             )
-        self._tables = []  # none, if a shard is refused
+        self._tables = []  # empty if a shard is rejected
         device = self._wrappers[0].device
         for wrapper, shard in zip(self._wrappers, said, strict=True):
             wrapper.plan(*shard)

@@ -26,7 +26,7 @@ class Cluster:
 
     memory_bytes_per_us, flops_per_us: rates at which one GPU's attention reads KV and multiplies.
     launch_us: fixed time of one layer's attention on one GPU.
-    gpus_per_node: GPUs that ``inside`` connects; ``between`` connects those of other nodes.
+    gpus_per_node: GPUs that ``inside`` connects; ``between`` connects nodes.
     """
 
     memory_bytes_per_us: float
@@ -108,12 +108,12 @@ def gather_bytes(layer: Layer, gpus: int) -> float:
 
 
 def ring_peak_bytes(layer: Layer, gpus: int) -> float:
-    """Most bytes on a GPU in ring attention: eq. 8, two shards, the queries and the output."""
+    """Maximum bytes on a GPU in ring attention: eq. 8, two shards, the queries and the output."""
     return 2 * layer.kv_bytes / gpus + 2 * layer.out_bytes
 
 
 def tree_peak_bytes(layer: Layer, gpus: int) -> float:
-    """Most bytes on a GPU in tree reduction: eq. 9."""
+    """Maximum bytes on a GPU in tree reduction: eq. 9."""
     return layer.kv_bytes / gpus + 2 * layer.out_bytes + 2 * layer.lse_bytes
 
 

@@ -52,11 +52,11 @@ def shard(
         raise PrefixShareError(f"rank must be from 0 to {world_size - 1}, got {rank}.")
     table = host_integers(block_table, "block_table", 2)
     lens = host_integers(seq_lens, "seq_lens", 1)
-    most = table.shape[1] * block_size
-    if len(table) != len(lens) or not np.all((lens >= 0) & (lens <= most)):
+    max_len = table.shape[1] * block_size
+    if len(table) != len(lens) or not np.all((lens >= 0) & (lens <= max_len)):
         # here, where all ranks see the same: a shard may hide it
         raise PrefixShareError(
-            f"seq_lens must be {len(table)} lengths from 0 to {most}, for as many rows of "
+            f"seq_lens must be {len(table)} lengths from 0 to {max_len}, for as many rows of "
             f"{table.shape[1]} blocks of {block_size} tokens."
         )
     padding = -table.shape[1] % world_size

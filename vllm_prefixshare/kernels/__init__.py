@@ -1,4 +1,4 @@
-"""Running a plan: the kernels, each in a folder of its own, and the executors around them.
+"""Running a plan: the kernels, each in its own folder, and the executors around them.
 
 ``contract`` has the interfaces of executors and kernels, ``registry`` chooses a GPU kernel for a
 layer, ``gpu_executor`` runs plans with it. ``reference`` is attention in float64, for tests.

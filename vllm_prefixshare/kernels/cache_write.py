@@ -18,7 +18,7 @@ from vllm_prefixshare.kernels.aot.dispatch import has_dependent_launch, launch, 
 
 #: bits of infinity without its sign: those of NaN are larger, those of finite numbers smaller
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-#: most numbers of K, and of V, that a program writes: with 4 warps, 16 bytes of each in a thread
+#: maximum numbers of K, and of V, that a program writes: with 4 warps, 16 bytes of each in a thread
 MAX_NUMBERS = 1024
 #: bytes of a load or store, and the numbers in them
 WIDE, STEP = 16, 8

@@ -121,7 +121,7 @@ def _scale(
         if given is not None and not isinstance(given, Real):
             raise PrefixShareError(f"{name} must be a number or a tensor, got {given!r}.")
         number: Any = 1.0 if given is None else given
-        if number > torch.finfo(torch.float32).max:  # refused below, as infinite
+        if number > torch.finfo(torch.float32).max:  # rejected below, as infinite
             number = math.inf
         value = torch.full((1,), number, dtype=torch.float32, device=device)
     elif value.dtype != torch.float32 or value.device != device:

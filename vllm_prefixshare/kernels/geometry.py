@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vllm_prefixshare.config import TileGeometry
 
-#: Measured with the Hopper kernel on an H200. The prices are far below that of a tile on any GPU.
+#: Measured with the Hopper kernel on an H200. The prices are far below a tile's on any GPU.
 GPU = TileGeometry(
     half_rows=64,  # one consumer warpgroup
     kv_tile=128,
@@ -22,5 +22,5 @@ GPU = TileGeometry(
 HOPPER = replace(GPU, query_cut_size=GPU.kv_tile)
 PORTABLE = replace(GPU, spread=True)
 MLA_HOPPER = GPU
-#: CPU executors have no tiles of their own: whatever divider is named plans as for a GPU.
+#: CPU executors have no tile sizes: every divider plans as for a GPU.
 CPU = GPU

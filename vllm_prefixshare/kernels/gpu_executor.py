@@ -1,4 +1,4 @@
-"""The executor for NVIDIA GPUs: a plan copied to the device once, one launch a layer or two.
+"""The executor for NVIDIA GPUs: one copy of each plan to the device, one or two launches per layer.
 
 ``prepare`` is called outside CUDA graphs, whenever there is a new plan. ``run`` may be
 captured: its launches depend on the shapes of its tensors only, and what they do is read from
@@ -21,7 +21,7 @@ from vllm_prefixshare.kernels.registry import choose_kernel
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
 
-#: most ``LayerExtras`` that an executor remembers as checked
+#: maximum number of checked ``LayerExtras`` that an executor remembers
 MAX_EXTRAS = 1024
 
 
@@ -32,7 +32,7 @@ class GpuExecutor:
         attention: shape of the layer; bfloat16 or float16.
         device: a CUDA device of compute capability 8.0 or more.
         kernel: "hopper", "portable", or "auto": the first that can serve and be compiled.
-        query_len: most query tokens of a request in one step.
+        query_len: maximum number of query tokens of a request per step.
         partials: shared with other executors of the same heads and query_len, whose launches
             are on the same stream; its own if None.
 
@@ -40,7 +40,7 @@ class GpuExecutor:
         name: the kernel's name.
         passed_over: why a kernel that "auto" prefers does not serve; None if it does.
         num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
-        row_tiles: as in ``contract.Executor``.
+        row_tiles: as in ``interface.Executor``.
 
     Raises:
         PrefixShareError: the device or the shape has no kernel, or the kernel that was named
@@ -122,7 +122,7 @@ class GpuExecutor:
         queries = None
         if batch is not None and self.query_len > 1:
             queries = self._queries_of(batch)
-            # a plan and its queries come into force together, or neither does
+            # a plan and its queries become current together, or neither does
             self.workspace.queries.reserve({name: array.size for name, array in queries.items()})
         if plan is not self._plan:
             self._load(plan)
@@ -151,7 +151,7 @@ class GpuExecutor:
 
     @property
     def query_start_loc(self) -> torch.Tensor:
-        """That of the last batch that ``prepare`` got, on the device; its address is fixed once
+        """``query_start_loc`` of the batch last prepared, on the device; its address is fixed once
         captured.
         """
         return self.workspace.queries.arrays["query_start_loc"]
@@ -185,7 +185,7 @@ class GpuExecutor:
         requests made with ``planner_config`` from now on.
 
         Args:
-            pieces: as in ``contract.Kernel.capacity``.
+            pieces: as in ``interface.Kernel.capacity``.
 
         Raises:
             PrefixShareError: a CUDA graph holds a smaller workspace already.
@@ -219,12 +219,12 @@ class GpuExecutor:
             block_table: int32 ``[num_reqs, max_blocks]``.
             seq_lens: int32 ``[num_reqs]``, the queries included.
             out: like ``q``, V's width.
-            query_start_loc: int32 ``[num_reqs + 1]``; that of ``prepare`` if None.
+            query_start_loc: int32 ``[num_reqs + 1]``; the prepared batch's if None.
             tree_mask: int32 ``[num_tokens, words]``: bit ``j`` of a query token's words says
                 that it sees query token ``j`` of its request. If both this and ``query_start_loc``
-                are None, that of the prepared batch; causal if it has none.
-            lse: as in ``contract.Executor.run``. The first launch with it compiles, so it must come
-                before a CUDA graph is captured.
+                are None, the prepared batch's; causal if it has none.
+            lse: as in ``interface.Executor.run``. The first launch with it compiles: make it before
+                a CUDA graph is captured.
             extras: what the layer adds to plain attention. Pass the same record in every call of a
                 layer: its tensors are checked at its first call outside of a capture, which waits
                 for the GPU.
@@ -325,7 +325,7 @@ class GpuExecutor:
                 f"k_cache and v_cache have strides {list(strides[0])} and {list(strides[1])}: "
                 f"they must be the same, in multiples of {step} elements."
             )
-        for name, x, least in (
+        for name, x, min_rows in (
             ("block_table", t.block_table, n),
             ("seq_lens", t.seq_lens, n),
             ("query_start_loc", t.query_start_loc, n + 1),
@@ -333,8 +333,8 @@ class GpuExecutor:
             ("out", t.out, len(t.q)),
             ("lse", t.out_lse, len(t.q)),
         ):
-            if x is not None and len(x) < least:
-                raise PrefixShareError(f"{name} has {len(x)} rows, the batch needs {least}.")
+            if x is not None and len(x) < min_rows:
+                raise PrefixShareError(f"{name} has {len(x)} rows, the batch needs {min_rows}.")
         if t.out_lse is not None and not t.out_lse.is_contiguous():
             raise PrefixShareError(
                 f"lse must be contiguous, got strides {list(t.out_lse.stride())}."

@@ -31,8 +31,8 @@ class HostBatch(NamedTuple):
 
     def tokens_seen(self, sliding_window: int | None) -> int:
         """KV tokens of all requests that any of their queries sees."""
-        most = int(np.diff(self.query_start_loc).max(initial=1))
-        return tokens_seen(self.seq_lens, sliding_window, most)
+        max_query_len = int(np.diff(self.query_start_loc).max(initial=1))
+        return tokens_seen(self.seq_lens, sliding_window, max_query_len)
 
 
 class Executor(Protocol):
@@ -45,13 +45,13 @@ class Executor(Protocol):
 
     @property
     def query_len(self) -> int | None:
-        """Most query tokens of a request; None if there is no bound."""
+        """Maximum number of query tokens of a request; None if unlimited."""
         ...
 
     @property
     def row_tiles(self) -> int:
         """Tiles that the query rows of one request fill. Each tile reads all KV of the request; on
-        a GPU at about the same time, so that all but one find it in the L2 cache.
+        a GPU in lockstep, so that all but one read it from the L2 cache.
         """
         ...
 
@@ -104,8 +104,8 @@ class Executor(Protocol):
         Args:
             q, out: ``[num_tokens, num_qo_heads, head_dim]``; out has V's width.
             k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, any strides
-                that the executor can follow. In a latent KV cache (``kv_lora_rank``) V is a view of
-                K's first elements.
+                that the executor can follow. In an MLA cache (``kv_lora_rank``) V is a view of K's
+                first elements.
             block_table, seq_lens: the batch's, int32 on the device. A CPU executor uses those
                 given to ``prepare`` instead.
             sm_scale: softmax scale.
@@ -126,7 +126,7 @@ class Tensors(NamedTuple):
     k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` with the same strides,
         multiples of 8 elements; head_dim contiguous. NHD and HND alike. An e4m3 cache has that
         dtype or holds the bits as uint8; its strides are multiples of 16 elements if head_dim is.
-        In a latent KV cache V is a view of K's first elements.
+        In an MLA cache V is a view of K's first elements.
     block_table: int32 ``[num_reqs, max_blocks]``.
     seq_lens: int32 ``[num_reqs]``, the queries included.
     query_start_loc: int32 ``[num_reqs + 1]``, read if requests may have several query tokens;
@@ -158,7 +158,7 @@ class Tensors(NamedTuple):
 class Capacity(NamedTuple):
     """Room for the plans of a number of requests.
 
-    max_tiles, max_runs, max_partials: most work tiles, runs and partial results of a plan.
+    max_tiles, max_runs, max_partials: maximum work tiles, KV ranges and partial results of a plan.
     sizes: entries of each array of its layout.
     """
 
@@ -216,11 +216,11 @@ class Kernel(Protocol):
         ...
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
-        """Room for all plans of at most ``num_reqs`` requests; at the very least for one tile
-        each, which leaves no partial results.
+        """Room for all plans of at most ``num_reqs`` requests; at least one tile per request,
+        without partial results.
 
         Args:
-            pieces: those of the divider ``batch_invariant``, if plans are made with it.
+            pieces: limits of the divider ``batch_invariant``, if plans are made with it.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Merge the states of several GPUs in one launch, through memory that all of them can write.
 
-Each GPU writes its output and log-sum-exp into a place of its own in every other GPU's memory, and
-a number that says so; then it merges what the others have written here. As a collective this is an
-all-gather in one step (one-shot, as in the all-reduce of that name), with merge states behind it.
+Each GPU writes its output and log-sum-exp into its own place in every other GPU's memory, then a
+round number; then it merges what the others have written here. As a collective this is a one-shot
+all-gather followed by merge states.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -56,7 +56,7 @@ def one_shot(
         memories: int64 ``[size]`` addresses of ``one_shot_bytes`` for ``max_rows``, each on one
             of the GPUs, zero before the first launch.
         rounds: int32 ``[PROGRAMS]`` on this GPU, zero before the first launch; a program that gave
-            up leaves ``GAVE_UP`` here, and does nothing from then on.
+            up leaves ``GAVE_UP`` here, and returns at once from then on.
         gave_up: int32 ``[1]``, in memory of the host that this GPU can write: set to 1 by a
             program that another GPU kept waiting for longer than ``patience`` seconds.
         rank: of this GPU, its place in ``memories``.

@@ -32,7 +32,7 @@ KERNEL_CLASSES = {
     "mla_hopper": "LatentHopperKernel",
 }
 
-#: a plan says in 16 bits, of which one is a sign, which rows of a tile read a part
+#: layouts store the rows of a tile that read a part in 16 bits, one of them a sign
 MAX_ENCODABLE_ROWS = 32767
 
 
@@ -56,8 +56,8 @@ def choose_kernel(
 def kernels_that_may_serve(
     attention: AttentionConfig, device: torch.device, kernel: str, query_len: int
 ) -> list[Kernel]:
-    """The chosen kernel, and under "auto" also the portable one: it serves if padding makes the
-    block stride no multiple of a token's, which is known once the KV cache is laid out.
+    """The chosen kernel, and under "auto" also the portable one, which serves if padding makes the
+    block stride not a multiple of the token stride; that is known once the KV cache is allocated.
 
     Raises:
         PrefixShareError: see ``choose_kernel``.
@@ -131,7 +131,7 @@ def candidates(
     major, minor = gpu.capability
     if major < 8:
         raise PrefixShareError(
-            f"This GPU has compute capability {major}.{minor}, 8.0 is the least: choose another "
+            f"This GPU has compute capability {major}.{minor}, 8.0 is the minimum: choose another "
             "attention backend."
         )
     if attention.kv_lora_rank is not None:

@@ -15,7 +15,7 @@ class DeviceArrays:
     """Named int32 arrays in one device buffer.
 
     Each array has a fixed place with some room to grow. A buffer that turns out too small is
-    replaced by a larger one, until a CUDA graph has captured it: from then on growing is refused.
+    replaced by a larger one, until a CUDA graph has captured it: from then on growing raises.
     """
 
     def __init__(self, device: torch.device) -> None:

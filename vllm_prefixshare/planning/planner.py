@@ -157,17 +157,7 @@ class DecodePlanner:
         Raises:
             PrefixShareError: the arguments differ in their number of requests.
         """
-        num_reqs = len(max_seq_lens)
-        if len(block_table if table_rows is None else table_rows) != num_reqs:
-            raise PrefixShareError(
-                f"block_table has {len(block_table)} rows and seq_lens {num_reqs} entries: "
-                "pass one of each for every request."
-            )
-        if row_ids is not None and len(row_ids) != num_reqs:
-            raise PrefixShareError(
-                f"row_ids has {len(row_ids)} entries and seq_lens {num_reqs}: "
-                "pass one of each for every request."
-            )
+        _require_one_per_request(block_table, max_seq_lens, table_rows, row_ids)
         began = time.perf_counter()
         self.counters.updates += 1
         cached = self._first_that_holds(block_table, max_seq_lens, query_len, row_ids)
@@ -220,7 +210,7 @@ class DecodePlanner:
         planned_seq_lens = planned_seq_lens.astype(np.int32)
         problem = self._problem(Forest.alone(len(planned_seq_lens)), planned_seq_lens, query_len)
         tiles = one_tile_each(problem) if len(planned_seq_lens) else WorkTiles.none()
-        return build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
+        return self._plan_of(tiles, planned_seq_lens)
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""
@@ -268,13 +258,12 @@ class DecodePlanner:
             kept = without_losses(problem, self.divider.tiles_span_nodes)
             problem = replace(problem, forest=kept)
         tiles = self.divider.divide(problem) if len(planned_seq_lens) else WorkTiles.none()
-        plan = build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
+        plan = self._plan_of(tiles, planned_seq_lens)
         fallback = None
         if not plan.fits(self.config.max_tiles, self.config.max_runs, self.config.max_partials):
             fallback = PLAN_TOO_LARGE
             self.counters.fallbacks[PLAN_TOO_LARGE] += 1
-            tiles = one_tile_each(problem)
-            plan = build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
+            plan = self._plan_of(one_tile_each(problem), planned_seq_lens)
         if window is not None:
             plan = through_the_shortest(plan)
         if self.divider.cuts_at_fixed_places:
@@ -285,6 +274,9 @@ class DecodePlanner:
             return _NewPlan(plan, (first + size).astype(float), fallback)
         growth = self._balanced_growth(plan, problem.rows_per_request, query_len)
         return _NewPlan(plan, planned_seq_lens.astype(np.float64) + slack + growth, fallback)
+
+    def _plan_of(self, tiles: WorkTiles, planned_seq_lens: IntArray) -> DecodePlan:
+        return build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)
 
     def _problem(
         self, forest: Forest, planned_seq_lens: IntArray, query_len: int
@@ -307,6 +299,25 @@ class DecodePlanner:
         us_per_token = self._rates.memory[int(rows > self.config.geometry.half_rows)]
         growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
         return max(growth, MIN_STEPS * query_len)
+
+
+def _require_one_per_request(
+    block_table: IntArray,
+    seq_lens: IntArray,
+    table_rows: IntArray | None,
+    row_ids: IntArray | None,
+) -> None:
+    """Raise ``PrefixShareError`` if arguments of ``update`` differ in their number of requests."""
+    if len(block_table if table_rows is None else table_rows) != len(seq_lens):
+        raise PrefixShareError(
+            f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
+            "pass one of each for every request."
+        )
+    if row_ids is not None and len(row_ids) != len(seq_lens):
+        raise PrefixShareError(
+            f"row_ids has {len(row_ids)} entries and seq_lens {len(seq_lens)}: "
+            "pass one of each for every request."
+        )
 
 
 class CachedPlan:

@@ -19,7 +19,7 @@ from vllm_prefixshare.profiling.repeated_tiles import repeated_tiles
 
 REQUESTS = (1, 4, 16, 64)
 TOKENS = (256, 1024, 4096, 16384)
-#: Requests that are timed together where they share nothing.
+#: Requests that are timed together without sharing.
 ALONE = 8
 
 #: Timings in ``measure_cpu``: tiles, one tile cut in two and uncut, unshared requests.

@@ -1,9 +1,9 @@
 """Measuring the cost table of a GPU kernel (FlashForge section 5.2), all multiprocessors busy.
 
 A tile that runs alone has more bandwidth than it ever has in a batch, so every worker runs the same
-tile at the same time. The price of a tile is the time of many tiles less that of few, divided by
-the difference in tiles: the launch, the first tile's wait for memory and the uneven end of the last
-one drop out.
+tile at the same time. The price of a tile is the time of many tiles minus the time of few, over the
+difference in tiles: the launch, the first tile's wait for memory and the uneven end of the last one
+drop out.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 #: separate block for each KV head, and a block sees query rows, not heads.
 NUM_QO_HEADS = 32
 NUM_KV_HEADS = 8
-#: the same of a latent KV cache, whose tiles have as many rows whatever the heads
+#: the same for an MLA cache, whose tiles have as many rows with any number of heads
 LATENT_HEADS = 16
 BLOCK_SIZE = 16
 #: Maximum tiles of a worker, and tokens that it reads. They make block tables a multiple of 16
@@ -35,7 +35,7 @@ MAX_TILES = 32
 MAX_TOKENS = 16384
 MERGE_TOKENS = 256
 MERGE_TILES = (2, 8)
-#: Most timings in ``measure_gpu``: two grids of few and many tiles, and merging.
+#: Maximum number of timings in ``measure_gpu``: two grids of few and many tiles, and merging.
 STEPS = 4 * len(ROWS) * len(TOKENS) + 2 * len(MERGE_TILES)
 #: Least price: keeps a price that is too small to measure positive.
 MIN_US = 0.001

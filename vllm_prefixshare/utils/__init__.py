@@ -1,1 +1,1 @@
-"""Helpers that know nothing of attention."""
+"""Helpers without attention logic."""

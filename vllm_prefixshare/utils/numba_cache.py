@@ -28,7 +28,7 @@ def compiled(function: F) -> F:
     """
     try:
         compiled_function: F = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder to cache in: compile anew in each process
+    except RuntimeError:  # no folder to cache in: compile in each process
         compiled_function = njit(nogil=True)(function)
     else:
         _make_safe(getattr(compiled_function, "_cache", None))

@@ -98,7 +98,7 @@ def test_layers_with_extras_find_the_kernel_that_has_them(head_dim, extras, hopp
     ("shape", "gpu", "kernel", "query_len", "message"),
     [
         (SHAPE, L40S, "hopper", 1, "needs compute capability 9.0"),
-        (SHAPE, Gpu((7, 5), 40, 64 << 10), "auto", 1, "7.5, 8.0 is the least"),
+        (SHAPE, Gpu((7, 5), 40, 64 << 10), "auto", 1, "7.5, 8.0 is the minimum"),
         (SHAPE, H100, "cutlass", 1, "kernel must be one of auto, hopper, portable"),
         (SHAPE, H100, "auto", 0, "max_query_len must be at least 1"),
         (AttentionConfig(32, 8, 128, 16, "float32"), H100, "auto", 1, "dtype must be"),

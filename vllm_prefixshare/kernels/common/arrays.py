@@ -1,7 +1,7 @@
 """The arrays that the portable kernel and the MLA kernel walk, their sizes, and the words of a work
 tile in ``tile_info``.
 
-FIRST_RUN, END_RUN: runs of whole KV tiles. FIRST_PART: first of the parts that share KV tiles.
+FIRST_RUN, END_RUN: KV ranges of whole KV tiles. FIRST_PART: first of the parts that share KV tiles.
 PLANNED_KV_TILES, NEW_KV_TILES: number of KV tiles of planned parts, and of parts for tokens that
 come after the plan.
 """

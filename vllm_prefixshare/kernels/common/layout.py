@@ -58,10 +58,10 @@ def max_parts_of(tiling: KvTiling, num_runs: int, num_tiles: int) -> int:
 def walk_layout(plan: DecodePlan, tiling: KvTiling) -> PlanArrays:
     """The plan as ``PlanArrays``, all int32.
 
-    The KV of a tile is listed in two forms: whole KV tiles of long runs as runs, everything
-    else as parts of one unit, which fill KV tiles that several runs share. The last such KV
-    tiles are for the tokens that come after the plan: a part for each request, read again one unit
-    further on until the longest request is done.
+    The KV of a tile is listed in two forms: whole KV tiles of long ranges as runs, all other tokens
+    as parts of one unit, which fill KV tiles that several ranges share. The last of these KV tiles
+    are for the tokens after the plan: a part for each request, repeated one unit further on until
+    the longest request is done.
     """
     info, slot_end, runs, parts = _runs_and_parts(
         plan.tile_req_indptr,

@@ -13,7 +13,7 @@ from vllm_prefixshare.planning.plan import DecodePlan
 
 
 class CpuTensors(NamedTuple):
-    """A layer's arguments of ``contract.Executor.run`` that a CPU executor reads, checked."""
+    """A layer's arguments of ``interface.Executor.run`` that a CPU executor reads, checked."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -25,7 +25,7 @@ class CpuTensors(NamedTuple):
 
 
 class CpuExecutor:
-    """The part of ``contract.Executor`` that does not depend on how a tile is computed.
+    """The part of ``interface.Executor`` that does not depend on how a tile is computed.
 
     Args:
         attention: shape of the layer.
@@ -48,21 +48,21 @@ class CpuExecutor:
     def planner_config(
         self, divider: str | None = None, share: str = "always", **options: Any
     ) -> PlannerConfig:
-        """As ``contract.Executor.planner_config``."""
+        """As ``interface.Executor.planner_config``."""
         options["sliding_window"] = self.attention.sliding_window
         return PlannerConfig(
             divider or "flashforge", share, self.num_workers, geometry=CPU, **options
         )
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
-        """As ``contract.Executor.prepare``: looks up block ids and lengths."""
+        """As ``interface.Executor.prepare``: looks up block ids and lengths."""
         prepared = int(batch.query_start_loc[-1]), batch.rows is None
         if prepared != (self._num_tokens, self._all_rows):
             self._num_tokens, self._all_rows = prepared
             self._checked.clear()
 
     def reserve(self, plan: DecodePlan, room: float = 2.0) -> None:
-        """As ``contract.Executor.reserve``; here memory grows when it is needed."""
+        """As ``interface.Executor.reserve``; here memory grows when it is needed."""
 
     def run(
         self,
@@ -77,7 +77,7 @@ class CpuExecutor:
         lse: torch.Tensor | None = None,
         extras: LayerExtras | None = None,
     ) -> torch.Tensor:
-        """As ``contract.Executor.run``; only the tokens of the prepared rows are written."""
+        """As ``interface.Executor.run``; only the tokens of the prepared rows are written."""
         self._check(q, k_cache, v_cache, out, lse)
         given = checked_extras(extras, self.attention, q.device)
         self._compute(CpuTensors(q, k_cache, v_cache, out, lse, sm_scale, given))

@@ -182,7 +182,7 @@ class NativeExecutor(CpuExecutor):
         self._step: _Step | None = None
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
-        """As ``contract.Executor.prepare``."""
+        """As ``interface.Executor.prepare``."""
         super().prepare(plan, batch)
         block_table, seq_lens, query_start_loc, _, rows = batch
         key = plan, query_start_loc.tobytes()

@@ -100,7 +100,7 @@ class TorchExecutor(CpuExecutor):
         self._step = _Step((), (), None, nothing[:, 0], nothing, 0)
 
     def prepare(self, plan: DecodePlan, batch: HostBatch) -> None:
-        """As ``contract.Executor.prepare``."""
+        """As ``interface.Executor.prepare``."""
         super().prepare(plan, batch)
         block_table, seq_lens, query_start_loc, _, rows = batch
         if not len(seq_lens):

@@ -1,14 +1,14 @@
 """Partial attention for Hopper: one persistent, warp-specialised kernel in Gluon.
 
-A thread block belongs to one worker and one KV head and walks the worker's tiles. A tile
-holds up to 128 query rows in two halves of 64, one for each consumer warpgroup, and a list of
-runs of KV blocks. Two producer warps (``hopper.producer``) fetch the blocks by TMA, one K, the
-other V. The consumers multiply with wgmma and skip KV tiles that none of their rows reads.
+A CTA belongs to one work queue and one KV head and walks the queue's tiles. A tile holds up to 128
+query rows in two halves of 64, one for each consumer warpgroup, and a list of KV ranges. Two
+producer warps (``hopper.producer``) fetch the blocks by TMA, one K, the other V. The consumers
+multiply with wgmma and skip KV tiles that none of their rows reads.
 
-Because depth-first order makes the readers of a run neighbours, its mask is one interval of
-rows: DeFT's bit mask (section 3.3) in two bytes. Runs that only one half reads alternate between
-the halves, spread evenly between the runs that both read: memory traffic of the private parts then
-hides behind the arithmetic of the shared ones.
+Because depth-first order makes the readers of a KV range neighbours, its mask is one interval of
+rows: DeFT's bit mask (section 3.3) in two bytes. Ranges that only one half reads alternate between
+the halves, evenly interleaved with the ranges that both read: the arithmetic of shared KV then
+hides the memory traffic of private KV.
 
 A quantised (e4m3) cache is multiplied as it is with quantised queries, but V, which two more warps
 widen to float16 (``hopper.wide_values``). The weights are float16 then.
@@ -315,8 +315,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
     cache are e4m3. For each that is None Triton makes a binary without it.
     WINDOW: tokens that a query sees, its own included; 0 for all.
     D: ``HEAD_DIM`` rounded up to a power of two. PIECE: tokens of a block that are fetched at once,
-    a power of two that divides ``BLOCK_SIZE`` and ``KV_TILE``. RUNS: most runs of a tile, a power
-    of two.
+    a power of two that divides ``BLOCK_SIZE`` and ``KV_TILE``. RUNS: maximum KV ranges of a tile,
+    a power of two.
     """
     wait_for_launch_before()
     R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
@@ -363,7 +363,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
     io = (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask,
           tree_words, stride_q, stride_out, cap_rate, widening)
     where = (block_rows, head_rows, head_cols)
-    WORKERS: gl.constexpr = 4 if FP8 else 3  # partitions beside the first
+    WORKERS: gl.constexpr = 4 if FP8 else 3  # partitions after the first
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,

@@ -32,11 +32,6 @@ class HopperShape:
     """Compile-time shape of the Hopper kernel.
 
     window: tokens that a query sees; 0 for all.
-    chunks: pieces of 128 rows that a request with more query rows is cut into.
-    max_tile_requests, max_tile_runs: most requests and runs of a tile.
-    kv_tile: tokens that one step of the inner loop multiplies.
-    piece: tokens that TMA fetches at once.
-    stages: KV tiles in flight.
     """
 
     num_qo_heads: int
@@ -54,18 +49,18 @@ class HopperShape:
 
     @property
     def chunks(self) -> int:
-        """Thread blocks that share a request with more than 128 query rows."""
+        """CTAs for the query rows of a request, 128 rows each."""
         return -(-self.rows // 128)
 
     @property
     def max_tile_requests(self) -> int:
-        """Most requests of a work tile."""
+        """Maximum number of requests of a work tile."""
         return max(1, 2 * (64 // self.rows))  # the same number in each half
 
     @property
     def max_tile_runs(self) -> int:
-        # each request has a private run, and n requests share at most n - 1 nodes
-        """Most runs of a work tile, a power of two."""
+        """Maximum number of KV ranges of a work tile, a power of two."""
+        # each request has a private range, and n requests share at most n - 1 nodes
         return max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
 
     @property
@@ -75,12 +70,12 @@ class HopperShape:
 
     @property
     def kv_tile(self) -> int:
-        """Tokens of a KV tile."""
+        """Tokens that one iteration of the inner loop multiplies."""
         return kv_tile(self.head_dim)
 
     @property
     def piece(self) -> int:
-        """Tokens of a block that are fetched at once."""
+        """Tokens that TMA fetches at once."""
         return part_size(self.block_size)
 
     @property
@@ -147,21 +142,26 @@ class HopperKernel:
         self.num_workers = max(1, gpu.multi_processor_count // per_worker)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        """As ``contract.Kernel.layout``."""
-        rows, most = self.shape.rows, (self.max_tile_requests, self.max_tile_runs)
-        return linked_layout(plan, rows, *most, self.shape.kv_tile)._asdict()
+        """As ``interface.Kernel.layout``."""
+        return linked_layout(
+            plan,
+            self.shape.rows,
+            self.max_tile_requests,
+            self.max_tile_runs,
+            self.shape.kv_tile,
+        )._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
-        """As ``contract.Kernel.capacity``."""
+        """As ``interface.Kernel.capacity``."""
         max_tiles, max_partials = plan_limits(
             num_reqs, self.num_workers, self.max_tile_requests, pieces
         )
-        places = max_tiles + self.num_workers  # idle workers have a tile, too
+        places = max_tiles + self.num_workers  # an idle work queue has a tile, too
         room = sizes(places, self.max_tile_requests, self.max_tile_runs, num_reqs)
         return Capacity(max_tiles, places * self.max_tile_runs, max_partials, room._asdict())
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
-        """As ``contract.Kernel.launch``."""
+        """As ``interface.Kernel.launch``."""
         shape = self.shape
         k_view = CacheView("k_cache", t.k_cache, shape.padded_dim, shape.piece)
         v_view = CacheView("v_cache", t.v_cache, shape.padded_dim, shape.piece)

@@ -1,4 +1,4 @@
-"""A plan as the Hopper kernel reads it: a few int32 arrays, ready to be copied to the device."""
+"""A plan in the layout of the Hopper kernel: a few int32 arrays to copy to the device."""
 
 import numpy as np
 
@@ -22,16 +22,16 @@ from vllm_prefixshare.kernels.hopper.arrays import (
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.utils.numba_cache import compiled
 
-#: KV blocks are whole multiples of the fewest tokens that the kernel fetches at once
+#: minimum tokens that the kernel fetches at once, a divisor of the block size
 MIN_PIECE = 16
 MAX_HEAD_DIM = 256
-#: Most runs of a tile whose first KV tile is copied before its slots are found: the copy waits for
-#: block ids, and the search behind it comes later. More than 16 were not timed.
+#: Maximum KV ranges of a tile whose first KV tile is copied before its slots are found: the copy
+#: waits for block ids, which delays the search. More than 16 were not timed.
 PLAIN_RUNS = 16
 
 
 def kv_tile(head_dim: int) -> int:
-    """Tokens that one step of the kernel's inner loop multiplies."""
+    """Tokens that one iteration of the kernel's inner loop multiplies."""
     return 64 if head_dim > 128 else 128
 
 
@@ -57,24 +57,24 @@ def linked_layout(
 ) -> PlanArrays:
     """The arrays that the Hopper kernel walks, all int32.
 
-    All entries have fixed places, so that a starting thread block finds its first tile, requests
-    and runs in one round trip to memory instead of three: the first tile of worker ``w`` is tile
-    ``w``, without runs if the worker is idle, and each tile names the next one of its worker.
+    All entries have fixed places, so that a starting CTA finds its first tile, requests and KV
+    ranges in one round trip to memory instead of three: the first tile of work queue ``w`` is tile
+    ``w``, without ranges if the queue is empty, and each tile names the next one of its queue.
 
-    The rows of a tile are a low and a high half of 64. Each takes half of the tile's requests
+    The rows of a tile are a low and a high half of 64. Each half takes half of the tile's requests
     (or half of the rows, if one request has more than 64), so that both have work. A tile may hold
-    the private parts of its first requests only; so its requests are turned round, as a ring, to
-    where the halves read as much as each other. Where all requests fit into the low half, it takes
-    them all if both halves would read most KV tiles, and hinder each other, or if that makes fewer
-    KV tiles, because runs of a kind are padded together.
+    the private parts of its first requests only, so its requests are rotated as a ring until the
+    halves read about as many tokens. If all requests fit into the low half, it takes them all where
+    both halves would read more than half of the KV tiles and hinder each other, or where that makes
+    fewer KV tiles, because ranges of one kind are padded together.
 
     Args:
         rows_per_request: query rows of one request on one KV head.
-        max_slots, max_runs: places that every tile has for its requests and its runs.
+        max_slots, max_runs: places of every tile for its requests and its KV ranges.
         tile_tokens: tokens of a KV tile.
 
     Raises:
-        PrefixShareError: a tile has more requests or runs than there are places.
+        PrefixShareError: a tile has more requests or KV ranges than places.
     """
     _require_room("requests", plan.tile_req_indptr, "max_tile_requests", max_slots)
     _require_room("runs", plan.tile_run_indptr, "max_tile_runs", max_runs)
@@ -98,17 +98,17 @@ def linked_layout(
 
 
 def _require_room(what: str, indptr: IntArray, name: str, limit: int) -> None:
-    most = int(np.diff(indptr).max(initial=0))
-    if most > limit:
+    count = int(np.diff(indptr).max(initial=0))
+    if count > limit:
         raise PrefixShareError(
-            f"a tile of the plan has {most} {what} and the kernel takes {limit}: "
+            f"a tile of the plan has {count} {what} and the kernel takes {limit}: "
             f"plan with {name}={limit} in PlannerConfig."
         )
 
 
 @compiled
 def _kind(start: int, end: int, half: int) -> int:
-    """0: both halves read a run of the readers ``[start, end)``; 1: the low one; 2: the high one.
+    """Which halves read a KV range of readers ``[start, end)``: 0 both, 1 the low, 2 the high one.
     ``half``: requests in the low half.
     """
     return 0 if start < half < end else 1 if start < half else 2
@@ -118,16 +118,16 @@ def _kind(start: int, end: int, half: int) -> int:
 def first_request(
     num_reqs: int, half: int, starts: IntArray, ends: IntArray, pieces: IntArray
 ) -> int:
-    """The request of a tile that comes first when its requests are turned round so that the busier
-    half reads least. Requests stay in their order, as a ring, so the readers of a run stay
-    neighbours if none of them lie across the turn.
+    """The request that comes first when the requests of a tile are rotated so that the busier half
+    reads a minimum. Rotation keeps the readers of a KV range neighbours if they do not span the
+    turn.
 
     Args:
         half: requests in the low half.
-        starts, ends: readers of each run. pieces: of each run.
+        starts, ends, pieces: readers and number of pieces of each KV range.
     """
-    across = np.zeros(num_reqs + 1, np.int64)  # pieces of runs that are read on both sides
-    before = np.zeros(num_reqs + 1, np.int64)  # pieces of runs that begin before a request
+    across = np.zeros(num_reqs + 1, np.int64)  # pieces of ranges that are read on both sides
+    before = np.zeros(num_reqs + 1, np.int64)  # pieces of ranges that begin before a request
     for run in range(len(starts)):
         if ends[run] - starts[run] < num_reqs:
             read = max(1, pieces[run])
@@ -137,7 +137,7 @@ def first_request(
     across = np.cumsum(across)
     before = np.cumsum(before)
     best = 0
-    least = before[num_reqs] + 1
+    min_pieces = before[num_reqs] + 1
     for first in range(num_reqs):
         if across[first]:
             continue
@@ -149,9 +149,9 @@ def first_request(
             both = across[end - num_reqs]
             low = before[num_reqs] - before[first] + before[end - num_reqs] - both
         busier = both + max(low, before[num_reqs] - low - both)
-        if busier < least:
+        if busier < min_pieces:
             best = first
-            least = busier
+            min_pieces = busier
     return best
 
 
@@ -175,8 +175,8 @@ def link_tiles(
     Args:
         reqs: tile_req_indices and partial_indices of a plan.
         runs: run_row, run_kv_start and run_kv_end of a plan.
-        run_pieces: pieces (``part_size``) of each run, at the planned lengths; tile_pieces: of a
-            KV tile.
+        run_pieces: pieces (``part_size``) of each KV range, at the planned lengths; tile_pieces: of
+            a KV tile.
         half_requests: requests that fit into half a tile; 0 if both halves share one request.
 
     Returns:

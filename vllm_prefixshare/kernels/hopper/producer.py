@@ -1,8 +1,8 @@
 """The producer warps of the Hopper kernel: order of the KV blocks, and the rows that read them.
 
-A work tile is a list of runs of KV blocks. A piece is what one TMA fetches: a block, or a part of
-a large one (``config.part_size``). The pieces are laid end to end; every slot of a KV tile finds
-its run by a search in registers, and its block through the block table.
+A work tile is a list of KV ranges. One TMA fetches a piece: a block, or a part of a large block
+(``config.part_size``). The pieces are laid end to end; every slot of a KV tile finds its range by a
+search in registers, and its block through the block table.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -281,7 +281,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
                                            WINDOW, PIECE, NB, RUNS, R)
         wrong = (copied != 0) & (lane < NB) & (guess != cache_row)
         if gl.max(wrong.to(gl.int32), 0) != 0:
-            # the run is shorter than planned: nobody reads what was copied
+            # the range is shorter than planned: the copy is discarded
             if IS_K:
                 meta.index(0).store(gl.where(lane == FIRST_ROW, TILE_ROWS, 0))
             mbarrier.expect(bars.index(0), KV_TILE * D * ITEM)

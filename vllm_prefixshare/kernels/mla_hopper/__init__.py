@@ -1,1 +1,1 @@
-"""The kernel for latent KV caches (MLA) on Hopper, in Gluon."""
+"""The kernel for MLA caches on Hopper, in Gluon."""

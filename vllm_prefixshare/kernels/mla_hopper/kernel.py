@@ -1,9 +1,8 @@
-"""Partial attention over a latent KV cache (MLA) for Hopper, in Gluon.
+"""Partial attention over an MLA cache for Hopper, in Gluon.
 
-A thread block belongs to one worker and walks the worker's work tiles. A tile holds 64 query rows,
-the heads of its requests' query tokens, and a list of KV tiles of 64 tokens. A producer warp
-(``producer``) copies each to shared memory once, and both products take it from there: all of it as
-K, the latent as V.
+A CTA belongs to one work queue and walks its work tiles. A tile holds 64 query rows, the heads of
+its requests' query tokens, and a list of KV tiles of 64 tokens. A producer warp (``producer``)
+copies each to shared memory once for both products: all of it as K, the compressed KV as V.
 
 Two consumer warpgroups take turns: one makes scores and weights of the KV tiles with even numbers,
 the other of those with odd numbers. Each holds one half of the output's columns, multiplies
@@ -14,8 +13,8 @@ tokens: the "seesaw" schedule of FlashMLA.
 The weights of a KV tile take the place of the rotated part of its keys.
 
 A quantised (e4m3) cache is multiplied as it is with quantised queries, but as V, for which three
-more warps widen the latent to float16 (``wide_values``). There is room for two KV tiles as they are
-and three wide halves; the weights are float16 then, and have a place of their own.
+more warps widen the compressed KV to float16 (``wide_values``). There is room for two quantised KV
+tiles and three wide halves; the weights are float16 then, and have separate shared memory.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -342,7 +341,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, w
     walked in chunks.
 
     halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens
-    and half of the latent, or the rotated part.
+    and half of the compressed KV, or the rotated part.
     out_lse: as ``out`` without its last dimension. q_scale, k_scale, v_scale: float32 ``[1]`` where
     queries and cache are e4m3. For each that is None Triton makes a binary without it.
     """
@@ -394,7 +393,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, w
     plan = (work_indptr, tile_info, slot_row, slot_partial, query_start_loc)
     notes = (spans, words, maxima)
     smem = (((q_smem, rope_q), (k_smem, rope_k), v_smem, p_smem), notes, sums, bars)
-    WORKERS: gl.constexpr = 2 + WIDE_WARPS if FP8 else 2  # partitions beside the first
+    WORKERS: gl.constexpr = 2 + WIDE_WARPS if FP8 else 2  # partitions after the first
     gl.warp_specialize(
         [
             (_consumer, (0, io, plan, qk_scale, smem, HEADS, QUERY_LEN, CHUNKS, LATENT, ROPE, ROWS,

@@ -1,4 +1,4 @@
-"""Launching the Hopper kernel for latent KV caches, and the limits of its plans."""
+"""Launch of the MLA kernel for Hopper, and the limits of its plans."""
 
 import functools
 import math
@@ -25,14 +25,14 @@ TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
 
 
 def requests_of_a_tile(rows: int) -> int:
-    """Most requests of so many query rows, one for each head of a query token, that a tile holds;
-    at least 1.
+    """Maximum number of requests of a tile, at least 1. rows: query rows of a request, its heads
+    times its query tokens.
     """
     return max(1, TILE.rows // rows)
 
 
 def kv_tiling(block_size: int, query_len: int = 1) -> KvTiling:
-    """Sizes into which the kernel cuts a latent KV cache. TMA fetches whole KV tiles where blocks
+    """Sizes into which the kernel divides an MLA cache. TMA fetches whole KV tiles where blocks
     are as large: on long prefixes that is 2% faster than by ``config.part_size``, at the price of
     short runs that are padded.
     """
@@ -41,15 +41,15 @@ def kv_tiling(block_size: int, query_len: int = 1) -> KvTiling:
 
 
 def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
-    """The two views of a latent KV cache that TMA reads.
+    """The two views of an MLA cache that TMA reads.
 
     Args:
         cache: ``[num_blocks, block_size, (1,) 576]`` with blocks a whole number of tokens apart.
         unit: tokens that are fetched at once.
 
     Returns:
-        Tokens from the begin of a block to that of the next, and one row a token in boxes of
-        ``unit`` rows with half of the latent, and with the rotated part.
+        Tokens between the starts of blocks; descriptors with one row per token, in boxes of
+        ``unit`` rows: half of the compressed KV, and the rotated part.
 
     Raises:
         PrefixShareError: strides that TMA cannot follow.
@@ -88,7 +88,7 @@ def latent_partial_attention(
     The launch depends on shapes only: it may be captured in a CUDA graph.
 
     Args:
-        fixed: number of workers that the plan was made for, most query tokens of a request.
+        fixed: number of workers of the plan, maximum number of query tokens of a request.
         plan: the arrays of ``latent_layout`` on the device.
         sm_scale: softmax scale, above 0.
     """
@@ -146,19 +146,19 @@ class LatentHopperKernel:
         self.tiling = kv_tiling(attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        """As ``contract.Kernel.layout``."""
+        """As ``interface.Kernel.layout``."""
         return latent_layout(plan, self.tiling, self.max_tile_requests)._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
-        """As ``contract.Kernel.capacity``, for runs of up to 64k tokens."""
+        """As ``interface.Kernel.capacity``, for KV ranges of up to 64k tokens."""
         long = self.tiling._replace(long=1024)
         room = walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long, pieces)
-        tiles = room.max_tiles + self.num_workers  # a worker without a tile has an empty one
+        tiles = room.max_tiles + self.num_workers  # an empty work queue has an empty tile
         slots = dict.fromkeys(
             ("slot_row", "slot_partial", "slot_end"), tiles * self.max_tile_requests
         )
         return room._replace(sizes={**room.sizes, "tile_info": tiles * WORDS, **slots})
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
-        """As ``contract.Kernel.launch``."""
+        """As ``interface.Kernel.launch``."""
         latent_partial_attention((self.num_workers, self.query_len), plan, t, sm_scale)

@@ -1,4 +1,4 @@
-"""A plan as the kernel for latent KV caches reads it."""
+"""A plan in the layout of the MLA kernel."""
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from vllm_prefixshare.utils.numba_cache import compiled
 
 
 def latent_layout(plan: DecodePlan, tiling: KvTiling, max_tile_requests: int) -> PlanArrays:
-    """``walk_layout`` with parts only: no run is long enough for a loop of its own.
+    """``walk_layout`` with parts only, without separate loops over long ranges.
 
-    The first work tile of a worker has the worker's number, and every tile has room for
-    ``max_tile_requests`` requests in the slot arrays, so a thread block knows where both are
-    before it has loaded anything. A worker without a tile has one without requests. The tiles
-    that follow a worker's first are those from ``work_indptr[worker]`` on.
+    The first work tile of a work queue has the queue's number, and every tile has room for
+    ``max_tile_requests`` requests in the slot arrays, so a CTA knows the places of both before its
+    first load. An empty queue has a tile without requests. The following tiles of a queue start at
+    ``work_indptr[worker]``.
     """
     ends = plan.run_kv_end
     lengths = [*(ends - plan.run_kv_start)[ends != OPEN_END], *plan.planned_seq_lens, 0]

@@ -1,9 +1,9 @@
-"""The producer warp of the kernel for latent KV caches: it copies KV tiles and describes them.
+"""The producer warp of the MLA kernel: it copies KV tiles and describes them.
 
 A work tile is a list of parts of ``UNIT`` tokens, which fill its KV tiles. Each lane looks up one
 part, so that a batch of KV tiles is known before it is copied.
 
-A KV tile is copied by TMA in two halves of columns, each of which has barriers of its own. The
+A KV tile is copied by TMA in two halves of columns, each of which has its own barriers. The
 rotated part of the keys comes with the half that the other consumer multiplies with its weights,
 because the weights take its place.
 
@@ -134,7 +134,7 @@ def produce(halves, rope, table, seq_lens, query_start_loc, work_indptr, tile_in
     r = gl.arange(0, 64, SLOTS)
     worker = gl.program_id(0) // CHUNKS
     # The first tile has the worker's number. It is looked up with as few loads after each other
-    # as can be: a thread block does nothing else meanwhile.
+    # as can be, because the CTA waits for it.
     num_reqs, first, packed, new, request, planned_end = _work_tile(
         worker, r, tile_info, slot_row, slot_end, ROOM)
     begin = gl.load(work_indptr + worker)

@@ -1,8 +1,8 @@
-"""The latents of a quantised KV tile as float16, in the kernel for latent KV caches.
+"""The compressed KV of a quantised KV tile as float16, in the MLA kernel.
 
-The product of weights and latents takes operands of eight bits in another order than the cache has
-them. So three warps widen the latents, for both consumers, each of them some of the rows: they
-need not wait for each other.
+The product of weights and values takes 8-bit operands in another order than the cache has them. So
+three warps widen the values for both consumers, each warp some of the rows, without waiting for
+each other.
 """
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -1,10 +1,10 @@
 """Partial attention in plain Triton, for every NVIDIA GPU from compute capability 8.0 on.
 
-A thread block belongs to one worker and one KV head, and walks the worker's work tiles. In a tile
-it reads the long runs first, one KV tile after the other, then the KV tiles into which
-``layout.walk_layout`` has packed the short runs and the rest of the long ones. In depth-first
-order the rows that read a run are one interval: two integers in place of DeFT's bit mask (section
-3.3).
+A CTA belongs to one work queue and one KV head, and walks the queue's work tiles. In a tile it
+reads the long KV ranges first, one KV tile after the other, then the KV tiles into which
+``common.layout.walk_layout`` has packed the short ranges and the rest of the long ones. In
+depth-first order the rows that read a range are one interval: two integers instead of DeFT's bit
+mask (section 3.3).
 
 Triton does not pipeline a load whose address is loaded in the same iteration, so block ids and the
 place of the KV tile after the next are carried through the loops in registers.

@@ -179,11 +179,11 @@ class PortableKernel:
         self.tiling = KvTiling.of(self.tile.kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
-        """As ``contract.Kernel.layout``."""
+        """As ``interface.Kernel.layout``."""
         return walk_layout(plan, self.tiling)._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
-        """As ``contract.Kernel.capacity``."""
+        """As ``interface.Kernel.capacity``."""
         return walk_capacity(
             num_reqs,
             self.num_workers,
@@ -194,7 +194,7 @@ class PortableKernel:
         )
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
-        """As ``contract.Kernel.launch``."""
+        """As ``interface.Kernel.launch``."""
         if self.takes_bits:
             q = t.q.view(torch.uint8) if t.q.element_size() == 1 else t.q
             caches = t.k_cache.view(torch.uint8), t.v_cache.view(torch.uint8)

@@ -74,7 +74,7 @@ def has_gpu() -> bool:
 
 
 def gpu(device: torch.device | str = "cuda") -> str:
-    """Name of a GPU and the number of its multiprocessors: a MIG slice is a GPU of its own."""
+    """Name of a GPU and the number of its multiprocessors: a MIG slice counts as a GPU."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} x{properties.multi_processor_count}"
 
@@ -88,7 +88,7 @@ def cost_model(
     """The measured table for this machine and shape, or the analytic estimate.
 
     A table measured here is preferred to a shipped one. The estimate for a GPU in ``gpus.GPUS`` is
-    scaled to it; for any other it is that of an H200.
+    scaled to it; for any other GPU the H200's is used.
 
     Args:
         executor: "torch" or "native", or the kernel of a GPU: "hopper" or "portable".
@@ -113,7 +113,7 @@ def cost_model(
     path = SHIPPED / expected.file_name()
     if path.is_file():
         return CostTable.load(path, expected)
-    # plans of layers with latents were no faster by measured prices (docs/notes/mla.md)
+    # plans of MLA layers were no faster by measured prices (docs/notes/mla.md)
     if log is not None and attention.kv_lora_rank is None:
         cache = " --kv-cache-dtype fp8" if attention.kv_dtype else ""
         log(

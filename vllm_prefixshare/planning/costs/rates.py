@@ -24,7 +24,7 @@ class TileRates(NamedTuple):
         straight lines, the first one level. Rows: the tokens' cost and the tile's cost at which a
         line ends; the tile's cost where the line meets no tokens; its slope. One array, because a
         record of many arrays is copied at each call of a compiled function.
-    overhead: cost of a long tile besides its reading.
+    overhead: cost of a long tile extras its reading.
     merge: cost of merging one row of one partial result.
     partial_write, merge_launch, min_merge, max_merge: as in ``TileGeometry``, microseconds.
     """
@@ -54,16 +54,16 @@ class TileRates(NamedTuple):
         short = 4  # 1024 tokens; rates are taken between these
         long = 6  # and 4096
         rate = np.maximum((us[..., long] - us[..., short]) / (SIZES[long] - SIZES[short]), 1e-9)
-        beside = us - rate[..., None] * SIZES
+        extra = us - rate[..., None] * SIZES
         reading = rate.mean() * SIZES
-        tile = np.maximum(np.maximum.accumulate(reading + beside.mean((0, 1))), 1e-3)
+        tile = np.maximum(np.maximum.accumulate(reading + extra.mean((0, 1))), 1e-3)
         slope = np.concatenate([[0.0], np.diff(tile) / np.diff(reading), [1.0]])
         base = np.append(tile[0], tile - slope[1:] * reading)
         return cls(
             memory=rate[0].copy(),
             cached=rate[1].copy(),
             lines=np.array([np.append(reading, np.inf), np.append(tile, np.inf), base, slope]),
-            overhead=max(1e-3, float(beside[..., short].mean())),
+            overhead=max(1e-3, float(extra[..., short].mean())),
             merge=max(0.0, float(cost.merge(1))),
             partial_write=geometry.partial_write_us,
             merge_launch=geometry.merge_launch_us,

@@ -55,7 +55,7 @@ ROOFLINES = {
         rows_of_all=64,
         shares_multiprocessor=True,
     ),
-    # one latent serves all heads, so arithmetic decides; plans by measured prices were no faster
+    # all heads share the compressed KV, so tiles are compute-bound; measured prices gained nothing
     "mla_hopper": Roofline(5.0, 3.3e4, 4.4e4, 4.4e6, 4.4e6, 5.0, one_head=True, rows_of_all=64),
 }
 
@@ -81,7 +81,7 @@ class AnalyticCost:
 
     @property
     def _kept(self) -> int:
-        """Elements of a token's K and V in memory: a latent is kept once."""
+        """Elements of a token's K and V in memory; MLA stores its compressed KV once."""
         latent = self.attention.kv_lora_rank is not None
         return self._heads * self.attention.head_dim if latent else self._both
 

@@ -20,7 +20,7 @@ from vllm_prefixshare.utils.trusted_files import read_text, write_whole
 FORMAT = 2
 #: Largest file that is read; a table has some kilobytes.
 MAX_BYTES = 1 << 20
-#: Most microseconds in a table: one with a longer time counts as damaged.
+#: Maximum microseconds in a table; a table with a longer time is rejected as damaged.
 MAX_US = 1e9
 
 

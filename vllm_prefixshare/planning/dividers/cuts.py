@@ -1,17 +1,16 @@
-"""Cuts of the list of KV runs into work tiles, and what a cut costs.
+"""Cuts of the list of KV ranges into work tiles, and the cost of a cut.
 
 There are two ways to cut; the lower estimate wins. ``_cut_evenly`` gives each window a whole
-number of equal splits: windows below the same node then read it in lockstep, on neighbouring
-workers, and what one fetches from memory the others find in cache. Where the numbers of windows and
-workers do not match, ``_cut_through`` lays the windows end to end and cuts them into one range of
-equal time for each worker, the target found by bisection (FlashForge's lower bound, section 5.1,
-with this cut as its test); a range that reaches into the next window is two tiles. Lockstep counts
-for nothing where no tokens are shared, and for more where L2 does not hold them until the next
-window.
+number of equal splits: windows below the same node then read it in lockstep on neighbouring
+workers, one from memory and the others from L2. If the numbers of windows and workers do not match,
+``_cut_through`` lays the windows end to end and cuts them into one part of equal time per worker,
+with the target found by bisection (FlashForge's lower bound, section 5.1); a part that extends
+into the next window is two tiles. Lockstep gains nothing without shared tokens, and more if L2 does
+not hold them until the next window.
 
 A kernel may ask for even cuts to be spread (``TileGeometry.spread``): each split of a window then
-reads a part of the run that all of its requests share, and some of their private KV, so that splits
-take equal times whatever the price of one compared with the other.
+reads a part of the range that all of its requests share, and some of their private KV, so that
+splits take equal times whatever the relative costs.
 """
 
 import heapq
@@ -46,9 +45,9 @@ PRECISION = 0.005
 #: Tiles keep their order where their costs differ by less than this fraction of the largest.
 ABOUT_EQUAL = 0.02
 
-#: Columns of ``Cut.tiles``: the worker; the run and the token in it where a tile begins, and where
-#: it ends; the run that a spread tile reads a range of before these, and that range's first token
-#: and end. HEAD_END is 0 in all other tiles.
+#: Columns of ``Cut.tiles``: the worker; the range and its token where a tile begins, and where it
+#: ends; the range that a spread tile reads a part of before these, and the part's first token and
+#: end. HEAD_END is 0 in all other tiles.
 WORKER = 0
 FIRST_RUN = 1
 FIRST_TOKEN = 2
@@ -108,8 +107,8 @@ class Limits(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """What even cuts may gain, as in ``TileGeometry``. Apart from ``Limits``, which is copied at
-    each call of a compiled function.
+    """Gains of even cuts, as in ``TileGeometry``; separate from ``Limits``, which is copied at each
+    call of a compiled function.
     """
 
     spread: bool
@@ -151,10 +150,12 @@ class Cut(NamedTuple):
 def tile_end(
     runs: Runs, limits: Limits, run: int, done: int, goal: float
 ) -> tuple[int, int, float]:
-    """The run and token where a tile ends that begins at token ``done`` of ``run``, and the cost
-    of its tokens. It ends at about ``goal`` microseconds of the whole list, after a multiple of
-    ``cut_size``, or of KV tiles if it is long; at the latest where its window or the room for
-    runs ends.
+    """Where a tile ends that begins at token ``done`` of range ``run``: the range and the token in
+    it, and the microseconds of its tokens.
+
+    It ends at about ``goal`` microseconds of the whole list, after a multiple of ``cut_size``, or
+    of KV tiles if it is long; at the latest where its window ends or it has the maximum number of
+    ranges.
     """
     stop = min(runs.window_end[run], run + limits.max_tile_runs)
     begin = runs.before[run] + done * runs.rate[run]

@@ -1,19 +1,18 @@
-"""The divider for kernels that walk runs of KV blocks: one depth-first list, cut by time.
+"""The divider for kernels that walk KV ranges: one depth-first list, cut by time.
 
 It is DeFT-Flatten (section 3.3) with costs in place of block counts. In depth-first order
 neighbouring requests share the most, so the batch is cut into windows of as many neighbours as
-a work tile holds. The runs of KV tokens below a window, root to leaves, follow each other in
-preorder: then the readers of any range of the list are neighbours, too.
+a work tile holds. The KV ranges below a window are in preorder from root to leaves, so the readers
+of any part of the list are neighbours, too.
 
-It takes three steps, each a module, and calls go one way: ``kv_list`` lists the runs of all windows
-with the rates of their tokens, ``prices`` prices tiles and merging, and ``cuts``, which calls both,
-cuts the list into work tiles.
+There is a module for each of three steps: ``kv_list`` lists the KV ranges of all windows with the
+rates of their tokens, ``prices`` prices tiles and merging, and ``cuts``, which calls both, cuts the
+list into work tiles.
 
 The price of a token depends on its readers. A kernel's tile is two halves, each with half of the
-requests: a run that both halves read is bound by arithmetic, a run that one half reads by memory,
-because the halves work in parallel. A run that several windows read comes from memory once. The
-cost of a tile in addition to its tokens is taken from the cost table at the tile's size
-(``TileRates``).
+requests, that work in parallel: a range that both halves read is compute-bound, a range that one
+half reads memory-bound. A range that several windows read comes from memory once. The cost of a
+tile in addition to its tokens is taken from the cost table at the tile's size (``TileRates``).
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""Windows of neighbouring requests, and the list of KV runs that the requests of each read.
+"""Windows of neighbouring requests, and the list of KV ranges that the requests of each read.
 
-A window is what one work tile can hold. Its runs follow each other root to leaves, in preorder,
-so that the readers of consecutive runs are neighbours, too.
+A window fits one work tile. Its ranges are in preorder from root to leaves, so that the readers of
+consecutive ranges are neighbours, too.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def _window_ends(
     """``[n]`` end of the window of each position, windows of ``size`` at most; and what they cost.
 
     A node that lies across the end of a window is read once more. The ends are chosen so that
-    this costs least, by dynamic programming over positions: ``price[0]`` a window and
+    this costs a minimum, by dynamic programming over positions: ``price[0]`` a window and
     ``price[1]`` a token. start, end: depth-first positions of the readers of each node.
     """
     crossing = np.zeros(n + 1)  # cost of ending a window before a position

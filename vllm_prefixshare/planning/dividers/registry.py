@@ -21,7 +21,7 @@ from vllm_prefixshare.planning.dividers.problem import Divide
 class Divider:
     """A divider strategy.
 
-    divide: the strategy; its name is that of the divider.
+    divide: the strategy; the divider has its name.
     decides_sharing: what the policy ``auto`` would decide beforehand, tree by tree, is left to it.
     tiles_span_nodes: a work tile reads several nodes of the tree, so that what a tree gains by
         sharing is priced per token and not per query group.

@@ -48,15 +48,15 @@ def forest_from_blocks(
 ) -> Forest:
     """The forest of shared leading blocks.
 
-    Siblings come in the order of their lowest batch row, requests that end at a node before
-    those that go on below it.
+    Siblings are in the order of their lowest batch row; requests that end at a node come before
+    requests that continue below it.
 
     Each shared block of a request is compared about once. However deep the tree, a request takes
-    part in at most ``1 + ln(num_reqs)`` comparisons on average: those that share a block are
-    compared with a random one of them, which divides them as a random pivot does in quicksort. It
-    is picked by a hash of the row number, so an order of rows made against that hash takes longer,
-    ``num_reqs`` comparisons each at worst. Besides, an entry for each block of the longest request
-    is cleared.
+    part in at most ``1 + ln(num_reqs)`` comparisons on average: requests that share a block are
+    compared with a random one of them, which divides them as a random pivot does in quicksort. The
+    pivot has the lowest hash of the row number, so rows in an adversarial order need up to
+    ``num_reqs`` comparisons each. In addition, an entry is cleared for each block of the longest
+    request.
 
     Args:
         block_table: int32 ``[num_reqs or more, max_blocks]`` physical block ids.
@@ -66,9 +66,7 @@ def forest_from_blocks(
         table_rows: ``[num_reqs]`` row of the table that each request has; in order if None.
     """
     null = -1 if null_block_id is None else null_block_id
-    if table_rows is None:
-        table_rows = np.arange(len(num_shareable))
-    table_rows = table_rows.astype(np.int64, copy=False)  # one type, or Numba compiles again
+    table_rows = _rows_of(table_rows, len(num_shareable))
     rows, private, nodes = _forest(block_table, table_rows, num_shareable, null)
     return _in_tokens(rows, private, nodes, block_size)
 
@@ -82,12 +80,12 @@ def windowed_forest(
     null_block_id: int | None = None,
     table_rows: IntArray | None = None,
 ) -> Forest:
-    """The forest of a layer with a sliding window: of the blocks from each request's first one in
-    its window on. What stands before it in the table, such as freed blocks, does not count.
+    """The forest of a layer with a sliding window, from the first block in each request's window
+    on. Earlier entries of the table, such as freed blocks, are ignored.
 
-    A node begins where the first window of its readers does; its other readers mask what lies
-    before theirs. So that they mask little, requests whose windows begin more than ``band`` blocks
-    apart share nothing. A node may begin after the end of its parent.
+    A node begins at the earliest window of its readers; the other readers mask the tokens before
+    their windows. To limit the masked tokens, requests whose windows begin more than ``band``
+    blocks apart share nothing. A node may begin after the end of its parent.
 
     Args:
         block_table, num_shareable, block_size, null_block_id, table_rows: as in
@@ -96,9 +94,7 @@ def windowed_forest(
         band: blocks.
     """
     null = -1 if null_block_id is None else null_block_id
-    if table_rows is None:
-        table_rows = np.arange(len(num_shareable))
-    table_rows = table_rows.astype(np.int64, copy=False)
+    table_rows = _rows_of(table_rows, len(num_shareable))
     if not len(num_shareable):
         return Forest.alone(0)
     aligned = _aligned(block_table, table_rows, num_shareable, first_seen, band, null)
@@ -107,6 +103,13 @@ def windowed_forest(
     rows, private, nodes = _forest(aligned, order, np.maximum(num_shareable - base, 0), null)
     private, nodes = _in_window(rows, private + base, nodes, base, first_seen)
     return _in_tokens(rows, private, nodes, block_size)
+
+
+def _rows_of(table_rows: IntArray | None, num_reqs: int) -> IntArray:
+    """``table_rows``, in order if None; int64, because Numba compiles again for another dtype."""
+    if table_rows is None:
+        table_rows = np.arange(num_reqs)
+    return table_rows.astype(np.int64, copy=False)
 
 
 def _in_tokens(rows: IntArray, private: IntArray, nodes: IntArray, block_size: int) -> Forest:
@@ -123,6 +126,25 @@ def _in_tokens(rows: IntArray, private: IntArray, nodes: IntArray, block_size: i
         node_reader_start=nodes[READER_START],
         node_reader_end=nodes[READER_END],
     )
+
+
+@compiled
+def _table_size(entries: int) -> int:
+    """Slots of a hash table for so many entries: a power of two, at least half empty."""
+    size = 2
+    while size < 2 * entries:
+        size *= 2
+    return size
+
+
+@compiled
+def _slot_of(holder: IntArray, block: int) -> int:
+    """The slot with ``block`` in the hash table of ``_aligned``, or the empty slot for it."""
+    mask = len(holder) - 1
+    slot = (int(block) * HASH >> 12) & mask
+    while holder[slot, BLOCK] >= 0 and holder[slot, BLOCK] != block:
+        slot = (slot + 1) & mask
+    return slot
 
 
 @compiled
@@ -144,11 +166,7 @@ def _aligned(
     filled = 0
     for row in range(n):
         filled += max(num_shareable[row] - first_seen[row], 0)
-    size = 2
-    while size < 2 * filled:
-        size *= 2
-    mask = size - 1
-    holder = np.full((size, 2), -1, np.int32)  # hash table: block and the last row that has it
+    holder = np.full((_table_size(filled), 2), -1, np.int32)  # block, and the last row that has it
     tree_start = np.zeros(n, np.int32)  # first column of the tree of each row
     for row in np.argsort(first_seen, kind="mergesort"):
         first = first_seen[row]
@@ -156,9 +174,7 @@ def _aligned(
         ids = table[table_rows[row]]
         before = -1
         if first < end and ids[first] != null:
-            slot = (int(ids[first]) * HASH >> 12) & mask
-            while holder[slot, BLOCK] >= 0 and holder[slot, BLOCK] != ids[first]:
-                slot = (slot + 1) & mask
+            slot = _slot_of(holder, ids[first])
             before = holder[slot, HOLDER] if holder[slot, BLOCK] >= 0 else -1
             if before >= 0 and first - tree_start[before] > band:
                 before = -1
@@ -173,9 +189,7 @@ def _aligned(
             out[row, column - base] = block
             if block == null:
                 continue
-            slot = (int(block) * HASH >> 12) & mask
-            while holder[slot, BLOCK] >= 0 and holder[slot, BLOCK] != block:
-                slot = (slot + 1) & mask
+            slot = _slot_of(holder, block)
             holder[slot, BLOCK] = block
             holder[slot, HOLDER] = row
     return out
@@ -265,10 +279,7 @@ def _forest(
     groups = np.empty((n, LEADER + 1), np.int32)  # a stack
     # list of those that leave the path of the leader at each depth
     leaving = np.full(num_shareable.max() + 1 if n else 1, -1, np.int32)
-    size = 2
-    while size < 2 * n:
-        size *= 2
-    slots = np.zeros((size, SPLIT + 1), np.int32)  # hash table
+    slots = np.zeros((_table_size(n), SPLIT + 1), np.int32)  # hash table
 
     splits = 1
     height, _ = _split(
