@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
 from tests.support import decode_paths as paths
 from tests.support import fuzz_scale as scale
 from tests.support.engine_model import Engine, V1Rows, V2Slots
-from tests.support.engine_oracle import assert_reads_what_was_written, assert_tree, shared_nodes
+from tests.support.plan_oracle import assert_forest, assert_reads_what_was_written, filled_blocks
 from tests.support.planning_cases import LinearCost
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.core import Forest, PieceLimits
@@ -299,9 +300,12 @@ class PlannerMachine(RuleBasedStateMachine):
         elif self.mode.invariant:
             assert (plan.run_kv_start % self.piece == 0).all(), "cut at another place"
         if self.forest is not None and not self.mode.windows:
-            nodes = shared_nodes(step, engine.query_len, engine.slack, engine.block_size)
-            assert_tree(self.forest, nodes, engine.block_size, planner.config.share == "auto")
-            self.tried["nodes of trees"] += len(nodes)
+            # a block is filled if no query of this step can write to it
+            lens = np.maximum(step.host_lens - engine.slack, 1)
+            size = engine.block_size
+            filled = filled_blocks(step.block_table, lens, size, engine.query_len)
+            assert_forest(self.forest, filled, size, may_drop=planner.config.share == "auto")
+            self.tried["nodes of trees"] += self.forest.num_nodes
         if planner.counters.plans > before:
             batch = step.block_table, step.true_lens
             invariants.check(plan, *batch, engine.window, engine.query_len)

@@ -1,73 +1,66 @@
 """Brute-force answers, which share nothing with the code under test."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from tests.support.engine_model import Step
 from vllm_prefixshare.core import OPEN_END, Forest
 from vllm_prefixshare.planning.plan import DecodePlan
 
-Requests = Mapping[Hashable, Sequence[int]]
 
-
-def shared_runs(blocks: Requests) -> dict[frozenset, tuple[int, int]]:
-    """Block range ``[start, end)`` of every maximal run that two or more requests share, by the set
-    of requests that share it.
+def shared_runs(blocks: Sequence[Sequence[int]]) -> dict[frozenset[int], tuple[int, int]]:
+    """The prefix tree by definition: the block range ``[start, end)`` of every maximal run that the
+    same two or more rows hold, by these rows.
     """
-    sharers: dict[tuple[int, ...], set] = {}
-    for request, ids in blocks.items():
-        for depth in range(1, len(ids) + 1):
-            sharers.setdefault(tuple(ids[:depth]), set()).add(request)
-    runs: dict[frozenset, tuple[int, int]] = {}
-    for prefix, requests in sharers.items():
-        if len(requests) > 1:
-            key, depth = frozenset(requests), len(prefix)
-            start, end = runs.get(key, (depth - 1, depth))
-            runs[key] = min(start, depth - 1), max(end, depth)
+    runs: dict[frozenset[int], tuple[int, int]] = {}
+    groups, depth = [list(range(len(blocks)))], 0  # rows with equal blocks up to this depth
+    while groups:
+        children: dict[tuple[int, int], list[int]] = {}
+        for i, group in enumerate(groups):
+            for row in group:
+                if len(blocks[row]) > depth:
+                    children.setdefault((i, blocks[row][depth]), []).append(row)
+        groups = [rows for rows in children.values() if len(rows) > 1]
+        for rows in groups:
+            start, _ = runs.get(frozenset(rows), (depth, depth))
+            runs[frozenset(rows)] = start, depth + 1
+        depth += 1
     return runs
 
 
-def longest_shared_prefix(blocks: Requests, request: Hashable) -> int:
-    """Blocks that ``request`` has in common with the request most like it."""
-
-    def common(a: Sequence[int], b: Sequence[int]) -> int:
-        n = 0
-        while n < min(len(a), len(b)) and a[n] == b[n]:
-            n += 1
-        return n
-
-    others = (ids for other, ids in blocks.items() if other != request)
-    return max((common(blocks[request], ids) for ids in others), default=0)
-
-
 def assert_forest(
-    forest: Forest, blocks: Requests, order: Sequence[Hashable], block_size: int
+    forest: Forest, blocks: Sequence[Sequence[int]], block_size: int, may_drop: bool = False
 ) -> None:
-    """Assert that ``forest`` is the shared part of ``blocks``, for the batch rows ``order``."""
-    assert sorted(forest.request_rows.tolist()) == list(range(len(order)))
-    assert forest.num_reqs == len(order)
-    by_position = [order[row] for row in forest.request_rows.tolist()]
-    for request, private in zip(by_position, forest.private_start.tolist(), strict=True):
-        assert private == longest_shared_prefix(blocks, request) * block_size
-
-    expected = shared_runs(blocks)
-    found = []
+    """Assert that ``forest`` is the prefix tree of rows with these filled blocks; with
+    ``may_drop``, whole trees may be missing, as where sharing them does not pay.
+    """
+    rows = forest.request_rows.tolist()
+    assert forest.num_reqs == len(blocks)
+    assert sorted(rows) == list(range(len(blocks)))
+    found: list[tuple[frozenset[int], tuple[int, int]]] = []
     for node in range(forest.num_nodes):
         first, last = int(forest.node_reader_start[node]), int(forest.node_reader_end[node])
-        assert 0 <= first < last <= len(order)
-        requests = frozenset(by_position[first:last])
-        span = int(forest.node_start[node]), int(forest.node_end[node])
-        assert requests in expected, f"{set(requests)} share no run of their own"
-        assert span == tuple(depth * block_size for depth in expected[requests])
+        assert 0 <= first < last <= len(rows)
+        readers = frozenset(rows[first:last])
+        start, end = int(forest.node_start[node]), int(forest.node_end[node])
+        assert start % block_size == end % block_size == 0
         parent = int(forest.node_parent[node])
         assert parent < node
         if parent < 0:
-            assert span[0] == 0
+            assert start == 0
         else:
-            assert found[parent] > requests
-            assert int(forest.node_end[parent]) == span[0]
-        found.append(requests)
-    assert len(found) == len(set(found)) == len(expected)
+            above, (_, above_end) = found[parent]
+            assert above > readers and above_end * block_size == start
+        found.append((readers, (start // block_size, end // block_size)))
+    expected = shared_runs(blocks)
+    if may_drop:
+        roots = [readers for readers, (start, _) in found if start == 0]
+        expected = {r: run for r, run in expected.items() if any(r <= root for root in roots)}
+    assert len(found) == len(expected) and dict(found) == expected
+    for row, start in zip(rows, forest.private_start.tolist(), strict=True):
+        shared = max((end for readers, (_, end) in expected.items() if row in readers), default=0)
+        assert start == shared * block_size
 
 
 def filled_blocks(
@@ -110,14 +103,8 @@ def tile_runs(
         row, start, stop = (int(x[run]) for x in (plan.run_row, plan.run_kv_start, plan.run_kv_end))
         if stop == OPEN_END:
             stop = int(seq_lens[row])
-        out.append(
-            (
-                row,
-                start,
-                stop,
-                rows[int(plan.run_reader_start[run]) : int(plan.run_reader_end[run])],
-            )
-        )
+        readers = rows[int(plan.run_reader_start[run]) : int(plan.run_reader_end[run])]
+        out.append((row, start, stop, readers))
     return out
 
 
@@ -140,6 +127,48 @@ def assert_reads_once(plan: DecodePlan, block_table: np.ndarray, seq_lens: np.nd
                 counts[reader][start:stop] += 1
     for row, reads in enumerate(counts):
         assert np.all(reads == 1), f"row {row} reads its tokens {reads.tolist()} times"
+
+
+def assert_reads_what_was_written(
+    plan: DecodePlan,
+    step: Step,
+    memory: np.ndarray,
+    block_size: int,
+    window: int | None = None,
+) -> int:
+    """Assert that each request reads each of its tokens once, and finds there a value that it
+    wrote, or that another request with the same text wrote. Blocks that this step writes to belong
+    to one request only. With a ``window``, tokens that none of the request's queries sees may be
+    read or not, from any block. Returns the tokens read.
+    """
+    assert plan.num_reqs == len(step.true_lens)
+    first = np.zeros_like(step.true_lens)
+    if window is not None:
+        first = np.maximum(step.true_lens - step.queries + 1 - window, 0)
+    reads = [np.zeros(n, np.int64) for n in step.true_lens.tolist()]
+    total = 0
+    for tile in range(plan.num_tiles):
+        for row, start, end, readers in tile_runs(plan, tile, step.true_lens):
+            assert readers, "a run has no reader"
+            total += max(0, end - start)
+            ids = step.block_table[row, start // block_size : -(-end // block_size)]
+            content = memory[ids].ravel()[start % block_size :]
+            for reader in readers:
+                context = int(step.true_lens[reader] - step.queries[reader])
+                assert end <= step.true_lens[reader], "a run passes the end of a request"
+                if len(readers) > 1 or reader != row:
+                    assert end <= context // block_size * block_size, "a shared block is written"
+                known, seen = min(end, context), max(start, int(first[reader]))
+                if known > seen:
+                    wrong = content[seen - start : known - start] != step.chains[reader][seen:known]
+                    assert not wrong.any(), (
+                        f"row {reader} reads another's token at {seen + int(wrong.argmax())}"
+                    )
+                reads[reader][start:end] += 1
+    for row, counts in enumerate(reads):
+        counts = counts[first[row] :]
+        assert (counts == 1).all(), f"row {row} reads its tokens {counts.tolist()} times"
+    return total
 
 
 def attend(

@@ -88,7 +88,7 @@ def every_edge_assignment(
     """Modelled cost of all 2^E assignments (FastTree, section 4.1), computed on the oracle's tree:
     an edge leads from a node to a child or to a private part.
     """
-    runs = shared_runs(dict(enumerate(requests)))
+    runs = shared_runs(requests)
     nodes = sorted(runs, key=lambda s: runs[s][0])  # parents first
 
     def parent(readers: frozenset, start: int) -> frozenset | None:
@@ -135,7 +135,7 @@ def test_without_concatenation_there_is_one_group_per_node_and_private_part(tree
     forest, kv_lens = forest_of(*tree)
     groups = group_queries(forest, kv_lens, cost, gqa, concatenate=False)
     assert_covers(groups, requests, kv_lens)
-    runs = shared_runs(dict(enumerate(requests)))
+    runs = shared_runs(requests)
     expected = {
         (readers, start * BLOCK_SIZE, end * BLOCK_SIZE) for readers, (start, end) in runs.items()
     }

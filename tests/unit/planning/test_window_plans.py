@@ -34,7 +34,7 @@ def planned(table, lens, window=16, **options) -> DecodePlan:
     return planner.update(table, lens).plan
 
 
-def shared_runs(plan: DecodePlan) -> list[tuple[int, int, int]]:
+def runs_of_several(plan: DecodePlan) -> list[tuple[int, int, int]]:
     """Tokens and number of readers of the runs that several requests read."""
     readers = plan.run_reader_end - plan.run_reader_start
     runs = zip(plan.run_kv_start, plan.run_kv_end, readers, strict=True)
@@ -44,32 +44,32 @@ def shared_runs(plan: DecodePlan) -> list[tuple[int, int, int]]:
 def test_a_document_in_every_window_is_shared_from_the_first_window_on():
     # the windows begin at tokens 27, 29 and 31
     plan = planned(*batch(10, [43, 45, 47]), num_workers=1)
-    assert shared_runs(plan) == [(24, 40, 3)]
+    assert runs_of_several(plan) == [(24, 40, 3)]
     assert plan.kv_tokens_read(plan.planned_seq_lens) == 16 + 3 + 5 + 7
 
 
 def test_requests_that_are_shorter_than_the_window_share_all_of_it():
     plan = planned(*batch(3, [13, 14, 15]), num_workers=1)
-    assert shared_runs(plan) == [(0, 12, 3)]
+    assert runs_of_several(plan) == [(0, 12, 3)]
 
 
 def test_a_window_past_the_document_shares_nothing():
     plan = planned(*batch(10, [60, 61, 70]))
-    assert shared_runs(plan) == []
+    assert runs_of_several(plan) == []
     assert plan.kv_tokens_read(plan.planned_seq_lens) <= 3 * 20
 
 
 def test_windows_far_apart_are_read_apart():
     # 25 and 26, and 39, more than half a window later; all three see the document's last block
     plan = planned(*batch(10, [41, 42, 55]), num_workers=1)
-    assert shared_runs(plan) == [(24, 40, 2)]
+    assert runs_of_several(plan) == [(24, 40, 2)]
 
 
 def test_null_blocks_are_never_shared():
     table, lens = batch(10, [43, 45])
     table[:, 6:8] = 0
     plan = planned(table, lens, num_workers=1)
-    assert all(start >= 32 for start, *_ in shared_runs(plan))
+    assert all(start >= 32 for start, *_ in runs_of_several(plan))
 
 
 def test_a_shared_run_is_read_through_the_row_whose_window_begins_first():

@@ -78,8 +78,7 @@ ORDERS = ["up", "down", "shuffled", "least in the middle", "least at the ends"]
 @given(st.lists(block_ids(4, 5), max_size=16), st.sampled_from([1, 3, 40, 70]))
 def test_forest_of_any_requests(words, stretch):
     requests = [[s * stretch + i for s in word for i in range(stretch)] for word in words]
-    blocks = dict(enumerate(requests))
-    assert_forest(forest_of(*requests), blocks, list(blocks), BLOCK_SIZE)
+    assert_forest(forest_of(*requests), requests, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -88,8 +87,7 @@ def test_forest_of_many_requests_with_ids_that_collide_in_the_hash_table(seed):
     symbols = [random.getrandbits(31) for _ in range(60)]
     symbols += [s ^ (1 << random.randrange(31)) for s in symbols]
     requests = [random.choices(symbols[: random.randint(2, 120)], k=3) for _ in range(150)]
-    blocks = dict(enumerate(requests))
-    assert_forest(forest_of(*requests), blocks, list(blocks), BLOCK_SIZE)
+    assert_forest(forest_of(*requests), requests, BLOCK_SIZE)
 
 
 @quick(150)
@@ -98,7 +96,7 @@ def test_a_null_block_ends_what_a_row_shares(requests, null):
     """The result is the same as if the filled blocks ended there."""
     cut = [ids[: ids.index(null)] if null in ids else ids for ids in requests]
     found = forest_of_ids(requests, BLOCK_SIZE, null)
-    assert_forest(found, dict(enumerate(cut)), list(range(len(cut))), BLOCK_SIZE)
+    assert_forest(found, cut, BLOCK_SIZE)
     for array, expected in zip(found, forest_of(*cut), strict=True):
         assert array.tolist() == expected.tolist()
 
@@ -130,7 +128,7 @@ def test_as_many_nodes_as_requests_one_below_the_other(kind, order):
     requests = in_order(COMBS[kind], order)
     found = forest_of(*requests)
     assert found.num_nodes > len(requests) - 15
-    assert_forest(found, dict(enumerate(requests)), list(range(len(requests))), BLOCK_SIZE)
+    assert_forest(found, requests, BLOCK_SIZE)
     assert found.request_rows.tolist() == depth_first(requests, list(range(len(requests))))
 
 
