@@ -21,7 +21,7 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.paged_batches import paged_batch
+from tests.support.paged_batches import paged_batch, total_error
 from tests.support.planning_cases import (
     COSTS,
     LLAMA,
@@ -31,7 +31,7 @@ from tests.support.planning_cases import (
     quick,
 )
 from tests.unit.kernels.cpu.test_native_executor import needs_native
-from tests.unit.kernels.cpu.test_torch_executor import reference, relative_error, run, wrapper_for
+from tests.unit.kernels.cpu.test_torch_executor import run
 from vllm_prefixshare.cli.canvas import Canvas
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -618,7 +618,7 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
 def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
     """Six steps of a batch that changes each time, through the operator."""
     batch = paged_batch(requests=6)
-    wrapper = wrapper_for(batch, num_workers=3)
+    wrapper = batch.wrapper(num_workers=3)
     real, steps = planner_module.build_plan, []
 
     def fails_once(*args):
@@ -638,7 +638,7 @@ def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
             query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
             q=batch.q[rows],
         )
-        assert relative_error(run(part, wrapper), reference(part)) < 2e-6
+        assert total_error(run(part, wrapper), part.expected()[0]) < 2e-6
         factors.append(wrapper.stats().share_factor)
     assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
 
@@ -648,7 +648,7 @@ def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypa
     launch.
     """
     batch = paged_batch(requests=4)
-    wrapper = wrapper_for(batch, num_workers=2)
+    wrapper = batch.wrapper(num_workers=2)
     executor = wrapper._executor
     real, calls = executor.run, []
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.support.gpu_layer import BF16, DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
+from tests.support.paged_batches import relative_error
 from vllm_prefixshare import LayerExtras, PrefixShareError
+from vllm_prefixshare.kernels.extras import PLAIN
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.profiling.gpu_timing import capture
 from vllm_prefixshare.workloads.trees import tree
@@ -57,14 +59,20 @@ def prepared(layer: Layer, options: dict) -> Layer:
     return layer
 
 
-def check(layer: Layer, out: torch.Tensor, lse: torch.Tensor, extras: LayerExtras) -> None:
+def check(
+    layer: Layer,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    extras: LayerExtras = PLAIN,
+    window: int | None = None,
+) -> None:
     starts = torch.from_numpy(layer.starts)
-    tensors = layer.q, layer.k_cache, layer.v_cache, layer.block_table, layer.seq_lens
-    wanted, wanted_lse = reference_attention_and_lse(*tensors, starts, extras=extras)
+    wanted, wanted_lse = reference_attention_and_lse(
+        *layer.tensors.values(), starts, extras=extras, sliding_window=window
+    )
     tolerance = TOLERANCE if layer.q.element_size() > 1 else FP8_TOLERANCE
     assert out.isfinite().all()
-    error = (out.double() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-    assert error.max() < tolerance
+    assert relative_error(out, wanted) < tolerance
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=5 * tolerance)
 
 
@@ -74,10 +82,7 @@ def check(layer: Layer, out: torch.Tensor, lse: torch.Tensor, extras: LayerExtra
 def test_matches_float64(kernel, name, counts, block_size, layout):
     options, extras = extras_of(name)
     for spec in SPECS:
-        work = tree(spec, block_size)
-        each = (counts * work.num_reqs)[: work.num_reqs]
-        each = [min(n, int(length)) for n, length in zip(each, work.seq_lens, strict=True)]
-        layer = prepared(Layer(work, HEADS, counts=each, layout=layout), options)
+        layer = prepared(Layer.repeating(tree(spec, block_size), counts, layout=layout), options)
         wrapper = layer.planned(kernel, max_query_len=max(counts), **options)
         poison(wrapper._executor)
         check(layer, *wrapper.run(**layer.tensors, extras=extras, return_lse=True), extras)

@@ -21,7 +21,7 @@ import torch.multiprocessing as multiprocessing
 
 from tests.support.gpu_layer import ON_GPU
 from tests.support.paged_batches import PagedBatch, paged_batch
-from tests.support.rank_process import own_part, timed_sentence, whole
+from tests.support.rank_process import own_part, timed_sentence
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.distributed.one_shot import OneShot
 from vllm_prefixshare.distributed.ranks import Ranks
@@ -94,7 +94,7 @@ def at_work(rank: int, port: int, began: float, results: Any) -> None:
         batch = paged_batch(**options, **SHAPE)
         if case == "one short request":
             batch.seq_lens[:] = 5
-        wanted = whole(batch)
+        wanted = batch.expected()
         table, lens, tensors = on_gpu(batch, rank, device)
         for way, decoder in decoders.items():
             decoder.plan(table, lens)
@@ -187,7 +187,7 @@ def replay_batches(ring: bool) -> list[tuple[PagedBatch, tuple[torch.Tensor, tor
         batch.k_cache, batch.v_cache = batch.k_cache.nan_to_num(), batch.v_cache.nan_to_num()
         if ring:
             batch.block_table, batch.seq_lens = batches[0].block_table, batches[0].seq_lens
-    return [(batch, whole(batch)) for batch in batches]
+    return [(batch, batch.expected()) for batch in batches]
 
 
 def replayed(

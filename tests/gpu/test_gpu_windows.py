@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.test_gpu_extras import FP8_TOLERANCE, extras_of, prepared
+from tests.gpu.test_gpu_extras import check, extras_of, prepared
 from tests.support.gpu_layer import DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from vllm_prefixshare import LayerExtras
-from vllm_prefixshare.kernels.extras import PLAIN
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.profiling.gpu_timing import capture
 from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = ON_GPU
-TOLERANCE = 4e-3  # relative error of a request's output in bfloat16
 SPECS = ["1,8,64_1024,200,128", "1,40_2000,77", "1,4,16_64,32,1", "5_17", "3_4096"]
 
 
@@ -33,33 +30,17 @@ def without_passed_blocks(layer: Layer, window: int) -> None:
     layer.block_table.copy_(torch.from_numpy(work.block_table))
 
 
-def check(layer: Layer, window: int, out, lse, extras: LayerExtras = PLAIN) -> None:
-    starts = torch.from_numpy(layer.starts)
-    tensors = layer.q, layer.k_cache, layer.v_cache, layer.block_table, layer.seq_lens
-    wanted, wanted_lse = reference_attention_and_lse(
-        *tensors, starts, extras=extras, sliding_window=window
-    )
-    tolerance = TOLERANCE if layer.q.element_size() > 1 else FP8_TOLERANCE
-    assert out.isfinite().all()
-    error = (out.double() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-    assert error.max() < tolerance
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=5 * tolerance)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("counts", [[1], [1, 4, 2, 3]], ids=["one", "ragged"])
 @pytest.mark.parametrize("window", [1, 100, 1024])
 @pytest.mark.parametrize(("block_size", "layout"), [(16, "NHD"), (48, "HND")])
 def test_matches_float64(kernel, counts, window, block_size, layout):
     for spec in SPECS:
-        work = tree(spec, block_size)
-        each = (counts * work.num_reqs)[: work.num_reqs]
-        each = [min(n, int(length)) for n, length in zip(each, work.seq_lens, strict=True)]
-        layer = Layer(work, (16, 4), counts=each, layout=layout)
+        layer = Layer.repeating(tree(spec, block_size), counts, layout=layout)
         without_passed_blocks(layer, window)
         wrapper = layer.planned(kernel, max_query_len=max(counts), sliding_window=window)
         poison(wrapper._executor)
-        check(layer, window, *wrapper.run(**layer.tensors, return_lse=True))
+        check(layer, *wrapper.run(**layer.tensors, return_lse=True), window=window)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -74,7 +55,7 @@ def test_every_length_at_a_boundary(kernel, block_size, layout, queries):
         without_passed_blocks(layer, window)
         wrapper = layer.planned(kernel, divider="deft_node", sliding_window=window)
         poison(wrapper._executor)
-        check(layer, window, *wrapper.run(**layer.tensors, return_lse=True))
+        check(layer, *wrapper.run(**layer.tensors, return_lse=True), window=window)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +69,7 @@ def test_other_shapes_with_sinks(kernel, heads, head_dim):
     wrapper = layer.planned(kernel, features=["sinks"], sliding_window=512)
     out, lse = wrapper.run(**layer.tensors, extras=extras, return_lse=True)
     assert wrapper.stats().share_factor > 1.5
-    check(layer, 512, out, lse, extras)
+    check(layer, out, lse, extras, 512)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -99,15 +80,12 @@ def test_with_other_features(kernel, name, counts, block_size, window):
     """As in Gemma 2, whose windows have a soft cap, and with an fp8 KV cache."""
     options, extras = extras_of(name)
     for spec in SPECS:
-        work = tree(spec, block_size)
-        each = (counts * work.num_reqs)[: work.num_reqs]
-        each = [min(n, int(length)) for n, length in zip(each, work.seq_lens, strict=True)]
-        layer = prepared(Layer(work, (16, 4), counts=each), options)
+        layer = prepared(Layer.repeating(tree(spec, block_size), counts), options)
         without_passed_blocks(layer, window)
         options = {**options, "max_query_len": max(counts), "sliding_window": window}
         wrapper = layer.planned(kernel, **options)
         poison(wrapper._executor)
-        check(layer, window, *wrapper.run(**layer.tensors, extras=extras, return_lse=True), extras)
+        check(layer, *wrapper.run(**layer.tensors, extras=extras, return_lse=True), extras, window)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -130,6 +108,6 @@ def test_a_captured_graph_follows_windows_that_move(kernel):
         layer.seq_lens += 13
         without_passed_blocks(layer, 1024)
         graph.replay()
-        check(layer, 1024, out, lse)
+        check(layer, out, lse, window=1024)
     lens = layer.seq_lens.cpu().numpy()
     assert plan.shared_rows.size == 64 and (lens > plan.planned_seq_lens).all()

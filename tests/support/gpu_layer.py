@@ -68,6 +68,15 @@ class Layer:
         self.block_table = torch.tensor(work.block_table, device=DEVICE)
         self.seq_lens = torch.tensor(work.seq_lens, device=DEVICE)
 
+    @classmethod
+    def repeating(cls, work: Workload, counts: list[int], **options) -> "Layer":
+        """A layer of 16 query and 4 KV heads whose requests have these numbers of query tokens, one
+        after the other and again from the first, as far as they are long enough.
+        """
+        each = (counts * work.num_reqs)[: work.num_reqs]
+        each = [min(n, int(length)) for n, length in zip(each, work.seq_lens, strict=True)]
+        return cls(work, (16, 4), counts=each, **options)
+
     @property
     def starts(self) -> IntArray:
         return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)

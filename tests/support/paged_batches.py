@@ -1,9 +1,15 @@
 """Small paged batches with shared prefixes, for tests of the executors."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+
+from vllm_prefixshare import PrefixShareDecodeWrapper
+from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
+from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from vllm_prefixshare.planning.window import first_in_window
 
 
 @dataclass
@@ -18,6 +24,55 @@ class PagedBatch:
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of ``PrefixShareDecodeWrapper.run`` without ``out``."""
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
+
+    def wrapper(self, **options: Any) -> PrefixShareDecodeWrapper:
+        """A wrapper for the layer; its type is the one of the queries by default."""
+        return PrefixShareDecodeWrapper(
+            num_qo_heads=self.q.shape[1],
+            num_kv_heads=self.k_cache.shape[2],
+            head_dim=self.q.shape[2],
+            block_size=self.k_cache.shape[1],
+            **{"dtype": self.q.dtype, **options},
+        )
+
+    def expected(
+        self, extras: LayerExtras = PLAIN, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp in float64; options as for ``reference_attention_and_lse``."""
+        tables = map(torch.from_numpy, (self.block_table, self.seq_lens, self.query_start_loc))
+        on_host = (x.cpu() if isinstance(x, torch.Tensor) else x for x in extras)
+        return reference_attention_and_lse(
+            self.q, self.k_cache, self.v_cache, *tables, extras=LayerExtras(*on_host), **options
+        )
+
+    def as_type(self, queries: torch.dtype, cache: torch.dtype) -> "PagedBatch":
+        """The same numbers in other types."""
+        k, v = self.k_cache.to(cache), self.v_cache.to(cache)
+        return replace(self, q=self.q.to(queries), k_cache=k, v_cache=v)
+
+    def without_passed_blocks(self, window: int) -> "PagedBatch":
+        """The batch with a null block in place of each block that no query of its request sees."""
+        size, queries = self.k_cache.shape[1], int(np.diff(self.query_start_loc).max())
+        gone = first_in_window(self.seq_lens, window, queries) // size
+        columns = np.arange(self.block_table.shape[1])
+        table = np.where(columns < gone[:, None], 0, self.block_table)
+        return replace(self, block_table=table)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest error over the query tokens, so that one wrong row cannot hide."""
+    difference = (out.double() - expected).flatten(1).norm(dim=1)
+    return float((difference / expected.flatten(1).norm(dim=1)).max())
+
+
+def total_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error over all query tokens."""
+    return float((out.double() - expected).norm() / expected.norm())
 
 
 def paged_batch(

@@ -118,8 +118,8 @@ class Portable:
         return out.cpu()
 
 
-def reference(batch: PagedBatch, tree_mask: np.ndarray | None = None) -> torch.Tensor:
-    """Attention in float64, one request after the other; ``tree_mask`` as for the kernel."""
+def tree_reference(batch: PagedBatch, tree_mask: np.ndarray) -> torch.Tensor:
+    """Attention with token trees in float64; ``tree_mask`` as for the kernel."""
     heads, head_dim = batch.q.shape[1:]
     block_size, kv_heads = batch.k_cache.shape[1:3]
     out = torch.empty(batch.q.shape, dtype=torch.float64)
@@ -133,18 +133,9 @@ def reference(batch: PagedBatch, tree_mask: np.ndarray | None = None) -> torch.T
         )
         sees = np.ones((n, length), bool)
         own = np.arange(n)
-        if tree_mask is None:
-            sees[:, length - n :] = own[:, None] >= own
-        else:
-            words = tree_mask[first:last].view(np.uint32)
-            sees[:, length - n :] = words[:, own // 32] >> (own % 32).astype(np.uint32) & 1
+        words = tree_mask[first:last].view(np.uint32)
+        sees[:, length - n :] = words[:, own // 32] >> (own % 32).astype(np.uint32) & 1
         scores = torch.einsum("qhd,khd->hqk", batch.q[first:last].double(), k) * head_dim**-0.5
         scores = scores.masked_fill(~torch.from_numpy(sees), float("-inf"))
         out[first:last] = torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), v)
     return out
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest error over the query tokens, so that one wrong row cannot hide."""
-    difference = (out.double() - expected).flatten(1).norm(dim=1)
-    return float((difference / expected.flatten(1).norm(dim=1)).max())

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.paged_batches import PagedBatch, paged_batch
-from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.distributed import scaling, tree_reduction
 from vllm_prefixshare.distributed.ranks import Ranks
 from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import COLLECTIVES, TreeDecode
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -46,7 +45,7 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
         batch = paged_batch(**options)
         if name == "one short request":
             batch.seq_lens[:] = 5
-        _, expected_lse = expected = whole(batch)
+        _, expected_lse = expected = batch.expected()
         table, lens, caches = own_part(batch, rank, size)
         found[name, "empty"] = int((lens == 0).sum())
         for way in WAYS:
@@ -168,18 +167,9 @@ def rank_at_work(rank: int, size: int, port: int, results: Connection) -> None:
 
 
 def make(batch: PagedBatch, way: str, timeout: float = PATIENCE, **options: Any) -> Any:
-    def wrapper() -> PrefixShareDecodeWrapper:
-        return PrefixShareDecodeWrapper(
-            num_qo_heads=batch.q.shape[1],
-            num_kv_heads=batch.k_cache.shape[2],
-            head_dim=batch.q.shape[2],
-            block_size=batch.k_cache.shape[1],
-            dtype=batch.q.dtype,
-        )
-
     if way == "ring":
-        return RingDecode(wrapper, timeout=timeout, **options)
-    return TreeDecode(wrapper(), reduction=way, timeout=timeout, **options)
+        return RingDecode(batch.wrapper, timeout=timeout, **options)
+    return TreeDecode(batch.wrapper(), reduction=way, timeout=timeout, **options)
 
 
 def wait_for_a_stuck_gpu(ranks: Ranks) -> None:
@@ -204,12 +194,6 @@ class StuckGpu:
 
     def query(self) -> bool:
         return False
-
-
-def whole(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of all tokens, in float64."""
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens))
-    return reference_attention_and_lse(batch.q, batch.k_cache, batch.v_cache, *tables)
 
 
 def own_part(

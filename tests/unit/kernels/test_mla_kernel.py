@@ -23,9 +23,8 @@ from tests.support.latent_batches import (
     let_scores_rise,
     quantised,
 )
-from tests.support.paged_batches import PagedBatch
+from tests.support.paged_batches import PagedBatch, relative_error
 from tests.support.planning_cases import gpu_config
-from tests.support.portable_kernel import relative_error
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.common.arrays import NUM_REQS, WORDS
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras, checked_extras

@@ -4,9 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.paged_batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
-from vllm_prefixshare import LayerExtras, PrefixShareDecodeWrapper, PrefixShareError
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
+from tests.support.paged_batches import (
+    PagedBatch,
+    as_hnd,
+    batch_at_boundaries,
+    paged_batch,
+    relative_error,
+    total_error,
+)
+from vllm_prefixshare import LayerExtras, PrefixShareError
 
 FP8 = torch.float8_e4m3fn
 HEADS = (6, 2)
@@ -32,43 +38,20 @@ CASES = {
 
 def quantised(batch: PagedBatch, options: dict) -> PagedBatch:
     """The batch with its cache and queries in the wrapper's types."""
-    if "kv_dtype" in options:
-        batch.k_cache, batch.v_cache = batch.k_cache.to(FP8), batch.v_cache.to(FP8)
-    if "query_dtype" in options:
-        batch.q = batch.q.to(FP8)
-    return batch
-
-
-def make(batch: PagedBatch, dtype: torch.dtype, **options: object) -> PrefixShareDecodeWrapper:
-    return PrefixShareDecodeWrapper(
-        num_qo_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_dim=batch.q.shape[2],
-        block_size=batch.k_cache.shape[1],
-        dtype=dtype,
-        **options,
-    )
-
-
-def expected(batch: PagedBatch, extras: LayerExtras) -> tuple[torch.Tensor, torch.Tensor]:
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    return reference_attention_and_lse(
-        batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras
-    )
+    queries, cache = options.get("query_dtype", torch.float32), options.get("kv_dtype")
+    return batch.as_type(queries, cache or torch.float32)
 
 
 def check(batch: PagedBatch, options: dict, extras: LayerExtras) -> torch.Tensor:
     """Compare output and log-sum-exp, with a prefix shared; returns the output in float64."""
-    wrapper = make(batch, torch.float32, divider="deft_node", **options)
+    wrapper = batch.wrapper(dtype=torch.float32, divider="deft_node", **options)
     wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
-    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
-    out, lse = wrapper.run(*arguments, extras=extras, return_lse=True)
-    wanted, wanted_lse = expected(batch, extras)
+    out, lse = wrapper.run(*batch.arguments, extras=extras, return_lse=True)
+    wanted, wanted_lse = batch.expected(extras)
     assert wrapper.stats().share_factor > 1
     assert out.dtype == torch.float32
-    errors = (out - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-    assert errors.max() < 2e-5
-    assert (out - wanted).norm() / wanted.norm() < 2e-6
+    assert relative_error(out, wanted) < 2e-5
+    assert total_error(out, wanted) < 2e-6
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
     return wanted
 
@@ -83,7 +66,7 @@ def test_matches_float64(name, block_size, layout, queries):
     if layout == "HND":
         batch = as_hnd(batch)
     wanted = check(batch, options, extras)
-    without, _ = expected(batch, extras._replace(sinks=None, soft_cap=0.0, alibi_slopes=None))
+    without, _ = batch.expected(extras._replace(sinks=None, soft_cap=0.0, alibi_slopes=None))
     if options.get("features"):
         assert (without - wanted).norm() > 0.01 * wanted.norm(), "the feature must matter"
 
@@ -137,11 +120,10 @@ NAN = float("nan")
 def test_refuses_extras_that_make_no_sense(name, changes, sentence):
     options, extras = CASES[name]
     batch = quantised(paged_batch(heads=HEADS), options)
-    wrapper = make(batch, torch.float32, **options)
+    wrapper = batch.wrapper(dtype=torch.float32, **options)
     wrapper.plan(batch.block_table, batch.seq_lens)
-    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
     with pytest.raises(PrefixShareError, match=sentence):
-        wrapper.run(*arguments, extras=extras._replace(**changes))
+        wrapper.run(*batch.arguments, extras=extras._replace(**changes))
 
 
 @pytest.mark.parametrize(
@@ -157,19 +139,17 @@ def test_refuses_extras_that_make_no_sense(name, changes, sentence):
 )
 def test_refuses_a_wrapper_that_makes_no_sense(options, sentence):
     with pytest.raises(PrefixShareError, match=sentence):
-        make(paged_batch(), torch.float32, **options)
+        paged_batch().wrapper(**options)
 
 
 def test_refuses_tensors_of_other_types():
     batch = paged_batch()
-    wrapper = make(batch, torch.float32, kv_dtype=FP8)
+    wrapper = batch.wrapper(kv_dtype=FP8)
     wrapper.plan(batch.block_table, batch.seq_lens)
-    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
     with pytest.raises(PrefixShareError, match="k_cache must be float8_e4m3fn on the cpu"):
-        wrapper.run(*arguments)
-    quantised(batch, {"kv_dtype": FP8, "query_dtype": FP8})
+        wrapper.run(*batch.arguments)
     with pytest.raises(PrefixShareError, match="q must be float32 on the cpu, got"):
-        wrapper.run(batch.q, batch.k_cache, batch.v_cache, *arguments[3:])
+        wrapper.run(*batch.as_type(FP8, FP8).arguments)
 
 
 def test_every_number_of_eight_bits_is_read_as_it_is():
@@ -181,7 +161,7 @@ def test_every_number_of_eight_bits_is_read_as_it_is():
     table = np.arange(5, dtype=np.int32)[:, None]
     k, v = (torch.zeros(5, 16, 1, 64).to(FP8) for _ in range(2))
     v[:, :1] = values
-    wrapper = make(batch, torch.float32, kv_dtype=FP8)
+    wrapper = batch.wrapper(kv_dtype=FP8)
     wrapper.plan(table, np.ones(5, np.int32))
     out = wrapper.run(batch.q[:5], k, v, table, np.ones(5, np.int32))
     assert torch.equal(out.flatten(), values.float().flatten())

@@ -5,25 +5,23 @@ import pytest
 import torch
 
 from tests.support.paged_batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
-from vllm_prefixshare import LayerExtras, PrefixShareDecodeWrapper, PrefixShareError
+from vllm_prefixshare import LayerExtras, PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.extras import PLAIN
 from vllm_prefixshare.kernels.geometry import GPU
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.sharing import min_window
 
 
-def make(batch: PagedBatch, window: int, **options: object) -> PrefixShareDecodeWrapper:
-    return PrefixShareDecodeWrapper(
-        num_qo_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_dim=batch.q.shape[2],
-        block_size=batch.k_cache.shape[1],
-        dtype=batch.q.dtype,
-        sliding_window=window,
-        **options,
-    )
+def check(batch: PagedBatch, window: int, extras: LayerExtras, **options: object) -> None:
+    """Compare output and log-sum-exp."""
+    wrapper = batch.wrapper(sliding_window=window, **options)
+    wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    out, lse = wrapper.run(*batch.arguments, extras=extras, return_lse=True)
+    wanted, wanted_lse = batch.expected(extras, sliding_window=window)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("divider", DIVIDERS)
@@ -32,16 +30,7 @@ def make(batch: PagedBatch, window: int, **options: object) -> PrefixShareDecode
 def test_matches_float64(window, queries, divider):
     batch = paged_batch(query_lens=queries, heads=(6, 2), requests=5)
     extras = LayerExtras(sinks=torch.linspace(-2, 3, 6), soft_cap=3.0)
-    wrapper = make(batch, window, divider=divider, features=["sinks", "soft_cap"])
-    wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
-    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
-    out, lse = wrapper.run(*arguments, extras=extras, return_lse=True)
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    wanted, wanted_lse = reference_attention_and_lse(
-        *arguments[:3], *tables, extras=extras, sliding_window=window
-    )
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
+    check(batch, window, extras, divider=divider, features=["sinks", "soft_cap"])
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -54,19 +43,12 @@ def test_every_length_at_a_boundary(blocks, more, block_size, layout, queries):
     window = blocks * block_size + more
     batch = batch_at_boundaries(queries, block_size=block_size)
     batch = as_hnd(batch) if layout == "HND" else batch
-    wrapper = make(batch, window, divider="deft_node")
-    wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
-    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
-    out, lse = wrapper.run(*arguments, return_lse=True)
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    wanted, wanted_lse = reference_attention_and_lse(*arguments[:3], *tables, sliding_window=window)
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=1e-5)
+    check(batch, window, PLAIN, divider="deft_node")
 
 
 def test_figures_count_what_a_window_sees():
     batch = paged_batch(documents=1)
-    wrapper = make(batch, 64)
+    wrapper = batch.wrapper(sliding_window=64)
     wrapper.plan(batch.block_table, batch.seq_lens)
     figures = wrapper.stats()
     assert figures.kv_tokens_per_request == np.minimum(batch.seq_lens, 64).sum()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.paged_batches import PagedBatch, paged_batch
-from tests.unit.kernels.cpu.test_torch_executor import wrapper_for
+from tests.support.paged_batches import PagedBatch, paged_batch, total_error
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import OPEN_END, PrefixShareError, WorkTiles
 from vllm_prefixshare.kernels.cpu import native_executor
@@ -15,10 +14,6 @@ from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.kernels.cpu.native_executor import NativeExecutor, NativeUnavailableError
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.interface import Executor, HostBatch
-from vllm_prefixshare.kernels.reference import (
-    reference_attention,
-    reference_attention_and_lse,
-)
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
 
 #: weights are rounded to bfloat16 before the second product, as on GPUs
@@ -45,19 +40,6 @@ def packed(batch: PagedBatch) -> torch.Tensor:
     return cache
 
 
-def reference(batch: PagedBatch) -> torch.Tensor:
-    return reference_attention(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        *map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc)),
-    )
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.double() - expected).norm() / expected.norm())
-
-
 def run_on_packed_cache(
     executor: Executor,
     plan: DecodePlan,
@@ -75,9 +57,7 @@ def run_on_packed_cache(
 def run(batch: PagedBatch, rows: np.ndarray | None = None, **planning: object) -> torch.Tensor:
     _, heads, dim = batch.q.shape
     _, size, kv_heads, _ = batch.k_cache.shape
-    plan = wrapper_for(batch, **planning).plan(
-        batch.block_table, batch.seq_lens, batch.query_start_loc
-    )
+    plan = batch.wrapper(**planning).plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
     dtype = str(batch.q.dtype).removeprefix("torch.")
     executor = NativeExecutor(AttentionConfig(heads, kv_heads, dim, size, dtype))
     return run_on_packed_cache(executor, plan, batch, torch.full_like(batch.q, torch.nan), rows)
@@ -97,7 +77,7 @@ def test_matches_float64(heads, head_dim, block_size, queries, dtype):
         heads=heads, head_dim=head_dim, block_size=block_size, query_lens=queries, dtype=dtype
     )
     tolerance = TOLERANCE if dtype == torch.bfloat16 else 2e-6
-    assert relative_error(run(batch), reference(batch)) < tolerance
+    assert total_error(run(batch), batch.expected()[0]) < tolerance
 
 
 @needs_native
@@ -105,18 +85,17 @@ def test_matches_float64(heads, head_dim, block_size, queries, dtype):
 def test_matches_float64_for_every_kind_of_plan(divider):
     batch = paged_batch(block_size=32, dtype=torch.bfloat16, documents=3)
     out = run(batch, divider=divider, num_workers=7)
-    assert relative_error(out, reference(batch)) < TOLERANCE
+    assert total_error(out, batch.expected()[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("make", [pytest.param(NativeExecutor, marks=needs_native), TorchExecutor])
 def test_the_log_sum_exp(make):
     batch = paged_batch(block_size=32, dtype=torch.bfloat16, query_lens=None)
-    plan = wrapper_for(batch).plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
+    plan = batch.wrapper().plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
     executor = make(AttentionConfig(4, 2, 64, 32))
     lse = torch.full(batch.q.shape[:2], torch.nan)
     run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q), lse=lse)
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    _, expected = reference_attention_and_lse(batch.q, batch.k_cache, batch.v_cache, *tables)
+    _, expected = batch.expected()
     torch.testing.assert_close(lse.double(), expected, rtol=0, atol=2e-5)
     with pytest.raises(PrefixShareError, match=r"lse must be contiguous float32 \[\d+, 4\]"):
         run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q), lse=lse.T)
@@ -131,7 +110,7 @@ def test_long_runs_and_many_readers_are_cut_into_pieces(monkeypatch):
     monkeypatch.setattr(native_executor, "MIN_TOKENS", 64)
     monkeypatch.setattr(native_executor, "MAX_ROWS", 8)
     pieces = run(batch)
-    assert relative_error(pieces, reference(batch)) < TOLERANCE
+    assert total_error(pieces, batch.expected()[0]) < TOLERANCE
     assert not torch.equal(pieces, whole)
 
 
@@ -140,7 +119,7 @@ def test_a_subset_of_rows_writes_only_their_tokens():
     batch = paged_batch(documents=1, block_size=32, dtype=torch.bfloat16, query_lens=2)
     out = run(batch, rows=np.array([1, 3]))
     tokens = [2, 3, 6, 7]
-    assert relative_error(out[tokens], reference(batch)[tokens]) < TOLERANCE
+    assert total_error(out[tokens], batch.expected()[0][tokens]) < TOLERANCE
     assert torch.isnan(out[[0, 1, 4, 5]]).all()
 
 
@@ -152,7 +131,7 @@ def test_flat_and_sharp_scores(factor):
     out = run(batch)
     assert torch.isfinite(out).all()
     # with one weight of nearly 1, only the rounding of the result remains
-    assert relative_error(out, reference(batch)) < TOLERANCE
+    assert total_error(out, batch.expected()[0]) < TOLERANCE
 
 
 @needs_native
@@ -173,7 +152,7 @@ def test_a_request_that_sees_nothing_of_a_piece_is_not_spoilt():
     plan = build_plan(tiles, 1, 32, batch.seq_lens)
     executor = NativeExecutor(AttentionConfig(4, 2, 64, 32))
     out = run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q))
-    assert relative_error(out, reference(batch)) < TOLERANCE
+    assert total_error(out, batch.expected()[0]) < TOLERANCE
 
 
 def test_the_torch_executor_takes_over_where_the_native_one_cannot_run(monkeypatch):
@@ -204,7 +183,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_pa
 
 def test_the_torch_executor_runs_on_the_packed_cache():
     batch = paged_batch(block_size=32, dtype=torch.bfloat16)
-    plan = wrapper_for(batch).plan(batch.block_table, batch.seq_lens)
+    plan = batch.wrapper().plan(batch.block_table, batch.seq_lens)
     executor = TorchExecutor(AttentionConfig(4, 2, 64, 32))
     out = run_on_packed_cache(executor, plan, batch, torch.empty_like(batch.q))
-    assert relative_error(out, reference(batch)) < 2.5e-3
+    assert total_error(out, batch.expected()[0]) < 2.5e-3

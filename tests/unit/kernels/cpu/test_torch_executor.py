@@ -4,55 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.paged_batches import PagedBatch, paged_batch
+from tests.support.paged_batches import PagedBatch, paged_batch, total_error
 from vllm_prefixshare import PrefixShareDecodeWrapper, merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu import torch_executor
 from vllm_prefixshare.kernels.interface import HostBatch
-from vllm_prefixshare.kernels.reference import (
-    reference_attention,
-    reference_attention_and_lse,
-)
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 #: relative error of rounding the result, with a margin
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
 
 
-def wrapper_for(batch: PagedBatch, **options: object) -> PrefixShareDecodeWrapper:
-    return PrefixShareDecodeWrapper(
-        num_qo_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_dim=batch.q.shape[2],
-        block_size=batch.k_cache.shape[1],
-        dtype=batch.q.dtype,
-        **options,
-    )
-
-
-def reference(batch: PagedBatch, sm_scale: float | None = None) -> torch.Tensor:
-    # NaN marks slots that must not be read; the reference reads none of them
-    return reference_attention(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        torch.from_numpy(batch.block_table),
-        torch.from_numpy(batch.seq_lens),
-        torch.from_numpy(batch.query_start_loc),
-        sm_scale,
-    )
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.double() - expected).norm() / expected.norm())
-
-
 def run(batch: PagedBatch, wrapper: PrefixShareDecodeWrapper) -> torch.Tensor:
     wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
     out = torch.full_like(batch.q, torch.nan)
-    return wrapper.run(
-        batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, out
-    )
+    return wrapper.run(*batch.arguments, out)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -63,8 +29,8 @@ def run(batch: PagedBatch, wrapper: PrefixShareDecodeWrapper) -> torch.Tensor:
 )
 def test_matches_float64_for_every_head_shape_and_dtype(dtype, heads, head_dim):
     batch = paged_batch(heads=heads, head_dim=head_dim, dtype=dtype)
-    wrapper = wrapper_for(batch)
-    assert relative_error(run(batch, wrapper), reference(batch)) < TOLERANCE[dtype]
+    wrapper = batch.wrapper()
+    assert total_error(run(batch, wrapper), batch.expected()[0]) < TOLERANCE[dtype]
     assert wrapper.stats().share_factor > 1.5
 
 
@@ -73,8 +39,8 @@ def test_matches_float64_for_every_head_shape_and_dtype(dtype, heads, head_dim):
 @pytest.mark.parametrize("queries", [1, 3, None], ids=["one", "three", "ragged"])
 def test_matches_float64_for_every_divider(divider, workers, queries):
     batch = paged_batch(query_lens=queries, seed=workers)
-    wrapper = wrapper_for(batch, divider=divider, num_workers=workers)
-    assert relative_error(run(batch, wrapper), reference(batch)) < TOLERANCE[torch.float32]
+    wrapper = batch.wrapper(divider=divider, num_workers=workers)
+    assert total_error(run(batch, wrapper), batch.expected()[0]) < TOLERANCE[torch.float32]
     shared = wrapper.stats().share_factor > 1
     # batch_invariant shares whole pieces of 512 tokens, and no prefix here is as long
     assert shared == (divider not in ("per_request", "batch_invariant"))
@@ -84,40 +50,40 @@ def test_matches_float64_for_every_divider(divider, workers, queries):
 @pytest.mark.parametrize("layout", ["NHD", "HND", "tokens innermost"])
 def test_cache_strides_do_not_matter(block_size, layout):
     batch = paged_batch(block_size=block_size)
-    expected = reference(batch)
+    expected = batch.expected()[0]
     order = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3), "tokens innermost": (0, 2, 3, 1)}[layout]
     back = np.argsort(order).tolist()
     batch.k_cache = batch.k_cache.permute(order).contiguous().permute(back)
     batch.v_cache = batch.v_cache.permute((0, 2, 1, 3)).contiguous().permute((0, 2, 1, 3))
-    assert relative_error(run(batch, wrapper_for(batch)), expected) < TOLERANCE[torch.float32]
+    assert total_error(run(batch, batch.wrapper()), expected) < TOLERANCE[torch.float32]
 
 
 def test_long_work_is_cut_into_pieces_without_changing_the_result(monkeypatch):
     batch = paged_batch(document_blocks=20, private_blocks=9)
-    whole = run(batch, wrapper_for(batch))
+    whole = run(batch, batch.wrapper())
     monkeypatch.setattr(torch_executor, "MAX_SCORES", 2000)
-    pieces = run(batch, wrapper_for(batch))
-    assert relative_error(pieces, whole.double()) < TOLERANCE[torch.float32]
+    pieces = run(batch, batch.wrapper())
+    assert total_error(pieces, whole.double()) < TOLERANCE[torch.float32]
 
 
 def test_large_scores_and_a_custom_scale_stay_finite():
     batch = paged_batch()
     batch.q *= 300
-    out = run(batch, wrapper_for(batch, sm_scale=0.5))
-    assert relative_error(out, reference(batch, 0.5)) < 1e-4
+    out = run(batch, batch.wrapper(sm_scale=0.5))
+    assert total_error(out, batch.expected(sm_scale=0.5)[0]) < 1e-4
 
 
 def test_the_same_plan_gives_the_same_bits():
     batch = paged_batch(dtype=torch.bfloat16)
-    wrapper = wrapper_for(batch, num_workers=5)
+    wrapper = batch.wrapper(num_workers=5)
     assert torch.equal(run(batch, wrapper), run(batch, wrapper))
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
 def test_a_tensor_that_requires_grad_gives_the_same_bits(name):
     batch = paged_batch()
-    expected = run(batch, wrapper_for(batch))
-    wrapper = wrapper_for(batch)
+    expected = run(batch, batch.wrapper())
+    wrapper = batch.wrapper()
     wrapper.plan(batch.block_table, batch.seq_lens)
     tensors = {x: getattr(batch, x) for x in ("q", "k_cache", "v_cache")}
     tensors["out"] = torch.empty_like(batch.q)
@@ -130,12 +96,9 @@ def test_a_tensor_that_requires_grad_gives_the_same_bits(name):
 
 def test_a_wrapper_can_be_part_of_a_compiled_function():
     batch = paged_batch()
-    wrapper = wrapper_for(batch)
+    wrapper = batch.wrapper()
     expected = run(batch, wrapper)
-    tables = batch.block_table, batch.seq_lens
-    compiled = torch.compile(
-        lambda q: wrapper.run(q, batch.k_cache, batch.v_cache, *tables), backend="aot_eager"
-    )
+    compiled = torch.compile(lambda q: wrapper.run(q, *batch.arguments[1:]), backend="aot_eager")
     for _ in range(2):
         assert torch.equal(compiled(batch.q), expected)
 
@@ -143,7 +106,7 @@ def test_a_wrapper_can_be_part_of_a_compiled_function():
 def test_a_wrapper_used_in_inference_mode_serves_outside_too():
     batch = paged_batch()
     with torch.inference_mode():
-        wrapper = wrapper_for(batch)
+        wrapper = batch.wrapper()
         expected = run(batch, wrapper)
     assert torch.equal(run(batch, wrapper), expected)
 
@@ -152,17 +115,11 @@ def test_a_wrapper_used_in_inference_mode_serves_outside_too():
 @pytest.mark.parametrize("queries", [1, None], ids=["one", "ragged"])
 def test_the_log_sum_exp(dtype, queries):
     batch = paged_batch(heads=(6, 2), head_dim=80, dtype=dtype, query_lens=queries)
-    wrapper = wrapper_for(batch, num_workers=3)
+    wrapper = batch.wrapper(num_workers=3)
     plain = run(batch, wrapper)
-    tables = batch.block_table, batch.seq_lens
-    out, lse = wrapper.run(batch.q, batch.k_cache, batch.v_cache, *tables, return_lse=True)
+    out, lse = wrapper.run(*batch.arguments, return_lse=True)
     assert torch.equal(out, plain)
-    _, expected = reference_attention_and_lse(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        *map(torch.from_numpy, (*tables, batch.query_start_loc)),
-    )
+    _, expected = batch.expected()
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.double(), expected, rtol=0, atol=4e-6)
 
@@ -179,38 +136,37 @@ def test_interleaved_shards_merge_to_the_whole(interleave):
         held = np.array([owned[:n].sum() for n in whole.seq_lens], np.int32)
         caches = whole.k_cache[:, own], whole.v_cache[:, own]
         shard = PagedBatch(whole.block_table, held, whole.query_start_loc, whole.q, *caches)
-        wrapper = wrapper_for(shard)
+        wrapper = shard.wrapper()
         wrapper.plan(shard.block_table, held)
         tables = map(torch.from_numpy, (shard.block_table, held))
         parts.append(wrapper.run(whole.q, *caches, *tables, return_lse=True))
         assert wrapper.stats().share_factor > 1.3
     out, _ = merge_states(*zip(*parts, strict=True))
-    assert relative_error(out, reference(whole)) < TOLERANCE[torch.float32]
+    assert total_error(out, whole.expected()[0]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("divider", ["flashforge", "depth_first"])
 @pytest.mark.parametrize("empty", [[1, 6], range(8)], ids=["some", "all"])
 def test_a_request_without_tokens_has_no_weight(empty, divider):
     batch = paged_batch()
-    expected = run(batch, wrapper_for(batch))
+    expected = run(batch, batch.wrapper())
     rows = list(empty)
     seen = np.setdiff1d(np.arange(len(batch.seq_lens)), rows)
     batch.seq_lens[rows] = 0
     batch.block_table[rows] = -1
-    wrapper = wrapper_for(batch, divider=divider)
+    wrapper = batch.wrapper(divider=divider)
     wrapper.plan(batch.block_table, batch.seq_lens)
     given = torch.full_like(batch.q, torch.nan), torch.full(batch.q.shape[:2], torch.nan)
-    arguments = batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens
-    out, lse = wrapper.run(*arguments, given[0], lse=given[1], return_lse=True)
+    out, lse = wrapper.run(*batch.arguments, given[0], lse=given[1], return_lse=True)
     assert (out is given[0] and lse is given[1]) and (out[rows] == 0).all()
     assert lse.isneginf().all(1).nonzero().flatten().tolist() == rows
     torch.testing.assert_close(out[seen], expected[seen], rtol=1e-5, atol=1e-5)
-    assert wrapper.run(*arguments, lse=given[1].fill_(0)).equal(out) and lse.isneginf().any()
+    assert wrapper.run(*batch.arguments, lse=given[1].fill_(0)).equal(out) and lse.isneginf().any()
 
 
 def test_a_plan_serves_growing_sequences():
     batch = paged_batch(requests=3)
-    wrapper = wrapper_for(batch)
+    wrapper = batch.wrapper()
     plan = wrapper.plan(batch.block_table, batch.seq_lens)
     caches = batch.k_cache, batch.v_cache
     batch.block_table = np.pad(batch.block_table, ((0, 0), (0, 3)))
@@ -225,26 +181,26 @@ def test_a_plan_serves_growing_sequences():
             for cache in caches:
                 cache[row[block], offset] = torch.randn(cache.shape[2:])
         batch.k_cache, batch.v_cache = caches
-        out = wrapper.run(batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens)
-        assert relative_error(out, reference(batch)) < TOLERANCE[torch.float32]
+        out = wrapper.run(*batch.arguments)
+        assert total_error(out, batch.expected()[0]) < TOLERANCE[torch.float32]
     assert wrapper.plan(batch.block_table, batch.seq_lens) is plan
     assert wrapper.stats().plans == 1
 
 
 def test_a_table_changed_in_place_is_planned_again():
     batch = paged_batch(requests=3)
-    wrapper = wrapper_for(batch)
+    wrapper = batch.wrapper()
     for row, column in ((0, 0), (1, 6)):  # a block of the document, and one of its own
         before = run(batch, wrapper)
         batch.block_table[row, column] = batch.block_table[-1, 0]
         out = run(batch, wrapper)
-        assert relative_error(out, reference(batch)) < TOLERANCE[torch.float32]
+        assert total_error(out, batch.expected()[0]) < TOLERANCE[torch.float32]
         assert not torch.equal(out[row], before[row])
 
 
 def test_a_subset_of_rows_writes_only_their_tokens():
     batch = paged_batch(documents=1, query_lens=2)
-    wrapper = wrapper_for(batch)
+    wrapper = batch.wrapper()
     plan = wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
     executor = torch_executor.TorchExecutor(AttentionConfig(4, 2, 64, 16, "float32"))
     tables = batch.block_table, batch.seq_lens
@@ -253,7 +209,7 @@ def test_a_subset_of_rows_writes_only_their_tokens():
     lse = torch.full(out.shape[:2], torch.nan)
     executor.run(batch.q, batch.k_cache, batch.v_cache, *tables, out, 64**-0.5, lse=lse)
     tokens = [2, 3, 6, 7]
-    assert relative_error(out[tokens], reference(batch)[tokens]) < TOLERANCE[torch.float32]
+    assert total_error(out[tokens], batch.expected()[0][tokens]) < TOLERANCE[torch.float32]
     untouched = [t for t in range(len(out)) if t not in tokens]
     assert torch.isnan(out[untouched]).all()
     assert lse[tokens].isfinite().all() and lse[untouched].isnan().all()
@@ -272,4 +228,4 @@ def test_the_reference_agrees_with_torch_attention():
         attn_mask=~hidden,
         enable_gqa=True,
     ).transpose(0, 1)
-    torch.testing.assert_close(reference(batch), expected)
+    torch.testing.assert_close(batch.expected()[0], expected)

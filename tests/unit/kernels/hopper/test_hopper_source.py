@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.gluon_interpreter import launch_before, load_kernel
-from tests.support.portable_kernel import relative_error
+from tests.support.paged_batches import relative_error
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.hopper import launch as hopper

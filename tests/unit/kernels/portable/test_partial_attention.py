@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.paged_batches import PagedBatch, paged_batch
-from tests.support.portable_kernel import Portable, make_plan, reference, relative_error
+from tests.support.paged_batches import PagedBatch, as_hnd, paged_batch, relative_error
+from tests.support.portable_kernel import Portable, make_plan, tree_reference
 from vllm_prefixshare.kernels.common.launch import QTile
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 
@@ -24,7 +23,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 def check(batch: PagedBatch, divider: str = "flashforge", workers: int = 3, **plan) -> Portable:
     kernel = Portable(make_plan(batch, divider, workers, **plan), batch, workers)
-    assert relative_error(kernel.run(), reference(batch)) < TOLERANCE[batch.q.dtype]
+    assert relative_error(kernel.run(), batch.expected()[0]) < TOLERANCE[batch.q.dtype]
     return kernel
 
 
@@ -97,8 +96,7 @@ def test_the_log_sum_exp(divider, queries):
     kernel = Portable(plan, batch)
     plain = kernel.run()
     assert torch.equal(kernel.run(with_lse=True), plain)
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    _, expected = reference_attention_and_lse(batch.q, batch.k_cache, batch.v_cache, *tables)
+    _, expected = batch.expected()
     torch.testing.assert_close(kernel.lse.cpu().double(), expected, rtol=0, atol=2e-3)
 
 
@@ -109,9 +107,7 @@ def test_block_sizes_and_cache_strides(block_size, layout):
         block_size=block_size, documents=1, requests=3, document_blocks=3, dtype=FP16
     )
     if layout == "HND":
-        batch.k_cache, batch.v_cache = (
-            t.transpose(1, 2).contiguous().transpose(1, 2) for t in (batch.k_cache, batch.v_cache)
-        )
+        batch = as_hnd(batch)
     elif layout == "interleaved":
         batch.k_cache, batch.v_cache = torch.stack([batch.k_cache, batch.v_cache], 1).unbind(1)
     check(batch)
@@ -160,7 +156,7 @@ def test_a_plan_serves_sequences_that_grow():
     batch.seq_lens = batch.seq_lens + np.arange(11, 11 + len(batch.seq_lens), dtype=np.int32)
     kernel.partial_out.fill_(torch.nan)
     kernel.partial_lse.fill_(torch.nan)
-    assert relative_error(kernel.run(), reference(batch)) < TOLERANCE[FP16]
+    assert relative_error(kernel.run(), batch.expected()[0]) < TOLERANCE[FP16]
 
 
 def test_large_scores_stay_finite():
@@ -200,16 +196,16 @@ def test_token_trees_wider_than_a_word(tokens, group):
     )
     mask = ancestor_masks(parents, batch.query_start_loc)
     out = Portable(make_plan(batch), batch).run(mask)
-    expected = reference(batch, mask)
+    expected = tree_reference(batch, mask)
     assert relative_error(out, expected) < TOLERANCE[FP16]
-    assert relative_error(out, reference(batch)) > 0.1, "the mask must matter"
+    assert relative_error(out, batch.expected()[0]) > 0.1, "the mask must matter"
 
 
 def test_a_tile_larger_than_its_kernel_is_walked_in_pieces():
     batch = paged_batch(heads=(16, 1), query_lens=3, dtype=FP16)
     plan = make_plan(batch, max_requests=1)
     kernel = Portable(plan, batch, tile=QTile(16, 32, 4, 1, 1))
-    assert relative_error(kernel.run(), reference(batch)) < TOLERANCE[FP16]
+    assert relative_error(kernel.run(), batch.expected()[0]) < TOLERANCE[FP16]
 
 
 def with_queries(batch: PagedBatch, counts: list[int]) -> None:

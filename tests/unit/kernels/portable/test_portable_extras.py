@@ -3,20 +3,23 @@
 Without a GPU under Triton's interpreter, as in ``test_partial_attention``.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from tests.support.paged_batches import PagedBatch, as_hnd, batch_at_boundaries, paged_batch
-from tests.support.portable_kernel import DEVICE, Portable, make_plan, relative_error
+from tests.support.paged_batches import (
+    PagedBatch,
+    as_hnd,
+    batch_at_boundaries,
+    paged_batch,
+    relative_error,
+)
+from tests.support.portable_kernel import DEVICE, Portable, make_plan
 from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
 from vllm_prefixshare.kernels.common.launch import QTile
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable.launch import q_tile
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
@@ -46,19 +49,13 @@ def layer(dtype: torch.dtype = FP16, cache: torch.dtype | None = None, **shape) 
     None.
     """
     batch = paged_batch(**{"heads": HEADS, "documents": 1, "dtype": FP16, **shape})
-    batch.q = batch.q.to(dtype)
-    cache = cache or dtype
-    return replace(batch, k_cache=batch.k_cache.to(cache), v_cache=batch.v_cache.to(cache))
+    return batch.as_type(dtype, cache or dtype)
 
 
 def check(kernel: Portable) -> None:
-    batch, extras = kernel.batch, kernel.extras
     out = kernel.run(with_lse=True)
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    on_host = LayerExtras(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in extras))
-    caches = batch.k_cache, batch.v_cache
-    wanted, lse = reference_attention_and_lse(batch.q, *caches, *tables, extras=on_host)
-    tolerance = TOLERANCE[batch.q.dtype]
+    wanted, lse = kernel.batch.expected(kernel.extras)
+    tolerance = TOLERANCE[kernel.batch.q.dtype]
     assert relative_error(out, wanted) < tolerance
     torch.testing.assert_close(kernel.lse.cpu().double(), lse, rtol=0, atol=2 * tolerance)
 
@@ -88,8 +85,7 @@ def test_every_length_at_a_boundary(name, block_size, layout, queries):
     batch = batch_at_boundaries(queries, block_size=block_size, heads=HEADS, dtype=FP16)
     extras = EXTRAS.get(name)
     if extras is None:
-        extras, caches = LayerExtras(**SCALES), (batch.k_cache.to(FP8), batch.v_cache.to(FP8))
-        batch = replace(batch, q=batch.q.to(FP8), k_cache=caches[0], v_cache=caches[1])
+        extras, batch = LayerExtras(**SCALES), batch.as_type(FP8, FP8)
     batch = as_hnd(batch) if layout == "HND" else batch
     plan = make_plan(batch, "deft_node")
     assert plan.num_partials > 0
@@ -111,8 +107,7 @@ def test_sinks_beyond_all_scores():
         kernel = Portable(make_plan(batch, divider), batch, extras=LayerExtras(sinks=sinks))
         out = kernel.run()
         assert out.isfinite().all() and (out[:, 0] == 0).all()
-        tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-        plain, _ = reference_attention_and_lse(batch.q, batch.k_cache, batch.v_cache, *tables)
+        plain, _ = batch.expected()
         assert relative_error(out[:, [1, 3]], plain[:, [1, 3]]) < TOLERANCE[FP16]
 
 

@@ -6,38 +6,20 @@ sees are gone from the block table.
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from tests.support.paged_batches import PagedBatch, paged_batch
-from tests.support.portable_kernel import DEVICE, Portable, make_plan, relative_error
-from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
-from vllm_prefixshare.planning.window import first_in_window
+from tests.support.paged_batches import paged_batch, relative_error
+from tests.support.portable_kernel import DEVICE, Portable, make_plan
+from vllm_prefixshare.kernels.extras import PLAIN
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 TOLERANCE = 1e-3
 
 
-def without_passed_blocks(batch: PagedBatch, window: int) -> PagedBatch:
-    """The batch with a null block in place of each block that no query of its request sees."""
-    size = batch.k_cache.shape[1]
-    queries = int(np.diff(batch.query_start_loc).max())
-    gone = first_in_window(batch.seq_lens, window, queries) // size
-    columns = np.arange(batch.block_table.shape[1])
-    batch.block_table = np.where(columns < gone[:, None], 0, batch.block_table)
-    return batch
-
-
 def check(kernel: Portable) -> None:
-    batch = kernel.batch
     out = kernel.run(with_lse=True)
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    extras = LayerExtras(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in kernel.extras))
-    wanted, lse = reference_attention_and_lse(
-        batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras, sliding_window=kernel.window
-    )
+    wanted, lse = kernel.batch.expected(kernel.extras, sliding_window=kernel.window)
     assert relative_error(out, wanted) < TOLERANCE
     torch.testing.assert_close(kernel.lse.cpu().double(), lse, rtol=0, atol=2 * TOLERANCE)
 
@@ -47,7 +29,7 @@ def check(kernel: Portable) -> None:
 @pytest.mark.parametrize("window", [1, 16, 33, 64, 200])
 def test_windows(window, divider, queries):
     batch = paged_batch(query_lens=queries, requests=3, dtype=torch.float16)
-    without_passed_blocks(batch, window)
+    batch = batch.without_passed_blocks(window)
     check(Portable(make_plan(batch, divider, window=window), batch, window=window))
 
 
@@ -57,7 +39,7 @@ def test_long_runs_that_a_window_begins_in(queries):
         requests=3, documents=1, document_blocks=30, query_lens=queries, dtype=torch.float16
     )
     window = 410
-    without_passed_blocks(batch, window)
+    batch = batch.without_passed_blocks(window)
     plan = make_plan(batch, "depth_first", workers=1, window=window)
     kernel = Portable(plan, batch, workers=1, window=window)
     assert len(kernel.arrays["run_row"]), "no run is long enough for its own loop"
@@ -68,7 +50,7 @@ def test_long_runs_that_a_window_begins_in(queries):
 def test_a_window_with_extras():
     """A window in which some pieces have no visible token, and a sink in each head."""
     batch = paged_batch(requests=3, heads=(6, 2), dtype=torch.float16)
-    without_passed_blocks(batch, 40)
+    batch = batch.without_passed_blocks(40)
     extras = PLAIN._replace(sinks=torch.linspace(-2, 4, 6, device=DEVICE), soft_cap=3.0)
     check(Portable(make_plan(batch, "deft_node", window=40), batch, extras=extras, window=40))
 
@@ -79,9 +61,7 @@ def test_a_window_with_extras():
 def test_a_window_with_a_quantised_cache(window, queries):
     batch = paged_batch(query_lens=queries, requests=3, heads=(6, 2), dtype=torch.float16)
     fp8 = torch.float8_e4m3fn
-    caches = {"k_cache": batch.k_cache.to(fp8), "v_cache": batch.v_cache.to(fp8)}
-    batch = replace(batch, q=batch.q.to(fp8), **caches)
-    without_passed_blocks(batch, window)
+    batch = batch.as_type(fp8, fp8).without_passed_blocks(window)
     scales = (torch.tensor(x, device=DEVICE) for x in ([0.9, 0.9], [0.7, 1.6], [1.6, 0.7]))
     extras = PLAIN._replace(**dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)))
     check(Portable(make_plan(batch, "deft_node", window=window), batch, extras=extras,
@@ -95,7 +75,7 @@ def test_a_plan_serves_windows_that_move():
     window, grown, held = 60, batch.seq_lens, batch.block_table
     plan = None
     for missing in (9, 4, 0):
-        batch.seq_lens, batch.block_table = grown - missing, held
-        without_passed_blocks(batch, window)
+        batch = replace(batch, seq_lens=grown - missing, block_table=held)
+        batch = batch.without_passed_blocks(window)
         plan = plan or make_plan(batch, "depth_first", window=window)
         check(Portable(plan, batch, window=window))

@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-from tests.support.paged_batches import PagedBatch
-from tests.support.portable_kernel import H100_SHARED_MEMORY, reference, relative_error
+from tests.support.paged_batches import PagedBatch, relative_error
+from tests.support.portable_kernel import H100_SHARED_MEMORY
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.model import layer_kinds
@@ -31,7 +31,6 @@ from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable import launch as portable_launch
-from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning.planner import PLANNING_FAILED
 from vllm_prefixshare.settings import settings
@@ -241,7 +240,7 @@ class Group:
         """Build the step's metadata, run the layer, and compare the output with float64."""
         metadata = self.builder.build(0, self.common(batch))
         out = self.forward(batch, metadata, len(batch.q))
-        assert relative_error(out, reference(batch)) < 2e-3
+        assert relative_error(out, batch.expected()[0]) < 2e-3
 
 
 def planned(monkeypatch, seq_lens: list[int]) -> tuple[Group, PagedBatch]:
@@ -302,7 +301,7 @@ def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
         assert metadata.prefill_metadata is None
         assert metadata.num_planned_tokens == 6
         out = group.forward(batch, metadata, 6)
-        assert relative_error(out[:4], reference(batch)) < 2e-3
+        assert relative_error(out[:4], batch.expected()[0]) < 2e-3
         assert out[4:].isnan().all()
         batch.seq_lens += 1
     assert STATS.plans == 1
@@ -381,7 +380,7 @@ def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
     out = group.forward(batch, metadata, 4)
     others = [0, 2, 3]
     assert out.isfinite().all()
-    assert relative_error(out[others], reference(batch)[others]) < 2e-3
+    assert relative_error(out[others], batch.expected()[0][others]) < 2e-3
 
 
 @pytest.fixture
@@ -614,7 +613,7 @@ def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monke
         assert metadata.num_planned_tokens == 25
         assert STATS.plans == STATS.shared_steps == steps  # such a plan is for one step
     out = group.forward(batch, metadata, 25)
-    assert relative_error(out, reference(batch)) < 2e-3
+    assert relative_error(out, batch.expected()[0]) < 2e-3
     assert STATS.kv_tokens_stock == 2 * sum(batch.seq_lens)
     later = replace(
         batch,
@@ -686,7 +685,7 @@ def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
     assert metadata.prefill_metadata is None
     assert metadata.num_planned_tokens == sum(counts)
     out = group.forward(batch, metadata, 80)
-    assert relative_error(out[: sum(counts)], reference(batch)) < 2e-3
+    assert relative_error(out[: sum(counts)], batch.expected()[0]) < 2e-3
     assert metadata.kv_table.shape[0] == len(metadata.kv_lens) == 80
     assert not metadata.kv_lens[sum(counts) :].any()
     # a decode step reads the same buffers: they are what a graph has captured
@@ -695,7 +694,7 @@ def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
     later = group.builder.build(0, group.common(decodes))
     assert later.kv_table.data_ptr() == metadata.kv_table.data_ptr()
     assert later.kv_lens.data_ptr() == metadata.kv_lens.data_ptr()
-    assert relative_error(group.forward(decodes, later, 2), reference(decodes)) < 2e-3
+    assert relative_error(group.forward(decodes, later, 2), decodes.expected()[0]) < 2e-3
     # larger steps are in no graph
     large = replace(common, num_actual_tokens=97)
     assert group.builder.build(0, large).rows is not metadata.rows
@@ -719,7 +718,7 @@ def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
     assert metadata.num_planned_tokens == 8
     assert metadata.prefill_metadata is None
     out = group.forward(batch, metadata, 16)
-    assert relative_error(out[:8], reference(batch)) < 2e-3
+    assert relative_error(out[:8], batch.expected()[0]) < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -780,7 +779,7 @@ def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):
     metadata = group.builder.build(0, group.common(batch))
     assert metadata.prefill_metadata is None
     out = group.forward(batch, metadata, 10)
-    assert relative_error(out, reference(batch)) < 2e-3
+    assert relative_error(out, batch.expected()[0]) < 2e-3
 
 
 def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
@@ -792,7 +791,7 @@ def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
     common.seq_lens = torch.tensor([64 - 6, 64], dtype=torch.int32)
     metadata = group.builder.build(0, common)
     batch.seq_lens -= 6
-    assert relative_error(group.forward(batch, metadata, 8), reference(batch)) < 2e-3
+    assert relative_error(group.forward(batch, metadata, 8), batch.expected()[0]) < 2e-3
 
 
 SINKS = torch.tensor([2.0, -1.0, 0.5, 4.0])
@@ -832,10 +831,7 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     spec = FullAttentionSpec(**SPEC)
     is_fp8 = name.startswith("fp8")
     if is_fp8:
-        fp8 = torch.float8_e4m3fn
-        batch = replace(
-            batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
-        )
+        batch = batch.as_type(torch.float8_e4m3fn, torch.float8_e4m3fn)
         spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
     group = Group(monkeypatch, spec=spec, **changes)
     assert group.impl.shares
@@ -846,8 +842,7 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
     group.start(batch)
     metadata = group.builder.build(0, group.common(batch))
     out = group.forward(batch, metadata, len(batch.q))
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    wanted = reference_attention(batch.q, batch.k_cache, batch.v_cache, *tables, extras=extras)
+    wanted, _ = batch.expected(extras)
     assert relative_error(out, wanted) < 2e-3
     assert STATS.shared_steps == 1
     if is_fp8:  # a changed scale holds from the next call on
@@ -974,10 +969,7 @@ def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
         batch.block_table = np.where(np.arange(held.shape[1]) < gone[:, None], 0, held)
         metadata = group.builder.build(0, group.common(batch))
         out = group.forward(batch, metadata, len(batch.q))
-        tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens))
-        wanted = reference_attention(
-            batch.q, batch.k_cache, batch.v_cache, *tables, sliding_window=window
-        )
+        wanted, _ = batch.expected(sliding_window=window)
         assert relative_error(out, wanted) < 2e-3
         plans.append(group.builder._plan)
         batch.seq_lens = batch.seq_lens + 3
@@ -1217,7 +1209,7 @@ def test_without_lengths_on_the_host_nothing_is_shared(monkeypatch):
     common.seq_lens_cpu_upper_bound = None
     for _ in range(2):
         metadata = group.builder.build(0, common)
-        assert relative_error(group.forward(batch, metadata, 3), reference(batch)) < 2e-3
+        assert relative_error(group.forward(batch, metadata, 3), batch.expected()[0]) < 2e-3
     assert STATS.plans == 1
     assert STATS.shared_steps == 0
 

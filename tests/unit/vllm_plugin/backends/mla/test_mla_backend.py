@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from tests.support.gluon_interpreter import load_kernel
 from tests.support.latent_batches import RANK, SCALE, WIDTH, expected, latent_batch
-from tests.support.paged_batches import PagedBatch
-from tests.support.portable_kernel import H100_SHARED_MEMORY, relative_error
+from tests.support.paged_batches import PagedBatch, relative_error
+from tests.support.portable_kernel import H100_SHARED_MEMORY
 from tests.unit.vllm_plugin.backends.cuda.test_cuda_backend import (
     BLOCK,
     CPU,

@@ -15,12 +15,12 @@ from vllm.v1.attention.backends.mla import flashmla
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.support.latent_batches import RANK, SCALE, WIDTH, latent_batch
-from tests.support.paged_batches import PagedBatch
-from tests.support.portable_kernel import relative_error
+from tests.support.paged_batches import PagedBatch, relative_error
 from tests.unit.vllm_plugin.backends.mla.test_mla_backend import (
     HEADS,
     SPEC,
     LatentGroup,
+    _interpreter,  # noqa: F401  used for every test
     with_queries,
 )
 from vllm_prefixshare import PrefixShareError
