@@ -3,12 +3,9 @@
 import os
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
-import pytest
-
+from tests.support.released_wheels import unpacked
 from vllm_prefixshare.settings import settings
 
 #: version -> SHA-256 of its wheels for CPython 3.11 and 3.12 on x86-64
@@ -33,31 +30,11 @@ RELEASES = {
 
 
 def folder(version: str) -> Path:
-    """The folder of this unpacked release, downloaded once. First on PYTHONPATH, it is imported
-    instead of the installed release. Without a network the test is skipped, except under CI.
-    """
-    found = settings().cache / "triton" / version
-    if found.is_dir():
-        return found
-    with tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch, "wanted.txt")
-        hashes = " ".join(f"--hash=sha256:{h}" for h in RELEASES[version])
-        wanted.write_text(f"triton=={version} {hashes}\n")
-        download = [
-            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
-            "--only-binary=:all:", f"--dest={scratch}", f"--requirement={wanted}",
-        ]  # fmt: skip
-        done = subprocess.run(download, capture_output=True, text=True)
-        if done.returncode and not os.environ.get("CI"):
-            pytest.skip(f"triton {version} cannot be downloaded: {done.stderr.strip()[-200:]}")
-        assert done.returncode == 0, done.stderr
-        found.parent.mkdir(parents=True, exist_ok=True)
-        unpacked = Path(tempfile.mkdtemp(dir=found.parent))
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            wheel.extractall(unpacked)
-        for tool in unpacked.glob("triton/backends/nvidia/bin/*"):
-            tool.chmod(0o755)
-        unpacked.rename(found)
+    """The folder of this unpacked release."""
+    place = settings().cache / "triton" / version
+    found = unpacked(place, f"triton=={version}", RELEASES[version])
+    for tool in found.glob("triton/backends/nvidia/bin/*"):
+        tool.chmod(0o755)
     return found
 
 

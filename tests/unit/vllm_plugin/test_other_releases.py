@@ -6,12 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.support.released_wheels import unpacked
 from vllm_prefixshare.settings import settings
 
 ROOT = Path(__file__).parents[3]
@@ -58,29 +57,14 @@ WITHOUT_VLLM = ("test_other_releases.py", "test_step_planner.py", "test_ray_metr
 
 
 def python_files(version: str) -> Path:
-    """A folder with the Python files of this release, downloaded once."""
-    folder = settings().cache / "vllm-releases" / version
-    if folder.is_dir():
-        return folder
-    with tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch, "wanted.txt")
-        wanted.write_text(f"vllm=={version} --hash=sha256:{RELEASES[version]}\n")
-        download = [
-            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes",
-            "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64",
-            f"--dest={scratch}", f"--requirement={wanted}",
-        ]  # fmt: skip
-        done = subprocess.run(download, capture_output=True, text=True)
-        if done.returncode and not os.environ.get("CI"):
-            pytest.skip(f"vllm {version} cannot be downloaded: {done.stderr.strip()[-200:]}")
-        assert done.returncode == 0, done.stderr
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unpacked = Path(tempfile.mkdtemp(dir=folder.parent))
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            names = [n for n in wheel.namelist() if n.endswith((".py", "METADATA"))]
-            wheel.extractall(unpacked, names)
-        unpacked.rename(folder)
-    return folder
+    """A folder with the Python files of this release."""
+    return unpacked(
+        settings().cache / "vllm-releases" / version,
+        f"vllm=={version}",
+        [RELEASES[version]],
+        ["--python-version=3.12", "--platform=manylinux_2_28_x86_64"],
+        lambda name: name.endswith((".py", "METADATA")),
+    )
 
 
 def test_every_file_runs_on_each_release_and_the_page_names_it():
