@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.planning_cases import gpu_config, make_planner
-from vllm_prefixshare.config import AttentionConfig
+from tests.support.planning_cases import COSTS, NULL_BLOCK, gpu_config
+from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.interface import Gpu, HostBatch
+from vllm_prefixshare.kernels.interface import Capacity, Gpu, HostBatch, Kernel
 from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.registry import Choice
@@ -21,6 +21,7 @@ from vllm_prefixshare.kernels.workspace import GAP, RING, DeviceArrays, PartialR
 from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.costs.lookup import cost_model
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.workloads.trees import tree
 
@@ -30,6 +31,26 @@ H100 = Gpu((9, 0), 132, 227 << 10)
 
 def loaded(arrays: DeviceArrays) -> dict[str, list[int]]:
     return {name: a.tolist() for name, a in arrays.arrays.items()}
+
+
+def config_for(kernel: Kernel, **options: object) -> PlannerConfig:
+    """A configuration with the kernel's limits, which shares all that it can."""
+    return gpu_config(
+        **{
+            "share": "always",
+            "num_workers": kernel.num_workers,
+            "max_tile_requests": kernel.max_tile_requests,
+            "max_tile_runs": kernel.max_tile_runs,
+            "spread": kernel.geometry.spread,
+            **options,
+        }
+    )
+
+
+def assert_room(capacity: Capacity, kernel: Kernel, plan: DecodePlan) -> None:
+    assert plan.fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
+    layout = kernel.layout(plan)
+    assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
 
 
 def test_arrays_that_lie_close_or_far_apart_arrive():
@@ -174,20 +195,10 @@ def test_reserved_room_holds_every_plan_that_keeps_its_limits(kernel, heads, div
     limits = {name: getattr(capacity, name) for name in ("max_tiles", "max_runs", "max_partials")}
     for spec in ("1,64_2048,64", "1,4,16,64_256,128,64,32", "64_512", "1,2_4096,64"):
         work = tree(spec)
-        planner = make_planner(
-            16,
-            divider=divider,
-            gqa=attention.gqa_group_size,
-            num_workers=k.num_workers,
-            max_tile_requests=k.max_tile_requests,
-            max_tile_runs=k.max_tile_runs,
-            spread=k.geometry.spread,
-            **limits,
-        )
+        config = config_for(k, divider=divider, null_block_id=NULL_BLOCK, **limits)
+        planner = DecodePlanner(config, COSTS["h200"], 16, attention.gqa_group_size)
         plan = planner.update(work.block_table, work.seq_lens).plan
-        layout = k.layout(plan)
-        assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
-        assert plan.num_partials <= capacity.max_partials
+        assert_room(capacity, k, plan)
 
 
 @pytest.mark.parametrize(
@@ -209,14 +220,7 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
     attention = AttentionConfig(*heads, head_dim, 16)
     k = PortableKernel(attention, 1, Gpu(sheet.capability, sheet.multiprocessors, shared))
     cost = cost_model(attention, k.name, device_name=f"{sheet.device} x{sheet.multiprocessors}")
-    config = gpu_config(
-        divider="depth_first",
-        share="always",
-        num_workers=k.num_workers,
-        max_tile_requests=k.max_tile_requests,
-        max_tile_runs=k.max_tile_runs,
-        spread=True,
-    )
+    config = config_for(k, divider="depth_first", spread=True)
     spread = 0
     for num_reqs in (8, 16, 64, 128):
         capacity = k.capacity(num_reqs)
@@ -229,9 +233,7 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
                 for c in (config, replace(config, geometry=replace(config.geometry, spread=False)))
             ]
             spread += plans[0].run_row.size > plans[1].run_row.size
-            assert plans[0].fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
-            layout = k.layout(plans[0])
-            assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
+            assert_room(capacity, k, plans[0])
     assert spread > 2
 
 
@@ -246,14 +248,7 @@ def test_reserved_room_holds_plans_with_more_workers_than_requests(
     attention = AttentionConfig(*heads, 128, 16)
     k = kernel(attention, query_len, H100)
     cost = cost_model(attention, k.name, device_name="NVIDIA H200 x132")
-    config = gpu_config(
-        divider="depth_first",
-        share="always",
-        num_workers=k.num_workers,
-        max_tile_requests=k.max_tile_requests,
-        max_tile_runs=k.max_tile_runs,
-        spread=k.geometry.spread,
-    )
+    config = config_for(k, divider="depth_first")
     capacity = k.capacity(num_reqs)
     most = 0
     for private in (100, 500, 2000, 8000):
@@ -261,9 +256,7 @@ def test_reserved_room_holds_plans_with_more_workers_than_requests(
         planner = DecodePlanner(config, cost, 16, attention.gqa_group_size)
         plan = planner.update(work.block_table, work.seq_lens, query_len).plan
         most = max(most, plan.num_tiles)
-        assert plan.fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
-        layout = k.layout(plan)
-        assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
+        assert_room(capacity, k, plan)
     assert most > k.num_workers + num_reqs or kernel is PortableKernel
 
 
@@ -277,18 +270,10 @@ def test_reserved_room_holds_every_plan_of_fixed_pieces(kernel, heads):
         work = tree(spec)
         pieces = PieceLimits(-(-int(work.seq_lens.max()) // 512), work.num_blocks * 16 // 512)
         capacity = k.capacity(64, pieces)
-        planner = make_planner(
-            16,
-            divider="batch_invariant",
-            gqa=attention.gqa_group_size,
-            num_workers=k.num_workers,
-            max_tile_requests=k.max_tile_requests,
-            max_tile_runs=k.max_tile_runs,
-        )
+        config = config_for(k, divider="batch_invariant", spread=False, null_block_id=NULL_BLOCK)
+        planner = DecodePlanner(config, COSTS["h200"], 16, attention.gqa_group_size)
         plan = planner.update(work.block_table, work.seq_lens).plan
-        assert plan.fits(capacity.max_tiles, capacity.max_runs, capacity.max_partials)
-        layout = k.layout(plan)
-        assert {name for name, a in layout.items() if a.size > capacity.sizes[name]} == set()
+        assert_room(capacity, k, plan)
 
 
 @pytest.mark.parametrize(
