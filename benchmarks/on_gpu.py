@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.support.program import ROOT, make_parser
+from benchmarks.support.program import ROOT, make_parser, visible_gpus
 
 PROGRAM = "benchmarks.on_gpu"
 
@@ -142,15 +142,6 @@ def threads(step: Step) -> dict[str, str]:
     if step.cores == sys.maxsize:
         return {}
     return {"OMP_NUM_THREADS": str(min(step.cores, os.cpu_count() or 1))}
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs as CUDA_VISIBLE_DEVICES names them."""
-    import torch
-
-    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return named.split(",")
-    return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def start(step: Step, out: Path, gpu: str | None = None) -> Running:

@@ -19,18 +19,15 @@ embedded model.
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import random
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,11 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine.workloads import Requests, SharedDocuments, kv_bytes_per_token, mooncake
-from benchmarks.support.program import WORKER, add_out, make_parser, one_sentence, recorded_command
+from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
+from benchmarks.engine.workloads import Requests, SharedDocuments, mooncake
+from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
-from tests.support.dummy_model import write_llama_8b
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import DEFAULT_ENVIRONMENT, PREFIX_SHARE
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.planning.costs.lookup import processor
@@ -181,7 +177,7 @@ def work_in_child(
 
 
 class Server:
-    """An asynchronous engine in a process of its own."""
+    """An asynchronous engine in its own process. While it waits it hardly disturbs another."""
 
     def __init__(self, environment: dict[str, str], options: dict[str, Any], gpu: bool) -> None:
         context = multiprocessing.get_context("spawn")
@@ -221,26 +217,6 @@ class Server:
         self._process.join()
 
 
-@contextmanager
-def servers(options: dict[str, Any], gpu: bool) -> Iterator[dict[str, Server]]:
-    """Engines by order. An engine that waits for requests hardly disturbs the other."""
-    with ExitStack() as stack, ThreadPoolExecutor(len(ORDERS)) as pool:
-        started = {
-            order: pool.submit(Server, {"VLLM_PREFIXSHARE_ORDER": order}, options, gpu)
-            for order in ORDERS
-        }
-        found, failures = {}, []
-        for order, future in started.items():
-            try:
-                found[order] = future.result()
-                stack.callback(found[order].close)
-            except PrefixShareError as e:
-                failures.append(e)
-        if failures:
-            raise failures[0]
-        yield found
-
-
 def asked(args: argparse.Namespace) -> dict[str, Requests]:
     """The workloads, in random order of documents."""
     shape = SharedDocuments(
@@ -271,34 +247,15 @@ def engine_options(args: argparse.Namespace, model: Path, works: dict[str, Reque
     """Arguments of both engines. One KV cache serves all workloads: a part of the smallest one's
     tokens, and room for the longest request.
     """
-    gpu = args.gpu
-    block = 16 if gpu else 128
     longest = max(len(p) for w in works.values() for p in w.prompts) + args.tokens
-    least = min(distinct_tokens(w, block) for w in works.values())
-    room = max(args.cache * least, longest + block)
-    blocks = -(-int(room) // block) + 1
-    options = {
+    smallest = min(distinct_tokens(w, 16 if args.gpu else 128) for w in works.values())
+    return {
         "model": str(model),
         "seed": 0,
         "attention_backend": PREFIX_SHARE,
         "disable_log_stats": True,
-        "max_model_len": -(-longest // block) * block,
-        "block_size": block,
-        "num_gpu_blocks_override": blocks,
         "skip_tokenizer_init": True,
-    }
-    if not gpu:
-        return {**options, "max_num_seqs": 4, "enforce_eager": True}
-    kv_bytes = kv_bytes_per_token(json.loads((model / "config.json").read_text()))
-    return {
-        **options,
-        "max_num_seqs": 256,
-        "load_format": "dummy",
-        "worker_extension_cls": WORKER,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        "gpu_memory_utilization": 0.3,  # must be free when an engine starts
-        # not measured: engines that start together would count each other's memory
-        "kv_cache_memory_bytes": blocks * block * kv_bytes,
+        **sized_cache(model, args.gpu, longest, args.cache * smallest),
     }
 
 
@@ -406,13 +363,13 @@ def main(argv: list[str] | None = None) -> int:
     }
     try:
         works = asked(args)
-        with tempfile.TemporaryDirectory() if args.gpu else nullcontext() as folder:
-            model = (
-                write_llama_8b(Path(folder), num_hidden_layers=args.layers)
-                if folder
-                else embedded_model_path()
-            )
-            with servers(engine_options(args, model, works), args.gpu) as running:
+        with llama_8b_or_embedded(args.gpu, args.layers) as model:
+            options = engine_options(args, model, works)
+            starts = {
+                order: partial(Server, {"VLLM_PREFIXSHARE_ORDER": order}, options, args.gpu)
+                for order in ORDERS
+            }
+            with started(starts) as running:
                 run_all(args, works, running, began, result)
     finally:
         write(args.out, result)

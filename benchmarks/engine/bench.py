@@ -26,7 +26,6 @@ take in a decode step, by kind: see ``breakdown.py``.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,16 @@ import torch
 
 from benchmarks.engine import breakdown, report
 from benchmarks.engine import workloads as work
+from benchmarks.engine.launch import WORKER, started
 from benchmarks.engine.report import Row
 from benchmarks.engine.shapes import SHAPES
-from benchmarks.support.program import WORKER, add_out, make_parser, one_sentence, recorded_command
+from benchmarks.support.program import (
+    add_out,
+    make_parser,
+    one_sentence,
+    recorded_command,
+    visible_gpus,
+)
 from benchmarks.support.results import versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import (
@@ -280,8 +287,7 @@ class Bench:
         agreement = {
             "requests": len(prompts),
             "tokens": tokens,
-            "same": 1 - len(parted) / len(prompts),
-            "largest_gap": max((d.gap for d in parted), default=0.0),
+            **report.agreement(batches[PREFIX_SHARE], stock),
             "median_gap_of_all_tokens": statistics.median(gaps),
         }
         if not work.has_experts(self.config):
@@ -318,8 +324,10 @@ def is_wrong(agreement: Row, max_gap: float) -> bool:
     return bool(agreement["largest_gap"] > max_gap)
 
 
-def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Engines, Row]:
-    """Both engines, stopped, and the GPU memory that they hold."""
+def start(
+    args: argparse.Namespace, model: Path, own_weights: bool, stack: ExitStack
+) -> tuple[Engines, Row]:
+    """Both engines, stopped, and the GPU memory that they hold; ``stack`` closes them."""
     config = json.loads((model / "config.json").read_text())
     settings: Row = {
         "max_model_len": args.max_model_len,
@@ -329,7 +337,7 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
         "tensor_parallel_size": args.tensor_parallel_size,
         "kv_cache_dtype": args.kv_cache_dtype,
         "skip_tokenizer_init": True,
-        "worker_extension_cls": WORKER,
+        **WORKER,
     }
     stock: Row = {}
     if "linear_num_value_heads" in config:
@@ -366,22 +374,8 @@ def start(args: argparse.Namespace, model: Path, own_weights: bool) -> tuple[Eng
             engine.collective_rpc("randomize_weights")
         return engine
 
-    engines: Engines = {}
-    try:
-        if args.start_together:
-            with ThreadPoolExecutor() as pool:
-                starting = {name: pool.submit(one, name) for name in names}
-            # engines that started come first, so that they are closed if the other failed
-            for name in sorted(names, key=lambda n: starting[n].exception() is not None):
-                engines[name] = starting[name].result()
-            engines = {name: engines[name] for name in names}
-        else:
-            for name in names:
-                engines[name] = one(name)
-    except BaseException:
-        for engine in engines.values():
-            engine.close()
-        raise
+    starts = {name: partial(one, name) for name in names}
+    engines: Engines = stack.enter_context(started(starts, at_once=args.start_together))
     memory: Row = {
         "kv_cache_tokens": {n: e.kv_cache_tokens for n, e in engines.items()},
         "kv_cache_ratio": engines[PREFIX_SHARE].kv_cache_tokens / engines[STOCK].kv_cache_tokens,
@@ -409,12 +403,6 @@ def gpu_bytes() -> int:
 
 def gpus_needed(args: argparse.Namespace) -> int:
     return int(args.tensor_parallel_size) * (2 if args.apart else 1)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs in ``CUDA_VISIBLE_DEVICES``, or all."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -532,9 +520,7 @@ def main(argv: list[str] | None = None) -> int:
             model = write_llama_8b(folder, **fields(args))
         elif not (model / "config.json").is_file():
             raise PrefixShareError(f"model {model} is not a checkpoint folder.")
-        engines, started = start(args, model, own_weights=args.model is None)
-        for engine in engines.values():
-            stack.callback(engine.close)
+        engines, settings = start(args, model, args.model is None, stack)
         result: Row = {
             "command": recorded_command(PROGRAM),
             "gpu": torch.cuda.get_device_name() if args.cuda else processor(),
@@ -545,7 +531,7 @@ def main(argv: list[str] | None = None) -> int:
             "bandwidth_tbs": args.bandwidth_tbs,
             "max_gap": args.max_gap,
             "scale": args.scale,
-            **started,
+            **settings,
             "rows": [],
             "left_out": {},
         }

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from benchmarks.engine import report
+from benchmarks.engine.launch import NOT_COMPILED, RANDOM_WEIGHTS
 from benchmarks.engine.report import Row
 from benchmarks.engine.workloads import SharedDocuments
-from benchmarks.support.program import WORKER, add_out, make_parser, one_sentence, recorded_command
+from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from tests.support.dummy_model import write_llama_8b
-from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
+from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess
 from tests.support.engine_steps import start_engines
 
 PROGRAM = "benchmarks.engine.context_parallel"
@@ -51,10 +52,8 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
     settings: Row = {
         "model": model,
         "pause": True,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "worker_extension_cls": WORKER,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        **RANDOM_WEIGHTS,
+        **NOT_COMPILED,
         "max_model_len": args.document + args.own + args.tokens + 16,
         "max_num_seqs": args.requests,
         # engines that start at once count each other's memory
@@ -103,7 +102,14 @@ def fill(args: argparse.Namespace, engines: list[EngineProcess]) -> None:
 def measure(args: argparse.Namespace, engines: Pair, gpus: int, end: float) -> list[Row]:
     """A row for each engine of one setting. end: ``time.monotonic`` at which repeats stop."""
     document = works(args)["document"]
-    agreement = compare(engines, document.prompts(VOCAB, seed=0)) if gpus == GPUS else None
+    agreement = None
+    if gpus == GPUS:
+        prompts = document.prompts(VOCAB, seed=0)
+        checked = {
+            name: engine.generate(prompts, CHECKED_TOKENS, gaps=True, **SAMPLING)
+            for name, engine in engines.items()
+        }
+        agreement = report.agreement(checked[PREFIX_SHARE], checked[STOCK])
     times: dict[str, dict[str, list[float]]] = {n: {"document": [], "floor": []} for n in engines}
     share_factors = {}
     for repeat in range(args.repeats):
@@ -133,18 +139,6 @@ def measure(args: argparse.Namespace, engines: Pair, gpus: int, end: float) -> l
             }
         )
     return rows
-
-
-def compare(engines: Pair, prompts: list[list[int]]) -> Row:
-    """Where greedy tokens part, and by how much stock preferred its own there, in nats."""
-    found = {
-        n: e.generate(prompts, CHECKED_TOKENS, gaps=True, **SAMPLING) for n, e in engines.items()
-    }
-    parted = divergences(found[PREFIX_SHARE], found[STOCK])
-    return {
-        "same": 1 - len(parted) / len(prompts),
-        "largest_gap": max((d.gap for d in parted), default=0.0),
-    }
 
 
 def line(row: Row) -> str:

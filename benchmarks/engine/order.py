@@ -12,26 +12,28 @@ lead.
     python -m benchmarks.engine.order --layers 8 --cache 1.5 0.25 0.75 --repeats 3 --limit 240
 """
 
-import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack, nullcontext
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import torch
 
-from benchmarks.engine.bench import visible_gpus
-from benchmarks.engine.workloads import SharedDocuments, kv_bytes_per_token
-from benchmarks.support.program import WORKER, add_out, make_parser, one_sentence, recorded_command
+from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
+from benchmarks.engine.workloads import SharedDocuments
+from benchmarks.support.program import (
+    add_out,
+    make_parser,
+    one_sentence,
+    recorded_command,
+    visible_gpus,
+)
 from benchmarks.support.results import versions, write
-from tests.support.dummy_model import write_llama_8b
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
 from vllm_prefixshare.planning.costs.lookup import processor
 
@@ -82,35 +84,6 @@ def fastest(repeats: list[Batch]) -> Batch:
     return min(repeats, key=lambda batch: batch.seconds)
 
 
-def settings_for(
-    work: SharedDocuments, tokens: int, cache: float, model: Path, gpu: bool
-) -> dict[str, Any]:
-    """Engine arguments: a KV cache of ``cache`` times the documents."""
-    block = 16 if gpu else 128
-    longest = work.document_tokens + work.own_tokens + tokens
-    room = max(cache * work.documents * work.document_tokens, longest + block)
-    blocks = -(-int(room) // block) + 1
-    common = {
-        "max_model_len": -(-longest // block) * block,
-        "block_size": block,
-        "num_gpu_blocks_override": blocks,
-    }
-    if not gpu:
-        return {**common, "max_num_seqs": 4, "enforce_eager": True}
-    kv_bytes = kv_bytes_per_token(json.loads((model / "config.json").read_text()))
-    return {
-        **common,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "worker_extension_cls": WORKER,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        "max_num_seqs": 256,
-        "gpu_memory_utilization": 0.3,  # must be free when an engine starts
-        # not measured: engines that start together would count each other's memory
-        "kv_cache_memory_bytes": blocks * block * kv_bytes,
-    }
-
-
 def measure(
     settings: dict[str, Any],
     model: Path,
@@ -141,13 +114,7 @@ def measure(
 
     orders = sorted({order for order, _ in RUNS.values()})
     found: Repeats = {name: [] for name in RUNS}
-    with ExitStack() as stack, ThreadPoolExecutor(len(orders) if gpu is not None else 1) as pool:
-        started = {order: pool.submit(start, order) for order in orders}
-        wait(started.values())  # so that each is closed, also if another failed
-        for future in started.values():
-            if not future.exception():
-                stack.callback(future.result().close)
-        engines = {order: future.result() for order, future in started.items()}
+    with started({o: partial(start, o) for o in orders}, at_once=gpu is not None) as engines:
         for repeat in range(repeats):
             if repeat and time.monotonic() > deadline:
                 break
@@ -220,28 +187,27 @@ def main() -> int:
         try:
             if time.monotonic() > deadline:
                 return None
-            settings = settings_for(work, args.tokens, cache, model, gpu)
+            longest = work.document_tokens + work.own_tokens + args.tokens
+            room = cache * work.documents * work.document_tokens
+            settings = sized_cache(model, gpu, longest, room)
             return measure(settings, model, prompts, args.tokens, args.repeats, device, deadline)
         finally:
             devices.put(device)
 
     print(f"{work.num_reqs} questions about {work.documents} documents of {work.document_tokens}")
     print("cache  run                 seconds  tokens/s  prefilled  cached  wrong")
-    with tempfile.TemporaryDirectory() if gpu else nullcontext() as folder:
-        model = (
-            write_llama_8b(Path(folder), num_hidden_layers=args.layers)
-            if folder
-            else embedded_model_path()
-        )
-        with ThreadPoolExecutor(devices.qsize()) as pool:
-            sizes = {pool.submit(run_size, cache, model): cache for cache in args.cache}
-            for future in as_completed(sizes):
-                cache, found = sizes[future], future.result()
-                if found is None:
-                    print(f"{cache:5}  left out, the time limit has passed")
-                    continue
-                report_size(report, cache, found)
-                write(args.out, report)  # a later size may be cut short
+    with (
+        llama_8b_or_embedded(gpu, args.layers) as model,
+        ThreadPoolExecutor(devices.qsize()) as pool,
+    ):
+        sizes = {pool.submit(run_size, cache, model): cache for cache in args.cache}
+        for future in as_completed(sizes):
+            cache, found = sizes[future], future.result()
+            if found is None:
+                print(f"{cache:5}  left out, the time limit has passed")
+                continue
+            report_size(report, cache, found)
+            write(args.out, report)  # a later size may be cut short
     return 1 if any(row["wrong"] for row in report["rows"]) else 0
 
 

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any, Literal
 
-from tests.support.engine import PREFIX_SHARE, STOCK, Batch
+from tests.support.engine import PREFIX_SHARE, STOCK, Batch, divergences
 from vllm_prefixshare import PrefixShareError
 
 Row = dict[str, Any]
@@ -76,6 +76,17 @@ def make_row(
         "breakdown": None,
         "host": host_times(found[PREFIX_SHARE]),
         **sides,
+    }
+
+
+def agreement(ours: Batch, stock: Batch) -> Row:
+    """How many requests have the same greedy tokens, and the largest lead of stock's token where
+    they part, in nats.
+    """
+    parted = divergences(ours, stock)
+    return {
+        "same": 1 - len(parted) / len(stock.answers),
+        "largest_gap": max((d.gap for d in parted), default=0.0),
     }
 
 

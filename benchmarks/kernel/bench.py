@@ -4,8 +4,7 @@ Every peer's output is compared with float32 attention, for all requests, before
 wrong output is reported as wrong, and the exit status is 1. GPU times are medians of CUDA-graph
 replays with the L2 cache flushed before each; plans and metadata are made outside the timed region.
 
-    python -m benchmarks.kernel --workloads anchors --heads 32:8,32:32,64:8,16:1 \
-        --out results/kernel.json --plot results/kernel.png
+    python -m benchmarks.kernel --workloads anchors --heads 32:8,32:32,64:8,16:1 --out kernel.json
 
 Layers with an fp8 KV cache, sinks, a soft cap or ALiBi: each option is passed to the peers that
 support it, and the others are listed as unavailable.
@@ -408,7 +407,6 @@ def parse(
         parser.add_argument(f"--{name}", type=Path, help=f"your checkout of {name}")
     parser.add_argument("--deft-data", type=Path, help="folder of DeFT's recorded trees")
     add_out(parser)
-    parser.add_argument("--plot", type=Path, help="draw a bar chart here")
     args = parser.parse_args(argv)
     args.workloads = args.workloads.split(",") if args.workloads else []
     if not args.workloads and not args.tree:
@@ -497,8 +495,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"stopped: {first_line(e)}", file=sys.stderr)
     print(report.summary(result))
     write(args.out, result)
-    if args.plot:
-        report.plot(result, args.plot)
     return int(broken or bool(report.bad_results(result)) or not result["cells"])
 
 

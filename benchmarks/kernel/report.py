@@ -1,8 +1,7 @@
-"""The text and the chart that benchmarks.kernel makes of its results."""
+"""The text that ``benchmarks.kernel`` makes of its results."""
 
 from collections import Counter
 from math import exp, log
-from pathlib import Path
 
 NAME, COLUMN = 42, 15
 #: names of this project's own kernels among the peers; users get the first by default
@@ -163,38 +162,3 @@ def _errors(cells: list[Cell], us: str) -> list[str]:
         f"larger than FA3's in {len(worse)} of {len(both)} cells",
         *worse,
     ]
-
-
-def plot(result: Result, path: Path) -> None:
-    """Draw bars of each workload: roofline over time, so longer is better and 1 is the roof."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cells, titles = result["cells"], result["titles"]
-    shown = [n for n in titles if any(c["peers"][n]["status"] == "ok" for c in cells)]
-    width = 0.8 / max(1, len(shown))
-    panels = list(dict.fromkeys(c["heads"] for c in cells))
-    most = max(sum(c["heads"] == heads for c in cells) for heads in panels)
-    figure, every_axes = plt.subplots(
-        len(panels),
-        figsize=(max(8, 1 + 0.9 * most), 1.5 + 4 * len(panels)),
-        squeeze=False,
-        layout="constrained",
-    )
-    for heads, axes in zip(panels, every_axes[:, 0], strict=True):
-        group = [c for c in cells if c["heads"] == heads]
-        for i, name in enumerate(shown):
-            places = [x + (i - (len(shown) - 1) / 2) * width for x in range(len(group))]
-            heights = [c["peers"][name].get("roofline", 0) for c in group]
-            axes.bar(places, heights, width, label=titles[name])
-        names = [c["workload"].replace("_", "\n") for c in group]
-        axes.set_xticks(range(len(group)), names, rotation=30, ha="right", fontsize="small")
-        axes.set_ylabel(f"fraction of the roofline, heads {heads}")
-        axes.grid(axis="y", alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.suptitle(f"{result['gpu']}, {result['dtype']}: one layer, longer is faster")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

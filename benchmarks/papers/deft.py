@@ -1,8 +1,13 @@
 """DeFT, both versions of the paper: tables 6, 7, 12, 14, 16 and 17, figures 13, 14, 15 and 18."""
 
-from collections.abc import Iterator
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import StatisticsError, correlation, pstdev
 
 import numpy as np
 
@@ -17,12 +22,20 @@ from benchmarks.papers.experiment import (
     Point,
     Results,
     Setting,
+    lazily,
     mega,
-    rows,
     span,
 )
 from benchmarks.papers.flashforge import against, methods_of, ratios, time_bars, time_table
 from benchmarks.papers.token_trees import kind_of_tree, token_tree
+from benchmarks.support.published import table
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.workloads.sets import deft, recorded_step, recorded_tree
+from vllm_prefixshare.workloads.trees import Workload, forest, tree
+
+accounting = lazily("accounting")
+methods = lazily("methods")
+timing = lazily("timing")
 
 PAPER = "DeFT"
 #: Llama-3-8B: heads, layers, query heads for a KV head
@@ -95,6 +108,14 @@ def per_kind(counted: dict[str, int], scale: int) -> dict[str, int]:
     return {kind: counted[kind] * scale for kind in kinds} | {"row_tiles": counted["row_tiles"]}
 
 
+def by_way(w: Workload, grown: Iterable[int], scale: int) -> dict[str, dict[str, int]]:
+    """``per_kind`` of each way to plan, summed over the steps of ``grown``."""
+    return {
+        m.title: per_kind(accounting.count(m, w, HEADS, grown), scale)
+        for m in (methods.OURS, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
+    }
+
+
 def medusa_bytes(queries: int, tree_tokens: int) -> dict[str, int]:
     """Partial results and mask of tree attention in Medusa (table 4, or 12): products, scaled,
     masked and their softmax written and read for each head, and a dense mask of two bytes.
@@ -105,9 +126,6 @@ def medusa_bytes(queries: int, tree_tokens: int) -> dict[str, int]:
 
 def few_shot(width: int, prompt: int, decoded: int) -> Figures:
     """Bytes of decoding ``decoded`` tokens of ``width`` samples of one prompt, all layers."""
-    from benchmarks.papers import accounting, methods
-    from vllm_prefixshare.workloads.trees import tree
-
     start = accounting.with_room(tree(f"1,{width}_{prompt},{decoded + 1}"), decoded)
     token = accounting.kv_token_bytes(HEADS) * LAYERS
     grown = range(decoded)
@@ -117,17 +135,12 @@ def few_shot(width: int, prompt: int, decoded: int) -> Figures:
         "unshared": (width * prompt * decoded + own) * token,
         "distinct": tokens * token,
         **medusa_bytes(width, tokens),
-        **{
-            m.title: per_kind(accounting.count(m, start, HEADS, grown), LAYERS)
-            for m in (methods.OURS, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
-        },
+        **by_way(start, grown, LAYERS),
     }
 
 
 def speculative(size: int, setting: Setting) -> Figures:
     """Bytes of verifying a token tree at every step of one request's answer, all layers."""
-    from benchmarks.papers import accounting, methods
-
     steps = 20 if setting.tiny else STEPS
     end = token_tree(size, 1, CONTEXT + ACCEPTED * steps, setting.recordings)
     start = accounting.with_room(end, ACCEPTED * steps)
@@ -139,25 +152,14 @@ def speculative(size: int, setting: Setting) -> Figures:
         "unshared": size * tokens * token,
         "distinct": tokens * token,
         **medusa,
-        **{
-            m.title: per_kind(accounting.count(m, start, HEADS, grown), LAYERS * EVERY)
-            for m in (methods.OURS, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
-        },
+        **by_way(start, grown, LAYERS * EVERY),
     }
 
 
 def recorded(file: Path) -> Figures:
     """Bytes of decoding a recorded tree of thoughts, the mean of all runs in a file."""
-    import json
-    from collections import Counter
-
-    from benchmarks.papers import accounting, methods
-    from vllm_prefixshare.core import PrefixShareError
-    from vllm_prefixshare.workloads.sets import recorded_step
-
     total: Counter[str] = Counter()
-    ways = (methods.OURS, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
-    of_way: dict[str, Counter[str]] = {m.title: Counter() for m in ways}
+    of_way: dict[str, Counter[str]] = defaultdict(Counter)
     runs = [list(run["data"].values()) for run in json.loads(file.read_text())]
     runs = [nodes for nodes in runs if max((n["end"] for n in nodes), default=0) >= SAMPLES]
     if not runs:
@@ -171,8 +173,8 @@ def recorded(file: Path) -> Figures:
             total["distinct"] += accounting.distinct_bytes(w, HEADS) * scale
             queries = medusa_bytes(w.num_reqs, w.kv_tokens)
             total.update({kind: n * final // SAMPLES for kind, n in queries.items()})
-            for m in ways:
-                of_way[m.title].update(per_kind(accounting.count(m, w, HEADS), scale))
+            for title, counted in by_way(w, (0,), scale).items():
+                of_way[title].update(counted)
     means = {kind: n // len(runs) for kind, n in total.items()}
     for counted in of_way.values():
         counted["row_tiles"] = len(runs)  # one query each: one tile of rows
@@ -183,15 +185,12 @@ def recorded(file: Path) -> Figures:
 def count_tasks(setting: Setting) -> Iterator[Point]:
     shots = ((4, 64, 20),) if setting.tiny else ((w, PROMPT, DECODED) for w in WIDTHS)
     for width, prompt, decoded in shots:
-        yield Point(
-            f"few-shot {width}",
-            lambda w=width, p=prompt, d=decoded: few_shot(w, p, d),
-        )
+        yield Point(f"few-shot {width}", partial(few_shot, width, prompt, decoded))
     for size in (32,) if setting.tiny else TOKEN_TREES:
-        yield Point(f"token tree {size}", lambda size=size: speculative(size, setting))
+        yield Point(f"token tree {size}", partial(speculative, size, setting))
     folder = None if setting.tiny else setting.recordings
     for file in sorted(folder.glob("*ToT.json")) if folder else ():
-        yield Point(TASKS.get(file.stem, file.stem), lambda file=file: recorded(file))
+        yield Point(TASKS.get(file.stem, file.stem), partial(recorded, file))
 
 
 def tera(num_bytes: float) -> str:
@@ -220,17 +219,15 @@ def tasks_table(results: Results) -> list[str]:
         medusa += f" ({paper[2]})" if paper else ""
         ours, chunk, flat = (f[m] for m in ("ours", "DeFT-Node-Chunk", "DeFT-Flatten"))
         lines.append(
-            " | ".join(
-                [
-                    name,
-                    *entries,
-                    medusa,
-                    *(tera(ours[kind]) for kind in ("kv", "walked", "partial", "masks")),
-                    *(
-                        " + ".join(tera(x[kind]) for kind in ("kv", "partial", "masks"))
-                        for x in (chunk, flat)
-                    ),
-                ]
+            (
+                name,
+                *entries,
+                medusa,
+                *(tera(ours[kind]) for kind in ("kv", "walked", "partial", "masks")),
+                *(
+                    " + ".join(tera(x[kind]) for kind in ("kv", "partial", "masks"))
+                    for x in (chunk, flat)
+                ),
             )
         )
     return [
@@ -239,7 +236,7 @@ def tasks_table(results: Results) -> list[str]:
         "each KV head, a fourth. Medusa's partial results and masks are by the paper's formula. "
         '"Walked" counts the KV once for each tile of query rows that loads it.',
         "",
-        *rows(
+        *table(
             "task | flash-decoding | distinct KV | Medusa, partial and mask | ours, KV | walked | "
             "partial | masks | Node-Chunk of 128, KV + partial + masks | Flatten, the same",
             lines,
@@ -259,58 +256,40 @@ def tasks_bars(results: Results) -> Bars:
     return Bars("TB of a whole decoding, KV once for each KV head, and partial results", values)
 
 
+def heads_of(setting: Setting) -> tuple[int, int]:
+    return (8, 2) if setting.tiny else HEADS
+
+
 def strategies() -> list:
-    from dataclasses import replace
-
-    from benchmarks.papers import methods
-
     of_deft = (methods.DEFT_NODE, methods.DEFT_NODE_CHUNK, methods.DEFT_FLATTEN)
     return [methods.OURS, *(replace(m, kernel="auto") for m in of_deft)]
 
 
 def time_strategies(setting: Setting) -> Iterator[Point]:
     """Few-shot prompting at three steps of the 400, with the heads of three models."""
-    from vllm_prefixshare.workloads.trees import tree
-
     specs = [f"1,{w}_{PROMPT},{step}" for step in (400, 16, 200) for w in (50, 20, 30)]
     heads: tuple[tuple[int, int], ...] = (HEADS, (32, 32), (64, 8))
     if setting.tiny:
         specs, heads = ["1,4_128,20"], ((8, 2),)
+    ways = [*strategies(), methods.FLASH_DECODING]
     for spec, shape in product(specs, heads):
-
-        def run(spec=spec, shape=shape) -> Figures:
-            from benchmarks.papers import methods, timing
-
-            ways = [*strategies(), methods.FLASH_DECODING]
-            return timing.time_methods(setting, tree(spec), shape, ways)
-
+        run = partial(timing.time_methods, setting, tree(spec), shape, ways)
         yield Point(f"few-shot {spec}, {shape[0]}:{shape[1]}", run)
 
 
 def time_recorded(setting: Setting) -> Iterator[Point]:
     """Steps of recorded trees of thoughts: two large runs of each file at four steps."""
-    from vllm_prefixshare.workloads.sets import deft, recorded_step
-
     if setting.tiny:
         steps = [recorded_step("two thoughts", TWO_THOUGHTS, 24, 16)]
     else:
         steps = list(deft(16, setting.recordings)) if setting.recordings else []
+    ways = [*strategies(), methods.FLASH_DECODING]
     for w in steps:
-
-        def run(w=w) -> Figures:
-            from benchmarks.papers import methods, timing
-
-            heads = (8, 2) if setting.tiny else HEADS
-            ways = [*strategies(), methods.FLASH_DECODING]
-            return timing.time_methods(setting, w, heads, ways)
-
-        yield Point(w.name, run)
+        yield Point(w.name, partial(timing.time_methods, setting, w, heads_of(setting), ways))
 
 
 def sorting_run(setting: Setting) -> list[dict] | None:
     """Nodes of the largest recorded run of sorting; a miniature's; None without the recording."""
-    import json
-
     if setting.tiny:
         return TWO_THOUGHTS
     file = setting.recordings / "sorting128ToT.json" if setting.recordings else None
@@ -337,24 +316,15 @@ def busiest_step(nodes: list[dict]) -> int:
 
 def time_prompts(setting: Setting) -> Iterator[Point]:
     """The largest recorded run of sorting with longer prompts, at the step with most branches."""
-    from vllm_prefixshare.workloads.sets import recorded_step
-
     nodes = sorting_run(setting)
     if nodes is None:
         return
     step = busiest_step(nodes)
+    flatten = next(m for m in strategies() if m.title == "DeFT-Flatten")
+    ways = [methods.OURS, flatten, methods.FLASH_DECODING]
     for tokens in (200,) if setting.tiny else PADDED:
         w = recorded_step(f"prompt of {tokens}", with_prompt(nodes, tokens), step, 16)
-
-        def run(w=w) -> Figures:
-            from benchmarks.papers import methods, timing
-
-            heads = (8, 2) if setting.tiny else HEADS
-            flatten = next(m for m in strategies() if m.title == "DeFT-Flatten")
-            ways = [methods.OURS, flatten, methods.FLASH_DECODING]
-            return timing.time_methods(setting, w, heads, ways)
-
-        yield Point(w.name, run)
+        yield Point(w.name, partial(timing.time_methods, setting, w, heads_of(setting), ways))
 
 
 def prompts_sentence(results: Results) -> str:
@@ -377,25 +347,18 @@ def time_iterations(setting: Setting) -> Iterator[Point]:
         return
     final = max(node["end"] for node in nodes)
     for step in (final * n // (count + 1) for n in range(1, count + 1)):
+        yield Point(f"step {step}", partial(time_iteration, setting, nodes, step))
 
-        def run(step=step) -> Figures:
-            from statistics import pstdev
 
-            from benchmarks.papers import timing
-            from vllm_prefixshare.workloads.sets import recorded_step, recorded_tree
-
-            w = recorded_step(f"sorting, step {step}", nodes, step, 16)
-            ways = [m for m in strategies() if m.title in ("ours", "DeFT-Node", "DeFT-Flatten")]
-            figures = timing.time_methods(setting, w, (8, 2) if setting.tiny else HEADS, ways)
-            _, tokens = recorded_tree(nodes, step)
-            return {**figures, "nodes": len(tokens), "spread": pstdev(tokens)}
-
-        yield Point(f"step {step}", run)
+def time_iteration(setting: Setting, nodes: list[dict], step: int) -> Figures:
+    w = recorded_step(f"sorting, step {step}", nodes, step, 16)
+    ways = [m for m in strategies() if m.title in ("ours", "DeFT-Node", "DeFT-Flatten")]
+    figures = timing.time_methods(setting, w, heads_of(setting), ways)
+    _, tokens = recorded_tree(nodes, step)
+    return {**figures, "nodes": len(tokens), "spread": pstdev(tokens)}
 
 
 def iterations_sentence(results: Results) -> str:
-    from statistics import StatisticsError, correlation
-
     spread, over = [], []
     for f in results.values():
         node, flat = (f["peers"][m] for m in ("DeFT-Node", "DeFT-Flatten"))
@@ -421,12 +384,12 @@ def iterations_table(results: Results) -> list[str]:
     for name, f in results.items():
         found = (f["peers"][t] for t in titles)
         times = [f"{p['ms']:.4f}" if p["status"] == "ok" else p["status"] for p in found]
-        lines.append(" | ".join([name, str(f["nodes"]), f"{f['spread']:.0f}", *times]))
+        lines.append((name, str(f["nodes"]), f"{f['spread']:.0f}", *times))
     return [
         "Milliseconds of one layer. Nodes and spread (standard deviation of their tokens): as "
         "recorded, of those that a growing branch reads.",
         "",
-        *rows(" | ".join(["step", "nodes", "spread", *titles]), lines),
+        *table(" | ".join(["step", "nodes", "spread", *titles]), lines),
     ]
 
 
@@ -441,9 +404,6 @@ def count_use(setting: Setting) -> Iterator[Point]:
     for name in names:
 
         def run(name=name) -> Figures:
-            from benchmarks.papers import methods, timing
-            from vllm_prefixshare.workloads.trees import tree
-
             ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
             layers = tuple((m.title, n, *HEADS) for n, m in product(names, ways))
             used = dict(zip(layers, counters.use(layers), strict=True))
@@ -458,11 +418,8 @@ def count_use(setting: Setting) -> Iterator[Point]:
 
 def toy_use(setting: Setting) -> Figures:
     """A point of ``count_use`` without counters: parts of the roofline stand for both."""
-    from benchmarks.papers import methods, timing
-    from vllm_prefixshare.workloads.trees import tree
-
     ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
-    figures = timing.time_methods(setting, tree("1,4_128,1"), (8, 2), ways)
+    figures = timing.time_methods(setting, tree("1,4_128,1"), heads_of(setting), ways)
     parts = {t: 100 * p.get("roofline", 0.0) for t, p in figures["peers"].items()}
     return {**figures, "use": {t: {"compute": x, "memory": x} for t, x in parts.items()}}
 
@@ -489,9 +446,9 @@ def use_table(results: Results) -> list[str]:
             timed = f["peers"][title]
             us = f"{timed['ms'] * 1e3:.1f}" if timed["status"] == "ok" else timed["status"]
             entries = (f"{used[kind]:.1f}%" for kind in ("compute", "memory"))
-            lines.append(" | ".join([name, title, us, *entries]))
+            lines.append((name, title, us, *entries))
     header = "queries | method | microseconds | of the multiprocessors' peak | of the memory's peak"
-    return ["One layer.", "", *rows(header, lines)]
+    return ["One layer.", "", *table(header, lines)]
 
 
 def strategies_sentence(results: Results) -> str:
@@ -522,7 +479,7 @@ def time_over_steps(results: Results) -> list[str]:
         columns = np.array([of_step[step] for step in steps]).T
         every = np.arange(1, DECODED + 1)
         sums = [np.interp(every, steps, column).sum() for column in columns]
-        lines.append(" | ".join([name, *(f"{ms:.1f} ({ms / sums[0]:.2f})" for ms in sums)]))
+        lines.append((name, *(f"{ms:.1f} ({ms / sums[0]:.2f})" for ms in sums)))
     if not lines:
         return time_table(results)
     return [
@@ -531,7 +488,7 @@ def time_over_steps(results: Results) -> list[str]:
         f"Milliseconds of one layer over all {DECODED} steps, on straight lines between those that "
         f"were timed (over {titles[0]}).",
         "",
-        *rows(" | ".join(["prompt and heads", *titles]), lines),
+        *table(" | ".join(["prompt and heads", *titles]), lines),
     ]
 
 
@@ -544,13 +501,8 @@ def time_token_trees(setting: Setting) -> Iterator[Point]:
     for size, batch, context in [(32, 2, 100)] if setting.tiny else shapes:
 
         def run(size=size, batch=batch, context=context) -> Figures:
-            from dataclasses import replace
-
-            from benchmarks.papers import methods, timing
-            from vllm_prefixshare.workloads.trees import forest
-
             w = token_tree(size, batch, context, setting.recordings)
-            heads = (8, 2) if setting.tiny else HEADS
+            heads = heads_of(setting)
             ways = [methods.OURS, methods.PORTABLE]
             figures = timing.time_methods(setting, w, heads, ways)
             # each token of a tree as a request with the context and its own branch
@@ -579,8 +531,6 @@ def count_walks(setting: Setting) -> Iterator[Point]:
     for size, batch in shapes:
 
         def run(size=size, batch=batch) -> Figures:
-            from benchmarks.papers import accounting, methods
-
             ways = (methods.OURS, methods.PORTABLE)
             trees = [token_tree(*shape, PROMPTS[-1], None) for shape in shapes]
             layers = tuple((m.title, w.name, *HEADS) for w in trees for m in ways)
@@ -613,11 +563,11 @@ def walks_table(results: Results) -> list[str]:
         entries = []
         for way in (f["ours"], f["portable"]):
             entries += [str(way["row_tiles"]), f"{mega(way['read'])} + {mega(way['written'])}"]
-        lines.append(" | ".join([name, mega(f["distinct"]), *entries]))
+        lines.append((name, mega(f["distinct"]), *entries))
     return [
         "MiB of one layer: read + written.",
         "",
-        *rows(
+        *table(
             "token trees | distinct KV | tiles of rows, ours | ours | tiles of rows, portable "
             "| portable",
             lines,
@@ -677,9 +627,7 @@ def token_trees_sentence(results: Results) -> str:
     return "time over ours: " + "; ".join(f"{n} {against(results, n, 'ours')}" for n in others)
 
 
-def chunk_workloads(setting: Setting) -> dict[str, object]:
-    from vllm_prefixshare.workloads.trees import tree
-
+def chunk_workloads(setting: Setting) -> dict[str, Workload]:
     if setting.tiny:
         return {"few-shot 4": tree("1,4_128,16")}
     return {
@@ -689,26 +637,22 @@ def chunk_workloads(setting: Setting) -> dict[str, object]:
     }
 
 
-def chunk_methods(kernel: str) -> list:
-    from benchmarks.papers import methods
-
+def chunk_methods() -> list:
     return [
-        methods.Method(f"{n} tokens", kernel, "deft_node_chunk", options={"kv_chunk_size": n})
+        methods.Method(f"{n} tokens", "auto", "deft_node_chunk", options={"kv_chunk_size": n})
         for n in CHUNKS
     ]
 
 
 def count_chunks(setting: Setting) -> Iterator[Point]:
     for name, w in chunk_workloads(setting).items():
+        yield Point(name, partial(chunk_bytes, w))
 
-        def run(w=w) -> Figures:
-            from benchmarks.papers import accounting, methods
 
-            ways = [*chunk_methods("auto"), methods.OURS]
-            counted = {m.title: accounting.count(m, w, HEADS) for m in ways}
-            return {"distinct": accounting.distinct_bytes(w, HEADS), **counted}
-
-        yield Point(name, run)
+def chunk_bytes(w: Workload) -> Figures:
+    ways = [*chunk_methods(), methods.OURS]
+    counted = {m.title: accounting.count(m, w, HEADS) for m in ways}
+    return {"distinct": accounting.distinct_bytes(w, HEADS), **counted}
 
 
 def chunks_sentence(results: Results) -> str:
@@ -726,19 +670,17 @@ def chunks_sentence(results: Results) -> str:
 def chunks_table(results: Results) -> list[str]:
     titles = [f"{n} tokens" for n in CHUNKS] + ["ours"]
     lines = [
-        " | ".join(
-            [
-                name,
-                mega(f["distinct"]),
-                *(f"{mega(f[t]['queries'])} + {mega(f[t]['partial'])}" for t in titles),
-            ]
+        (
+            name,
+            mega(f["distinct"]),
+            *(f"{mega(f[t]['queries'])} + {mega(f[t]['partial'])}" for t in titles),
         )
         for name, f in results.items()
     ]
     return [
         "MiB of one layer in one step: queries + partial results, by the tokens of a chunk.",
         "",
-        *rows(" | ".join(["workload", "distinct KV", *titles]), lines),
+        *table(" | ".join(["workload", "distinct KV", *titles]), lines),
     ]
 
 
@@ -756,18 +698,15 @@ def chunks_bars(results: Results) -> Bars:
 
 def time_chunks(setting: Setting) -> Iterator[Point]:
     for name, w in chunk_workloads(setting).items():
+        yield Point(name, partial(time_chunk, setting, w))
 
-        def run(w=w) -> Figures:
-            from benchmarks.papers import methods, timing
 
-            heads = (8, 2) if setting.tiny else HEADS
-            ways = [*chunk_methods("auto"), *strategies()[3:], methods.OURS]
-            figures = timing.time_methods(setting, w, heads, ways)
-            if w.query_parents is None:
-                return figures
-            return {"tree": kind_of_tree(w.query_len, setting.recordings), **figures}
-
-        yield Point(name, run)
+def time_chunk(setting: Setting, w: Workload) -> Figures:
+    ways = [*chunk_methods(), *strategies()[3:], methods.OURS]
+    figures = timing.time_methods(setting, w, heads_of(setting), ways)
+    if w.query_parents is None:
+        return figures
+    return {"tree": kind_of_tree(w.query_len, setting.recordings), **figures}
 
 
 def chunk_times_sentence(results: Results) -> str:

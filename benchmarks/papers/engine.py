@@ -7,8 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.engine.breakdown import attention_ms
-from benchmarks.papers.experiment import Bars, Figures, Point, Results, Setting, rows, span
+from benchmarks.papers.experiment import Bars, Figures, Point, Results, Setting, span
 from benchmarks.support import program
+from benchmarks.support.published import table
 
 #: workloads of benchmarks.engine: one document of growing length
 WORKLOADS = ("sweep8k", "sweep32k", "sweep64k", "sweep120k")
@@ -116,9 +117,7 @@ def profiled_table(results: Results) -> list[str]:
         ratio = row["stock"]["ms"] / row["PREFIX_SHARE"]["ms"]
         found = [attention_ms(row, engine) for engine in ENGINES]
         parts = [f"{of[0] / of[1]:.0%} ({of[0]:.2f} of {of[1]:.2f})" if of else "-" for of in found]
-        lines.append(
-            " | ".join([row["workload"], *times, f"{ratio:.2f}", f"{row['floor_ms']:.2f}", *parts])
-        )
+        lines.append((row["workload"], *times, f"{ratio:.2f}", f"{row['floor_ms']:.2f}", *parts))
     header = "workload | stock | ours | stock / ours | floor"
     return [
         "Milliseconds per output token. Floor: the time of as many requests with hardly any "
@@ -126,7 +125,7 @@ def profiled_table(results: Results) -> list[str]:
         "its kernels have in the GPU time of a decode step, and milliseconds of both, by a "
         "profiler in runs that are not timed; the GPU's idle time does not count.",
         "",
-        *rows(f"{header} | attention, stock | attention, ours", lines),
+        *table(f"{header} | attention, stock | attention, ours", lines),
     ]
 
 
@@ -135,14 +134,14 @@ def estimated_table(results: Results) -> list[str]:
     for row in results.values():
         both = [f"{row[e]['ms']:.2f} ({beyond(row, e):.2f})" for e in ENGINES]
         ratio = row["stock"]["ms"] / row["PREFIX_SHARE"]["ms"]
-        lines.append(" | ".join([row["workload"], *both, f"{row['floor_ms']:.2f}", f"{ratio:.2f}"]))
+        lines.append((row["workload"], *both, f"{row['floor_ms']:.2f}", f"{ratio:.2f}"))
     return [
         "Milliseconds per output token; in brackets what attention takes beyond the floor, which "
         "is the time of as many requests with hardly any context, and of reading every KV token "
         "once. The first is stock's, whose work on the host is in the floor: ours can be below it, "
         "which is shown as 0.00.",
         "",
-        *rows("workload | stock | ours | floor | stock / ours", lines),
+        *table("workload | stock | ours | floor | stock / ours", lines),
     ]
 
 

@@ -2,9 +2,12 @@
 list of the experiments and their published tables cost no import of torch.
 """
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 #: figures of one point, as they stand in its JSON file
 Figures = dict
@@ -12,6 +15,19 @@ Figures = dict
 Results = dict[str, Figures]
 
 CPU, GPU, GPUS = "no GPU", "one GPU", "two GPUs"
+
+
+def lazily(name: str) -> ModuleType:
+    """A module of this folder, which is imported when it is first used."""
+    name = f"{__package__}.{name}"
+    if name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 @dataclass(frozen=True)
@@ -105,11 +121,6 @@ def is_wrong(figures: Figures) -> bool:
 def good_points(results: Results) -> Results:
     """The points whose figures may be shown."""
     return {n: f for n, f in results.items() if not has_failed(f) and not is_wrong(f)}
-
-
-def rows(header: str, lines: list[str]) -> list[str]:
-    """A table in Markdown; ``header`` and ``lines`` are cells separated by `` | ``."""
-    return [f"| {header} |", "|" + "---|" * (header.count(" | ") + 1), *(f"| {x} |" for x in lines)]
 
 
 def mega(num_bytes: float) -> str:

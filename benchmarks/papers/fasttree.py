@@ -1,6 +1,8 @@
 """FastTree: experiments of sections 4.2, 6.1 and 6.2."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from benchmarks.papers.experiment import (
@@ -13,11 +15,18 @@ from benchmarks.papers.experiment import (
     Point,
     Results,
     Setting,
+    lazily,
     mega,
-    rows,
     span,
 )
 from benchmarks.papers.flashforge import against, time_bars, time_table
+from benchmarks.support.published import table
+from vllm_prefixshare.workloads.sets import ANCHORS
+from vllm_prefixshare.workloads.trees import Workload, tree
+
+accounting = lazily("accounting")
+methods = lazily("methods")
+timing = lazily("timing")
 
 PAPER = "FastTree"
 #: title of the method that the others are compared with
@@ -39,16 +48,10 @@ WORKLOADS = {
 
 
 def trees(setting: Setting) -> list[str]:
-    from vllm_prefixshare.workloads.sets import ANCHORS
-
     return ["1,4_64,16", "1,2,8_32,16,16"] if setting.tiny else [NAMED, *ANCHORS[:11]]
 
 
 def ways() -> list:
-    from dataclasses import replace
-
-    from benchmarks.papers import methods
-
     fasttree = methods.FASTTREE
     return [
         fasttree,
@@ -60,21 +63,18 @@ def ways() -> list:
 
 
 def count_trees(setting: Setting) -> Iterator[Point]:
-    from vllm_prefixshare.workloads.trees import tree
-
     for spec, heads in product(trees(setting), ((8, 2),) if setting.tiny else HEADS):
-
-        def run(spec=spec, heads=heads) -> Figures:
-            from benchmarks.papers import accounting
-
-            w = tree(spec)
-            return {
-                "unshared": accounting.unshared_bytes(w, heads),
-                "distinct": accounting.distinct_bytes(w, heads),
-                **{m.title: accounting.count(m, w, heads) for m in ways()},
-            }
-
+        run = partial(counted_bytes, tree(spec), heads)
         yield Point(f"{spec}, {heads[0]}:{heads[1]}", run)
+
+
+def counted_bytes(w: Workload, heads: tuple[int, int]) -> Figures:
+    """Bytes of one layer in one step under each way to plan."""
+    return {
+        "unshared": accounting.unshared_bytes(w, heads),
+        "distinct": accounting.distinct_bytes(w, heads),
+        **{m.title: accounting.count(m, w, heads) for m in ways()},
+    }
 
 
 def moved(counted: dict[str, int]) -> int:
@@ -95,22 +95,17 @@ def count_sentence(results: Results) -> str:
 def count_table(results: Results) -> list[str]:
     titles = [t for t in next(iter(results.values())) if t not in ("unshared", "distinct")]
     lines = [
-        " | ".join(
-            [
-                name,
-                mega(f["distinct"]),
-                *(
-                    f"{mega(f[t]['kv'])} + {mega(f[t]['partial'])} ({f[t]['tiles']})"
-                    for t in titles
-                ),
-            ]
+        (
+            name,
+            mega(f["distinct"]),
+            *(f"{mega(f[t]['kv'])} + {mega(f[t]['partial'])} ({f[t]['tiles']})" for t in titles),
         )
         for name, f in results.items()
     ]
     return [
         "MiB of one layer in one step: KV + partial results (work tiles).",
         "",
-        *rows(" | ".join(["tree and heads", "distinct KV", *titles]), lines),
+        *table(" | ".join(["tree and heads", "distinct KV", *titles]), lines),
     ]
 
 
@@ -123,16 +118,9 @@ def count_bars(results: Results) -> Bars:
 
 
 def time_trees(setting: Setting) -> Iterator[Point]:
-    from vllm_prefixshare.workloads.trees import tree
-
     for spec, heads in product(trees(setting), ((8, 2),) if setting.tiny else HEADS):
-
-        def run(spec=spec, heads=heads) -> Figures:
-            from benchmarks.papers import methods, timing
-
-            every = [*ways(), methods.FLASH_DECODING]
-            return timing.time_methods(setting, tree(spec), heads, every)
-
+        every = [*ways(), methods.FLASH_DECODING]
+        run = partial(timing.time_methods, setting, tree(spec), heads, every)
         yield Point(f"{spec}, {heads[0]}:{heads[1]}", run)
 
 
@@ -148,21 +136,16 @@ def times_sentence(results: Results) -> str:
 
 
 def time_workloads(setting: Setting) -> Iterator[Point]:
-    from vllm_prefixshare.workloads.trees import tree
-
     chosen = {"tiny": "1,2,4_32,16,16"} if setting.tiny else WORKLOADS
     models = {"tiny": (8, 2)} if setting.tiny else MODELS
     for (name, spec), (model, heads) in product(chosen.items(), models.items()):
+        yield Point(f"{name}, {model}", partial(time_workload, setting, tree(spec), heads))
 
-        def run(spec=spec, heads=heads) -> Figures:
-            from benchmarks.papers import accounting, methods, timing
 
-            w = tree(spec)
-            every = [methods.OURS, methods.FASTTREE, methods.FLASH_DECODING]
-            figures = timing.time_methods(setting, w, heads, every)
-            return {**figures, "distinct": accounting.distinct_bytes(w, heads)}
-
-        yield Point(f"{name}, {model}", run)
+def time_workload(setting: Setting, w: Workload, heads: tuple[int, int]) -> Figures:
+    every = [methods.OURS, methods.FASTTREE, methods.FLASH_DECODING]
+    figures = timing.time_methods(setting, w, heads, every)
+    return {**figures, "distinct": accounting.distinct_bytes(w, heads)}
 
 
 def workloads_sentence(results: Results) -> str:

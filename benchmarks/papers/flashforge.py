@@ -1,6 +1,7 @@
 """FlashForge: experiments of sections 5.2, 6.1, 6.2 and 6.3."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 from benchmarks.papers import counters, engine
@@ -15,10 +16,19 @@ from benchmarks.papers.experiment import (
     Point,
     Results,
     Setting,
+    lazily,
     mega,
-    rows,
     span,
 )
+from benchmarks.support.published import table
+from vllm_prefixshare.workloads.sets import flashforge
+from vllm_prefixshare.workloads.trees import Workload, forest, tree
+
+accounting = lazily("accounting")
+estimator = lazily("estimator")
+methods = lazily("methods")
+reduction = lazily("reduction")
+timing = lazily("timing")
 
 PAPER = "FlashForge"
 #: the first is the paper's
@@ -35,14 +45,20 @@ PER_RUN = 10
 BOTH = "tree and division"
 #: both, without the parallel reduction
 SERIAL = f"{BOTH}, merged serially"
-STEPS = ("no tree, undivided", "tree", "division", SERIAL, BOTH, "ours")
+#: divider and sharing of each step
+STEPS = {
+    "no tree, undivided": ("deft_node", "never"),
+    "tree": ("deft_node", "always"),
+    "division": ("per_request", "never"),
+    SERIAL: ("flashforge", "always"),
+    BOTH: ("flashforge", "always"),
+    "ours": (None, "always"),
+}
+NEITHER, *FURTHER = STEPS
 
 
-def sweep_points(setting: Setting) -> Iterator[tuple[str, object, tuple[int, int]]]:
+def sweep_points(setting: Setting) -> Iterator[tuple[str, Workload, tuple[int, int]]]:
     """The 25 workloads of figure 5 with both head shapes; the first of each sweep come first."""
-    from vllm_prefixshare.workloads.sets import flashforge
-    from vllm_prefixshare.workloads.trees import tree
-
     if setting.tiny:
         for spec, heads in product(("1,2_128,32", "1,2,4_64,32,16"), ((4, 4), (8, 2))):
             yield f"depth: {spec}, {heads[0]}:{heads[1]}", tree(spec), heads
@@ -55,18 +71,17 @@ def sweep_points(setting: Setting) -> Iterator[tuple[str, object, tuple[int, int
 
 def count_sweep(setting: Setting) -> Iterator[Point]:
     for name, w, heads in sweep_points(setting):
+        yield Point(name, partial(counted_bytes, w, heads))
 
-        def run(w=w, heads=heads) -> Figures:
-            from benchmarks.papers import accounting, methods
 
-            return {
-                "requests": w.num_reqs,
-                "distinct": accounting.distinct_bytes(w, heads),
-                "unshared": accounting.unshared_bytes(w, heads),
-                **{m.title: accounting.count(m, w, heads) for m in methods.COUNTED},
-            }
-
-        yield Point(name, run)
+def counted_bytes(w: Workload, heads: tuple[int, int]) -> Figures:
+    """Bytes of one layer in one step under each method's plan."""
+    return {
+        "requests": w.num_reqs,
+        "distinct": accounting.distinct_bytes(w, heads),
+        "unshared": accounting.unshared_bytes(w, heads),
+        **{m.title: accounting.count(m, w, heads) for m in methods.COUNTED},
+    }
 
 
 def saved(figures: Figures, method: str = "ours") -> float:
@@ -97,13 +112,11 @@ def count_table(results: Results) -> list[str]:
     lines = []
     for name, f in in_sweeps(results).items():
         counted = (f"{mega(f[t]['kv'])} + {mega(f[t]['partial'])}" for t in titles)
-        lines.append(
-            " | ".join([name, str(f["requests"]), mega(f["distinct"]), *counted, f"{saved(f):.1f}"])
-        )
+        lines.append((name, str(f["requests"]), mega(f["distinct"]), *counted, f"{saved(f):.1f}"))
     return [
         "MiB of one layer in one step: KV + partial results, written and read.",
         "",
-        *rows(
+        *table(
             " | ".join(
                 [
                     *("workload and heads", "requests", "distinct KV"),
@@ -145,7 +158,6 @@ def count_dram(setting: Setting) -> Iterator[Point]:
     """
     if setting.device != "cuda" or setting.tiny or not counters.available():
         return
-    from benchmarks.papers import methods
 
     titles = [m.title for m in methods.COUNTED]
     points = list(sweep_points(setting))
@@ -156,8 +168,6 @@ def count_dram(setting: Setting) -> Iterator[Point]:
         )
 
         def run(w=w, heads=heads, layers=layers) -> Figures:
-            from benchmarks.papers import accounting
-
             counted = dict(zip(layers, counters.dram_bytes(layers), strict=True))
             found = {t: counted[(t, w.name, *heads)] for t in titles}
             if failed := [f for f in found.values() if "failed" in f]:
@@ -184,11 +194,11 @@ def dram_table(results: Results) -> list[str]:
     lines = []
     for name, f in in_sweeps(results).items():
         entries = (f"{mega(f[t]['read'])} + {mega(f[t]['written'])}" for t in titles)
-        lines.append(" | ".join([name, mega(f["distinct"]), *entries]))
+        lines.append((name, mega(f["distinct"]), *entries))
     return [
         "MiB of one layer: read + written.",
         "",
-        *rows(" | ".join(["workload and heads", "distinct KV", *titles]), lines),
+        *table(" | ".join(["workload and heads", "distinct KV", *titles]), lines),
     ]
 
 
@@ -204,20 +214,10 @@ def dram_bars(results: Results) -> Bars:
 
 
 def time_sweep(setting: Setting) -> Iterator[Point]:
+    flash_decoding = methods.FLASH_DECODING
+    ways = (methods.OURS, flash_decoding, methods.FLASHFORGE, flash_decoding.on("portable"))
     for name, w, heads in sweep_points(setting):
-
-        def run(w=w, heads=heads) -> Figures:
-            from benchmarks.papers import methods, timing
-
-            ways = (
-                methods.OURS,
-                methods.FLASH_DECODING,
-                methods.FLASHFORGE,
-                methods.FLASH_DECODING.on("portable"),
-            )
-            return timing.time_methods(setting, w, heads, ways)
-
-        yield Point(name, run)
+        yield Point(name, partial(timing.time_methods, setting, w, heads, ways))
 
 
 def ratios(results: Results, slow: str, fast: str) -> list[float]:
@@ -259,8 +259,8 @@ def time_table(results: Results) -> list[str]:
             found = f.get("peers", {}).get(title, {})
             status = found.get("status", "-")
             entries.append(f"{found['ms']:.4f}" if status == "ok" else status)
-        lines.append(" | ".join([name, *entries]))
-    return ["Milliseconds of one layer.", "", *rows(" | ".join(["point", *titles]), lines)]
+        lines.append((name, *entries))
+    return ["Milliseconds of one layer.", "", *table(" | ".join(["point", *titles]), lines)]
 
 
 def time_sweep_table(results: Results) -> list[str]:
@@ -273,10 +273,8 @@ def time_sweep_bars(results: Results) -> Bars:
     return time_bars({n: f for n, f in ordered.items() if n.endswith("32:32")} or ordered)
 
 
-def ablation_trees(setting: Setting) -> Iterator[tuple[str, object, tuple[int, int]]]:
+def ablation_trees(setting: Setting) -> Iterator[tuple[str, Workload, tuple[int, int]]]:
     """A full binary tree and a degenerate one, whose longest requests have the full context."""
-    from vllm_prefixshare.workloads.trees import forest, tree
-
     level = TINY if setting.tiny else CONTEXT // LEVELS // 16 * 16
     counts = ",".join(str(2**i) for i in range(LEVELS))
     # of two children only the left one has children
@@ -292,31 +290,18 @@ def ablation_trees(setting: Setting) -> Iterator[tuple[str, object, tuple[int, i
 def time_steps(setting: Setting) -> Iterator[Point]:
     for name, w, heads in ablation_trees(setting):
         for kernel in ("hopper", "portable") if setting.device == "cuda" else ("torch",):
-
-            def run(w=w, heads=heads, kernel=kernel) -> Figures:
-                from benchmarks.papers import methods, timing
-
-                dividers = (
-                    ("deft_node", "never"),
-                    ("deft_node", "always"),
-                    ("per_request", "never"),
-                    ("flashforge", "always"),
-                    ("flashforge", "always"),
-                    (None, "always"),
-                )
-                ways = [
-                    methods.Method(title, kernel, divider, share, serial=title == SERIAL)
-                    for title, (divider, share) in zip(STEPS, dividers, strict=True)
-                ]
-                return timing.time_methods(setting, w, heads, ways)
-
+            ways = [
+                methods.Method(title, kernel, divider, share, serial=title == SERIAL)
+                for title, (divider, share) in STEPS.items()
+            ]
+            run = partial(timing.time_methods, setting, w, heads, ways)
             yield Point(f"{name}, {kernel}", run)
 
 
 def steps_sentence(results: Results) -> str:
-    ran = [step for step in STEPS[1:] if ratios(results, STEPS[0], step)]
+    ran = [step for step in FURTHER if ratios(results, NEITHER, step)]
     said = "time of neither over that of each step: " + (
-        "; ".join(f"{step}: {against(results, STEPS[0], step)}" for step in ran) or "no point ran"
+        "; ".join(f"{step}: {against(results, NEITHER, step)}" for step in ran) or "no point ran"
     )
     if ratios(results, SERIAL, BOTH):
         parallel = against(results, SERIAL, BOTH, ".2f")
@@ -334,29 +319,21 @@ def steps_table(results: Results) -> list[str]:
 
 
 def time_granularity(setting: Setting) -> Iterator[Point]:
-    from vllm_prefixshare.workloads.trees import tree
-
     specs = (
         ("1,4_128,32",) if setting.tiny else ("1,8_30720,256", "1,8_61440,256", "1,8_122880,256")
     )
     kernels = ("portable", "hopper") if setting.device == "cuda" else ("torch",)
     for spec, kernel in product(specs, kernels):
-
-        def run(spec=spec, kernel=kernel) -> Figures:
-            from benchmarks.papers import methods, timing
-
-            ways = [
-                methods.Method("ours", kernel),
-                methods.Method("FlashForge's divider", kernel, "flashforge"),
-                *(
-                    methods.Method(f"{n} pieces", kernel, "fixed", options={"num_splits": n})
-                    for n in (SPLITS[:3] if setting.tiny else SPLITS)
-                ),
-            ]
-            return timing.time_methods(
-                setting, tree(spec), (8, 2) if setting.tiny else (32, 8), ways
-            )
-
+        ways = [
+            methods.Method("ours", kernel),
+            methods.Method("FlashForge's divider", kernel, "flashforge"),
+            *(
+                methods.Method(f"{n} pieces", kernel, "fixed", options={"num_splits": n})
+                for n in (SPLITS[:3] if setting.tiny else SPLITS)
+            ),
+        ]
+        heads = (8, 2) if setting.tiny else (32, 8)
+        run = partial(timing.time_methods, setting, tree(spec), heads, ways)
         yield Point(f"{spec}, {kernel}", run)
 
 
@@ -377,13 +354,7 @@ def granularity_sentence(results: Results) -> str:
 def time_reduction(setting: Setting) -> Iterator[Point]:
     specs = {"1 request, many pieces": (1, 64), "8 requests": (8, 16), "64 requests": (64, 4)}
     for name, (requests, partials) in specs.items():
-
-        def run(requests=requests, partials=partials) -> Figures:
-            from benchmarks.papers.reduction import time_merging
-
-            return time_merging(setting, requests, partials)
-
-        yield Point(name, run)
+        yield Point(name, partial(reduction.time_merging, setting, requests, partials))
 
 
 def reduction_sentence(results: Results) -> str:
@@ -393,19 +364,10 @@ def reduction_sentence(results: Results) -> str:
 
 def estimator_points(setting: Setting) -> Iterator[Point]:
     if setting.tiny:
-        from benchmarks.papers.estimator import toy_errors
-
-        yield Point("estimate", toy_errors)
-        return
-    for kernel in ("hopper", "portable"):
-
-        def run(kernel=kernel) -> Figures:
-            from benchmarks.papers.estimator import errors
-
-            return errors(kernel)
-
-        if setting.device == "cuda":
-            yield Point(kernel, run)
+        yield Point("estimate", estimator.toy_errors)
+    elif setting.device == "cuda":
+        for kernel in ("hopper", "portable"):
+            yield Point(kernel, partial(estimator.errors, kernel))
 
 
 def estimator_sentence(results: Results) -> str:
@@ -423,12 +385,12 @@ def estimator_table(results: Results) -> list[str]:
             f["rows"], f["measured_us"], f["estimated_us"], strict=True
         ):
             entries = (f"{m:.1f} ({e:.1f})" for m, e in zip(measured, estimated, strict=True))
-            lines.append(" | ".join([kernel, str(row), *entries]))
+            lines.append((kernel, str(row), *entries))
     tokens = [str(n) for n in next(iter(results.values()))["tokens"]]
     return [
         "Microseconds of a tile, measured (interpolated from the cost table).",
         "",
-        *rows(" | ".join(["kernel", "query rows", *tokens]), lines),
+        *table(" | ".join(["kernel", "query rows", *tokens]), lines),
     ]
 
 

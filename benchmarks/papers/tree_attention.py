@@ -13,10 +13,10 @@ from benchmarks.papers.experiment import (
     Results,
     Setting,
     mega,
-    rows,
     span,
 )
 from benchmarks.support import program
+from benchmarks.support.published import table
 
 PAPER = "Tree Attention"
 #: the paper's attention block: 16 heads of 128, each with KV of its own
@@ -78,15 +78,19 @@ def volume_sentence(results: Results) -> str:
 
 def volume_table(results: Results) -> list[str]:
     lines = [
-        f"{name} | {mega(f['ring'])} | {f['gather'] / 1024:.0f} | {f['all_reduce'] / 1024:.0f} "
-        f"| {f['read_us']:.0f} | {f['travel_us']:.0f}"
+        (
+            name,
+            mega(f["ring"]),
+            *(f"{f[way] / 1024:.0f}" for way in ("gather", "all_reduce")),
+            *(f"{f[us]:.0f}" for us in ("read_us", "travel_us")),
+        )
         for name, f in results.items()
     ]
     return [
         f"One request on {EXAMPLE} tokens, one layer of {HEADS} heads of 128, bfloat16, by the "
         "equations and data sheets of a DGX H100.",
         "",
-        *rows(
+        *table(
             "GPUs | ring attention sends, MiB | one all-gather, KiB | algorithm 3, KiB "
             "| reading a shard, us | sending it, us",
             lines,
@@ -225,11 +229,11 @@ def ranks_table(results: Results) -> list[str]:
         entries = [f"{f['us'][way]:.1f}" for way in ways]
         held = [mega(peak[way]) if peak else "-" for way in ("gather", "ring")]
         sent = [mega(f["bytes_sent"][way]) for way in ("gather", "ring")]
-        lines.append(" | ".join([name, *entries, *held, *sent]))
+        lines.append((name, *entries, *held, *sent))
     return [
         "Microseconds; MiB beside the shard at the peak, and sent.",
         "",
-        *rows(
+        *table(
             f"context | {' | '.join(ways.values())} | peak, tree | peak, ring | sent, tree "
             "| sent, ring",
             lines,

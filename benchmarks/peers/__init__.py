@@ -174,7 +174,7 @@ def make(name: str, options: Options) -> Peer:
     """
     module, cls, _ = PEERS[name]
     try:
-        return getattr(import_module(f"peers.{module}"), cls)(options)
+        return getattr(import_module(f"{__name__}.{module}"), cls)(options)
     except UnavailableError:
         raise
     except Exception as e:  # other projects' code: an import or a build may raise anything

@@ -30,15 +30,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.engine.launch import RANDOM_WEIGHTS
 from benchmarks.quality import accuracy
-from benchmarks.support.program import (
-    ROOT,
-    WORKER,
-    add_out,
-    make_parser,
-    one_sentence,
-    recorded_command,
-)
+from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.embedded_model import embedded_model_path
@@ -228,11 +222,7 @@ def measure(
     """
     settings = engine_settings(args)
     if random:
-        settings |= {
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "worker_extension_cls": WORKER,
-        }
+        settings |= RANDOM_WEIGHTS
     specs = [{"backend": backend, "model": model, **settings} for backend in args.backends]
     with start_engines(*specs) as engines:
         if random:

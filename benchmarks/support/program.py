@@ -19,8 +19,6 @@ from vllm_prefixshare.core import PrefixShareError
 
 #: root of the repository
 ROOT = Path(__file__).resolve().parents[2]
-#: attribute of vLLM's engine arguments: the benchmarks' worker extension
-WORKER = "benchmarks.engine.worker.BenchWorker"
 
 P = ParamSpec("P")
 
@@ -80,6 +78,15 @@ def environment() -> dict[str, str]:
     """Variables of a process that imports modules of the repository, from any folder."""
     path = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them, or all."""
+    import torch
+
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def run(

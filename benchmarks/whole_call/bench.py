@@ -33,9 +33,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.engine.launch import NOT_COMPILED, WORKER
 from benchmarks.engine.shapes import SHAPES
-from benchmarks.on_gpu import visible_gpus
-from benchmarks.support.program import WORKER, add_out, make_parser, one_sentence, recorded_command
+from benchmarks.support.program import (
+    add_out,
+    make_parser,
+    one_sentence,
+    recorded_command,
+    visible_gpus,
+)
 from benchmarks.support.results import versions, write
 from benchmarks.whole_call import serving
 from benchmarks.whole_call.client import Served
@@ -327,9 +333,9 @@ def engine_settings(args: argparse.Namespace, dummy: bool) -> dict[str, Any]:
     if args.gpu:
         settings["gpu_memory_utilization"] = args.memory
     if args.no_compile:
-        settings["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        settings |= NOT_COMPILED
     if dummy:
-        settings |= {"load_format": "dummy", "worker_extension_cls": WORKER}
+        settings |= {"load_format": "dummy", **WORKER}
     return settings
 
 
