@@ -78,6 +78,8 @@ def test_nothing_shared_runs_as_stock(both):
     assert_same_tokens(ours, stock)
     assert ours.stats["shared_steps"] == 0
     assert ours.stats["kv_tokens_read"] == ours.stats["kv_tokens_stock"]
+    assert ours.stats["unshared_plans"]["no common prefix"] > 0
+    assert len(ours.stats["kernels"]) == 1
 
 
 def test_chunked_prefill_mixes_with_shared_decode(both):

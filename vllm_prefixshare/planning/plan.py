@@ -108,6 +108,11 @@ class DecodePlan:
         return _balanced_growth(*tiles, self.run_kv_end, us_per_token, factor)
 
     @property
+    def shares(self) -> bool:
+        """Whether some KV is read once for several requests."""
+        return bool((self.run_reader_end - self.run_reader_start > 1).any())
+
+    @property
     def shared_rows(self) -> IntArray:
         """Batch rows that read some KV together with another row, ascending."""
         low = np.repeat(self.tile_req_indptr[:-1], np.diff(self.tile_run_indptr))

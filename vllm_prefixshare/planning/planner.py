@@ -19,12 +19,18 @@ from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile
 from vllm_prefixshare.planning.dividers.registry import get_divider
 from vllm_prefixshare.planning.forest.prefix_tree import first_difference
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan, through_the_shortest
-from vllm_prefixshare.planning.sharing import shareable_forest, without_losses
+from vllm_prefixshare.planning.sharing import ShareDecision, shareable_forest, without_losses
+from vllm_prefixshare.planning.unshared import (
+    NO_COMMON_PREFIX,
+    NO_GAIN,
+    ONE_REQUEST,
+    PLAN_TOO_LARGE,
+    PLANNING_FAILED,
+    SHARING_OFF,
+    Unshared,
+)
 from vllm_prefixshare.utils.numba_cache import compiled, one_process_at_a_time
 
-#: Reasons to fall back to a plan that shares nothing.
-PLANNING_FAILED = "planning failed"
-PLAN_TOO_LARGE = "plan too large"
 #: Minimum steps between replans for balance; replanning costs host time even if the plan is
 #: unbalanced.
 MIN_STEPS = 16
@@ -50,25 +56,25 @@ class PlanUpdate(NamedTuple):
 
     is_new: whether the plan was made for this batch.
     seconds: time that making the plan took; 0 for a cached plan.
-    fallback: why a new plan shares nothing, ``PLANNING_FAILED`` or ``PLAN_TOO_LARGE``; else None.
+    unshared: why a new plan shares nothing; None if it shares, and for a cached plan.
     """
 
     plan: DecodePlan
     is_new: bool = False
     seconds: float = 0.0
-    fallback: str | None = None
+    unshared: Unshared | None = None
 
 
 class _NewPlan(NamedTuple):
     """A plan as it was made.
 
     max_balanced_lens: ``[num_reqs]`` tokens of each request up to which the plan stays balanced.
-    fallback: as in ``PlanUpdate``.
+    unshared: as in ``PlanUpdate``.
     """
 
     plan: DecodePlan
     max_balanced_lens: FloatArray
-    fallback: str | None
+    unshared: Unshared | None
 
 
 class DecodePlanner:
@@ -172,12 +178,12 @@ class DecodePlanner:
             made = self._make_plan(table, table_rows, planned_seq_lens, query_len, slack)
             cached.remember(made.plan, made.max_balanced_lens, query_len, table, row_ids)
             plan = made.plan
-            fallback = made.fallback
+            unshared = made.unshared
         except PrefixShareError:
             raise
         except Exception as e:
             plan = self.without_sharing(planned_seq_lens, query_len, e)
-            fallback = PLANNING_FAILED
+            unshared = Unshared(PLANNING_FAILED)
         if self.config.check_plans:
             rows = table if table_rows is None else table[table_rows]
             invariants.check(plan, rows, planned_seq_lens, self.config.sliding_window, query_len)
@@ -188,7 +194,7 @@ class DecodePlanner:
             rows = table if table_rows is None else table[table_rows]
             self._on_plan(plan, seconds, rows, max_seq_lens)
         self.counters.update_seconds += time.perf_counter() - began
-        return PlanUpdate(plan, True, seconds, fallback)
+        return PlanUpdate(plan, True, seconds, unshared)
 
     def without_sharing(
         self, planned_seq_lens: IntArray, query_len: int, reason: Exception
@@ -254,14 +260,15 @@ class DecodePlanner:
             table, planned_seq_lens, self.block_size, query_len, null, table_rows, window
         )
         problem = self._problem(forest, planned_seq_lens, query_len)
+        decision = ShareDecision(forest)
         if self.config.share != "always":
-            kept = without_losses(problem, self.divider.tiles_span_nodes)
-            problem = replace(problem, forest=kept)
+            decision = without_losses(problem, self.divider.tiles_span_nodes)
+            problem = replace(problem, forest=decision.forest)
         tiles = self.divider.divide(problem) if len(planned_seq_lens) else WorkTiles.none()
         plan = self._plan_of(tiles, planned_seq_lens)
-        fallback = None
+        unshared = self._why_unshared(plan, forest, decision)
         if not plan.fits(self.config.max_tiles, self.config.max_runs, self.config.max_partials):
-            fallback = PLAN_TOO_LARGE
+            unshared = Unshared(PLAN_TOO_LARGE)
             self.counters.fallbacks[PLAN_TOO_LARGE] += 1
             plan = self._plan_of(one_tile_each(problem), planned_seq_lens)
         if window is not None:
@@ -271,9 +278,23 @@ class DecodePlanner:
             size = problem.round_up(self.config.kv_chunk_size)
             first = last_split(planned_seq_lens, size)
             plan = replace(plan, planned_seq_lens=first + 1)
-            return _NewPlan(plan, (first + size).astype(float), fallback)
+            return _NewPlan(plan, (first + size).astype(float), unshared)
         growth = self._balanced_growth(plan, problem.rows_per_request, query_len)
-        return _NewPlan(plan, planned_seq_lens.astype(np.float64) + slack + growth, fallback)
+        return _NewPlan(plan, planned_seq_lens.astype(np.float64) + slack + growth, unshared)
+
+    def _why_unshared(
+        self, plan: DecodePlan, shareable: Forest, decision: ShareDecision
+    ) -> Unshared | None:
+        """Why ``plan`` shares nothing, or None if it shares or has no requests."""
+        if plan.num_reqs == 0 or (decision.forest.num_nodes and plan.shares):
+            return None
+        if self.config.share == "never" or not self.divider.shares:
+            return Unshared(SHARING_OFF)
+        if plan.num_reqs == 1:
+            return Unshared(ONE_REQUEST)
+        if not shareable.num_nodes:
+            return Unshared(NO_COMMON_PREFIX)
+        return Unshared(NO_GAIN, decision.expected_gain)
 
     def _plan_of(self, tiles: WorkTiles, planned_seq_lens: IntArray) -> DecodePlan:
         return build_plan(tiles, self.config.num_workers, self.block_size, planned_seq_lens)

@@ -1,5 +1,7 @@
 """The share policy: what may be shared, and which trees and sliding windows are worth it."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from vllm_prefixshare.config import TileGeometry
@@ -10,6 +12,17 @@ from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks, windowed_forest
 from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.window import first_in_window
+
+
+class ShareDecision(NamedTuple):
+    """The forest that a plan shares.
+
+    expected_gain: fraction of the attention time that sharing every tree, the dropped ones
+        included, would save by the cost model; None if the model was not asked.
+    """
+
+    forest: Forest
+    expected_gain: float | None = None
 
 
 def shareable_forest(
@@ -34,7 +47,7 @@ def shareable_forest(
     return windowed_forest(table, filled, first, band, block_size, null_block_id, table_rows)
 
 
-def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> Forest:
+def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> ShareDecision:
     """The forest of ``problem`` without the trees that cost less when every request is read
     separately; without any tree if its configuration never shares.
 
@@ -43,6 +56,7 @@ def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> Forest:
     """
     forest = problem.forest
     roots = np.flatnonzero(forest.node_parent < 0)
+    expected_gain = None
     if problem.config.share != "never" and len(roots):
         positions, costs = _shared_costs(problem, tiles_span_nodes)
         lens = problem.planned_seq_lens - problem.kv_starts
@@ -51,8 +65,10 @@ def without_losses(problem: DivisionProblem, tiles_span_nodes: bool) -> Forest:
         # running sums over positions, because those of a tree are neighbours
         gain = np.concatenate([[0.0], np.cumsum(alone[forest.request_rows] - shared)])
         gains = gain[forest.node_reader_end[roots]] - gain[forest.node_reader_start[roots]]
+        total = float(alone.sum())
+        expected_gain = float(gains.sum()) / total if total else 0.0
         roots = roots[gains <= 0]
-    return _drop_trees(forest, roots.tolist(), problem.kv_starts)
+    return ShareDecision(_drop_trees(forest, roots.tolist(), problem.kv_starts), expected_gain)
 
 
 def min_window(

@@ -26,7 +26,10 @@ from vllm_prefixshare.vllm_plugin.observability import tracing
 from vllm_prefixshare.vllm_plugin.step.planner import planner_for
 
 SHAPE = AttentionConfig(4, 2, 64, 16)
-CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+CONFIG = SimpleNamespace(
+    parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    cache_config=SimpleNamespace(enable_prefix_caching=True),
+)
 TABLE = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 0]], np.int32)
 LENS = np.array([60, 52, 40], np.int32)
 

@@ -2,6 +2,7 @@
 batch after any history.
 """
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -28,6 +29,14 @@ from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.unshared import (
+    NO_COMMON_PREFIX,
+    NO_GAIN,
+    ONE_REQUEST,
+    PLAN_TOO_LARGE,
+    PLANNING_FAILED,
+    SHARING_OFF,
+)
 
 BLOCK_SIZE = 4
 
@@ -535,6 +544,45 @@ def test_any_block_that_changes_is_seen(width):
             other[row, column] = 9999
             assert not planner.holds(other, lens)
     assert planner.update(table, lens).plan is first
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "config", "reason"),
+    [
+        ([[1, 2], [1, 2]], {}, None),
+        ([[1, 2], [3, 4]], {}, NO_COMMON_PREFIX),
+        ([[1, 2]], {}, ONE_REQUEST),
+        ([[1, 2], [1, 2]], {"share": "never"}, SHARING_OFF),
+        ([[1, 2]], {"share": "never"}, SHARING_OFF),
+        ([[1, 2], [1, 2]], {"divider": "per_request"}, SHARING_OFF),
+        ([[1, 2], [1, 2]], {"max_tiles": 0}, PLAN_TOO_LARGE),
+        ([[1, 2], [1, 2]], {"fails": True}, PLANNING_FAILED),
+    ],
+)
+def test_a_plan_without_sharing_has_its_reason(prefixes, config, reason):
+    fails = config.pop("fails", False)
+    planner = sharing_planner(**config)
+    if fails:
+        planner._on_failure = print
+        planner.divider = replace(planner.divider, divide=None)
+    batch = make_batch(prefixes, [3] * len(prefixes), BLOCK_SIZE)
+    made = planner.update(batch.block_table, batch.seq_lens)
+    assert made.plan.shares == (reason is None)
+    assert (made.unshared and made.unshared.reason) == reason
+    if not fails:  # a failed plan is not cached
+        assert planner.update(batch.block_table, batch.seq_lens).unshared is None, "not a new plan"
+
+
+@pytest.mark.parametrize("divider", ["deft_node", "flashforge"])
+def test_a_plan_that_is_not_worth_sharing_has_the_expected_gain(divider):
+    # separately two tiles of 1 + 11 us; shared one of 1 + 8 us and two of 1 + 3 us, and merging
+    cost = LinearCost(merge_per_row=5.0)
+    planner = sharing_planner(divider=divider, share="auto", cost=cost, grouping=False)
+    batch = make_batch([[1, 2], [1, 2]], [3, 3], BLOCK_SIZE)
+    unshared = planner.update(batch.block_table, batch.seq_lens).unshared
+    assert unshared.reason == NO_GAIN
+    shared = 9 + 2 * 4 + 5 * 4 * (2 + 1 + 1)
+    assert unshared.expected_gain == pytest.approx((24 - shared) / 24)
 
 
 def test_plans_are_the_same_for_the_same_history():

@@ -22,6 +22,7 @@ class Divider:
     """A divider strategy.
 
     divide: the strategy; the divider has its name.
+    shares: it reads common KV once for several requests.
     decides_sharing: what the policy ``auto`` would decide beforehand, tree by tree, is left to it.
     tiles_span_nodes: a work tile reads several nodes of the tree, so that what a tree gains by
         sharing is priced per token and not per query group.
@@ -30,6 +31,7 @@ class Divider:
     """
 
     divide: Divide
+    shares: bool = True
     decides_sharing: bool = False
     tiles_span_nodes: bool = False
     cuts_at_fixed_places: bool = False
@@ -49,7 +51,7 @@ DIVIDERS = {
         Divider(deft_node_chunk),
         Divider(deft_flatten),
         Divider(fixed),
-        Divider(per_request),
+        Divider(per_request, shares=False),
         # Unshared KV is read by the same kernel, and shared and private KV are weighed at every
         # cut: deciding beforehand as well takes a third of a plan's time and drops no tree.
         Divider(depth_first, decides_sharing=True, tiles_span_nodes=True),

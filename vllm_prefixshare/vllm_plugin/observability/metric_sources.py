@@ -3,8 +3,22 @@
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
+from vllm_prefixshare.planning.unshared import (
+    NO_COMMON_PREFIX,
+    NO_GAIN,
+    ONE_REQUEST,
+    PLAN_TOO_LARGE,
+    PLANNING_FAILED,
+    SHARING_OFF,
+)
 from vllm_prefixshare.vllm_plugin.observability import stats
-from vllm_prefixshare.vllm_plugin.observability.stats import PLAN_BUCKETS, Since, share_factor
+from vllm_prefixshare.vllm_plugin.observability.stats import (
+    NO_COST_TABLE,
+    PLAN_BUCKETS,
+    PREFIX_CACHING_OFF,
+    Since,
+    share_factor,
+)
 from vllm_prefixshare.vllm_plugin.prompts import parts
 
 #: Key of ``BackendStats.as_dict`` -> help text on ``/metrics``.
@@ -20,6 +34,21 @@ SHARE_FACTOR = "Times that a KV token was used for each read, in the last second
 IMBALANCE = "Load of the busiest worker over the mean, of the last plan."
 PLAN_SECONDS = "Time to make a plan and put it on the device."
 FALLBACKS = "Kinds of layers left to vLLM's own backend, and plans that share nothing, by reason."
+UNSHARED_PLANS = "Plans that share nothing, by reason."
+EXPECTED_GAIN = "Part of the attention time that sharing would save, of the last plan without gain."
+#: Label ``reason`` of counters by reason: known ones start at 0, so that an alert on an increase
+#: sees the first one.
+KNOWN_REASONS = {
+    "fallbacks": (PLANNING_FAILED, PLAN_TOO_LARGE),
+    "unshared_plans": (
+        NO_COMMON_PREFIX,
+        NO_GAIN,
+        ONE_REQUEST,
+        PREFIX_CACHING_OFF,
+        SHARING_OFF,
+        NO_COST_TABLE,
+    ),
+}
 #: Field of ``PartCounters`` -> help text on ``/metrics``.
 PROMPT_COUNTERS = {
     "requests": "Requests that reached a part of the shared host work.",
@@ -75,29 +104,29 @@ class DecodeSteps:
         self._since_write.take()
         self._since_log.take()
         self._share_factor = 1.0
-        self._known_fallbacks = dict(stats.STATS.fallbacks)
+        self._reasons_since_log = Since(_counts_by_reason)
+        self._reasons_since_log.take()
 
     def progress(self) -> int:
         """Decode steps so far."""
         return stats.STATS.decode_steps
 
     def samples(self, second_over: bool) -> Iterator[Sample]:
-        """See ``Source``. Known fallback reasons start at 0, so that an alert on an increase sees
-        the first one.
-        """
-        from vllm_prefixshare.planning.planner import PLAN_TOO_LARGE, PLANNING_FAILED
-
+        """See ``Source``."""
         since = self._since_write.take(restart=second_over)
         if since["decode_steps"]:
             self._share_factor = share_factor(since["kv_tokens_stock"], since["kv_tokens_read"])
         values = stats.STATS.as_dict()
         for name, meaning in COUNTERS.items():
             yield Sample("counter", name, "_total", meaning, values[name])
-        known = dict.fromkeys((PLANNING_FAILED, PLAN_TOO_LARGE), 0)
-        for reason, count in {**known, **values["fallbacks"]}.items():
-            yield Sample("counter", "fallbacks", "_total", FALLBACKS, count, {"reason": reason})
+        for name, meaning in (("fallbacks", FALLBACKS), ("unshared_plans", UNSHARED_PLANS)):
+            known = dict.fromkeys(KNOWN_REASONS[name], 0)
+            for reason, count in {**known, **values[name]}.items():
+                yield Sample("counter", name, "_total", meaning, count, {"reason": reason})
         yield Sample("gauge_mostrecent", "share_factor", "", SHARE_FACTOR, self._share_factor)
         yield Sample("gauge_mostrecent", "imbalance", "", IMBALANCE, values["imbalance"])
+        gain = values["expected_gain"] or 0.0
+        yield Sample("gauge_mostrecent", "expected_gain", "", EXPECTED_GAIN, gain)
         for end, count in zip(PLAN_BUCKETS, values["plans_by_time"], strict=True):
             le = {"le": "+Inf" if end == PLAN_BUCKETS[-1] else str(end)}
             yield Sample("histogram", "plan_seconds", "_bucket", PLAN_SECONDS, count, le)
@@ -106,14 +135,8 @@ class DecodeSteps:
     def log_line(self) -> str | None:
         """See ``Source``."""
         n = self._since_log.take()
-        counts, known = dict(stats.STATS.fallbacks), self._known_fallbacks
-        fallbacks = {
-            reason: count - (known.get(reason, 0) if count > known.get(reason, 0) else 0)
-            for reason, count in counts.items()
-            if count != known.get(reason, 0)
-        }  # a count below the known one was reset in between
-        self._known_fallbacks = counts
-        if not n["decode_steps"] and not fallbacks:
+        by_reason = {key: count for key, count in self._reasons_since_log.take().items() if count}
+        if not n["decode_steps"] and not any(name == "fallbacks" for name, _ in by_reason):
             return None
         steps, plans, read, stock = (
             int(n[k]) for k in ("decode_steps", "plans", "kv_tokens_read", "kv_tokens_stock")
@@ -125,9 +148,34 @@ class DecodeSteps:
             f"({1e3 * n['plan_seconds'] / max(1, plans):.2f} ms each), {steps - plans} reused; "
             f"imbalance {stats.STATS.imbalance:.2f}"
         )
-        if fallbacks:
-            line += f"; fallbacks: {', '.join(f'{k} ({v})' for k, v in fallbacks.items())}"
+        if stats.STATS.kernels:
+            line += f"; {' and '.join(stats.STATS.kernels)} kernel"
+        for name, title in (
+            ("unshared_plans", "plans without sharing"),
+            ("fallbacks", "fallbacks"),
+        ):
+            texts = [
+                f"{reason} ({int(count)}{_gain_of(reason)})"
+                for (kind, reason), count in by_reason.items()
+                if kind == name
+            ]
+            if texts:
+                line += f"; {title}: {', '.join(texts)}"
         return f"{line}."
+
+
+def _counts_by_reason() -> dict[tuple[str, str], float]:
+    """The counts of ``KNOWN_REASONS`` and others, by field and reason."""
+    return {
+        (name, reason): count
+        for name in KNOWN_REASONS
+        for reason, count in dict(getattr(stats.STATS, name)).items()  # grows in another thread
+    }
+
+
+def _gain_of(reason: str) -> str:
+    gain = stats.STATS.expected_gain
+    return f", expected gain {gain:+.1%}" if reason == NO_GAIN and gain is not None else ""
 
 
 class PromptParts:

@@ -3,11 +3,17 @@
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
+from vllm_prefixshare.planning.unshared import NO_GAIN, PLAN_TOO_LARGE, PLANNING_FAILED, Unshared
+
 #: Upper ends of the ranges in which plans are counted by their time, in seconds.
 PLAN_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, float("inf"))
+#: Causes that the planner does not know of what it reports in ``Unshared.reason``.
+PREFIX_CACHING_OFF = "prefix caching is off"
+NO_COST_TABLE = "no measured cost table"
 
 
 @dataclass(slots=True)
@@ -26,6 +32,11 @@ class BackendStats:
     plans_by_time: plans in each of ``PLAN_BUCKETS``.
     fallbacks: counts by reason: kinds of layers that keep vLLM's own backend, and plans that share
         nothing because a sharing plan could not be used.
+    unshared_plans: counts by reason: the other plans that share nothing.
+    expected_gain: fraction of the attention time that sharing would have saved by the cost model,
+        in the last plan for which it expected no gain; None if there was none.
+    kernels: names of the kernels in use, in the order in which they were chosen.
+    causes: reason of the planner -> its cause in this engine, which is counted instead.
     """
 
     decode_steps: int = 0
@@ -40,15 +51,32 @@ class BackendStats:
     imbalance: float = 0.0
     plans_by_time: list[int] = field(default_factory=lambda: [0] * len(PLAN_BUCKETS))
     fallbacks: dict[str, int] = field(default_factory=dict)
+    unshared_plans: dict[str, int] = field(default_factory=dict)
+    expected_gain: float | None = None
+    kernels: list[str] = field(default_factory=list)
+    causes: dict[str, str] = field(default_factory=dict)
 
-    def note_plan(self, seconds: float, imbalance: float, fallback: str | None = None) -> None:
-        """Count a plan, and ``fallback``, the reason why it shares nothing, if any."""
+    def note_engine(self, kernel: str, causes: Mapping[str, str]) -> None:
+        """Note a kernel in use, and causes that the planner does not know."""
+        if kernel not in self.kernels:
+            self.kernels.append(kernel)
+        self.causes = dict(causes)
+
+    def note_plan(self, seconds: float, imbalance: float, unshared: Unshared | None = None) -> None:
+        """Count a plan. unshared: why it shares nothing; None if it shares."""
         self.plans += 1
         self.plan_seconds += seconds
         self.plans_by_time[bisect_left(PLAN_BUCKETS, seconds)] += 1
         self.imbalance = imbalance
-        if fallback is not None:
-            self.note_fallback(fallback)
+        if unshared is None:
+            return
+        if unshared.reason in (PLANNING_FAILED, PLAN_TOO_LARGE):
+            self.note_fallback(unshared.reason)
+            return
+        reason = self.causes.get(unshared.reason, unshared.reason)
+        self.unshared_plans[reason] = self.unshared_plans.get(reason, 0) + 1
+        if unshared.reason == NO_GAIN:
+            self.expected_gain = unshared.expected_gain
 
     def note_fallback(self, reason: str) -> None:
         """Count a fallback by its ``reason``."""
@@ -66,20 +94,18 @@ class BackendStats:
         return {f.name: getattr(self, f.name) for f in fields(self)[:9]}
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, and the derived kv_tokens_saved, share_factor, plans_reused."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Every field but causes, and the derived kv_tokens_saved, share_factor, plans_reused."""
+        values = {f.name: copy(getattr(self, f.name)) for f in fields(self) if f.name != "causes"}
         return {
             **values,
-            "plans_by_time": list(self.plans_by_time),
-            "fallbacks": dict(self.fallbacks),
             "kv_tokens_saved": self.kv_tokens_stock - self.kv_tokens_read,
             "share_factor": share_factor(self.kv_tokens_stock, self.kv_tokens_read),
             "plans_reused": self.decode_steps - self.plans,
         }
 
     def reset(self) -> None:
-        """Set every counter to zero."""
-        fresh = BackendStats()
+        """Set every counter to zero; what is known of the engine stays."""
+        fresh = BackendStats(kernels=self.kernels, causes=self.causes)
         for f in fields(self):
             setattr(self, f.name, getattr(fresh, f.name))
 

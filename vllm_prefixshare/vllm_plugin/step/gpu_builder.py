@@ -17,7 +17,8 @@ from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import checked_extras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.planning.planner import PLANNING_FAILED, PlanUpdate
+from vllm_prefixshare.planning.planner import PlanUpdate
+from vllm_prefixshare.planning.unshared import PLANNING_FAILED, Unshared
 from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import BACKEND_NAME, invariance
@@ -110,7 +111,6 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         self.check_scales()
         if executor.passed_over:
             logger().warning_once("%s", executor.passed_over)
-        logger().info_once("PREFIX_SHARE decodes with the %s kernel.", executor.name)
 
     def check_scales(self) -> None:
         """Read the scales of layers with a quantised KV cache: a CUDA graph does not.
@@ -282,7 +282,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             except Exception as e:
                 least = np.maximum(lengths - self._slack, 1)
                 plan = self._planner.without_sharing(least, self._query_len, e)
-                update = PlanUpdate(plan, True, update.seconds, PLANNING_FAILED)
+                update = PlanUpdate(plan, True, update.seconds, Unshared(PLANNING_FAILED))
                 executor.prepare(plan)
             self._plan = plan
             planned = plan.planned_seq_lens
@@ -290,7 +290,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             self._tokens_saved = stock - plan.kv_tokens_read(planned)
             if num_decodes and update.is_new:
                 seconds = update.seconds + time.perf_counter() - began
-                STATS.note_plan(seconds, plan.imbalance, update.fallback)
+                STATS.note_plan(seconds, plan.imbalance, update.unshared)
         if num_decodes:
             stock = self._kv_tokens_stock(lengths, tokens, executor.attention.gqa_group_size)
             self._step = stock, self._tokens_saved

@@ -20,6 +20,13 @@ from vllm_prefixshare import prompt_stats
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
+from vllm_prefixshare.planning.unshared import (
+    NO_COMMON_PREFIX,
+    NO_GAIN,
+    ONE_REQUEST,
+    PLAN_TOO_LARGE,
+    Unshared,
+)
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.hooks.selection import check_settings
 from vllm_prefixshare.vllm_plugin.observability import metric_files, metrics, stats
@@ -60,6 +67,7 @@ def config(model: str = "small", instance: str = "a", rank: int = 0) -> types.Si
     return types.SimpleNamespace(
         instance_id=instance,
         parallel_config=types.SimpleNamespace(rank=rank, data_parallel_index=0),
+        cache_config=types.SimpleNamespace(enable_prefix_caching=True),
         model_config=types.SimpleNamespace(served_model_name=model),
     )
 
@@ -67,7 +75,7 @@ def config(model: str = "small", instance: str = "a", rank: int = 0) -> types.Si
 def test_the_log_has_a_line_for_what_happened_and_none_for_nothing(counted):
     source = DecodeSteps()
     assert source.log_line() is None
-    counted.note_plan(0.0005, 1.25, "plan too large")
+    counted.note_plan(0.0005, 1.25, Unshared(PLAN_TOO_LARGE))
     for _ in range(4):
         counted.note_step(1000, 750)
     assert source.log_line() == (
@@ -79,6 +87,30 @@ def test_the_log_has_a_line_for_what_happened_and_none_for_nothing(counted):
     counted.reset()
     counted.note_step(10, 0)
     assert "1 decode steps, 0 of them shared KV; 10 KV tokens read" in source.log_line()
+
+
+def test_the_log_has_the_kernel_and_the_reasons_of_plans_without_sharing(counted):
+    source = DecodeSteps()
+    counted.note_engine("native", {NO_COMMON_PREFIX: "prefix caching is off"})
+    for unshared in (Unshared(NO_COMMON_PREFIX), Unshared(ONE_REQUEST), Unshared(NO_GAIN, -0.12)):
+        counted.note_plan(0.0005, 1.25, unshared)
+    counted.note_plan(0.0005, 1.25, Unshared(ONE_REQUEST))
+    assert source.log_line() is None, "nothing was decoded"
+    counted.note_plan(0.0005, 1.25, Unshared(NO_GAIN, -0.1))
+    counted.note_step(10, 0)
+    assert source.log_line().endswith(
+        "; imbalance 1.25; native kernel; plans without sharing: "
+        "no gain expected (1, expected gain -10.0%)."
+    )
+    assert counted.as_dict()["unshared_plans"] == {
+        "prefix caching is off": 1,
+        "one request at a time": 2,
+        "no gain expected": 2,
+    }
+    assert counted.as_dict()["kernels"] == ["native"]
+    counted.reset()
+    assert (counted.unshared_plans, counted.expected_gain) == ({}, None)
+    assert counted.kernels == ["native"], "the engine stays"
 
 
 def test_files_hold_fallbacks_and_the_recent_share_factor(counted, tmp_path):
@@ -97,10 +129,13 @@ def test_files_hold_fallbacks_and_the_recent_share_factor(counted, tmp_path):
     assert value("share_factor") == 5.0, "kept while nothing decodes"
     counted.note_fallback("a sliding window")
     counted.note_plan(0.0007, 1.5)
-    counted.note_plan(3.0, 1.1)
+    counted.note_plan(3.0, 1.1, Unshared(NO_GAIN, -0.25))
     publisher.write(tmp_path)
     assert value("fallbacks_total", reason="a sliding window") == 1
     assert value("fallbacks_total", reason="planning failed") == 0
+    assert value("unshared_plans_total", reason="no gain expected") == 1
+    assert value("unshared_plans_total", reason="no common prefix") == 0
+    assert value("expected_gain") == -0.25
     assert value("kv_tokens_saved_total") == 1300
     assert value("imbalance") == 1.1
     buckets = [value("plan_seconds_bucket", le=le) for le in ("0.0005", "0.001", "0.1", "+Inf")]

@@ -7,11 +7,16 @@ import pytest
 from tests.support.planning_cases import LinearCost
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
+from vllm_prefixshare.planning.unshared import NO_COMMON_PREFIX, SHARING_OFF, Unshared
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin.observability.stats import BackendStats
 from vllm_prefixshare.vllm_plugin.step import planner
 
 SHAPE = AttentionConfig(4, 2, 64, 16)
-CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+CONFIG = SimpleNamespace(
+    parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    cache_config=SimpleNamespace(enable_prefix_caching=True),
+)
 
 
 def share(monkeypatch: pytest.MonkeyPatch, asked: str) -> str:
@@ -23,6 +28,19 @@ def share(monkeypatch: pytest.MonkeyPatch, asked: str) -> str:
 def test_torch_operators_share_by_an_estimate_only_if_told_to(monkeypatch):
     assert share(monkeypatch, "auto") == "never"
     assert share(monkeypatch, "always") == "always"
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_the_engine_knows_of_plans_without_sharing_is_counted(monkeypatch, caching):
+    counted = BackendStats()
+    monkeypatch.setattr(planner, "STATS", counted)
+    monkeypatch.setattr(CONFIG.cache_config, "enable_prefix_caching", caching)
+    share(monkeypatch, "auto")
+    for reason in (NO_COMMON_PREFIX, SHARING_OFF):
+        counted.note_plan(0.001, 1.0, Unshared(reason))
+    common = "no common prefix" if caching else "prefix caching is off"
+    assert counted.unshared_plans == {common: 1, "no measured cost table": 1}
+    assert counted.kernels == ["torch"]
 
 
 def test_a_measured_table_decides_for_torch_operators(monkeypatch):

@@ -153,7 +153,7 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         update = self._planner.update(table, seq_lens, self._max_query_len)
         plan = update.plan
         if update.is_new:
-            STATS.note_plan(update.seconds, plan.imbalance, update.fallback)
+            STATS.note_plan(update.seconds, plan.imbalance, update.unshared)
         tokens = int(seq_lens.sum())
         STATS.note_step(tokens, tokens - plan.kv_tokens_read(seq_lens))
         shared = plan.shared_rows
