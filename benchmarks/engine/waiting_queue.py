@@ -22,7 +22,7 @@ from typing import Any
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
 from benchmarks.support.program import make_parser
-from vllm_prefixshare.vllm_plugin.scheduling.order import PrefixQueue
+from vllm_prefixshare.vllm_plugin.scheduling.prefix_queue import PrefixQueue
 
 PROGRAM = "benchmarks.engine.waiting_queue"
 

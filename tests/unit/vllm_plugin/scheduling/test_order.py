@@ -42,15 +42,13 @@ from tests.support.dummy_model import write_llama_8b
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.scheduling.order import (
-    DEPTHS,
-    FOLLOWED,
     OfflinePrefixOrderAsyncScheduler,
     OfflinePrefixOrderScheduler,
     PrefixOrderAsyncScheduler,
     PrefixOrderScheduler,
-    PrefixQueue,
     order_requests,
 )
+from vllm_prefixshare.vllm_plugin.scheduling.prefix_queue import DEPTHS, MAX_FOLLOWED, PrefixQueue
 
 BLOCK = 16
 
@@ -137,20 +135,20 @@ def test_what_a_prefill_has_computed_counts_at_once(early):
 
 def test_only_some_prefills_are_followed():
     cache = Cache()
-    fill(cache, *(Waiting(i) for i in range(2 * FOLLOWED)))
-    for _ in range(2 * FOLLOWED):
+    fill(cache, *(Waiting(i) for i in range(2 * MAX_FOLLOWED)))
+    for _ in range(2 * MAX_FOLLOWED):
         cache.queue.begin_step()
         cache.queue.pop_request()  # and is not computed
     (level,) = cache.queue._levels.values()
-    assert len(level._computing) == FOLLOWED
+    assert len(level._prefills) == MAX_FOLLOWED
 
 
 def test_a_document_whose_requests_keep_starting_stays_followed():
     cache = Cache()
     a1, a2, a3 = (Waiting("a") for _ in range(3))
-    *others, last, old = (Waiting(i) for i in range(FOLLOWED + 1))
+    *others, last, old = (Waiting(i) for i in range(MAX_FOLLOWED + 1))
     fill(cache, a1, *others, a2, last, old, a3)
-    for _ in range(FOLLOWED + 2):
+    for _ in range(MAX_FOLLOWED + 2):
         cache.queue.begin_step()
         assert cache.queue.pop_request() is not old  # and is not computed
     cache.update(a1.block_hashes)
