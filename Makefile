@@ -80,7 +80,7 @@ venv: $(VENV)/.project
 
 # Converts on the first call only; after that it prints where the model is.
 model: venv
-	$(PY) -m tests.support.embedded_model
+	$(PY) examples/embedded_model.py
 
 # The converted model stays in its cache.
 clean:

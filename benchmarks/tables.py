@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.engine import tables as engine
-from benchmarks.engine.chart import THEMES, engine_chart
 from benchmarks.kernel import scale_tables as scale
 from benchmarks.kernel import tables as kernel
 from benchmarks.papers import PAPERS
@@ -20,6 +19,7 @@ from benchmarks.quality import tables as quality
 from benchmarks.support import published
 from benchmarks.support.program import ROOT, make_parser
 from benchmarks.whole_call import report
+from benchmarks.whole_call.chart import THEMES, call_chart
 
 PROGRAM = "benchmarks.tables"
 
@@ -182,11 +182,11 @@ PAGES = {
 #: short tables inside hand-written pages: place -> (file, results, the function that writes it)
 EMBEDDED = {
     "headline": ("README.md", "engine", engine.headline),
-    "chart": ("README.md", "engine", engine.chart_configuration),
+    "chart": ("README.md", "whole_call", report.chart_configuration),
     "engine": ("docs/performance.md", "engine", engine.engine_short_table),
     "kernel": ("docs/performance.md", "kernel", kernel.kernel_short_table),
     "whole call": ("docs/whole-call.md", "engine", report.whole_call_table),
-    "calls": ("README.md", "whole_call", report.whole_call_short_table),
+    "peers": ("README.md", "kernel", kernel.peers_table),
 }
 
 
@@ -229,9 +229,9 @@ def fresh_files() -> dict[Path, str]:
             raise ValueError(f"{file} has no place for the table {name}: add <!-- table {name} -->")
     for name, picture in papers.pictures().items():
         files[published.FOLDER / "images" / name] = picture
-    rows = [row for row in published.load("engine")["rows"] if row["kind"] != "first step"]
     for theme in THEMES:
-        files[ROOT / "docs" / "images" / f"engine-{theme}.svg"] = engine_chart(rows, theme)
+        picture = call_chart(published.load("whole_call"), theme)
+        files[ROOT / "docs" / "images" / f"whole-call-{theme}.svg"] = picture
     return files
 
 

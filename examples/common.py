@@ -11,6 +11,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import statistics
 import sys
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
+
+from embedded_model import embedded_model_path  # beside this file
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.progress import Progress
@@ -108,7 +111,9 @@ def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", type=Path, help="checkpoint folder (default: embedded model)")
+    group.add_argument(
+        "--model", help="name on the Hugging Face Hub, or folder (default: embedded model)"
+    )
     group.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
@@ -150,17 +155,30 @@ def check_options(args: argparse.Namespace) -> None:
     at_least(args, 16, "max_model_len")
     if args.block_size is not None:
         at_least(args, 1, "block_size")
-    if args.model is None:
-        from tests.support.embedded_model import embedded_model_path
-
-        args.model = embedded_model_path()
-    elif not (args.model / "config.json").is_file():
-        raise PrefixShareError(f"model {args.model} is not a checkpoint folder.")
+    args.model = find_model(args.model)
     if args.log is None:
         handle, name = tempfile.mkstemp(prefix=f"{Path(sys.argv[0]).stem}-", suffix=".log")
         os.close(handle)
         args.log = Path(name)
     check_writable(args.log, "--log")
+
+
+def find_model(model: str | None) -> str:
+    """The folder of a model, or its name on the Hugging Face Hub; None is the embedded model.
+
+    Raises:
+        PrefixShareError: a folder that is not there or holds no checkpoint.
+    """
+    if model is None:
+        return str(embedded_model_path())
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).is_dir()
+    if is_name:
+        os.environ.setdefault("HF_HUB_OFFLINE", "0")  # the other models need no network
+    elif not Path(model, "config.json").is_file():
+        raise PrefixShareError(
+            f"model {model} is not a checkpoint folder, and no name as in ORGANIZATION/MODEL."
+        )
+    return model
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -321,7 +339,7 @@ def _serve(
     try:
         from vllm import LLM
 
-        settings = {"model": str(args.model), "seed": 0, "disable_log_stats": False}
+        settings = {"model": args.model, "seed": 0, "disable_log_stats": False}
         settings["dtype"] = args.dtype or default_dtype()
         if on_cpu():  # faster start: an engine warms up with this many tokens
             settings.update(enforce_eager=True, max_num_batched_tokens=1024)

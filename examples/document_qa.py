@@ -77,12 +77,13 @@ def prompt(document: str, question: str) -> str:
     return f"Document:\n\n{document}\n\nAnswer in one sentence from the document. {question}"
 
 
-def count_tokens(model: Path, text: str) -> int:
+def count_tokens(model: str, text: str) -> int:
     """Number of tokens of a text."""
-    if (model / "tokenizer.json").is_file():  # importing transformers takes five seconds
+    file = Path(model, "tokenizer.json")
+    if file.is_file():  # importing transformers takes five seconds
         from tokenizers import Tokenizer
 
-        return len(Tokenizer.from_file(str(model / "tokenizer.json")).encode(text))
+        return len(Tokenizer.from_file(str(file)).encode(text))
     from transformers import AutoTokenizer
 
     return len(AutoTokenizer.from_pretrained(model).encode(text))

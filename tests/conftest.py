@@ -41,6 +41,7 @@ LONGEST = (
     "tests/engine/test_engine.py",
     "tests/engine/test_serve.py",
     "tests/examples/test_examples.py",
+    "tests/examples/test_minimal.py",
     "tests/patches/test_series.py",
     "tests/unit/kernels/aot/test_compile.py",
     "tests/unit/benchmarks/test_bench_whole_call.py",

@@ -175,19 +175,6 @@ def headline() -> str:
     )
 
 
-def chart_configuration() -> str:
-    """The configuration under the engine's chart."""
-    result = published.load("engine")
-    found = result["versions"]
-    how = "run on one GPU each" if result.get("apart") else "take turns on one GPU"
-    return (
-        f"{result['gpu']}; {result['model']}; vLLM {found['vllm']}, torch {found['torch']}, Triton "
-        f"{found['triton']}. Both engines {how} with the same settings; median of "
-        f"{result['repeats']} runs while all requests decode (* mean over one call, prefill "
-        f"included). [Command and all figures](benchmarks/published/engine.md)."
-    )
-
-
 def engine_short_table() -> str:
     """Milliseconds per output token of every engine run, one line per workload."""
     rows = []

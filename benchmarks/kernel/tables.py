@@ -260,3 +260,36 @@ def windows_table() -> str:
         "CUDA-graph replays with the L2 cache flushed."
     )
     return "\n".join([how, "", *lines])
+
+
+#: Rows of the table of peers: name, what it shares, its key in the kernel benchmark.
+PEERS = (
+    ("prefix caching, FlashAttention 3", "memory and prefill; decode reads per request", "fa3"),
+    ("cascade attention, vLLM up to 0.31", "one prefix of all requests", "fa3_cascade"),
+    ("FlashInfer multi-level", "levels of prefixes, which the caller plans", "flashinfer_cascade"),
+    ("SGLang's RadixAttention", "memory and prefill; decode reads per request", None),
+    ("PAT", "a prefix tree, without CUDA graphs, for an older vLLM", "pat"),
+)
+
+
+def peers_table() -> str:
+    """Other ways to share a prefix, compared with PREFIX_SHARE."""
+    result = published.load("kernel")
+    rows = ((name, shares, over_ours(result, peer)) for name, shares, peer in PEERS)
+    how = (
+        f"Geometric mean and range over {len(result['cells'])} cells, prefix trees by numbers of "
+        f"heads, on one {result['gpu']}; above 1 PREFIX_SHARE is faster. A peer is left out where "
+        "it cannot run a cell. [Every cell and the command](benchmarks/published/kernel.md)."
+    )
+    lines = table(" | shares | time of one attention layer over ours", rows)
+    return "\n".join([*lines, "", how])
+
+
+def over_ours(result: Result, peer: str | None) -> str:
+    """Geometric mean and range of a peer's time over ours, in the cells that the peer ran."""
+    if peer is None:
+        return "not measured"
+    cells = [cell["peers"] for cell in result["cells"] if cell["peers"][peer]["status"] == "ok"]
+    ratios = [peers[peer]["ms"] / peers[OURS[0]]["ms"] for peers in cells]
+    mean, extremes = geometric_mean(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{mean:.2f} ({extremes}) in {len(ratios)} cells"

@@ -19,13 +19,6 @@ SERVER_COLUMNS = (
     ("between_tokens_p50", "between tokens p50, ms", 1e3, ".1f"),
     ("between_tokens_p99", "p99", 1e3, ".1f"),
 )
-#: Workloads of the short table, in its order.
-SHORT_CALLS = ("cached", "cached256", "documents4x32", "cold", "token_ids", "agents", "unshared")
-SHORT_CALL_ROWS = {
-    "flash_attn": "FLASH_ATTN",
-    "flash_attn_prompts": "FLASH_ATTN, host work shared",
-    "prefix_share": "PREFIX_SHARE",
-}
 
 
 def table(result: Result) -> str:
@@ -143,24 +136,16 @@ def whole_call_table() -> str:
     )
 
 
-def whole_call_short_table() -> str:
-    """Seconds of some calls with text in and out, for three configurations."""
+def chart_configuration() -> str:
+    """The configuration under the chart of whole calls."""
     result = published.load("whole_call")
-    rows = {name: title for name, title in SHORT_CALL_ROWS.items() if name in result["rows"]}
-    short = {
-        **result,
-        "rows": {rows[name]: result["rows"][name] for name in rows},
-        "baseline": rows[result["baseline"]],
-        "workloads": [w for n in SHORT_CALLS for w in result["workloads"] if w["name"] == n],
-    }
+    found = result["versions"]
     tokens = [d["tokens"] / 1e3 for d in result["documents"]]
     return (
-        f"Seconds from prompt texts to answer texts of {result['tokens']} tokens, one "
-        f"{result['device'].split(' x')[0]}; {result['model']}; documents of {min(tokens):.0f}k to "
-        f"{max(tokens):.0f}k tokens (the single one has {tokens[0]:.0f}k). In brackets: times as "
-        "fast as vLLM's default backend. "
-        "[All calls and the command](benchmarks/published/whole_call.md).\n\n"
-        f"{table(short)}"
+        f"From prompt texts to answer texts of {result['tokens']} tokens on one "
+        f"{result['device'].split(' x')[0]}; {result['model']}; vLLM {found['vllm']}, torch "
+        f"{found['torch']}. The single document has {tokens[0]:.0f}k tokens. [Every call, the "
+        "command](benchmarks/published/whole_call.md), and [how it works](docs/whole-call.md)."
     )
 
 

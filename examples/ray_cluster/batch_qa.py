@@ -30,7 +30,7 @@ def ask(dataset: Any, args: argparse.Namespace, questions: int) -> list[dict[str
 
     sampling = {"max_tokens": args.max_tokens, "temperature": 0.0}
     config = vLLMEngineProcessorConfig(
-        model_source=str(args.model),
+        model_source=args.model,
         engine_kwargs=shared.engine_kwargs(args),
         placement_group_config=shared.placement(),
         concurrency=(args.replicas, args.replicas),

@@ -36,7 +36,7 @@ def application(args: argparse.Namespace) -> Any:
             self.ctx.run_init_node = False
 
     config = LLMConfig(
-        model_loading_config={"model_id": MODEL, "model_source": str(args.model)},
+        model_loading_config={"model_id": MODEL, "model_source": args.model},
         engine_kwargs=shared.engine_kwargs(args),
         callback_config={"callback_class": NothingToDownload},
         accelerator_config={"kind": "cpu" if common.on_cpu() else "gpu"},

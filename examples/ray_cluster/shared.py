@@ -42,7 +42,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="checkpoint folder (default: embedded model)")
+    parser.add_argument("--model", help="name or folder (default: embedded model)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--documents", type=Path, help="folder of texts (default: the handbook)")
@@ -71,8 +71,7 @@ def check_options(args: argparse.Namespace, module: str) -> None:
     """
     common.at_least(args, 1, "max_tokens")
     common.at_least(args, 16, "max_model_len")
-    if args.model is not None and not (args.model / "config.json").is_file():
-        raise PrefixShareError(f"model {args.model} is not a checkpoint folder.")
+    args.model = common.find_model(args.model)
     if common.on_cpu():
         os.environ.update({**common.ENVIRONMENT, **os.environ})
     try:
@@ -81,10 +80,6 @@ def check_options(args: argparse.Namespace, module: str) -> None:
         raise PrefixShareError(
             f"{module} cannot be imported ({e}): run `pip install '.[ray]'` in the checkout."
         ) from None
-    if args.model is None:
-        from tests.support.embedded_model import embedded_model_path
-
-        args.model = embedded_model_path()
     args.dtype = args.dtype or common.default_dtype()
 
 

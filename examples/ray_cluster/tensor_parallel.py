@@ -46,7 +46,7 @@ def main() -> int:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        str(args.model),
+        args.model,
         tensor_parallel_size=args.tensor_parallel_size,
         distributed_executor_backend="ray",
         **shared.engine_kwargs(args),

@@ -191,7 +191,7 @@ def test_a_plan_without_an_engine(tmp_path):
         ("document_qa", "--document {binary}", "cannot be read (it is not UTF-8 text)"),
         ("document_qa", "--questions {empty}", "is empty"),
         ("document_qa", "--max-tokens 0", "--max-tokens must be at least 1, got 0"),
-        ("document_qa", "--model /nowhere", "model /nowhere is not a checkpoint folder"),
+        ("document_qa", "--model /nowhere", "model /nowhere is not a checkpoint folder, and no"),
         ("document_qa", "--document {long}", "the model reads 8192: shorten the document"),
         ("document_qa", "--log /nowhere/log", "--log /nowhere/log cannot be written (No such"),
         ("majority_vote", "--samples 0", "--samples must be at least 1, got 0"),

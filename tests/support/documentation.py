@@ -4,6 +4,7 @@ A comment on the line before a block says what a test does with the block:
 
     <!-- file: NAME -->        saved as the file NAME, for the commands of the page
     <!-- run: engine -->       Python that starts an engine, run with the embedded model
+    <!-- run: as a file -->    a script, run by tests/examples/test_minimal.py
     <!-- not run: REASON -->   its commands and names are checked, but not run
 
 Without a comment, Python and commands are run.

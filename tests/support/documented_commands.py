@@ -178,7 +178,8 @@ def check_pip(arguments: list[str]) -> None:
         extras = re.fullmatch(r"(?:\.|vllm-prefixshare)\[(.+)\]", name)
         if extras and not set(extras[1].split(",")) <= PROJECT["optional-dependencies"].keys():
             raise WrongCommandError(f"there is no extra {extras[1]}")
-        if name.startswith("./") and not (ROOT / name).exists():
+        own_clone = f"./{PROJECT['name']}"
+        if name.startswith("./") and name != own_clone and not (ROOT / name).exists():
             raise WrongCommandError(f"there is no {name}")
 
 
