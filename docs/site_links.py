@@ -25,6 +25,10 @@ PAGES = (
 )
 #: Markdown's links and images, and the attributes of HTML that hold a path.
 LINK = re.compile(r'(\]\(|src="|srcset=")([^)"#:\s]+)(?=[)"#])')
+#: A picture for two schemes, as GitHub shows it: the dark file, the text, the light file.
+PICTURE = re.compile(
+    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
+)
 
 
 def in_site(path: str) -> str:
@@ -53,8 +57,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Write each link as the site has it."""
+    """Write each link as the site has it. Generated tables stay out of the search."""
     source = in_repository(page.file.src_uri)
+    if source.startswith("benchmarks/published/"):
+        page.meta["search"] = {"exclude": True}
     folder = posixpath.dirname(page.file.src_uri)
 
     def rewrite(match: re.Match[str]) -> str:
@@ -62,4 +68,12 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         return before + posixpath.relpath(in_site(path), folder or ".")
 
-    return LINK.sub(rewrite, markdown)
+    return LINK.sub(rewrite, PICTURE.sub(_by_scheme, markdown))
+
+
+def _by_scheme(match: re.Match[str]) -> str:
+    """Two images, of which the theme shows the one for the scheme that the reader has chosen;
+    ``<picture>`` would follow the operating system.
+    """
+    dark, text, light = match.groups()
+    return f"![{text}]({light}#only-light)\n![{text}]({dark}#only-dark)"
