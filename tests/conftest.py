@@ -27,6 +27,9 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
+# engines that tests start with another cache folder find the loops of planning compiled
+os.environ.setdefault("NUMBA_CACHE_DIR", str(settings().cache / "numba"))
+
 LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 # the duration of an example says nothing on a busy machine

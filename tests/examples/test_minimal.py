@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks_of
-from tests.serving import serving
+from tests.support.documentation import ROOT, blocks_of
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import DEFAULT_ENVIRONMENT, ONE_PROCESS
+from tests.support.serving import serving
 
 MINIMAL = ROOT / "examples" / "minimal"
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

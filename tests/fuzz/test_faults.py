@@ -482,6 +482,19 @@ def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
             path.write_bytes(content)
 
 
+def test_compiled_code_is_kept_in_the_cache_folder(tmp_path):
+    """Next to the source an uninstall would leave it."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "code_under_test.py").write_text(CODE)
+    environment = {**os.environ, "VLLM_PREFIXSHARE_CACHE": str(tmp_path / "cache")}
+    del environment["NUMBA_CACHE_DIR"]
+    command = [sys.executable, "-B", "-c", CALLS, str(source)]
+    subprocess.run(command, env=environment, check=True, timeout=600)
+    assert len([*(tmp_path / "cache" / "numba").rglob("*.nbc")]) == 1
+    assert [path.name for path in source.iterdir()] == ["code_under_test.py"]
+
+
 SAVES_SLOWLY = """
 import sys, time
 from pathlib import Path

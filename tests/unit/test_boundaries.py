@@ -40,7 +40,7 @@ RUNS = (
 )
 FLOORS = {
     "core": (set(), {"numpy"}),
-    "utils.numba_cache": ({"core", "settings"}, {"numba", "llvmlite"}),
+    "utils.numba_cache": ({"core", "settings", "utils.trusted_files"}, {"numba", "llvmlite"}),
     "settings": ({"core"}, set()),
     "utils.trusted_files": (set(), set()),
     "config": ({"core"}, set()),

