@@ -19,8 +19,9 @@ SECONDS = 1.0
 
 def connected() -> bool:
     """Whether this process belongs to Ray: an actor, a task or a driver."""
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
+    # without Ray, vLLM's attempt to import it finds any folder of that name, such as /tmp/ray
+    is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
 
 
 def forward(folder: Path) -> None:

@@ -78,3 +78,5 @@ def test_only_a_process_of_ray_forwards(ray, monkeypatch, tmp_path):
     assert len(started) == 1
     monkeypatch.delitem(sys.modules, "ray")
     assert not ray_metrics.connected()
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # a folder of that name
+    assert not ray_metrics.connected()
