@@ -1,4 +1,4 @@
-"""Bars of an experiment's results as SVG text, without a plotting library, so that ``make lint``
+"""Dots of an experiment's results as SVG text, without a plotting library, so that ``make lint``
 can compare a picture byte for byte. Its colours follow the reader's theme.
 """
 
@@ -7,15 +7,15 @@ from html import escape
 
 from benchmarks.papers.experiment import Bars
 
-#: pixels: a letter of a name; length of the longest bar, room for its number; height of a bar, and
-#: the space between two groups
-LETTER, WIDTH, RIGHT, BAR, GAP = 6.6, 430, 70, 12, 9
+#: pixels: a letter of a name; length of the axis, room for the number of its last dot; height of a
+#: dot's line, and the space between two groups
+LETTER, WIDTH, RIGHT, LINE, GAP = 6.6, 430, 70, 12, 9
 #: more points than these are left to the table
 MAX_POINTS = 36
-#: colours of the series, on light ground and on dark
+#: colours of the series, on light ground and on dark, each with a contrast of at least 3:1
 COLOURS = (
     ("#0969da", "#58a6ff"),
-    ("#9aa4af", "#6e7781"),
+    ("#7d868f", "#8b949e"),
     ("#bf8700", "#d29922"),
     ("#1a7f37", "#3fb950"),
     ("#8250df", "#a371f7"),
@@ -24,6 +24,19 @@ COLOURS = (
     ("#7d4e24", "#b08968"),
     ("#d6409f", "#f778ba"),
 )
+#: methods that have the same colour, by index, in every picture; "stock" is vLLM's default backend
+METHODS = {
+    "ours": 0,
+    "stock": 1,
+    "flash-decoding": 1,
+    "DeFT-Flatten": 2,
+    "FastTree's divider": 3,
+    "DeFT-Node": 4,
+    "DeFT-Node-Chunk": 5,
+    "portable": 6,
+    "flashinfer": 7,
+    "FlashForge's divider": 8,
+}
 LIGHT, DARK = (
     "".join(f".s{i}{{fill:{pair[ground]}}}" for i, pair in enumerate(COLOURS)) for ground in (0, 1)
 )
@@ -38,8 +51,16 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def colours_of(names: list[str]) -> dict[str, int]:
+    """The index of each series' colour: its method's, or one that no other series has."""
+    fixed = {name: METHODS[name] for name in names if name in METHODS}
+    free = [i for i in range(len(COLOURS)) if i not in fixed.values()]
+    others = [name for name in names if name not in fixed]
+    return fixed | dict(zip(others, free, strict=False))
+
+
 def draw(title: str, bars: Bars) -> str:
-    """A group of horizontal bars for each point, on a logarithmic axis.
+    """A group of dots for each point, on a logarithmic axis.
 
     Returns:
         an SVG document; "" if there is nothing to draw.
@@ -54,39 +75,41 @@ def draw(title: str, bars: Bars) -> str:
     scale = WIDTH / math.log10(high / low)
     left = 24 + round(LETTER * max(map(len, groups)))
 
-    def length(value: float) -> float:
-        return max(1.0, math.log10(value / low) * scale)
+    colours = colours_of(names)
+
+    def place(value: float) -> float:
+        return left + math.log10(value / low) * scale
 
     top = 44
     drawn: list[str] = []
     for point, group in groups.items():
-        middle = top + BAR * len(group) / 2 + 4
+        middle = top + LINE * len(group) / 2 + 4
         drawn.append(
             f'<text x="{left - 8}" y="{middle:.0f}" text-anchor="end">{escape(point)}</text>'
         )
         for name, value in group.items():
             if value > 0:
-                wide = length(value)
+                x = place(value)
                 drawn.append(
-                    f'<rect class="s{names.index(name) % len(COLOURS)}" x="{left}" y="{top}" '
-                    f'width="{wide:.1f}" height="{BAR - 1}"/><text x="{left + wide + 5:.1f}" '
-                    f'y="{top + BAR - 2}" font-size="10">{number(value)}</text>'
+                    f'<circle class="s{colours[name]}" cx="{x:.1f}" cy="{top + LINE / 2:.0f}" '
+                    f'r="4.5"/><text x="{x + 9:.1f}" y="{top + LINE - 2}" font-size="10">'
+                    f"{number(value)}</text>"
                 )
-            top += BAR
+            top += LINE
         top += GAP
     grid = []
     mark = low
     while mark <= high * 1.01:
-        x = left + math.log10(mark / low) * scale
+        x = place(mark)
         grid.append(
             f'<path d="M{x:.1f} 38V{top}"/><text x="{x:.1f}" y="{top + 15}" '
             f'text-anchor="middle">{number(mark)}</text>'
         )
         mark *= 10
     legend, x = [], 8
-    for i, name in enumerate(names):
+    for name in names:
         legend.append(
-            f'<rect class="s{i % len(COLOURS)}" x="{x}" y="12" width="11" height="11"/>'
+            f'<circle class="s{colours[name]}" cx="{x + 6}" cy="18" r="4.5"/>'
             f'<text x="{x + 16}" y="22">{escape(name)}</text>'
         )
         x += 34 + 7 * len(name)

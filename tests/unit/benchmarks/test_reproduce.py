@@ -33,7 +33,7 @@ from benchmarks.papers import (
 )
 from benchmarks.papers import tables as papers_tables
 from benchmarks.papers.experiment import CPU, Bars, Experiment, Point, Setting
-from benchmarks.papers.picture import COLOURS, draw
+from benchmarks.papers.picture import COLOURS, colours_of, draw
 from benchmarks.support import program, published
 from tests.support import decode_paths as paths
 from tests.support import processes
@@ -1010,16 +1010,15 @@ def test_figure_7_estimates_the_part_of_attention_without_a_profile():
         )
 
 
-def test_a_picture_has_a_bar_for_each_value_on_a_logarithmic_axis():
+def test_a_picture_has_a_dot_for_each_value_on_a_logarithmic_axis():
     values = {"a < b": {"ours": 0.5, "other": 50.0}, "c": {"ours": 5.0}}
     picture = ET.fromstring(draw("a title", Bars("ms", values)))
     space = "{http://www.w3.org/2000/svg}"
-    bars = [
-        r for r in picture.iter(f"{space}rect") if r.get("height") == "11" and r.get("y") != "12"
-    ]
-    lengths = [float(bar.get("width")) for bar in bars]
-    assert len(lengths) == 3
-    assert lengths[1] - lengths[2] == pytest.approx(lengths[2] - lengths[0], abs=0.2)
+    dots = [dot for dot in picture.iter(f"{space}circle") if dot.get("cy") != "18"]
+    places = [float(dot.get("cx")) for dot in dots]
+    assert len(places) == 3
+    assert places[1] - places[2] == pytest.approx(places[2] - places[0], abs=0.2)
+    assert not [*picture.iter(f"{space}rect")], "a bar has no beginning on a logarithmic axis"
     texts = [t.text for t in picture.iter(f"{space}text")]
     assert {"a < b", "c", "ours", "other", "ms, logarithmic"} <= set(texts)
     assert draw("nothing", Bars("ms", {"a": {}})) == ""
@@ -1048,6 +1047,7 @@ def test_a_picture_says_what_it_leaves_out():
             assert "more points" not in draw(e.item, bars), name
             series = {title for group in bars.values.values() for title in group}
             assert len(series) <= len(COLOURS), name
+            assert len(set(colours_of([*series]).values())) == len(series), name
 
 
 def test_the_picture_of_figure_5_has_the_papers_heads_in_the_order_of_the_sweeps():
