@@ -12,7 +12,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 import vllm_prefixshare
-from tests.docs.browser import check_site, find_browser
+from tests.support.browser import check_site, find_browser
 from tests.support.documentation import NOTES
 
 ROOT = Path(__file__).parents[2]
