@@ -38,7 +38,7 @@ pytestmark = [
 DOCUMENT, MAX_SEQS = 1200, 16
 #: Tokens after the document of each request, and tokens of each answer.
 PRIVATE, LENGTHS = [50, 9, 131, 64, 17, 1] * 4, [9, 30, 17, 2, 41, 23, 12] * 4
-#: FULL graphs without compilation, as large as the plugin chooses by itself.
+#: FULL graphs without compilation, as large as the plugin chooses for ``FEW``.
 QUICK: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 }
@@ -107,7 +107,10 @@ def test_long_prompts_in_pieces_beside_decodes(both, model):
     assert run.stats["shared_steps"] > 0
 
 
-@pytest.mark.skip(reason="mixed_graphs_refusal rules fp8 caches out until this has passed on a GPU")
+@pytest.mark.skip(
+    reason="mixed_graphs_refusal rules fp8 caches out: 0.35 nats from the baseline, which is 0.15 "
+    "from the reference"
+)
 def test_a_layer_of_an_fp8_cache(tmp_path, note):
     model = write_small_llama(tmp_path / "model", head_dim=128)
     options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}

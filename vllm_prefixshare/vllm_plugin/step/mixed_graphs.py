@@ -1,8 +1,8 @@
 """FULL CUDA graphs for steps that mix decodes with requests that have a few new tokens.
 
 vLLM runs such a step piecewise: the host launches attention layer by layer, while running requests
-wait for their next token. Here every query token of a small step is
-a row of the plan, so the kernels launch as in a decode step and one graph serves both.
+wait for their next token. Here every query token of a small step is a row of the plan, so the
+kernels launch as in a decode step and one graph serves both.
 """
 
 from typing import Any
@@ -14,9 +14,10 @@ from vllm_prefixshare.vllm_plugin import invariance
 from vllm_prefixshare.vllm_plugin.compat import decode_query_len, vllm_version
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 
-#: Tokens of the largest mixed step in a graph where the user names no sizes, and the step between
-#: sizes: as vLLM has them on Hopper where many requests may run.
-MAX_GRAPH_TOKENS, GRAPH_STEP = 512, 16
+#: Tokens of the largest mixed step in a graph where the user names no sizes.
+MAX_GRAPH_TOKENS = 1024
+#: Sizes of these graphs: vLLM's steps of 16 tokens, and steps of 32 where vLLM's own sizes end.
+GRAPH_SIZES = (*range(16, 512, 16), *range(512, MAX_GRAPH_TOKENS + 1, 32))
 #: The oldest vLLM that has run mixed steps so.
 FIRST_RELEASE = Version("0.33.0")
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
@@ -46,7 +47,9 @@ def mixed_graphs_refusal(config: Any) -> str | None:
         (model.is_hybrid or model.is_encoder_decoder, "a hybrid or encoder-decoder model"),
         (getattr(model.hf_text_config, "sliding_window", None) is not None, "sliding windows"),
         (model.attention_chunk_size is not None, "chunked attention"),
-        # whose log-probabilities in such graphs have not been compared with the baseline's
+        # Log-probabilities of fp8 caches in such graphs differ from the baseline's by 0.35 nats on
+        # average, where the baseline's differ from a float64-like reference by 0.15
+        # (tests/gpu/test_mixed_graphs.py).
         (config.cache_config.cache_dtype.startswith("fp8"), "an fp8 KV cache"),
         (config.attention_config.flash_attn_version not in (None, 3), "another FlashAttention"),
         (invariance.wanted() or settings().divider == invariance.DIVIDER, "batch invariance"),
@@ -90,9 +93,9 @@ def choose_mixed_graphs(config: Any, named: frozenset[str]) -> None:
     sizes = compilation.cudagraph_capture_sizes
     if sizes and not named.intersection(_SIZES):
         # vLLM captures twice as many tokens as there can be decodes, and new requests have more
-        most = min(MAX_GRAPH_TOKENS, config.scheduler_config.max_num_batched_tokens)
-        first = sizes[-1] // GRAPH_STEP * GRAPH_STEP + GRAPH_STEP
-        compilation.cudagraph_capture_sizes = [*sizes, *range(first, most + 1, GRAPH_STEP)]
+        maximum = config.scheduler_config.max_num_batched_tokens
+        added = (size for size in GRAPH_SIZES if sizes[-1] < size <= maximum)
+        compilation.cudagraph_capture_sizes = [*sizes, *added]
         compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
 
 

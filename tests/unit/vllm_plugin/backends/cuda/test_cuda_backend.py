@@ -1285,7 +1285,7 @@ def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch,
     if reason is None:
         assert support is AttentionCGSupport.ALWAYS
         assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL
-        assert mixed_graphs.graph_rows(config) == 512
+        assert mixed_graphs.graph_rows(config) == 1024
     else:
         assert support is AttentionCGSupport.UNIFORM_BATCH
         assert config.compilation_config.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE
@@ -1297,7 +1297,7 @@ def test_mixed_steps_run_in_full_graphs_unless_something_forbids_it(monkeypatch,
     [
         ({"cudagraph_mode"}, CUDAGraphMode.FULL_AND_PIECEWISE, MAX_REQS),
         ({"cudagraph_capture_sizes"}, CUDAGraphMode.FULL, MAX_REQS),
-        (set(), CUDAGraphMode.FULL, 512),
+        (set(), CUDAGraphMode.FULL, 1024),
     ],
     ids=str,
 )
@@ -1312,6 +1312,30 @@ def test_what_the_user_has_chosen_of_graphs_is_kept(monkeypatch, named, mode, la
     sizes = compilation.cudagraph_capture_sizes
     assert max(sizes) == compilation.max_cudagraph_capture_size == largest
     assert sizes == sorted(set(sizes))
+    if not named:
+        assert set(np.diff(sizes[1:])) == {16, 32} and {512, 544} < set(sizes)
+
+
+@pytest.mark.parametrize(
+    ("given", "maximum", "added"),
+    [
+        ([8, 496], 8192, [512, 544]),
+        ([8, 520], 600, [544, 576]),
+        ([8], 20, [16]),
+        ([1024], 2048, []),
+    ],
+    ids=str,
+)
+def test_graph_sizes_end_at_the_maximum_number_of_tokens_of_a_step(
+    monkeypatch, given, maximum, added
+):
+    monkeypatch.setattr(mixed_graphs, "mixed_graphs_refusal", lambda config: None)
+    config = vllm_config()
+    config.scheduler_config.max_num_batched_tokens = maximum
+    config.compilation_config.cudagraph_capture_sizes = given
+    mixed_graphs.choose_mixed_graphs(config, frozenset())
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert sizes[len(given) :][:2] == added and max(sizes) <= maximum
 
 
 @pytest.mark.parametrize("sizes", [None, [], [8, 4096]], ids=str)
