@@ -200,7 +200,7 @@ def test_the_table_stays_with_its_rows(by_slot):
     expected = TABLE[SLOTS] if by_slot else TABLE[:3]
 
     def blocks(part: CommonAttentionMetadata) -> np.ndarray:
-        table = host_tables.table_of(part)
+        table = host_tables.HOST_TABLES.table_of(part)
         assert part.kv_cache_group_id == 2
         assert table.num_reqs(part.query_start_loc_cpu.numpy()) == part.num_reqs
         rows, serials = table.rows(part.num_reqs)
@@ -286,8 +286,8 @@ def test_the_v2_runner_passes_the_table_on(monkeypatch):
     assert real.kv_cache_group_id == 1
     assert real.block_table_cpu is TABLE
     np.testing.assert_array_equal(real.req_idx, SLOTS)
-    assert host_tables.table_of(dummy).num_reqs(np.arange(4)) == 0
-    assert host_tables.table_of(unknown) is None
+    assert host_tables.HOST_TABLES.table_of(dummy).num_reqs(np.arange(4)) == 0
+    assert host_tables.HOST_TABLES.table_of(unknown) is None
 
 
 def test_a_dummy_batch_has_no_blocks():

@@ -215,7 +215,7 @@ class KernelNames(PrefixShareWorkerExtension):
         """Names of the kernels that CUDA graphs launch."""
         from vllm_prefixshare.vllm_plugin.step import gpu_builder
 
-        found = [builder._executor for builder in gpu_builder._BUILDERS]
+        found = [builder.executor for builder in gpu_builder._BUILDERS]
         return [x.name for x in found if x is not None and x.workspace.plan.captured]
 
     def cache_scales(self) -> dict[str, list[list[float]]]:

@@ -5,7 +5,7 @@
 between them, ``eligibility`` which layers are served, ``invariance`` what batch invariance changes.
 ``cuda`` is the attention backend on NVIDIA GPUs, ``cuda.mla`` and ``cuda.mla_fp8`` those of latent
 attention, and ``host_tables`` has their block tables on the host; ``cpu`` is the backend of the CPU
-platform; ``backend`` is one class name for all platforms. ``planner`` makes each backend's planner,
+platform; ``backend`` is one class name for all platforms. ``planner`` plans each backend's steps,
 ``precompiling`` compiles while an engine starts, ``order`` orders waiting requests, ``stats``
 counts, ``metrics`` and ``ray_metrics`` publish the counters of ``metric_sources`` in
 ``metric_files``, ``tracing`` records batches.

@@ -20,6 +20,7 @@ from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import invariance
+from vllm_prefixshare.vllm_plugin.backends import common
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
 from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, GPU_EXTRAS, Platform
@@ -46,14 +47,14 @@ def _invariant(monkeypatch):
 
 def test_there_is_no_room_for_the_pieces_of_rows_that_are_never_planned(monkeypatch):
     """Each would have room for all pieces of the longest request, in every layer's buffers."""
-    reserved, reserve = [], cuda.reserve_partials
+    reserved, reserve = [], common.reserve_partials
 
     def note(*args):
         partials = reserve(*args)
         reserved.append(len(partials.lse))
         return partials
 
-    monkeypatch.setattr(cuda, "reserve_partials", note)
+    monkeypatch.setattr(common, "reserve_partials", note)
     group = Group(monkeypatch)
     assert group.builder._first_step is None and group.impl.shares
     assert reserved == [len(group.impl.partials.lse)]
@@ -106,14 +107,14 @@ def test_a_request_has_the_same_plan_and_the_same_bits_in_every_batch(monkeypatc
     shared = 0
     for rows in ([0], [3], [0, 1, 2, 3, 4, 5], [5, 3, 0], [1, 2, 4, 5, 0]):
         group = Group(monkeypatch)
-        assert group.builder._planner.config.kv_chunk_size == PIECE
+        assert group.builder.planner.decode_planner.config.kv_chunk_size == PIECE
         batch = some_of(whole, rows)
         group.start(batch)
         metadata = group.builder.build(0, group.common(batch))
         out = group.forward(batch, metadata, len(rows))
-        shared += len(group.builder._plan.shared_rows)
+        shared += len(group.builder.planner.current.shared_rows)
         for row, i in enumerate(rows):
-            cuts[i].append(cuts_of(group.builder._plan, row))
+            cuts[i].append(cuts_of(group.builder.planner.current, row))
             outs[i].append(out[row])
     assert shared >= 8
     for i, length in enumerate(lens):
@@ -137,14 +138,14 @@ def test_growing_requests_are_planned_anew_where_one_reaches_its_next_piece(monk
 
 def test_the_room_that_is_reserved_holds_every_plan(monkeypatch):
     group = Group(monkeypatch)
-    room = group.builder._executor._capacity
+    room = group.builder.executor._capacity
     assert room.max_partials >= plain.MAX_REQS * 12 * plain.BLOCK // PIECE
     batch = shared_batch([190] * plain.MAX_REQS)
     batch.block_table[:, 3:] = np.arange(1, 9 * plain.MAX_REQS + 1).reshape(-1, 9)
     group.start(batch)
     group.builder.build(0, group.common(batch))
     assert STATS.plans == 1 and not STATS.fallbacks
-    assert not group.builder._planner.counters.fallbacks
+    assert not group.builder.planner.decode_planner.counters.fallbacks
 
 
 def marked_by_flash_attention(monkeypatch) -> list[object]:

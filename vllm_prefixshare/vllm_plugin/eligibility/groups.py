@@ -58,11 +58,12 @@ def builder_refusal(
     return next((reason for found, reason in checks if found), None)
 
 
-def attention_of(impls: Sequence[Any], block_size: int, dtype: Any) -> AttentionConfig:
+def attention_of(impls: Sequence[Any], block_size: int | None, dtype: Any) -> AttentionConfig:
     """What an executor for these implementations of one shape must serve: the query heads of all
     ranks among which decode context parallelism divides the KV.
 
     Args:
+        block_size: None for the default of the layers' backend.
         dtype: the model's, even if the KV cache has another.
     """
     engine = Engine(shards=impls[0].dcp_world_size)

@@ -8,19 +8,19 @@ from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, after, before,
 
 def hook_v1_table(module: ModuleType) -> None:
     """Keep the V1 runner's own copy of a block table where ``host_tables`` finds it."""
-    from vllm_prefixshare.vllm_plugin.step import host_tables
+    from vllm_prefixshare.vllm_plugin.step.host_tables import HOST_TABLES
 
-    wrap(module.BlockTable, "__init__", after(host_tables.keep_v1_table))
+    wrap(module.BlockTable, "__init__", after(HOST_TABLES.keep_v1_table))
 
 
 def hook_v1_dummy_batch(module: ModuleType) -> None:
-    """Say when the V1 runner runs a batch without requests."""
+    """Note when the V1 runner runs a batch without requests."""
     from vllm_prefixshare.vllm_plugin.step import host_tables
 
     def wrapper(original: Function) -> Function:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with host_tables.dummy_batch():
-                return original(*args, **kwargs)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with host_tables.dummy_batch(self):
+                return original(self, *args, **kwargs)
 
         return run
 
@@ -35,7 +35,7 @@ def hook_v2_tables(module: ModuleType) -> None:
         host_tables.note_batch(self, None)
 
     tables = module.BlockTables
-    wrap(tables, "__init__", after(host_tables.keep_v2_tables))
+    wrap(tables, "__init__", after(host_tables.HOST_TABLES.keep_v2_tables))
     wrap(tables, "append_block_ids", before(host_tables.note_block_ids))
     wrap(tables, "get_dummy_block_tables", before(get_dummy_block_tables))
 

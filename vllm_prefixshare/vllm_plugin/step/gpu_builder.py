@@ -1,29 +1,22 @@
 """The base of the metadata builders of plain and of latent attention: plans the decodes."""
 
-import time
 import weakref
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.core import IntArray, PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.aot.compilation import CompileError, load_cache_write
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import checked_extras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.planning.planner import PlanUpdate
-from vllm_prefixshare.planning.unshared import PLANNING_FAILED, Unshared
-from vllm_prefixshare.planning.window import tokens_seen
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import BACKEND_NAME, invariance
-from vllm_prefixshare.vllm_plugin.backends.cuda.context_parallel import Interleaved
-from vllm_prefixshare.vllm_plugin.compat import steps_in_flight
+from vllm_prefixshare.vllm_plugin.compat import decode_query_len, steps_in_flight
 from vllm_prefixshare.vllm_plugin.eligibility.fallback import fall_back
 from vllm_prefixshare.vllm_plugin.eligibility.groups import (
     attention_of,
@@ -32,11 +25,9 @@ from vllm_prefixshare.vllm_plugin.eligibility.groups import (
 )
 from vllm_prefixshare.vllm_plugin.eligibility.layer import window_of
 from vllm_prefixshare.vllm_plugin.observability.log import logger
-from vllm_prefixshare.vllm_plugin.observability.stats import STATS
-from vllm_prefixshare.vllm_plugin.step import host_tables
-from vllm_prefixshare.vllm_plugin.step.first_step import TokenRows
-from vllm_prefixshare.vllm_plugin.step.host_tables import HostTable
-from vllm_prefixshare.vllm_plugin.step.planner import planner_for
+from vllm_prefixshare.vllm_plugin.step.host_tables import HOST_TABLES
+from vllm_prefixshare.vllm_plugin.step.planner import PlannedStep, StepBatch, StepPlanner
+from vllm_prefixshare.vllm_plugin.step.shards import Interleaved
 
 #: KV blocks that are looked through at once after wake-up
 MAX_BLOCKS = 256
@@ -47,70 +38,91 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     metadata builder (the parent), and divides each step between the two.
 
     latent: whether layers have latents in place of keys and values.
-    _step: KV tokens that stock reads in the step, and how many of them the plan saves; None where
-        nothing is planned.
+    executor, planner: run and make the plans; None where no layer of the group is served.
+    all_layers: whether every layer of the group is served.
     """
 
-    _step: tuple[int, int] | None = None
-    supports_update_block_table = False  # another group has another tree
+    supports_update_block_table = False  # each KV-cache group has its own prefix tree
     latent = False
-    _invariant = False
+    executor: GpuExecutor | None = None
+    planner: StepPlanner | None = None
+    all_layers = False
     _scales_checked = True
-    _shard = Interleaved(1, 0, 1)
+    _final: ClassVar[type]
 
-    def _start_planning(
-        self, layers: Iterable[Any], final: type, query_len: int, max_rows: int = 0
-    ) -> None:
-        """Make an executor and a planner where a layer is served and its KV cache can be.
+    def __init_subclass__(cls, final: bool = False, **kwargs: Any) -> None:
+        """Note the class that may plan.
 
         Args:
-            layers: those of the group that may be served.
-            final: the only class that may plan; vLLM derives others, which keep the parent.
-            query_len: most query tokens of a decode.
-            max_rows: of a plan, where a request may have several.
+            final: no class that vLLM derives from this one may plan: it keeps the parent.
         """
-        self._executor: GpuExecutor | None = None
-        self._query_len = query_len
-        served = served_together((layer.impl for layer in layers), self.kv_cache_spec)
-        self._all_layers = len(served) == len(self.layer_names)
-        self._window = window_of(served[0]) if served else None
-        reason = builder_refusal(self, final, self.latent, self._window)
+        super().__init_subclass__(**kwargs)
+        if final:
+            cls._final = cls
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.layer_names = layer_names
+        served = served_together((layer.impl for layer in self._layers()), kv_cache_spec)
+        self.all_layers = len(served) == len(layer_names)
+        window = window_of(served[0]) if served else None
+        reason = builder_refusal(self, self._final, self.latent, window)
         if served and reason is not None:
             fall_back(reason)
         elif served:
-            self._prepare_executor(served, max_rows)
+            self.executor = self._make_executor(served)
+            self.planner = self._make_planner(self.executor, window)
+            self.supports_draft_decode_metadata_update = False  # planning would miss new lengths
+            _BUILDERS.add(self)
+            self.check_scales()
+            if self.executor.passed_over:
+                logger().warning_once("%s", self.executor.passed_over)
+            logger().info_once("PREFIX_SHARE decodes with the %s kernel.", self.executor.name)
 
-    def _prepare_executor(self, impls: list[Any], max_rows: int) -> None:
-        dtype = self.vllm_config.model_config.dtype
-        attention = attention_of(impls, self.kv_cache_spec.block_size, dtype)
+    def _layers(self) -> Iterable[Any]:
+        """The layers of the group that may be served."""
+        raise NotImplementedError
+
+    def _max_token_rows(self) -> int:
+        """Maximum number of rows of a plan where a request may have several, else 0."""
+        return 0
+
+    def _make_executor(self, impls: list[Any]) -> GpuExecutor:
+        """An executor for layers of one shape, with room for the plans of any batch."""
+        config, block_size = self.vllm_config, self.kv_cache_spec.block_size
+        attention = attention_of(impls, block_size, config.model_config.dtype)
         executor = GpuExecutor(
             attention,
             self.device,
             kernel=settings().kernel if self.latent else kernel_for(self.kv_cache_spec),
-            query_len=self._query_len,
+            query_len=decode_query_len(config),
             partials=impls[0].partials,
         )
         write = cache_write(attention, self.device)
         for impl in impls:
             impl.cache_write = write
-        scheduler = self.vllm_config.scheduler_config
-        pieces = invariance.piece_limits(self.vllm_config, self.kv_cache_spec.block_size)
-        executor.reserve_for(max(scheduler.max_num_seqs, max_rows), pieces)
-        self._invariant = pieces is not None
-        self._planner = planner_for(executor, attention, self.vllm_config, self._invariant)
-        self._planner.warm_up(then=executor.prepare)
-        drafts = self._query_len - 1
-        # The host counts drafts as accepted before the GPU has verified them, so lengths may be
-        # shorter in a later step. A plan must hold for lengths up to this much shorter.
-        self._slack = drafts * max(1, steps_in_flight(self.vllm_config))
-        self._plan: DecodePlan | None = None
-        self._single_rows = 0  # of plans for one step
-        self.supports_draft_decode_metadata_update = False  # planning would miss new lengths
-        self._executor = executor
-        _BUILDERS.add(self)
-        self.check_scales()
-        if executor.passed_over:
-            logger().warning_once("%s", executor.passed_over)
+        max_rows = max(config.scheduler_config.max_num_seqs, self._max_token_rows())
+        executor.reserve_for(max_rows, invariance.piece_limits(config, block_size))
+        return executor
+
+    def _make_planner(self, executor: GpuExecutor, window: int | None) -> StepPlanner:
+        """A planner whose plans ``executor`` runs."""
+        config, query_len = self.vllm_config, decode_query_len(self.vllm_config)
+        return StepPlanner(
+            executor,
+            executor.attention,
+            config,
+            query_len,
+            window=window,
+            shard=Interleaved.of(config),
+            invariant=invariance.wanted(),
+            # The host counts drafts as accepted before the GPU has verified them, so lengths may be
+            # shorter in a later step. A plan must hold for lengths up to this much shorter.
+            slack=(query_len - 1) * max(1, steps_in_flight(config)),
+            load=executor.prepare,
+        )
 
     def check_scales(self) -> None:
         """Read the scales of layers with a quantised KV cache: a CUDA graph does not.
@@ -118,18 +130,13 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         Raises:
             PrefixShareError: one is not positive and finite.
         """
-        if self._executor is not None and self._executor.attention.kv_dtype is not None:
+        if self.executor is not None and self.executor.attention.kv_dtype is not None:
             context = self.vllm_config.compilation_config.static_forward_context
             for layer in (context[name] for name in self.layer_names):
                 if getattr(layer.impl, "shares", False):
-                    extras = layer.impl.extras_of(layer, self._executor.attention)
-                    checked_extras(extras, self._executor.attention, self.device)
+                    extras = layer.impl.extras_of(layer, self.executor.attention)
+                    checked_extras(extras, self.executor.attention, self.device)
         self._scales_checked = True
-
-    def forget_plan(self) -> None:
-        """Make a new plan in the next step: the one on the device is lost."""
-        self._plan = None
-        self._planner.forget()
 
     def clean_cache(self) -> None:
         """Make every slot of the KV cache finite: the memory may hold anything after wake-up, and
@@ -150,8 +157,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
 
         A patched vLLM calls this; otherwise the function ``after_wake_up`` does.
         """
-        if self._executor is not None and (tags is None or "kv_cache" in tags):
-            self.forget_plan()
+        if self.planner is not None and (tags is None or "kv_cache" in tags):
+            self.planner.forget()
             self.clean_cache()
 
     def build(
@@ -160,148 +167,61 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """As the parent's ``build``; also puts the plan of the decodes in force."""
+        """As the parent's ``build``, with a plan of the decodes."""
         if not self._scales_checked:
             self.check_scales()
-        table = self._host_table(common_attn_metadata)
-        if self._executor is None or table is None:
+        batch = self._batch_of(common_attn_metadata)
+        if batch is None:
             parent: Any = super()
             return parent.build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata = self._divide(self._executor, table, common_attn_metadata, dummy=False)
-        # the parent's own where a subclass leaves it the whole step
-        if self._step is not None and hasattr(metadata, "executor"):
-            STATS.note_step(*self._step)
+        metadata, step = self._divide(batch, common_attn_metadata)
+        if step is not None:
+            step.record()
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         """As in vLLM, with a plan of no requests: the graph reads later plans in its place."""
-        table = self._host_table(common_attn_metadata)
-        if self._executor is None or table is None:
+        batch = self._batch_of(common_attn_metadata, for_capture=True)
+        if batch is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)
-        return self._divide(self._executor, table, common_attn_metadata, dummy=True)
+        return self._divide(batch, common_attn_metadata)[0]
 
     def _divide(
-        self, executor: GpuExecutor, table: HostTable, common: CommonAttentionMetadata, dummy: bool
-    ) -> Any:
-        """The metadata of a step whose decodes are planned by ``_plan_decodes``."""
+        self, batch: StepBatch, common: CommonAttentionMetadata
+    ) -> tuple[Any, PlannedStep | None]:
+        """Divide a step between the plan and the parent. Called where layers are served.
+
+        Returns:
+            the metadata of the step, and its planned requests; None where the metadata leaves the
+            whole step to the parent.
+        """
         raise NotImplementedError
 
-    def _host_table(self, common: CommonAttentionMetadata) -> HostTable | None:
-        """The host's copy of the block table. A KV-cache group whose table is derived from the
-        runner's in each step has no copy and keeps the parent; its first batch shows this, before
-        any graph is captured.
+    def _batch_of(
+        self, common: CommonAttentionMetadata, for_capture: bool = False
+    ) -> StepBatch | None:
+        """The batch as the host knows it; None where the group keeps the parent. A KV-cache group
+        whose table is derived from the runner's in each step has no copy on the host; its first
+        batch shows this, before any graph is captured.
 
         Raises:
-            PrefixShareError: a graph was captured already.
+            PrefixShareError: a graph was captured already, or the batch is not causal.
         """
-        if self._executor is None:
+        if self.executor is None:
             return None
-        table = host_tables.table_of(common)
+        table = HOST_TABLES.table_of(common)
         if table is None:
-            if self._executor.workspace.plan.captured:
+            if self.executor.workspace.plan.captured:
                 raise PrefixShareError(
                     f"{BACKEND_NAME} does not know a block table that it knew when graphs were "
                     "captured: choose another backend, and report the model and settings."
                 )
             fall_back("block tables of their own")
-            self._executor = None
-        return table
-
-    def _plan_decodes(
-        self, executor: GpuExecutor, table: HostTable, common: CommonAttentionMetadata, dummy: bool
-    ) -> tuple[int, int]:
-        """Put in force the plan of the decodes, which come first in the batch.
-
-        Args:
-            dummy: plan for no requests, to capture a graph.
-
-        Returns:
-            how many requests are planned, and how many query tokens, with the padding of a graph.
-        """
+            self.executor = self.planner = None
+            return None
         if common.causal is not True:
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
-        starts = common.query_start_loc_cpu.numpy()
-        num_reqs = 0 if dummy else table.num_reqs(starts)
-        num_decodes, num_tokens = num_reqs, common.num_actual_tokens
-        # a graph of mixed steps is captured with several tokens a request: all of them are rows
-        if not dummy and common.max_query_len > self._query_len:  # some are in prefill
-            num_decodes = min(num_reqs, int(np.argmax(np.diff(starts) > self._query_len)))
-            num_tokens = int(starts[num_decodes])
-        self._load_plan(executor, table, common, num_decodes)
-        return num_decodes, num_tokens
-
-    def _load_plan(
-        self,
-        executor: GpuExecutor,
-        table: HostTable,
-        common: CommonAttentionMetadata,
-        num_decodes: int,
-        tokens: TokenRows | None = None,
-    ) -> None:
-        """Put the plan of the first ``num_decodes`` requests in force.
-
-        Args:
-            tokens: the rows of the plan, where they are not the requests themselves.
-        """
-        self._step = None
-        if num_decodes:
-            bound = common.seq_lens_cpu_upper_bound
-            # where lengths are unknown nothing is shared, and each request is read to its end
-            seq_lens = (
-                np.ones(num_decodes, np.int32) if bound is None else bound.numpy()[:num_decodes]
-            )
-            lengths = self._shard.lengths(seq_lens)
-            table_rows, row_ids = table.rows(num_decodes)
-            if tokens is not None:
-                if table_rows is None:
-                    table_rows = np.arange(num_decodes)
-                table_rows = table_rows[tokens.requests]
-                lengths = (lengths[tokens.requests] - tokens.later).astype(np.int32)
-                # the rows of one step only, so the plan is kept for no other
-                row_ids = -1 - np.arange(len(table_rows)) - self._single_rows
-                self._single_rows += len(table_rows)
-            update = self._planner.update(
-                table.block_table if table_rows is not None else table.block_table[:num_decodes],
-                lengths,
-                self._query_len,
-                table_rows=table_rows,
-                row_ids=row_ids,
-                slack=self._slack,
-            )
-        else:
-            lengths = np.zeros(0, np.int32)
-            update = self._planner.update(np.zeros((0, 0), np.int32), lengths, self._query_len)
-        plan = update.plan
-        if plan is not self._plan:
-            began = time.perf_counter()
-            self._plan = None  # until the new one is in force
-            try:
-                executor.prepare(plan)
-            except PrefixShareError:
-                raise
-            except Exception as e:
-                least = np.maximum(lengths - self._slack, 1)
-                plan = self._planner.without_sharing(least, self._query_len, e)
-                update = PlanUpdate(plan, True, update.seconds, Unshared(PLANNING_FAILED))
-                executor.prepare(plan)
-            self._plan = plan
-            planned = plan.planned_seq_lens
-            stock = self._kv_tokens_stock(planned, tokens, executor.attention.gqa_group_size)
-            self._tokens_saved = stock - plan.kv_tokens_read(planned)
-            if num_decodes and update.is_new:
-                seconds = update.seconds + time.perf_counter() - began
-                STATS.note_plan(seconds, plan.imbalance, update.unshared)
-        if num_decodes:
-            stock = self._kv_tokens_stock(lengths, tokens, executor.attention.gqa_group_size)
-            self._step = stock, self._tokens_saved
-
-    def _kv_tokens_stock(
-        self, lengths: IntArray, tokens: TokenRows | None, gqa_group_size: int
-    ) -> int:
-        """KV tokens that FLASH_ATTN would read for the rows of a plan, of these lengths."""
-        if tokens is None:
-            return tokens_seen(lengths, self._window, self._query_len)
-        return tokens.kv_tokens_stock(lengths, gqa_group_size)
+        return StepBatch.of(common, table, common.seq_lens_cpu_upper_bound, for_capture)
 
 
 #: Builders that have a plan on the device.
@@ -324,17 +244,17 @@ def cache_write(attention: AttentionConfig, device: torch.device) -> CacheWrite 
 
 def is_invariant() -> bool:
     """Whether a builder plans as batch invariance needs."""
-    return any(builder._invariant for builder in _BUILDERS)
+    return any(b.planner is not None and b.planner.is_invariant for b in _BUILDERS)
 
 
 def weights_loaded() -> None:
-    """Check the scales in the next step: the weights were loaded, maybe anew."""
+    """Check the scales in the next step: weights were loaded, perhaps again."""
     for builder in _BUILDERS:
         builder._scales_checked = False
 
 
 def after_wake_up() -> None:
-    """Plan again and clean the KV cache: sleep freed the memory of both."""
+    """Make new plans and clean the KV caches: sleep freed the memory of both."""
     for builder in _BUILDERS:
         builder.after_wake_up(None)
 

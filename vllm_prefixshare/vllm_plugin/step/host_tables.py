@@ -18,23 +18,6 @@ import numpy as np
 from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.vllm_plugin import compat
 
-#: Address of a device block table -> its copy here, as long as vLLM keeps the table.
-_COPIES: dict[int, "weakref.ref[HostTable]"] = {}
-
-#: Whether a layer of this process needs the V2 runner's block ids. That runner creates its block
-#: tables after the layers.
-_wanted = False
-
-
-#: Whether the V1 runner runs a dummy batch, whose rows may have the block ids of past requests.
-_dummy = False
-
-
-def want() -> None:
-    """Note the block ids of the V2 runner from now on."""
-    global _wanted
-    _wanted = True
-
 
 class HostTable(Protocol):
     """Block ids of one KV-cache group.
@@ -61,14 +44,20 @@ class HostTable(Protocol):
 
 
 class RowTable:
-    """The V1 runner's own copy, in the order of the batch."""
+    """The V1 runner's own copy, in the order of the batch.
+
+    in_dummy_batch: whether the runner runs a batch without requests, whose rows may have the block
+        ids of past requests: to warm up, to capture a graph, or next to other ranks of data
+        parallelism. A vLLM with ``patches/`` passes no rows then.
+    """
 
     def __init__(self, block_table: IntArray) -> None:
         self.block_table = block_table
+        self.in_dummy_batch = False
 
     def num_reqs(self, query_start_loc: IntArray) -> int:
-        """As ``HostTable.num_reqs``; a vLLM with ``patches/`` passes no rows in a dummy batch."""
-        if _dummy or not len(self.block_table):
+        """As ``HostTable.num_reqs``."""
+        if self.in_dummy_batch or not len(self.block_table):
             return 0
         return int(np.count_nonzero(query_start_loc[1:] > query_start_loc[:-1]))
 
@@ -150,61 +139,87 @@ class PassedTable:
         return self._req_idx[:num_reqs], self._req_serials[:num_reqs]
 
 
-def table_of(common: Any) -> HostTable | None:
-    """The host's copy of the block table in a ``CommonAttentionMetadata``, or None."""
-    if not hasattr(common, "block_table_cpu"):
-        return find(common.block_table_tensor)
-    if common.block_table_cpu is None:
-        return None
-    if common.req_idx is None:
-        return RowTable(common.block_table_cpu)
-    return PassedTable(common.block_table_cpu, common.req_idx, common.req_serials)
+class HostTables:
+    """Finds the host's copies of the block tables of this process's engines.
+
+    vLLM's own table objects hold the copies, so a copy lives as long as its engine's table. Layers,
+    metadata builders and model runners of an engine have no object in common that both a hook and
+    a builder reach, so a builder finds the copy by the address of the device tensor.
+    """
+
+    def __init__(self) -> None:
+        self._by_address: weakref.WeakValueDictionary[int, HostTable] = (
+            weakref.WeakValueDictionary()
+        )
+        self._readers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def want(self, layer: Any) -> None:
+        """Note the block ids of the V2 runner as long as this layer lives. That runner creates its
+        block tables after the layers.
+        """
+        self._readers.add(layer)
+
+    def table_of(self, common: Any) -> HostTable | None:
+        """The host's copy of the block table in a ``CommonAttentionMetadata``, or None."""
+        if not hasattr(common, "block_table_cpu"):
+            return self.find(common.block_table_tensor)
+        if common.block_table_cpu is None:
+            return None
+        if common.req_idx is None:
+            return RowTable(common.block_table_cpu)
+        return PassedTable(common.block_table_cpu, common.req_idx, common.req_serials)
+
+    def find(self, device_table: Any) -> HostTable | None:
+        """The host's copy of a block table, given (the first rows of) the one on the device."""
+        return self._by_address.get(device_table.data_ptr())
+
+    def keep_v1_table(self, block_table: Any) -> None:
+        """Called after ``vllm.v1.worker.block_table.BlockTable.__init__``."""
+        buffer = block_table.block_table
+        copy = block_table.prefixshare_copy = RowTable(buffer.np)
+        self._keep(buffer.gpu, copy)
+
+    def keep_v2_tables(self, tables: Any) -> None:
+        """Called after ``vllm.v1.worker.gpu.block_table.BlockTables.__init__``."""
+        copies: list[SlotTable] = []
+        tables.prefixshare_copies = copies
+        slots = tables.prefixshare_slots = Slots(tables.max_num_reqs)
+        if not self._readers:
+            return
+        parts = compat.kernel_blocks_per_id(tables)
+        for device_table, blocks_per_id in zip(tables.input_block_tables, parts, strict=True):
+            copy = SlotTable(slots, tuple(device_table.shape), blocks_per_id)
+            copies.append(copy)
+            self._keep(device_table, copy)
+
+    def _keep(self, device_table: Any, copy: HostTable) -> None:
+        address = device_table.data_ptr()
+        self._by_address[address] = copy
+        # the V1 runner of the CPU platform replaces its device tensors, whose memory is used again
+        weakref.finalize(device_table, self._by_address.pop, address, None).atexit = False
 
 
-def find(device_table: Any) -> HostTable | None:
-    """The host's copy of a block table, given (the first rows of) the one on the device."""
-    found = _COPIES.get(device_table.data_ptr())
-    return None if found is None else found()
-
-
-def keep_v1_table(block_table: Any) -> None:
-    """Called after ``vllm.v1.worker.block_table.BlockTable.__init__``."""
-    buffer = block_table.block_table
-    copy = block_table.prefixshare_copy = RowTable(buffer.np)
-    _COPIES[buffer.gpu.data_ptr()] = weakref.ref(copy)
+#: The block tables of this process.
+HOST_TABLES = HostTables()
 
 
 @contextmanager
-def dummy_batch() -> Iterator[None]:
-    """While the V1 runner runs a batch without requests: to warm up, to capture a graph, or beside
-    other ranks of data parallelism.
-    """
-    global _dummy
-    _dummy = True
+def dummy_batch(runner: Any) -> Iterator[None]:
+    """While this V1 runner runs a batch without requests."""
+    copies = [table.prefixshare_copy for table in runner.input_batch.block_table.block_tables]
+    for copy in copies:
+        copy.in_dummy_batch = True
     try:
         yield
     finally:
-        _dummy = False
-
-
-def keep_v2_tables(tables: Any) -> None:
-    """Called after ``vllm.v1.worker.gpu.block_table.BlockTables.__init__``."""
-    copies: list[SlotTable] = []
-    tables.prefixshare_copies = copies
-    slots = tables.prefixshare_slots = Slots(tables.max_num_reqs)
-    if not _wanted:
-        return
-    parts = compat.kernel_blocks_per_id(tables)
-    for device_table, blocks_per_id in zip(tables.input_block_tables, parts, strict=True):
-        copy = SlotTable(slots, tuple(device_table.shape), blocks_per_id)
-        copies.append(copy)
-        _COPIES[device_table.data_ptr()] = weakref.ref(copy)
+        for copy in copies:
+            copy.in_dummy_batch = False
 
 
 def note_block_ids(
     tables: Any, req_index: int, new_block_ids: tuple[list[int], ...], overwrite: bool
 ) -> None:
-    """Called with the arguments of ``BlockTables.append_block_ids``."""
+    """Called with the arguments of ``BlockTables.append_block_ids`` of the V2 runner."""
     if overwrite:
         tables.prefixshare_slots.take(req_index)
     for copy, ids in zip(tables.prefixshare_copies, new_block_ids, strict=False):

@@ -3,8 +3,8 @@
 Subclasses CPU_ATTN for its KV cache, its prefill and its kernel for requests that share nothing.
 Decodes that share KV blocks run in the executor of this package. One step:
 
-    build():   block table, lengths -> DecodePlanner -> Executor.prepare (requests that share KV)
-                                                     -> CPU_ATTN metadata (the others)
+    build():   block table, lengths -> StepPlanner -> Executor.prepare (requests that share KV)
+                                                   -> CPU_ATTN metadata (the others)
     forward(): Executor.run  and  CPU_ATTN forward, each on its own tokens  [per layer]
 """
 
@@ -29,6 +29,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
 from vllm_prefixshare.kernels.interface import Executor, HostBatch
+from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.backends.platform_backend import BackendMethods
 from vllm_prefixshare.vllm_plugin.compat import decode_query_len
@@ -39,7 +40,8 @@ from vllm_prefixshare.vllm_plugin.eligibility.platform import CPU
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
-from vllm_prefixshare.vllm_plugin.step.planner import planner_for
+from vllm_prefixshare.vllm_plugin.step.host_tables import HOST_TABLES, RowTable
+from vllm_prefixshare.vllm_plugin.step.planner import StepBatch, StepPlanner
 
 
 def kernel_isa(isa: str) -> str:
@@ -80,11 +82,10 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         attention = AttentionConfig(
             self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, dtype
         )
+        query_len = decode_query_len(self.vllm_config)
         self._executor = cpu_executor(attention, logger().info_once)
-        self._planner = planner_for(self._executor, attention, self.vllm_config)
-        self._planner.warm_up()
-        self._max_query_len = decode_query_len(self.vllm_config)
-        self.reorder_batch_threshold = self._max_query_len  # decode rows first
+        self._planner = StepPlanner(self._executor, attention, self.vllm_config, query_len)
+        self.reorder_batch_threshold = query_len  # decode rows first
         self._can_share = (
             builder_refusal(self, PrefixShareCPUMetadataBuilder) is None
             and self._some_layer_shares(self.layer_names)
@@ -131,12 +132,15 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self._can_share or common.causal is not True:
             return metadata
         began = time.perf_counter()
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
-        query_lens = np.diff(starts)
-        is_decode = (query_lens > 0) & (query_lens <= self._max_query_len)
-        num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
-        if num_decodes:
-            self._share(metadata, common, starts, num_decodes)
+        # the runner's table is itself on the host; the copy shows whether the batch is a dummy
+        table, copy = RowTable(common.block_table_tensor.numpy()), HOST_TABLES.table_of(common)
+        if copy is not None:
+            table.in_dummy_batch = not copy.num_reqs(common.query_start_loc_cpu.numpy())
+        batch = StepBatch.of(common, table, common.seq_lens)
+        step = self._planner.plan(batch)
+        step.record()
+        if step.plan is not None:
+            self._share(metadata, common, step.plan, step.num_reqs)
         STATS.build_seconds += time.perf_counter() - began
         return metadata
 
@@ -144,21 +148,16 @@ class PrefixShareCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self,
         metadata: PrefixShareCPUMetadata,
         common: CommonAttentionMetadata,
-        starts: IntArray,
+        plan: DecodePlan,
         num_decodes: int,
     ) -> None:
-        """Plan the decodes, which come first; where some share KV, divide the batch."""
-        seq_lens = common.seq_lens[:num_decodes].numpy()
-        table = common.block_table_tensor[:num_decodes].numpy()
-        update = self._planner.update(table, seq_lens, self._max_query_len)
-        plan = update.plan
-        if update.is_new:
-            STATS.note_plan(update.seconds, plan.imbalance, update.unshared)
-        tokens = int(seq_lens.sum())
-        STATS.note_step(tokens, tokens - plan.kv_tokens_read(seq_lens))
+        """Where some of the planned decodes share KV, divide the batch."""
         shared = plan.shared_rows
         if not len(shared):
             return
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        seq_lens = common.seq_lens[:num_decodes].numpy()
+        table = common.block_table_tensor[:num_decodes].numpy()
         whole_batch = len(shared) == common.num_reqs and starts[-1] == common.num_actual_tokens
         batch = HostBatch(table, seq_lens, starts[: num_decodes + 1])
         self._executor.prepare(plan, batch if whole_batch else batch._replace(rows=shared))
@@ -201,7 +200,9 @@ class PrefixShareCPUImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         reason = refusal(LayerSpec.of_impl(self, full_context=-1), CPU)
         self.shares = reason is None
-        if reason is not None:
+        if reason is None:
+            HOST_TABLES.want(self)
+        else:
             fall_back(reason)
 
     def forward(

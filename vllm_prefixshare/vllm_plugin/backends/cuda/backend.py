@@ -3,7 +3,7 @@
 Subclasses FLASH_ATTN for its KV cache and its prefill. Decodes, with their draft tokens, come
 first in a batch and run in the kernels of this package. One step:
 
-    build():   host's block table, lengths -> DecodePlanner -> GpuExecutor.prepare  [if changed]
+    build():   host's block table, lengths -> StepPlanner -> GpuExecutor.prepare  [if changed]
                                            -> FLASH_ATTN metadata of the prefills
     forward(): GpuExecutor.run  and  FLASH_ATTN forward, each on its own tokens     [per layer]
 
@@ -12,7 +12,6 @@ Under decode context parallelism, ``context_parallel`` combines the results of `
 captured, and is replayed after each ``build``: the launches stay the same and read the new plan.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -23,53 +22,28 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
 )
 
-from vllm_prefixshare.config import FP8_CACHES, AttentionConfig
-from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.extras import LayerExtras
-from vllm_prefixshare.kernels.registry import kernels_that_may_serve
-from vllm_prefixshare.kernels.workspace import PartialResults
-from vllm_prefixshare.settings import settings
-from vllm_prefixshare.vllm_plugin import invariance
-from vllm_prefixshare.vllm_plugin.backends.cuda import context_parallel
+from vllm_prefixshare.vllm_plugin.backends import context_parallel
+from vllm_prefixshare.vllm_plugin.backends.common import PlannedLayer
 from vllm_prefixshare.vllm_plugin.backends.cuda.metadata import (
     PrefixShareCUDAMetadata,
     PrefixShareMetadataBuilder,
 )
 from vllm_prefixshare.vllm_plugin.backends.platform_backend import BackendMethods
-from vllm_prefixshare.vllm_plugin.background_compilation import load_planning
-from vllm_prefixshare.vllm_plugin.compat import decode_query_len
 from vllm_prefixshare.vllm_plugin.eligibility import platform
-from vllm_prefixshare.vllm_plugin.eligibility.fallback import fall_back
-from vllm_prefixshare.vllm_plugin.eligibility.groups import attention_of
-from vllm_prefixshare.vllm_plugin.eligibility.layer import (
-    FP8_LATENT_BLOCK,
-    USUAL_BLOCK,
-    Engine,
-    LayerSpec,
-)
-from vllm_prefixshare.vllm_plugin.eligibility.measured import this_device
-from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform
-from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
-from vllm_prefixshare.vllm_plugin.step import gpu_builder, host_tables
+from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
 
 
-class PrefixShareCUDAImpl(FlashAttentionImpl):
+class PrefixShareCUDAImpl(PlannedLayer, FlashAttentionImpl):
     """One layer: decodes in the kernels of this package, prefills in FLASH_ATTN."""
-
-    shares: bool
-    partials: PartialResults
-    cache_write: CacheWrite | None = None  # set by the builder of this layer's metadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         engine = Engine.of_config(config)._replace(shards=self.dcp_world_size)
         layer = LayerSpec.of_impl(self, (-1, -1), engine, config.model_config.dtype)
-        reason = refusal(layer, Platform(CUDA_DTYPES, platform.gpu_extras(), is_here=True))
-        if reason is None and self.dcp_world_size > 1:
-            context_parallel.check_collectives(config)
-        set_up(self, config, reason)
-        self._extras: LayerExtras | None = None
+        self.set_up(config, layer, platform.gpu_extras())
 
     def forward(
         self,
@@ -156,11 +130,6 @@ class PrefixShareCUDAImpl(FlashAttentionImpl):
             )
         return kept
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """After each load of weights, also of one into the same tensors."""
-        super().process_weights_after_loading(act_dtype)
-        gpu_builder.weights_loaded()
-
     def do_kv_cache_update(
         self,
         layer: Any,
@@ -193,52 +162,3 @@ class PrefixShareCUDABackend(BackendMethods, FlashAttentionBackend):
     on_gpu = True
     impl_cls = PrefixShareCUDAImpl
     builder_cls = PrefixShareMetadataBuilder
-
-
-#: Partial results by shape. Layers of one shape share them, since the layers and KV-cache groups of
-#: a worker run one after the other; they are freed with the last layer that holds them.
-_PARTIALS: weakref.WeakValueDictionary[tuple[object, ...], PartialResults] = (
-    weakref.WeakValueDictionary()
-)
-
-
-def set_up(impl: Any, config: Any, falls_back: str | None) -> None:
-    """Set ``impl.shares``, whether the layer is served, and if so ``impl.partials``, the room for
-    partial results: reserved now, because vLLM sizes the KV cache after creating the layers.
-
-    Args:
-        falls_back: why the layer is not served; None if it is.
-    """
-    impl.shares = falls_back is None
-    if falls_back is not None:
-        fall_back(falls_back)
-        return
-    host_tables.want()
-    impl.partials = reserve_partials(impl, config, this_device())
-
-
-def block_size_of(impl: Any, config: Any) -> int:
-    """The block size of a layer that vLLM is creating, where it may not be known yet."""
-    is_latent = getattr(impl, "kv_lora_rank", None) is not None
-    if is_latent and impl.kv_cache_dtype in FP8_CACHES:
-        return FP8_LATENT_BLOCK
-    return config.cache_config.block_size or USUAL_BLOCK
-
-
-def reserve_partials(impl: Any, config: Any, device: torch.device) -> PartialResults:
-    """Room for the partial results of any batch of this configuration."""
-    attention = attention_of([impl], block_size_of(impl, config), config.model_config.dtype)
-    query_len = decode_query_len(config)
-    shape = (attention.num_qo_heads, attention.v_head_dim)
-    key = (*shape, query_len, device)
-    partials = _PARTIALS.get(key)
-    kernels = kernels_that_may_serve(attention, device, settings().kernel, query_len)
-    room = config.scheduler_config.max_num_seqs, invariance.piece_limits(config)
-    most = max(k.capacity(*room).max_partials for k in kernels)
-    # captured: by graphs of another engine in this process, which keeps them
-    if partials is None or (partials.captured and not partials.holds(most)):
-        load_planning(kernels[0], attention)
-        partials = PartialResults(device, shape, query_len)
-        _PARTIALS[key] = partials
-    partials.reserve(most)
-    return partials

@@ -1,4 +1,4 @@
-"""The attention metadata of a step on a GPU: how the batch is divided, and the plan in force."""
+"""The attention metadata of a step on a GPU: how the batch is divided, and its plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.vllm_plugin import invariance
-from vllm_prefixshare.vllm_plugin.backends.cuda.context_parallel import Interleaved
 from vllm_prefixshare.vllm_plugin.compat import decode_query_len
 from vllm_prefixshare.vllm_plugin.step.first_step import (
     KERNELS,
@@ -26,8 +25,8 @@ from vllm_prefixshare.vllm_plugin.step.first_step import (
     TokenRows,
 )
 from vllm_prefixshare.vllm_plugin.step.gpu_builder import PlanningBuilder
-from vllm_prefixshare.vllm_plugin.step.host_tables import HostTable
 from vllm_prefixshare.vllm_plugin.step.mixed_graphs import graph_rows, mixed_graphs_refusal
+from vllm_prefixshare.vllm_plugin.step.planner import PlannedStep, StepBatch
 
 
 @dataclass
@@ -57,11 +56,10 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     single_rows: torch.Tensor | None = None
 
 
-class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder):
+class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder, final=True):
     """Plans for one KV-cache group; called once per step, and for each graph captured."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    _takes_mixed_graphs = False
     _graph_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -75,83 +73,81 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._shard = Interleaved.of(vllm_config)
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
-        query_len = decode_query_len(vllm_config)
-        # Drafts make the rows of a plan several tokens wide; a rank with a shard has only some of
-        # the tokens; under batch invariance the kernel of a request must not depend on the others,
-        # and each row would have room for all pieces of a request.
-        one_token_rows = query_len == self._shard.size == 1 and not invariance.wanted()
-        # the graphs of mixed steps may have more rows than steps that are planned without them
-        sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
-        most_rows = max([MAX_ROWS, *sizes])
-        self._start_planning(
-            layers, PrefixShareMetadataBuilder, query_len, most_rows if one_token_rows else 0
-        )
-        self._first_step: FirstStep | None = None
-        if self._executor is not None:
+        self._first_step = self._choose_first_step()
+        self._takes_mixed_graphs = self._first_step is not None and self.all_layers
+        if self.planner is not None:
             if getattr(kv_cache_spec, "sliding_window", None) is not None:
                 # FLASH_ATTN looks for windows when it first makes a schedule, but not if it has
                 # built without one before, as for the batch of a graph; then it would make those
                 # of prefills, and of layers with windows, for full attention
                 self.aot_schedule = False
-            # also where only the divider is chosen
-            invariant = self._planner.divider.cuts_at_fixed_places
-            measured = self._executor.name in KERNELS and self._window is None
-            if one_token_rows and measured and not invariant:
-                self._first_step = FirstStep.of(self._executor.attention)
-            self._takes_mixed_graphs = self._first_step is not None and self._all_layers
             # the requests for our kernel come first
-            most = 0 if self._first_step is None else self._first_step.max_new_tokens
-            self.reorder_batch_threshold = max(query_len, most)
+            max_new_tokens = 0 if self._first_step is None else self._first_step.max_new_tokens
+            self.reorder_batch_threshold = max(self.planner.query_len, max_new_tokens)
         if not self._takes_mixed_graphs:
             # the V2 model runner asks each builder; a graph would hold the launches of one batch
             # of FLASH_ATTN's prefill
             vars(self)["get_cudagraph_support"] = _decodes_only
 
+    def _layers(self) -> Iterable[Any]:
+        return get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names).values()
+
+    def _max_token_rows(self) -> int:
+        config = self.vllm_config
+        # Drafts make the rows of a plan several tokens wide; a rank with a shard has only some of
+        # the tokens; under batch invariance the kernel of a request must not depend on the others,
+        # and each row would have room for all pieces of a request.
+        shards = config.parallel_config.decode_context_parallel_size
+        if decode_query_len(config) > 1 or shards > 1 or invariance.wanted():
+            return 0
+        # the graphs of mixed steps may have more rows than steps that are planned without them
+        return max([MAX_ROWS, *(config.compilation_config.cudagraph_capture_sizes or [])])
+
+    def _choose_first_step(self) -> FirstStep | None:
+        """Which prefills are planned with the decodes, or None."""
+        if self.executor is None or self.planner is None or not self._max_token_rows():
+            return None
+        # also where only the divider is chosen
+        invariant = self.planner.decode_planner.divider.cuts_at_fixed_places
+        if self.executor.name not in KERNELS or self.planner.window is not None or invariant:
+            return None
+        return FirstStep.of(self.executor.attention)
+
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """False where this builder plans: with cascade attention vLLM uses no FULL graphs."""
-        if self._executor is not None:
+        if self.executor is not None:
             return False
         # up to vLLM 0.31; later releases have no such method and do not ask
         return bool(super().use_cascade_attention(*args, **kwargs))  # type: ignore[misc]
 
     def _divide(
-        self,
-        executor: GpuExecutor,
-        table: HostTable,
-        common: CommonAttentionMetadata,
-        dummy: bool,
-    ) -> PrefixShareCUDAMetadata:
-        block_size = executor.attention.block_size
+        self, batch: StepBatch, common: CommonAttentionMetadata
+    ) -> tuple[PrefixShareCUDAMetadata, PlannedStep]:
+        assert self.executor is not None and self.planner is not None
+        block_size = self.executor.attention.block_size
         kv_table = common.block_table_tensor
-        kv_lens = common.seq_lens if self._shard.size == 1 else common.dcp_local_seq_lens
+        kv_lens = common.seq_lens if self.planner.shard.size == 1 else common.dcp_local_seq_lens
         rows = self._graph_rows(common, block_size)
-        decodes_only = dummy or common.causal is not True  # what is not causal is refused there
-        tokens = None
-        if not decodes_only:
-            tokens = self._token_rows(table, common, every=rows is not None)
-        if tokens is None:
-            num_decodes, num_tokens = self._plan_decodes(executor, table, common, dummy)
-        else:
-            num_decodes, num_tokens = tokens.num_reqs, len(tokens.requests)
-            self._load_plan(executor, table, common, num_decodes, tokens)
-            rows = rows or DeviceRows.allocate(common, num_tokens, block_size)
+        tokens = self._token_rows(batch, every=rows is not None)
+        step = self.planner.plan(batch, tokens)
+        num_reqs, num_tokens = step.num_reqs, step.num_tokens
+        if tokens is not None and rows is None:
+            rows = DeviceRows.allocate(common, num_tokens, block_size)
         if rows is not None:
             kv_table, kv_lens = rows.table, rows.lens
         prefill = None
         # tokens after those of the last request are padding
-        if num_tokens < min(common.num_actual_tokens, int(common.query_start_loc_cpu[-1])):
-            prefill = self._build_prefill(common, num_decodes, num_tokens)
+        if num_tokens < min(batch.num_tokens, int(batch.query_start_loc[-1])):
+            prefill = self._build_prefill(common, num_reqs, num_tokens)
         singles, single_rows = None, None
-        if self._invariant and not dummy:
-            singles, single_rows = self._build_single_prefills(common, num_decodes)
+        if self.planner.is_invariant and not batch.for_capture:
+            singles, single_rows = self._build_single_prefills(common, num_reqs)
         # the whole batch in FLASH_ATTN: only for layers that are not served
-        stock = FlashAttentionMetadataBuilder.build(self, 0, common, fast_build=self._all_layers)
+        stock = FlashAttentionMetadataBuilder.build(self, 0, common, fast_build=self.all_layers)
         _take_image_ranges(stock, (prefill, slice(num_tokens, None)), (singles, single_rows))
-        return PrefixShareCUDAMetadata(
+        metadata = PrefixShareCUDAMetadata(
             **vars(stock),
-            executor=executor,
+            executor=self.executor,
             num_planned_tokens=num_tokens,
             rows=rows,
             kv_table=kv_table,
@@ -160,47 +156,47 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
             single_prefills=singles,
             single_rows=single_rows,
         )
+        return metadata, step
 
     def _graph_rows(self, common: CommonAttentionMetadata, block_size: int) -> DeviceRows | None:
         """The rows that a FULL graph of mixed steps reads, or None for a step without one. Which
         graph is replayed, or none, is not known here: every step that fits one is planned for it.
         """
         num_tokens = common.num_actual_tokens
-        most = graph_rows(self.vllm_config) if self._takes_mixed_graphs else 0
-        if num_tokens > most:
+        max_rows = graph_rows(self.vllm_config) if self._takes_mixed_graphs else 0
+        if num_tokens > max_rows:
             return None
         if self._graph_buffers is None:
             table = torch.zeros(
-                (most, common.block_table_tensor.shape[1]), dtype=torch.int32, device=self.device
+                (max_rows, common.block_table_tensor.shape[1]),
+                dtype=torch.int32,
+                device=self.device,
             )
-            self._graph_buffers = table, table.new_zeros(most)
+            self._graph_buffers = table, table.new_zeros(max_rows)
         table, lens = self._graph_buffers
         return DeviceRows(common, table[:num_tokens], lens[:num_tokens], block_size)
 
-    def _token_rows(
-        self, table: HostTable, common: CommonAttentionMetadata, every: bool
-    ) -> TokenRows | None:
+    def _token_rows(self, batch: StepBatch, every: bool) -> TokenRows | None:
         """The query tokens of the requests that are planned with the decodes, each a row of the
-        plan; None where the decodes alone are planned.
+        plan; None where the decodes alone are planned, and in a dummy batch.
 
         Args:
             every: plan all requests, as a FULL graph of mixed steps needs; otherwise those that
                 ``first_step`` adds.
         """
-        bound, first_step = common.seq_lens_cpu_upper_bound, self._first_step
-        if first_step is None or bound is None or common.max_query_len == 1:
+        max_seq_lens, num_reqs = batch.max_seq_lens, batch.num_reqs
+        if self._first_step is None or max_seq_lens is None or batch.max_query_len == 1:
             return None
-        starts = common.query_start_loc_cpu.numpy()
-        num_reqs = table.num_reqs(starts)
-        if not num_reqs:  # a dummy batch
+        if not num_reqs:
             return None
+        starts = batch.query_start_loc
         if every:
             return TokenRows.of(starts, num_reqs)
-        rows, _ = table.rows(num_reqs)
-        return first_step.rows(
+        rows, _ = batch.table.rows(num_reqs)
+        return self._first_step.rows(
             starts[: num_reqs + 1],
-            bound.numpy()[:num_reqs],
-            table.block_table,
+            max_seq_lens[:num_reqs],
+            batch.table.block_table,
             np.arange(num_reqs) if rows is None else rows,
         )
 
@@ -252,7 +248,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder)
         """FLASH_ATTN's metadata of some of the requests. The builder has one buffer for a schedule,
         and one for the lengths of shards; those of the whole batch are built last.
         """
-        built = FlashAttentionMetadataBuilder.build(self, 0, part, fast_build=not self._all_layers)
+        built = FlashAttentionMetadataBuilder.build(self, 0, part, fast_build=not self.all_layers)
         if built.dcp_context_kv_lens is not None:
             built.dcp_context_kv_lens = built.dcp_context_kv_lens.clone()
         return built

@@ -11,7 +11,6 @@ have the same number of query tokens, they are its decodes, too; otherwise the s
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from vllm.v1.attention.backends.mla.flashmla import (
     FlashMLABackend,
     FlashMLADecodeMetadata,
@@ -20,13 +19,13 @@ from vllm.v1.attention.backends.mla.flashmla import (
     FlashMLAMetadataBuilder,
 )
 
-from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.vllm_plugin.backends.mla.latent import (
     LatentBuilder,
     LatentImpl,
     PlannedLatents,
 )
 from vllm_prefixshare.vllm_plugin.backends.platform_backend import BackendMethods
+from vllm_prefixshare.vllm_plugin.step.planner import PlannedStep, StepBatch
 
 
 @dataclass
@@ -34,22 +33,16 @@ class PrefixShareFP8MLAMetadata(PlannedLatents, FlashMLAMetadata):
     """FLASHMLA's metadata of the whole batch, and the plan of its decodes."""
 
 
-class PrefixShareFP8MLAMetadataBuilder(LatentBuilder, FlashMLAMetadataBuilder):
+class PrefixShareFP8MLAMetadataBuilder(LatentBuilder, FlashMLAMetadataBuilder, final=True):
     """FLASHMLA's builder, with a plan of the decodes."""
 
     _num_planned_tokens = 0
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._start(layer_names, PrefixShareFP8MLAMetadataBuilder)
 
     def _build_decode(self, **kwargs: Any) -> FlashMLADecodeMetadata:  # type: ignore[override]
         """FlashMLA's schedule, where a layer needs one: two launches in each step, and two copies
         where graphs read it. vLLM names the arguments, of which not every release has the same.
         """
-        is_ours = self._executor is not None and self._all_layers
+        is_ours = self.executor is not None and self.all_layers
         if not is_ours or kwargs["num_decode_tokens"] != self._num_planned_tokens:
             return super()._build_decode(**kwargs)
         unread: Any = None
@@ -60,15 +53,18 @@ class PrefixShareFP8MLAMetadataBuilder(LatentBuilder, FlashMLAMetadataBuilder):
             scheduler_metadata=unread,
         )
 
-    def _divide(
-        self, executor: GpuExecutor, table: Any, common: Any, dummy: bool
-    ) -> FlashMLAMetadata:
-        n = self._num_planned_tokens = self._plan_decodes(executor, table, common, dummy)[1]
+    def _divide(self, batch: StepBatch, common: Any) -> tuple[FlashMLAMetadata, PlannedStep | None]:
+        assert self.planner is not None
+        step = self.planner.plan(batch)
+        n = self._num_planned_tokens = step.num_tokens
         stock = FlashMLAMetadataBuilder.build(self, 0, common)
         # more in a batch that only looks like one, while vLLM warms up
         if not n or n != stock.num_decode_tokens:
-            return stock
-        return PrefixShareFP8MLAMetadata(**vars(stock), executor=executor, num_planned_tokens=n)
+            return stock, None
+        metadata = PrefixShareFP8MLAMetadata(
+            **vars(stock), executor=self.executor, num_planned_tokens=n
+        )
+        return metadata, step
 
 
 class PrefixShareFP8MLAImpl(LatentImpl, FlashMLAImpl):

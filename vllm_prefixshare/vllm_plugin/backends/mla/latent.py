@@ -11,6 +11,7 @@ A FULL CUDA graph holds only decodes, and so only our launches, which read the p
 with plain attention, rows that share nothing also run in our kernel: a graph cannot switch kernels.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +21,12 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLA
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.vllm_plugin.backends.cuda import context_parallel
-from vllm_prefixshare.vllm_plugin.backends.cuda.backend import block_size_of, set_up
-from vllm_prefixshare.vllm_plugin.backends.cuda.context_parallel import Interleaved
-from vllm_prefixshare.vllm_plugin.compat import decode_query_len
+from vllm_prefixshare.vllm_plugin.backends.common import PlannedLayer, block_size_of
 from vllm_prefixshare.vllm_plugin.eligibility import platform
 from vllm_prefixshare.vllm_plugin.eligibility.fallback import fall_back
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
-from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform
-from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
-from vllm_prefixshare.vllm_plugin.step import gpu_builder
 from vllm_prefixshare.vllm_plugin.step.gpu_builder import PlanningBuilder
 
 
@@ -58,32 +52,21 @@ class LatentBuilder(PlanningBuilder):
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     latent = True
 
-    def _start(self, layer_names: list[str], final: type) -> None:
-        """Start gpu_builder, once the parent is initialised.
-
-        Args:
-            final: as in ``PlanningBuilder._start_planning``.
-        """
-        self.layer_names = layer_names
-        self._shard = Interleaved.of(self.vllm_config)
+    def _layers(self) -> Iterable[Any]:
         context = self.vllm_config.compilation_config.static_forward_context
-        layers = [context[name] for name in layer_names]
+        layers = [context[name] for name in self.layer_names]
         for layer in layers:
             # Kimi K3's writes its cache itself: latents need not be finite there
             if getattr(layer.impl, "shares", False) and not isinstance(layer, MLAAttention):
                 layer.impl.shares = False
                 fall_back(f"multi-head latent attention in {type(layer).__name__}")
-        self._start_planning(layers, final, decode_query_len(self.vllm_config))
+        return layers
 
 
-class LatentImpl(MLACommonImpl[Any]):
+class LatentImpl(PlannedLayer, MLACommonImpl[Any]):
     """One layer: decodes in the kernel of this package, all else in the parent. A subclass derives
     from this class first, then from the parent.
     """
-
-    shares: bool
-    cache_write: CacheWrite | None = None  # set by the builder of this layer's metadata
-    _extras: LayerExtras | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,11 +74,7 @@ class LatentImpl(MLACommonImpl[Any]):
         engine, dtype = Engine.of_config(config), config.model_config.dtype
         layer = LayerSpec.of_impl(self, None, engine, dtype, block_size_of(self, config))
         # the hook has asked what this GPU takes, and chosen the parent by it
-        extras = platform.gpu_extras(anywhere=True)
-        reason = refusal(layer, Platform(CUDA_DTYPES, extras, is_here=True))
-        if reason is None and engine.shards > 1:
-            context_parallel.check_collectives(config)
-        set_up(self, config, reason)
+        self.set_up(config, layer, platform.gpu_extras(anywhere=True))
 
     def forward_mqa(
         self,
@@ -163,11 +142,6 @@ class LatentImpl(MLACommonImpl[Any]):
             kept = LayerExtras(q_scale=q_scale, k_scale=latent_scale, v_scale=latent_scale)
             self._extras = kept
         return kept
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """After each load of weights, also of one into the same tensors."""
-        super().process_weights_after_loading(act_dtype)
-        gpu_builder.weights_loaded()
 
     def do_kv_cache_update(
         self,

@@ -7,7 +7,6 @@ tokens) that it treats as decodes; ``latent`` has the rest.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from vllm.v1.attention.backends.mla.flashattn_mla import (
     FlashAttnMLABackend,
     FlashAttnMLAImpl,
@@ -15,13 +14,13 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
     FlashAttnMLAMetadataBuilder,
 )
 
-from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.vllm_plugin.backends.mla.latent import (
     LatentBuilder,
     LatentImpl,
     PlannedLatents,
 )
 from vllm_prefixshare.vllm_plugin.backends.platform_backend import BackendMethods
+from vllm_prefixshare.vllm_plugin.step.planner import PlannedStep, StepBatch
 
 
 @dataclass
@@ -29,25 +28,19 @@ class PrefixShareMLAMetadata(PlannedLatents, FlashAttnMLAMetadata):
     """FLASH_ATTN_MLA's metadata of the whole batch, and how this step divides its decodes."""
 
 
-class PrefixShareMLAMetadataBuilder(LatentBuilder, FlashAttnMLAMetadataBuilder):
+class PrefixShareMLAMetadataBuilder(LatentBuilder, FlashAttnMLAMetadataBuilder, final=True):
     """FLASH_ATTN_MLA's builder, with a plan of the decodes."""
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._start(layer_names, PrefixShareMLAMetadataBuilder)
 
     def _schedule_decode(self, *args: Any, **kwargs: Any) -> Any:
         """FlashAttention's schedule, where a layer needs one: two launches in each step."""
-        if self._executor is not None and self._all_layers:
+        if self.executor is not None and self.all_layers:
             return None
         return super()._schedule_decode(*args, **kwargs)
 
-    def _divide(
-        self, executor: GpuExecutor, table: Any, common: Any, dummy: bool
-    ) -> PrefixShareMLAMetadata:
-        num_decodes, n = self._plan_decodes(executor, table, common, dummy)
+    def _divide(self, batch: StepBatch, common: Any) -> tuple[PrefixShareMLAMetadata, PlannedStep]:
+        assert self.planner is not None
+        step = self.planner.plan(batch)
+        num_decodes, n = step.num_reqs, step.num_tokens
         stock = FlashAttnMLAMetadataBuilder.build(self, 0, common)
         rest, decode = None, stock.decode
         if decode is not None and stock.num_decode_tokens > n:
@@ -63,9 +56,10 @@ class PrefixShareMLAMetadataBuilder(LatentBuilder, FlashAttnMLAMetadataBuilder):
                 max_num_splits=0,
             )
             rest = replace(stock, decode=others)
-        return PrefixShareMLAMetadata(
-            **vars(stock), executor=executor, num_planned_tokens=n, rest=rest
+        metadata = PrefixShareMLAMetadata(
+            **vars(stock), executor=self.executor, num_planned_tokens=n, rest=rest
         )
+        return metadata, step
 
 
 class PrefixShareMLAImpl(LatentImpl, FlashAttnMLAImpl):

@@ -22,14 +22,12 @@ from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin.backends.context_parallel import check_collectives
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
-from vllm_prefixshare.vllm_plugin.backends.cuda.context_parallel import (
-    Interleaved,
-    check_collectives,
-)
 from vllm_prefixshare.vllm_plugin.eligibility import measured
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
+from vllm_prefixshare.vllm_plugin.step.shards import Interleaved
 
 pytestmark = one_rank.pytestmark
 _interpreter = one_rank._interpreter
@@ -75,7 +73,7 @@ class World:
             self.be(rank)
             group = one_rank.Group(monkeypatch, spec=spec, num_heads=HEADS, num_kv_heads=1)
             assert group.impl.shares
-            assert group.builder._executor.attention.num_qo_heads == HEADS * size
+            assert group.builder.executor.attention.num_qo_heads == HEADS * size
             group.start(self.shard(rank))
             self.groups.append(group)
 
@@ -164,7 +162,7 @@ def test_lengths_of_shards(size, interleave):
     for rank in range(size):
         positions = lens[:, None] > lens
         held = (positions & (lens // interleave % size == rank)).sum(1)
-        found = Interleaved(size, rank, interleave).lengths(lens)
+        found = Interleaved(size, rank, interleave).local_seq_lens(lens)
         assert found.dtype == np.int32
         np.testing.assert_array_equal(found, held)
         vllms = get_dcp_local_seq_lens(torch.from_numpy(lens), size, rank, interleave)
@@ -221,7 +219,7 @@ def test_prefill_rows_keep_the_lengths_of_their_shards(monkeypatch, every_layer)
     # the second prefill goes on behind 36 tokens, the first has no context
     whole = whole_batch(2, [70, 90, 64, 100], counts=[1, 1, 64, 64])
     world = World(monkeypatch, 2, 1, whole)
-    world.groups[1].builder._all_layers = every_layer
+    world.groups[1].builder.all_layers = every_layer
     metadata = world.metadata(1)
     assert metadata.num_planned_tokens == 2
     assert metadata.dcp_context_kv_lens.tolist() == [34, 44, 0, 18]

@@ -35,6 +35,7 @@ from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning.planner import PLANNING_FAILED
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import register
+from vllm_prefixshare.vllm_plugin.backends import common as backends_common
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.backends.cuda import metadata as cuda_metadata
 from vllm_prefixshare.vllm_plugin.eligibility import measured
@@ -75,12 +76,12 @@ def _interpreter(monkeypatch):
         return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
 
     monkeypatch.setattr(gpu, "choose_kernel", choose)
-    for module in (cuda, measured):
+    for module in (backends_common, measured):
         serves = "kernels_that_may_serve"
         monkeypatch.setattr(module, serves, lambda *layer: [choose(*layer).kernel])
     monkeypatch.setattr(planner, "cost_model", lambda attention, kernel, log: analytic(attention))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for module in (cuda, measured):
+    for module in (backends_common, measured):
         monkeypatch.setattr(module, "this_device", lambda: CPU)
     STATS.reset()
 
@@ -177,7 +178,7 @@ class Group:
             max_num_reqs=MAX_REQS,
             input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
         )
-        host_tables.keep_v2_tables(self.tables)
+        host_tables.HOST_TABLES.keep_v2_tables(self.tables)
 
     def start(self, batch: PagedBatch) -> None:
         """Assign the requests of ``batch`` to slots in reverse order."""
@@ -505,7 +506,7 @@ def test_a_step_whose_plan_cannot_be_put_in_force_is_right(monkeypatch, place):
     logger = SimpleNamespace(warning=said.append, info_once=lambda *_: None)
     monkeypatch.setattr(planner, "logger", lambda: logger)
     group = Group(monkeypatch)
-    executor = group.builder._executor
+    executor = group.builder.executor
     owner = executor._kernel if place == "layout" else executor.workspace.plan
     real, calls = getattr(owner, place), []
 
@@ -535,7 +536,7 @@ def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypa
     monkeypatch.setattr(planner, "logger", lambda: logger)
     group = Group(monkeypatch)
     # not of every planner: another one may still be compiling in the background
-    real, steps = group.builder._planner._make_plan, []
+    real, steps = group.builder.planner.decode_planner._make_plan, []
 
     def fails_twice(*args):
         steps.append(args)
@@ -543,7 +544,7 @@ def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypa
             raise IndexError("planted")
         return real(*args)
 
-    monkeypatch.setattr(group.builder._planner, "_make_plan", fails_twice)
+    monkeypatch.setattr(group.builder.planner.decode_planner, "_make_plan", fails_twice)
     failures = 0
     for step in range(1, 8):
         group.start(batch := shared_batch([60 + step, 70, 80, 61][: 2 + step % 3]))
@@ -560,7 +561,7 @@ def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypa
 def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     # sleep frees the memory of the plan; without a reset the plan would look valid
     group, batch = planned(monkeypatch, [70, 90])
-    arrays = group.builder._executor.workspace.plan.arrays
+    arrays = group.builder.executor.workspace.plan.arrays
     for array in arrays.values():
         array.fill_(-1)
     cache = group.config.compilation_config.static_forward_context["layer"].kv_cache
@@ -606,7 +607,7 @@ def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monke
     group.start(batch)
     if runner == "V1":
         table = host_tables.RowTable(batch.block_table)
-        monkeypatch.setattr(host_tables, "table_of", lambda common: table)
+        monkeypatch.setattr(host_tables.HOST_TABLES, "table_of", lambda common: table)
     for steps in (1, 2):
         metadata = group.builder.build(0, group.common(batch))
         assert metadata.prefill_metadata is None
@@ -971,7 +972,7 @@ def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
         out = group.forward(batch, metadata, len(batch.q))
         wanted, _ = batch.expected(sliding_window=window)
         assert relative_error(out, wanted) < 2e-3
-        plans.append(group.builder._plan)
+        plans.append(group.builder.planner.current)
         batch.seq_lens = batch.seq_lens + 3
     assert plans[0] is plans[-1] and plans[0].shared_rows.size >= 2
     assert STATS.as_dict()["kv_tokens_stock"] == sum(
@@ -1053,7 +1054,7 @@ def test_full_attention_in_one_group_with_windows_or_chunks_is_served(monkeypatc
     batch = shared_batch([70, 90, 100, 64])
     group.start(batch)
     group.assert_right(batch)
-    assert group.builder._plan.shared_rows.size == 4 and not STATS.as_dict()["fallbacks"]
+    assert group.builder.planner.current.shared_rows.size == 4 and not STATS.as_dict()["fallbacks"]
 
 
 def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypatch, windows):
@@ -1066,8 +1067,9 @@ def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypat
     for names, served in ((["layer", "windowed"], True), (["windowed"], False)):
         windowed.impl.shares = True
         builder = cuda_metadata.PrefixShareMetadataBuilder(spec, names, full.config, CPU)
-        assert (builder._executor is not None) == served and not builder._all_layers
-        assert builder._window is None and full.impl.shares and not windowed.impl.shares
+        assert (builder.executor is not None) == served and not builder.all_layers
+        assert not served or builder.planner.window is None
+        assert full.impl.shares and not windowed.impl.shares
     assert list(STATS.as_dict()["fallbacks"]) == ["a sliding window"]
     monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
     settings.cache_clear()
@@ -1171,7 +1173,7 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
     assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
 
     group = Group(monkeypatch)
-    group.builder._executor.workspace.plan.captured = True
+    group.builder.executor.workspace.plan.captured = True
     with pytest.raises(PrefixShareError, match="does not know a block table that it knew"):
         group.builder.build(0, common)
 

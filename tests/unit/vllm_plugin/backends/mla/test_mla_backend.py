@@ -40,7 +40,7 @@ from vllm_prefixshare.kernels.mla_hopper import launch as kernel
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.settings import settings
-from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
+from vllm_prefixshare.vllm_plugin.backends import common as backends_common
 from vllm_prefixshare.vllm_plugin.eligibility import measured, platform
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
@@ -99,7 +99,7 @@ def _interpreter(monkeypatch, tmp_path):
     # an instruction in assembler, which the interpreter does not run
     monkeypatch.setattr(kernel.LatentHopperKernel, "starts_merging", False)
     monkeypatch.setattr(gpu, "choose_kernel", choose)
-    for module in (cuda, measured):
+    for module in (backends_common, measured):
         monkeypatch.setattr(module, "kernels_that_may_serve", lambda *x: [choose(*x).kernel])
         monkeypatch.setattr(module, "this_device", lambda: CPU)
     monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
@@ -173,7 +173,7 @@ class LatentGroup(Group):
             max_num_reqs=MAX_REQS,
             input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
         )
-        host_tables.keep_v2_tables(self.tables)
+        host_tables.HOST_TABLES.keep_v2_tables(self.tables)
 
     def add_a_layer_that_is_not_served(self) -> None:
         """Make the builder anew, for two layers."""
@@ -341,7 +341,7 @@ def test_short_prefills_go_to_the_parent(monkeypatch):
     assert metadata.num_decode_tokens == 11 and metadata.num_planned_tokens == 2
     assert metadata.rest.decode.query_start_loc.tolist() == [0, 7, 9]
     assert metadata.rest.decode.scheduler_metadata is None
-    assert group.builder._plan.num_reqs == 2 and STATS.shared_steps == 1
+    assert group.builder.planner.current.num_reqs == 2 and STATS.shared_steps == 1
 
 
 def test_decodes_share_with_their_drafts(monkeypatch):
@@ -478,7 +478,7 @@ def test_a_layer_of_another_class_keeps_its_parent(monkeypatch):
     vars(own).update(vars(group.layer))
     group.config.compilation_config.static_forward_context["layer"] = own
     builder = group.builder_cls(group.builder.kv_cache_spec, ["layer"], group.config, CPU)
-    assert builder._executor is None and not group.impl.shares
+    assert builder.executor is None and not group.impl.shares
     assert "multi-head latent attention in MultiHeadLatentAttention" in STATS.fallbacks
 
 
@@ -505,7 +505,7 @@ def test_without_a_kernel_every_layer_keeps_its_parent_and_asks_once(monkeypatch
 
 def test_a_group_of_another_kind_of_cache_keeps_its_parent(monkeypatch):
     group = LatentGroup(monkeypatch, FullAttentionSpec(**SPEC))
-    assert group.builder._executor is None
+    assert group.builder.executor is None
     assert STATS.fallbacks == {"a KV cache of FullAttentionSpec": 1}
 
 
@@ -551,7 +551,7 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     group, batch = LatentGroup(monkeypatch), batch_of()
     group.start(batch)
     group.assert_right(batch)
-    for array in group.builder._executor.workspace.plan.arrays.values():
+    for array in group.builder.executor.workspace.plan.arrays.values():
         array.fill_(-1)
     group.layer.kv_cache[3] = torch.nan
     gpu_builder.after_wake_up()

@@ -120,7 +120,7 @@ def batch_of(counts: list[int] | None = None, requests: int = 3) -> PagedBatch:
 def test_decodes_share_under_one_plan_while_they_grow(monkeypatch, schedules):
     group, batch = FP8Group(monkeypatch, scales=SCALES), batch_of()
     expected = AttentionConfig(HEADS, 1, WIDTH, 64, "bfloat16", FP8, FP8, kv_lora_rank=RANK)
-    assert group.builder._executor.attention == expected
+    assert group.builder.executor.attention == expected
     group.start(batch)
     for _ in range(3):
         metadata = group.assert_right(batch, padding=2)
@@ -180,7 +180,9 @@ def test_behind_decodes_of_one_token_all_else_is_a_prefill(monkeypatch, schedule
     metadata = group.assert_right(batch, rows=2)
     assert metadata.num_planned_tokens == metadata.num_decodes == 2
     assert metadata.prefill.query_start_loc.tolist() == [0, 7, 9]
-    assert group.builder._plan.num_reqs == 2 and STATS.shared_steps == 1 and schedules == []
+    assert (
+        group.builder.planner.current.num_reqs == 2 and STATS.shared_steps == 1 and schedules == []
+    )
 
 
 def test_a_batch_of_prefills_has_an_empty_plan(monkeypatch, schedules):
@@ -220,7 +222,7 @@ def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, schedules):
 
 def test_a_group_of_another_kind_of_cache_keeps_its_parent(monkeypatch):
     spec = FullAttentionSpec(**{**SPEC, "block_size": 64, "dtype": torch.uint8})
-    assert FP8Group(monkeypatch, spec).builder._executor is None
+    assert FP8Group(monkeypatch, spec).builder.executor is None
     assert STATS.fallbacks == {"a KV cache of FullAttentionSpec": 1}
 
 
@@ -258,7 +260,7 @@ def test_scales_that_are_loaded_anew_are_checked_before_a_graph_replays(monkeypa
 @pytest.mark.parametrize("letter", "qk")
 def test_another_tensor_of_a_scale_takes_its_place(monkeypatch, letter):
     group, batch = FP8Group(monkeypatch, scales=SCALES), batch_of()
-    attention = group.builder._executor.attention
+    attention = group.builder.executor.attention
     kept = group.impl.extras_of(group.layer, attention)
     assert group.impl.extras_of(group.layer, attention) is kept, "it is checked once"
     group.start(batch)

@@ -14,40 +14,11 @@ newest token separately, because its path also takes prefills; prefills keep tha
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from vllm_prefixshare.core import IntArray, PrefixShareError
-
-
-class Interleaved(NamedTuple):
-    """Which tokens of a request a rank holds.
-
-    size, rank: of the group.
-    interleave: tokens that follow each other on one rank (``cp_kv_cache_interleave_size``).
-    """
-
-    size: int
-    rank: int
-    interleave: int
-
-    @classmethod
-    def of(cls, config: Any) -> "Interleaved":
-        """Those of this process, by its ``VllmConfig``."""
-        parallel = config.parallel_config
-        size = parallel.decode_context_parallel_size
-        rank = get_dcp_group().rank_in_group if size > 1 else 0
-        return cls(size, rank, parallel.cp_kv_cache_interleave_size)
-
-    def lengths(self, seq_lens: IntArray) -> IntArray:
-        """Tokens that the rank holds of requests with ``seq_lens`` tokens; may be 0."""
-        if self.size == 1:
-            return seq_lens
-        rounds, rest = np.divmod(seq_lens, self.size * self.interleave)
-        last = np.clip(rest - self.rank * self.interleave, 0, self.interleave)
-        return (rounds * self.interleave + last).astype(np.int32)
+from vllm_prefixshare.core import PrefixShareError
 
 
 class Gathered(NamedTuple):
