@@ -52,8 +52,13 @@ PROMPT_TESTS = (
 )
 #: Of TESTS, what `make test` runs with the installed release only.
 SELDOM = ("test_context_parallel.py", "test_background_compilation.py")
-#: The other files: nothing in them is vLLM's.
-WITHOUT_VLLM = ("test_other_releases.py", "test_step_planner.py", "test_ray_metrics.py")
+#: The other files: they need nothing of vLLM's, or its one release for CPUs.
+OTHERS = (
+    "test_cpu_backend.py",
+    "test_other_releases.py",
+    "test_step_planner.py",
+    "test_ray_metrics.py",
+)
 
 
 def python_files(version: str) -> Path:
@@ -69,7 +74,7 @@ def python_files(version: str) -> Path:
 
 def test_every_file_runs_on_each_release_and_the_page_names_it():
     others = {name for name, path in FILES.items() if path.parent.name != "prompts"}
-    assert others == {*TESTS, *WITHOUT_VLLM}
+    assert others == {*TESTS, *OTHERS}
     page = (ROOT / "CONTRIBUTING.md").read_text()
     (paragraph,) = re.findall(r"^\*\*Hook tests\.\*\*.*", page, re.MULTILINE)
     all_of_them, _, seldom = paragraph.partition("`make test`")

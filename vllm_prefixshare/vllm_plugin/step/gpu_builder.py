@@ -79,7 +79,6 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             self.check_scales()
             if self.executor.passed_over:
                 logger().warning_once("%s", self.executor.passed_over)
-            logger().info_once("PREFIX_SHARE decodes with the %s kernel.", self.executor.name)
 
     def _layers(self) -> Iterable[Any]:
         """The layers of the group that may be served."""
