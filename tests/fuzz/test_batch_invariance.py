@@ -14,7 +14,7 @@ import torch
 
 from tests.support import decode_paths as paths
 from tests.support.gpu_layer import KERNELS, THERE
-from tests.unit.kernels.conftest import bfloat16_in_the_interpreter  # noqa: F401
+from tests.support.triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor

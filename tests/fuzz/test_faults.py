@@ -21,6 +21,7 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.native_executor import needs_native
 from tests.support.paged_batches import paged_batch, total_error
 from tests.support.planning_cases import (
     COSTS,
@@ -30,8 +31,6 @@ from tests.support.planning_cases import (
     gpu_config,
     quick,
 )
-from tests.unit.kernels.cpu.test_native_executor import needs_native
-from tests.unit.kernels.cpu.test_torch_executor import run
 from vllm_prefixshare.cli.canvas import Canvas
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -651,7 +650,7 @@ def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
             query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
             q=batch.q[rows],
         )
-        assert total_error(run(part, wrapper), part.expected()[0]) < 2e-6
+        assert total_error(part.run(wrapper), part.expected()[0]) < 2e-6
         factors.append(wrapper.stats().share_factor)
     assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
 
@@ -672,11 +671,11 @@ def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypa
         return real(*args, **kwargs)
 
     monkeypatch.setattr(executor, "run", fails_once)
-    expected = run(batch, wrapper)
+    expected = batch.run(wrapper)
     plan = wrapper.last_plan
     with pytest.raises(RuntimeError, match="planted"):
-        run(batch, wrapper)
-    assert torch.equal(run(batch, wrapper), expected)
+        batch.run(wrapper)
+    assert torch.equal(batch.run(wrapper), expected)
     assert wrapper.last_plan is plan
 
 

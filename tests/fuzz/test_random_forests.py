@@ -11,7 +11,7 @@ from tests.support import decode_paths as paths
 from tests.support import fuzz_scale as scale
 from tests.support.hopper_emulator import emulate
 from tests.support.random_forests import TOLERANCE, ForestCase, forest_cases, note, on_forests
-from tests.unit.kernels.conftest import bfloat16_in_the_interpreter  # noqa: F401
+from tests.support.triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the cases include overflow

@@ -15,7 +15,7 @@ import pytest
 from packaging.version import Version
 
 from tests.support.patch_series import VERSIONS, patched_copy, series
-from tests.unit.vllm_plugin.test_other_releases import CHOSEN, RELEASES, python_files
+from tests.support.vllm_releases import CHOSEN, RELEASES, python_files
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = Version(importlib.metadata.version("vllm")).base_version

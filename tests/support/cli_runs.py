@@ -1,8 +1,10 @@
 """Runs commands as a user's shell runs them."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = "import sys; from vllm_prefixshare.cli.main import main; sys.exit(main())"
 
@@ -16,3 +18,11 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
         text=True,
         timeout=300,
     )
+
+
+def write_model(folder: Path, **config: object) -> Path:
+    """A folder with the ``config.json`` of a small model, with these changes."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4, **config}))
+    return folder

@@ -40,6 +40,11 @@ class PagedBatch:
             **{"dtype": self.q.dtype, **options},
         )
 
+    def run(self, wrapper: PrefixShareDecodeWrapper) -> torch.Tensor:
+        """The output of a wrapper that plans the batch; rows that were not written are NaN."""
+        wrapper.plan(self.block_table, self.seq_lens, self.query_start_loc)
+        return wrapper.run(*self.arguments, torch.full_like(self.q, torch.nan))
+
     def expected(
         self, extras: LayerExtras = PLAIN, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cli_runs import run, write_model
 from tests.support.embedded_model import embedded_model_path
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
@@ -40,26 +39,9 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
 
 
-def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from vllm_prefixshare.cli.main import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", code, "doctor", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def write_model(folder: Path, **config: object) -> Path:
-    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
-    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4, **config}))
-    return folder
-
-
 def test_doctor_finds_everything_in_place(tmp_path):
     model = write_model(tmp_path, layer_types=["full_attention", "sliding_attention"] * 2)
-    done = run_doctor("--model", str(model))
+    done = run("doctor", "--model", str(model))
     assert done.returncode == 0, done.stdout
     assert "ok      plugin      registered" in done.stdout
     assert "2 full attention, head_dim 64: served" in done.stdout
@@ -123,7 +105,7 @@ def test_doctor_says_that_no_layer_would_be_served(tmp_path, monkeypatch, capsys
 def test_doctor_says_as_json_all_that_is_wrong(tmp_path):
     table = tmp_path / "table.json"
     table.write_text("{}")
-    done = run_doctor(
+    done = run("doctor",
         "--json",
         "--model", str(write_model(tmp_path, kv_lora_rank=512)),
         VLLM_PREFIXSHARE_DIVIDER="best",

@@ -5,7 +5,7 @@ import json
 import pytest
 from packaging.version import Version
 
-from tests.unit.cli.test_commands import write_model
+from tests.support.cli_runs import write_model
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.model import attention_shape, layer_kinds, read_config
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu

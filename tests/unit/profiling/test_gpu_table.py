@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.kernel import ablation
+from tests.support.cli_runs import write_model
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import measure_costs
 from vllm_prefixshare.cli.main import main
@@ -373,13 +374,6 @@ def test_profile_names_the_file_after_the_fingerprint(tmp_path, monkeypatch, cap
     assert "from L2" in out
 
 
-def write_model(folder, **config):
-    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4, **config}))
-    return ["--model", str(folder)]
-
-
 STATIC = {"type": "float", "num_bits": 8, "dynamic": False}
 FP8_SCHEME = {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC}
 NVFP4 = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
@@ -405,7 +399,7 @@ def test_profile_measures_the_cache_that_vllm_would_have(
         return modelled_table(monkeypatch, layer=attention)
 
     monkeypatch.setattr(measure_costs, "_profile_gpu", measured)
-    model = [] if config is None else write_model(tmp_path / "model", **config)
+    model = [] if config is None else ["--model", str(write_model(tmp_path / "model", **config))]
     assert main(["profile", "--device", "cuda", *model, *options]) == 0
     path = tables.cache_folder() / fingerprint(layer, "hopper", GPU).file_name()
     assert capsys.readouterr().out.endswith(f"written to {path}\n")
@@ -459,7 +453,7 @@ def test_profile_says_whose_table_nobody_would_read(
     config, options, sentence, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(measure_costs, "_profile_gpu", lambda *_: pytest.fail("must not measure"))
-    model = [] if config is None else write_model(tmp_path / "model", **config)
+    model = [] if config is None else ["--model", str(write_model(tmp_path / "model", **config))]
     assert main(["profile", "--device", "cuda", *model, *options]) == 2
     error = capsys.readouterr().err
     assert sentence in error

@@ -6,29 +6,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.native_executor import needs_native
 from tests.support.paged_batches import PagedBatch, paged_batch, total_error
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import OPEN_END, PrefixShareError, WorkTiles
 from vllm_prefixshare.kernels.cpu import native_executor
 from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
-from vllm_prefixshare.kernels.cpu.native_executor import NativeExecutor, NativeUnavailableError
+from vllm_prefixshare.kernels.cpu.native_executor import NativeExecutor
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.interface import Executor, HostBatch
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
 
 #: weights are rounded to bfloat16 before the second product, as on GPUs
 TOLERANCE = 4e-3
-
-
-def missing() -> str | None:
-    try:
-        native_executor.load_library("bfloat16")
-    except NativeUnavailableError as e:
-        return str(e)
-    return None
-
-
-needs_native = pytest.mark.skipif(missing() is not None, reason=f"no native executor: {missing()}")
 
 
 def packed(batch: PagedBatch) -> torch.Tensor:

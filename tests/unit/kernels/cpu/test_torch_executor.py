@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.support.paged_batches import PagedBatch, paged_batch, total_error
-from vllm_prefixshare import PrefixShareDecodeWrapper, merge_states
+from vllm_prefixshare import merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu import torch_executor
 from vllm_prefixshare.kernels.interface import HostBatch
@@ -13,12 +13,6 @@ from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 #: relative error of rounding the result, with a margin
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
-
-
-def run(batch: PagedBatch, wrapper: PrefixShareDecodeWrapper) -> torch.Tensor:
-    wrapper.plan(batch.block_table, batch.seq_lens, batch.query_start_loc)
-    out = torch.full_like(batch.q, torch.nan)
-    return wrapper.run(*batch.arguments, out)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -30,7 +24,7 @@ def run(batch: PagedBatch, wrapper: PrefixShareDecodeWrapper) -> torch.Tensor:
 def test_matches_float64_for_every_head_shape_and_dtype(dtype, heads, head_dim):
     batch = paged_batch(heads=heads, head_dim=head_dim, dtype=dtype)
     wrapper = batch.wrapper()
-    assert total_error(run(batch, wrapper), batch.expected()[0]) < TOLERANCE[dtype]
+    assert total_error(batch.run(wrapper), batch.expected()[0]) < TOLERANCE[dtype]
     assert wrapper.stats().share_factor > 1.5
 
 
@@ -40,7 +34,7 @@ def test_matches_float64_for_every_head_shape_and_dtype(dtype, heads, head_dim):
 def test_matches_float64_for_every_divider(divider, workers, queries):
     batch = paged_batch(query_lens=queries, seed=workers)
     wrapper = batch.wrapper(divider=divider, num_workers=workers)
-    assert total_error(run(batch, wrapper), batch.expected()[0]) < TOLERANCE[torch.float32]
+    assert total_error(batch.run(wrapper), batch.expected()[0]) < TOLERANCE[torch.float32]
     shared = wrapper.stats().share_factor > 1
     # batch_invariant shares whole pieces of 512 tokens, and no prefix here is as long
     assert shared == (divider not in ("per_request", "batch_invariant"))
@@ -55,34 +49,34 @@ def test_cache_strides_do_not_matter(block_size, layout):
     back = np.argsort(order).tolist()
     batch.k_cache = batch.k_cache.permute(order).contiguous().permute(back)
     batch.v_cache = batch.v_cache.permute((0, 2, 1, 3)).contiguous().permute((0, 2, 1, 3))
-    assert total_error(run(batch, batch.wrapper()), expected) < TOLERANCE[torch.float32]
+    assert total_error(batch.run(batch.wrapper()), expected) < TOLERANCE[torch.float32]
 
 
 def test_long_work_is_cut_into_pieces_without_changing_the_result(monkeypatch):
     batch = paged_batch(document_blocks=20, private_blocks=9)
-    whole = run(batch, batch.wrapper())
+    whole = batch.run(batch.wrapper())
     monkeypatch.setattr(torch_executor, "MAX_SCORES", 2000)
-    pieces = run(batch, batch.wrapper())
+    pieces = batch.run(batch.wrapper())
     assert total_error(pieces, whole.double()) < TOLERANCE[torch.float32]
 
 
 def test_large_scores_and_a_custom_scale_stay_finite():
     batch = paged_batch()
     batch.q *= 300
-    out = run(batch, batch.wrapper(sm_scale=0.5))
+    out = batch.run(batch.wrapper(sm_scale=0.5))
     assert total_error(out, batch.expected(sm_scale=0.5)[0]) < 1e-4
 
 
 def test_the_same_plan_gives_the_same_bits():
     batch = paged_batch(dtype=torch.bfloat16)
     wrapper = batch.wrapper(num_workers=5)
-    assert torch.equal(run(batch, wrapper), run(batch, wrapper))
+    assert torch.equal(batch.run(wrapper), batch.run(wrapper))
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
 def test_a_tensor_that_requires_grad_gives_the_same_bits(name):
     batch = paged_batch()
-    expected = run(batch, batch.wrapper())
+    expected = batch.run(batch.wrapper())
     wrapper = batch.wrapper()
     wrapper.plan(batch.block_table, batch.seq_lens)
     tensors = {x: getattr(batch, x) for x in ("q", "k_cache", "v_cache")}
@@ -97,7 +91,7 @@ def test_a_tensor_that_requires_grad_gives_the_same_bits(name):
 def test_a_wrapper_can_be_part_of_a_compiled_function():
     batch = paged_batch()
     wrapper = batch.wrapper()
-    expected = run(batch, wrapper)
+    expected = batch.run(wrapper)
     compiled = torch.compile(lambda q: wrapper.run(q, *batch.arguments[1:]), backend="aot_eager")
     for _ in range(2):
         assert torch.equal(compiled(batch.q), expected)
@@ -107,8 +101,8 @@ def test_a_wrapper_used_in_inference_mode_serves_outside_too():
     batch = paged_batch()
     with torch.inference_mode():
         wrapper = batch.wrapper()
-        expected = run(batch, wrapper)
-    assert torch.equal(run(batch, wrapper), expected)
+        expected = batch.run(wrapper)
+    assert torch.equal(batch.run(wrapper), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -116,7 +110,7 @@ def test_a_wrapper_used_in_inference_mode_serves_outside_too():
 def test_the_log_sum_exp(dtype, queries):
     batch = paged_batch(heads=(6, 2), head_dim=80, dtype=dtype, query_lens=queries)
     wrapper = batch.wrapper(num_workers=3)
-    plain = run(batch, wrapper)
+    plain = batch.run(wrapper)
     out, lse = wrapper.run(*batch.arguments, return_lse=True)
     assert torch.equal(out, plain)
     _, expected = batch.expected()
@@ -149,7 +143,7 @@ def test_interleaved_shards_merge_to_the_whole(interleave):
 @pytest.mark.parametrize("empty", [[1, 6], range(8)], ids=["some", "all"])
 def test_a_request_without_tokens_has_no_weight(empty, divider):
     batch = paged_batch()
-    expected = run(batch, batch.wrapper())
+    expected = batch.run(batch.wrapper())
     rows = list(empty)
     seen = np.setdiff1d(np.arange(len(batch.seq_lens)), rows)
     batch.seq_lens[rows] = 0
@@ -191,9 +185,9 @@ def test_a_table_changed_in_place_is_planned_again():
     batch = paged_batch(requests=3)
     wrapper = batch.wrapper()
     for row, column in ((0, 0), (1, 6)):  # a block of the document, and one of its own
-        before = run(batch, wrapper)
+        before = batch.run(wrapper)
         batch.block_table[row, column] = batch.block_table[-1, 0]
-        out = run(batch, wrapper)
+        out = batch.run(wrapper)
         assert total_error(out, batch.expected()[0]) < TOLERANCE[torch.float32]
         assert not torch.equal(out[row], before[row])
 
