@@ -1,25 +1,19 @@
 """``invariants.check`` refuses every way in which a plan can be wrong."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
 
 from tests.support.planning_cases import NULL_BLOCK, Batch, make_batch, make_planner
-from vllm_prefixshare.core import OPEN_END
+from vllm_prefixshare.core import OPEN_END, IntArray
 from vllm_prefixshare.planning.invariants import InvariantError, check
 from vllm_prefixshare.planning.plan import DecodePlan
 
 BLOCK_SIZE = 4
 RUN_ARRAYS = ("run_row", "run_kv_start", "run_kv_end", "run_reader_start", "run_reader_end")
-Mutation = Callable[[DecodePlan], Iterator[DecodePlan]]
-MUTATIONS: dict[str, Mutation] = {}
-
-
-def mutation(function: Mutation) -> Mutation:
-    MUTATIONS[function.__name__] = function
-    return function
 
 
 def batch() -> Batch:
@@ -43,9 +37,20 @@ def changed(plan: DecodePlan, name: str, index: int, value: int) -> DecodePlan:
     return replace(plan, **{name: array})
 
 
-def shifted(plan: DecodePlan, name: str, by: int, where: np.ndarray) -> Iterator[DecodePlan]:
+def assigned(
+    plan: DecodePlan, name: str, values: IntArray | int, where: np.ndarray | bool = True
+) -> Iterator[DecodePlan]:
+    """The plan with one entry of an array changed to its value, for each entry in ``where``."""
+    array = getattr(plan, name)
+    values, where = np.broadcast_to(values, array.shape), np.broadcast_to(where, array.shape)
     for index in np.flatnonzero(where).tolist():
-        yield changed(plan, name, index, int(getattr(plan, name)[index]) + by)
+        yield changed(plan, name, index, int(values[index]))
+
+
+def shifted(
+    plan: DecodePlan, name: str, by: int, where: np.ndarray | bool = True
+) -> Iterator[DecodePlan]:
+    return assigned(plan, name, getattr(plan, name) + by, where)
 
 
 def tile_of_run(plan: DecodePlan, run: int) -> int:
@@ -62,12 +67,16 @@ def closed(plan: DecodePlan) -> np.ndarray:
     return plan.run_kv_end != OPEN_END
 
 
-def everywhere(plan: DecodePlan) -> np.ndarray:
-    return np.ones(plan.num_runs, bool)
+def num_readers(plan: DecodePlan) -> np.ndarray:
+    return plan.run_reader_end - plan.run_reader_start
 
 
-@mutation
-def a_run_is_missing(plan):
+def inner(plan: DecodePlan) -> np.ndarray:
+    """The entries of an indptr of tiles without the first and the last."""
+    return np.arange(plan.num_tiles + 1) % plan.num_tiles > 0
+
+
+def a_run_is_missing(plan: DecodePlan) -> Iterator[DecodePlan]:
     for run in range(plan.num_runs):
         indptr = plan.tile_run_indptr.copy()
         indptr[tile_of_run(plan, run) + 1 :] -= 1
@@ -75,8 +84,7 @@ def a_run_is_missing(plan):
         yield replace(plan, tile_run_indptr=indptr, **arrays)
 
 
-@mutation
-def a_run_is_there_twice(plan):
+def a_run_is_there_twice(plan: DecodePlan) -> Iterator[DecodePlan]:
     for run in range(plan.num_runs):
         indptr = plan.tile_run_indptr.copy()
         indptr[tile_of_run(plan, run) + 1 :] += 1
@@ -87,63 +95,7 @@ def a_run_is_there_twice(plan):
         yield replace(plan, tile_run_indptr=indptr, **arrays)
 
 
-@mutation
-def a_run_starts_a_token_late(plan):
-    yield from shifted(plan, "run_kv_start", 1, everywhere(plan))
-
-
-@mutation
-def a_run_starts_a_block_late(plan):
-    yield from shifted(plan, "run_kv_start", BLOCK_SIZE, everywhere(plan))
-
-
-@mutation
-def a_run_starts_a_block_early(plan):
-    yield from shifted(plan, "run_kv_start", -BLOCK_SIZE, everywhere(plan))
-
-
-@mutation
-def a_run_starts_beyond_every_request(plan):
-    yield from shifted(plan, "run_kv_start", 10_000, everywhere(plan))
-
-
-@mutation
-def a_run_ends_a_token_late(plan):
-    yield from shifted(plan, "run_kv_end", 1, closed(plan))
-
-
-@mutation
-def a_run_ends_a_block_late(plan):
-    yield from shifted(plan, "run_kv_end", BLOCK_SIZE, closed(plan))
-
-
-@mutation
-def a_run_ends_a_block_early(plan):
-    yield from shifted(plan, "run_kv_end", -BLOCK_SIZE, closed(plan))
-
-
-@mutation
-def a_private_run_in_the_middle_is_open(plan):
-    for run in np.flatnonzero(closed(plan)).tolist():
-        if len(readers(plan, run)) == 1:
-            yield changed(plan, "run_kv_end", run, OPEN_END)
-
-
-@mutation
-def a_shared_run_is_open(plan):
-    for run in np.flatnonzero(closed(plan)).tolist():
-        if len(readers(plan, run)) > 1:
-            yield changed(plan, "run_kv_end", run, OPEN_END)
-
-
-@mutation
-def the_last_run_is_closed_at_todays_length(plan):
-    for run in np.flatnonzero(~closed(plan)).tolist():
-        yield changed(plan, "run_kv_end", run, int(batch().seq_lens[plan.run_row[run]]))
-
-
-@mutation
-def an_empty_open_run_waits_for_growth(plan):
+def an_empty_open_run_waits_for_growth(plan: DecodePlan) -> Iterator[DecodePlan]:
     for run in np.flatnonzero(~closed(plan)).tolist():
         row = int(plan.run_row[run])
         indptr = plan.tile_run_indptr.copy()
@@ -154,52 +106,21 @@ def an_empty_open_run_waits_for_growth(plan):
         yield replace(plan, tile_run_indptr=indptr, **arrays)
 
 
-@mutation
-def the_representative_row_does_not_read(plan):
+def the_representative_row_does_not_read(plan: DecodePlan) -> Iterator[DecodePlan]:
     for run in range(plan.num_runs):
         for row in range(plan.num_reqs):
             if row not in readers(plan, run):
                 yield changed(plan, "run_row", run, row)
 
 
-@mutation
-def the_representative_row_is_outside_the_batch(plan):
-    for run in range(plan.num_runs):
-        yield changed(plan, "run_row", run, plan.num_reqs)
-        yield changed(plan, "run_row", run, -1)
-
-
-@mutation
-def a_reader_is_forgotten(plan):
-    for run in range(plan.num_runs):
-        yield changed(plan, "run_reader_end", run, int(plan.run_reader_end[run]) - 1)
-        yield changed(plan, "run_reader_start", run, int(plan.run_reader_start[run]) + 1)
-
-
-@mutation
-def a_run_has_a_reader_too_many(plan):
-    for run in range(plan.num_runs):
-        yield changed(plan, "run_reader_end", run, int(plan.run_reader_end[run]) + 1)
-        yield changed(plan, "run_reader_start", run, int(plan.run_reader_start[run]) - 1)
-
-
-@mutation
-def a_tile_holds_another_request(plan):
+def a_tile_holds_another_request(plan: DecodePlan) -> Iterator[DecodePlan]:
     for index, row in enumerate(plan.tile_req_indices.tolist()):
         for other in range(plan.num_reqs):
             if other != row:
                 yield changed(plan, "tile_req_indices", index, other)
 
 
-@mutation
-def a_tile_holds_a_row_outside_the_batch(plan):
-    for index in range(len(plan.tile_req_indices)):
-        yield changed(plan, "tile_req_indices", index, plan.num_reqs)
-        yield changed(plan, "tile_req_indices", index, -1)
-
-
-@mutation
-def two_requests_swap_partial_slots(plan):
+def two_requests_swap_partial_slots(plan: DecodePlan) -> Iterator[DecodePlan]:
     slots, rows = plan.partial_indices, plan.tile_req_indices
     for i in range(len(slots)):
         for j in range(i):
@@ -209,8 +130,7 @@ def two_requests_swap_partial_slots(plan):
                 yield replace(plan, partial_indices=swapped)
 
 
-@mutation
-def two_tiles_write_one_partial_slot(plan):
+def two_tiles_write_one_partial_slot(plan: DecodePlan) -> Iterator[DecodePlan]:
     slots = plan.partial_indices
     for i in np.flatnonzero(slots >= 0).tolist():
         for j in np.flatnonzero(slots >= 0).tolist():
@@ -218,64 +138,65 @@ def two_tiles_write_one_partial_slot(plan):
                 yield changed(plan, "partial_indices", i, int(slots[j]))
 
 
-@mutation
-def a_request_of_several_tiles_is_written_directly(plan):
-    for i in np.flatnonzero(plan.partial_indices >= 0).tolist():
-        yield changed(plan, "partial_indices", i, -1)
-
-
-@mutation
-def a_request_of_one_tile_is_written_as_a_partial(plan):
-    for i in np.flatnonzero(plan.partial_indices < 0).tolist():
-        yield changed(plan, "partial_indices", i, 0)
-
-
-@mutation
-def a_partial_slot_is_outside_the_buffer(plan):
-    for i in np.flatnonzero(plan.partial_indices >= 0).tolist():
-        yield changed(plan, "partial_indices", i, plan.num_partials)
-
-
-@mutation
-def a_merge_range_is_shifted(plan):
-    indptr = plan.merge_indptr
-    for i in range(len(indptr)):
-        for by in (-1, 1):
-            yield changed(plan, "merge_indptr", i, int(indptr[i]) + by)
-
-
-@mutation
-def a_request_has_no_merge_range(plan):
-    yield replace(plan, merge_indptr=plan.merge_indptr[:-1])
-
-
-@mutation
-def a_worker_stops_before_the_last_tile(plan):
-    yield changed(plan, "work_indptr", -1, plan.num_tiles - 1)
-
-
-@mutation
-def a_worker_starts_after_the_first_tile(plan):
-    yield changed(plan, "work_indptr", 0, 1)
-
-
-@mutation
-def the_ranges_of_workers_cross(plan):
-    yield changed(plan, "work_indptr", 1, plan.num_tiles + 1)
-
-
-@mutation
-def a_tile_takes_the_first_run_of_the_next(plan):
-    yield from shifted(
-        plan, "tile_run_indptr", 1, np.arange(plan.num_tiles + 1) % plan.num_tiles > 0
-    )
-
-
-@mutation
-def a_tile_takes_the_first_request_of_the_next(plan):
-    yield from shifted(
-        plan, "tile_req_indptr", 1, np.arange(plan.num_tiles + 1) % plan.num_tiles > 0
-    )
+MUTATIONS: dict[str, Callable[[DecodePlan], Iterable[DecodePlan]]] = {
+    "a run is missing": a_run_is_missing,
+    "a run is there twice": a_run_is_there_twice,
+    "a run starts a token late": lambda p: shifted(p, "run_kv_start", 1),
+    "a run starts a block late": lambda p: shifted(p, "run_kv_start", BLOCK_SIZE),
+    "a run starts a block early": lambda p: shifted(p, "run_kv_start", -BLOCK_SIZE),
+    "a run starts beyond every request": lambda p: shifted(p, "run_kv_start", 10_000),
+    "a run ends a token late": lambda p: shifted(p, "run_kv_end", 1, closed(p)),
+    "a run ends a block late": lambda p: shifted(p, "run_kv_end", BLOCK_SIZE, closed(p)),
+    "a run ends a block early": lambda p: shifted(p, "run_kv_end", -BLOCK_SIZE, closed(p)),
+    "a private run in the middle is open": lambda p: assigned(
+        p, "run_kv_end", OPEN_END, closed(p) & (num_readers(p) == 1)
+    ),
+    "a shared run is open": lambda p: assigned(
+        p, "run_kv_end", OPEN_END, closed(p) & (num_readers(p) > 1)
+    ),
+    "the last run is closed at today's length": lambda p: assigned(
+        p, "run_kv_end", batch().seq_lens[p.run_row], ~closed(p)
+    ),
+    "an empty open run waits for growth": an_empty_open_run_waits_for_growth,
+    "the representative row does not read": the_representative_row_does_not_read,
+    "the representative row is outside the batch": lambda p: chain(
+        assigned(p, "run_row", p.num_reqs), assigned(p, "run_row", -1)
+    ),
+    "a reader is forgotten": lambda p: chain(
+        shifted(p, "run_reader_end", -1), shifted(p, "run_reader_start", 1)
+    ),
+    "a run has a reader too many": lambda p: chain(
+        shifted(p, "run_reader_end", 1), shifted(p, "run_reader_start", -1)
+    ),
+    "a tile holds another request": a_tile_holds_another_request,
+    "a tile holds a row outside the batch": lambda p: chain(
+        assigned(p, "tile_req_indices", p.num_reqs), assigned(p, "tile_req_indices", -1)
+    ),
+    "two requests swap partial slots": two_requests_swap_partial_slots,
+    "two tiles write one partial slot": two_tiles_write_one_partial_slot,
+    "a request of several tiles is written directly": lambda p: assigned(
+        p, "partial_indices", -1, p.partial_indices >= 0
+    ),
+    "a request of one tile is written as a partial": lambda p: assigned(
+        p, "partial_indices", 0, p.partial_indices < 0
+    ),
+    "a partial slot is outside the buffer": lambda p: assigned(
+        p, "partial_indices", p.num_partials, p.partial_indices >= 0
+    ),
+    "a merge range is shifted": lambda p: chain(
+        shifted(p, "merge_indptr", -1), shifted(p, "merge_indptr", 1)
+    ),
+    "a request has no merge range": lambda p: [replace(p, merge_indptr=p.merge_indptr[:-1])],
+    "a worker stops before the last tile": lambda p: [
+        changed(p, "work_indptr", -1, p.num_tiles - 1)
+    ],
+    "a worker starts after the first tile": lambda p: [changed(p, "work_indptr", 0, 1)],
+    "the ranges of workers cross": lambda p: [changed(p, "work_indptr", 1, p.num_tiles + 1)],
+    "a tile takes the first run of the next": lambda p: shifted(p, "tile_run_indptr", 1, inner(p)),
+    "a tile takes the first request of the next": lambda p: shifted(
+        p, "tile_req_indptr", 1, inner(p)
+    ),
+}
 
 
 @pytest.mark.parametrize("divider", ["fixed", "deft_flatten"])

@@ -21,7 +21,6 @@ from vllm_prefixshare.vllm_plugin.prompts.split_pattern import NotExactError
 from vllm_prefixshare.vllm_plugin.prompts.tokenization import TextTokenizer
 
 SIZES = (((64,), 12, 4), ((256, 48), 16, 2), ((2048, 512), 64, 8), ((32768, 2048), 512, 64))
-FRAGMENTS = ["a b", " the", "word ", "<s>", "\r\n", "\u4e00\uff0c\u4e8c"]
 
 
 @cache
