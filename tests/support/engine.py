@@ -337,7 +337,7 @@ def _generate(
     params = [SamplingParams(max_tokens=length, **settings) for length in lengths]
     if shares:
         llm.collective_rpc("prefix_share_stats", args=(True,))
-    preempted = _preemptions(llm)
+    preempted = preemptions(llm)
     began = time.perf_counter()
     with _recorded_steps(llm) as steps:
         if chat:
@@ -375,7 +375,7 @@ def _generate(
         seconds,
         (last - first) / max(1, longest - 1),
         stats,
-        _preemptions(llm) - preempted,
+        preemptions(llm) - preempted,
         tuple(steps),
     )
 
@@ -403,7 +403,7 @@ def _recorded_steps(llm: Any) -> Iterator[list[Step]]:
         del processor.process_outputs
 
 
-def _preemptions(llm: Any) -> int:
+def preemptions(llm: Any) -> int:
     return sum(int(m.value) for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 

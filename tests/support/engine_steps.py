@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tests.support.engine import EngineProcess
+from tests.support.engine import EngineProcess, preemptions
 
 #: Value of vLLM's argument ``logits_processors``; a name, because that module imports vLLM.
 FORCED_TOKENS = "tests.support.forced_tokens:ForcedTokens"
@@ -97,7 +97,7 @@ def drive(
     shares = _counts(llm)
     if shares:
         llm.collective_rpc("prefix_share_stats", args=(True,))
-    preempted = _preemptions(llm)
+    preempted = preemptions(llm)
     engine = llm.llm_engine
     adapters = _adapters(lora, len(prompts))
     ids = [f"r{i}" for i in range(len(prompts))]
@@ -120,7 +120,7 @@ def drive(
         steps += 1
     stats = llm.collective_rpc("prefix_share_stats")[0] if shares else {}
     completions = tuple(latest[key] for key in sorted(latest))
-    return Run(completions, stats, _preemptions(llm) - preempted, steps)
+    return Run(completions, stats, preemptions(llm) - preempted, steps)
 
 
 def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
@@ -171,7 +171,3 @@ def _completion(output: Any, answer: Any, place: int) -> Completion:
 def _counts(llm: Any) -> bool:
     # a worker extension is the plugin's, or derived from it
     return bool(llm.llm_engine.vllm_config.parallel_config.worker_extension_cls)
-
-
-def _preemptions(llm: Any) -> int:
-    return sum(int(m.value) for m in llm.get_metrics() if m.name == "vllm:num_preemptions")

@@ -6,7 +6,6 @@ import torch
 
 from tests.support.paged_batches import PagedBatch, batch_at_boundaries, paged_batch
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 
 RANK, WIDTH = 512, 576
 #: of the heads before absorption, as in DeepSeek V3
@@ -43,9 +42,7 @@ def quantised(batch: PagedBatch) -> PagedBatch:
 
 def expected(batch: PagedBatch, extras: LayerExtras = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp in float64."""
-    tables = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    tensors = batch.q, batch.k_cache, batch.v_cache
-    return reference_attention_and_lse(*tensors, *tables, sm_scale=SCALE, extras=extras)
+    return batch.expected(extras, sm_scale=SCALE)
 
 
 def let_scores_rise(

@@ -60,6 +60,12 @@ class PagedBatch:
         k, v = self.k_cache.to(cache), self.v_cache.to(cache)
         return replace(self, q=self.q.to(queries), k_cache=k, v_cache=v)
 
+    def with_queries(self, counts: list[int]) -> "PagedBatch":
+        """The same requests with ``counts[i]`` query tokens of request ``i``."""
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        q = torch.randn(sum(counts), *self.q.shape[1:]).to(self.q.dtype)
+        return replace(self, q=q, query_start_loc=starts)
+
     def without_passed_blocks(self, window: int) -> "PagedBatch":
         """The batch with a null block in place of each block that no query of its request sees."""
         size, queries = self.k_cache.shape[1], int(np.diff(self.query_start_loc).max())

@@ -174,7 +174,7 @@ def test_the_same_plan_gives_the_same_bits():
 @pytest.mark.parametrize("counts", [[3, 3, 3, 3], [1, 5, 2, 0]], ids=["even", "ragged"])
 def test_several_queries_see_each_other_in_causal_order(counts):
     batch = paged_batch(documents=1, dtype=FP16)
-    with_queries(batch, counts)
+    batch = batch.with_queries(counts)
     check(batch)
 
 
@@ -187,7 +187,7 @@ def test_token_trees_wider_than_a_word(tokens, group):
     )
     batch.seq_lens[0] = 5 * 16 + tokens  # the queries begin right behind the shared blocks
     assert np.all(batch.seq_lens >= tokens)
-    with_queries(batch, [tokens, 1, tokens - 7])
+    batch = batch.with_queries([tokens, 1, tokens - 7])
     batch.k_cache.nan_to_num_()
     batch.v_cache.nan_to_num_()
     rng = np.random.default_rng(0)
@@ -206,12 +206,6 @@ def test_a_tile_larger_than_its_kernel_is_walked_in_pieces():
     plan = make_plan(batch, max_requests=1)
     kernel = Portable(plan, batch, tile=QTile(16, 32, 4, 1, 1))
     assert relative_error(kernel.run(), batch.expected()[0]) < TOLERANCE[FP16]
-
-
-def with_queries(batch: PagedBatch, counts: list[int]) -> None:
-    """Replace the queries by ``counts[i]`` queries of request ``i``."""
-    batch.query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    batch.q = torch.randn(sum(counts), *batch.q.shape[1:]).to(batch.q.dtype)
 
 
 @pytest.mark.gpu

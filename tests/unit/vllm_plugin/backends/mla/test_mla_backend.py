@@ -229,13 +229,6 @@ def test_what_a_graph_holds_reads_later_plans(monkeypatch):
     assert relative_error(out, expected(batch)[0]) < 2e-3
 
 
-def with_queries(batch: PagedBatch, counts: list[int]) -> PagedBatch:
-    """The same requests, with so many query tokens each."""
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    q = torch.randn(int(starts[-1]), HEADS, WIDTH).half()
-    return replace(batch, q=q, query_start_loc=starts)
-
-
 def be_rank(monkeypatch, size: int, rank: int) -> None:
     """Let vLLM take this process for a rank of a group."""
     place = SimpleNamespace(world_size=size, rank_in_group=rank)
@@ -335,7 +328,7 @@ def test_short_prefills_of_shards_go_to_the_parent(monkeypatch):
 
 def test_short_prefills_go_to_the_parent(monkeypatch):
     # FLASH_ATTN_MLA calls requests of up to 512 new tokens decodes
-    group, batch = LatentGroup(monkeypatch), with_queries(batch_of(requests=4), [1, 1, 7, 2])
+    group, batch = LatentGroup(monkeypatch), batch_of(requests=4).with_queries([1, 1, 7, 2])
     group.start(batch)
     metadata = group.assert_right(batch)
     assert metadata.num_decode_tokens == 11 and metadata.num_planned_tokens == 2
@@ -346,7 +339,7 @@ def test_short_prefills_go_to_the_parent(monkeypatch):
 
 def test_decodes_share_with_their_drafts(monkeypatch):
     # ragged, as drafts of n-grams are
-    group, batch = LatentGroup(monkeypatch, drafts=2), with_queries(batch_of(), [3, 1, 2])
+    group, batch = LatentGroup(monkeypatch, drafts=2), batch_of().with_queries([3, 1, 2])
     batch.k_cache.nan_to_num_(0.5)
     group.start(batch)
     for _ in range(3):
@@ -359,7 +352,7 @@ def test_decodes_share_with_their_drafts(monkeypatch):
 
 def test_short_prefills_behind_drafts_go_to_the_parent(monkeypatch):
     group = LatentGroup(monkeypatch, drafts=2)
-    batch = with_queries(batch_of(requests=4), [2, 3, 7, 1])
+    batch = batch_of(requests=4).with_queries([2, 3, 7, 1])
     group.start(batch)
     metadata = group.assert_right(batch)
     assert metadata.num_decode_tokens == 13 and metadata.num_planned_tokens == 5
@@ -370,7 +363,7 @@ def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
     # the host counts drafts as accepted; up to 4 tokens of two steps may be rejected later
     group, batch = (
         LatentGroup(monkeypatch, drafts=2),
-        with_queries(batch_of(document_blocks=12), [3, 3, 3]),
+        batch_of(document_blocks=12).with_queries([3, 3, 3]),
     )
     shared = BLOCK * 12  # the document, which all may read only up to the earliest query
     batch.seq_lens[:] = shared, shared + 4, shared + 9
@@ -385,7 +378,7 @@ def test_lengths_that_assumed_too_many_drafts_are_still_right(monkeypatch):
 
 
 def test_long_prefills_are_the_parents_own(monkeypatch):
-    group, batch = LatentGroup(monkeypatch), with_queries(batch_of(), [1, 1, 80])
+    group, batch = LatentGroup(monkeypatch), batch_of().with_queries([1, 1, 80])
     batch.seq_lens[2] = 80  # nothing cached: what is would be gathered on the GPU
     group.builder.reorder_batch_threshold = 64  # 512 in vLLM
     group.start(batch)

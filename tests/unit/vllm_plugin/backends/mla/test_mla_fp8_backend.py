@@ -14,14 +14,13 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla import flashmla
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.support.latent_batches import RANK, SCALE, WIDTH, latent_batch
+from tests.support.latent_batches import RANK, WIDTH, expected, latent_batch, quantised
 from tests.support.paged_batches import PagedBatch, relative_error
 from tests.unit.vllm_plugin.backends.mla.test_mla_backend import (
     HEADS,
     SPEC,
     LatentGroup,
     _interpreter,  # noqa: F401  used for every test
-    with_queries,
 )
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import FP8, AttentionConfig
@@ -97,24 +96,17 @@ class FP8Group(LatentGroup):
         assert metadata.num_decode_tokens == rows + padding
         out = self.forward(batch, metadata, rows + padding)
         q, k = self.layer._q_scale, self.layer._k_scale
-        caches = batch.k_cache, batch.k_cache[..., :RANK]
-        lists = map(torch.from_numpy, (batch.block_table, batch.seq_lens, batch.query_start_loc))
-        scales = LayerExtras(q_scale=q, k_scale=k, v_scale=k)
-        wanted = reference_attention(batch.q, *caches, *lists, sm_scale=SCALE, extras=scales)
+        wanted, _ = expected(batch, LayerExtras(q_scale=q, k_scale=k, v_scale=k))
         assert relative_error(out[:rows], wanted[:rows]) < 1e-2
         return metadata
-
-
-def quantised(batch: PagedBatch) -> PagedBatch:
-    cache = batch.k_cache.nan_to_num(0.5).to(E4M3)
-    return replace(batch, q=batch.q.to(E4M3), k_cache=cache, v_cache=cache[..., :RANK])
 
 
 def batch_of(counts: list[int] | None = None, requests: int = 3) -> PagedBatch:
     """Requests on one document, each with so many query tokens."""
     shape = {"documents": 1, "requests": requests, "block_size": 64, "query_lens": 1}
     batch = latent_batch(HEADS, dtype=torch.float16, **shape)
-    return quantised(batch if counts is None else with_queries(batch, counts))
+    batch.k_cache.nan_to_num_(0.5)
+    return quantised(batch if counts is None else batch.with_queries(counts))
 
 
 def test_decodes_share_under_one_plan_while_they_grow(monkeypatch, schedules):
