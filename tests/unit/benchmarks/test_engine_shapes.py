@@ -20,7 +20,7 @@ from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import Answer, Batch
 from vllm_prefixshare.cli.model import layer_kinds, read_config
 
-PUBLISHED = json.loads((Path(__file__).parent / "docs" / "models.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())
 #: shape -> the model with its published configuration, and bytes of a token in 16 bits
 MODELS = {
     "8b": ("Llama-3.1-8B", 32 * 8 * 128 * 4),

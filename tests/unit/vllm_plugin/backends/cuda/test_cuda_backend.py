@@ -118,7 +118,11 @@ def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
             use_ubatching=False,
         ),
         cache_config=SimpleNamespace(
-            cache_dtype="auto", block_size=BLOCK, num_gpu_blocks=120, kv_cache_dtype_skip_layers=[]
+            cache_dtype="auto",
+            block_size=BLOCK,
+            num_gpu_blocks=120,
+            kv_cache_dtype_skip_layers=[],
+            enable_prefix_caching=True,
         ),
         compilation_config=SimpleNamespace(
             cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
