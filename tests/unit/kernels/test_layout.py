@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.support.paged_batches import paged_batch
+from tests.support.plan_oracle import tile_rows, tile_runs
 from tests.support.planning_cases import make_planner
 from tests.support.portable_kernel import make_plan
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.core import OPEN_END, PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.common.layout import KvTiling, max_parts_of, walk_layout
 from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
 from vllm_prefixshare.kernels.hopper.layout import first_request, linked_layout
@@ -206,17 +207,17 @@ def test_a_plan_for_larger_tiles_is_refused():
         linked_layout(plan, 4, 1, MAX_RUNS)
 
 
-def tokens_by_reader(plan: DecodePlan, tile: int) -> list[tuple[int, int, int]]:
-    """(place among the tile's requests, batch row read from, position) of every token that is read
-    with the planned lengths.
-    """
-    found = []
-    for run in range(*plan.tile_run_indptr[tile : tile + 2]):
-        row, start, end = (int(a[run]) for a in (plan.run_row, plan.run_kv_start, plan.run_kv_end))
-        end = int(plan.planned_seq_lens[row]) if end == OPEN_END else end
-        for reader in range(plan.run_reader_start[run], plan.run_reader_end[run]):
-            found += [(reader, row, pos) for pos in range(start, end)]
-    return sorted(found)
+def tokens_by_reader(
+    plan: DecodePlan, tile: int, seq_lens: np.ndarray
+) -> list[tuple[int, int, int]]:
+    """(place among the tile's requests, batch row read from, position) of every token read."""
+    rows = tile_rows(plan, tile)
+    return sorted(
+        (rows.index(reader), row, pos)
+        for row, start, end, readers in tile_runs(plan, tile, seq_lens)
+        for reader in readers
+        for pos in range(start, end)
+    )
 
 
 Tokens = list[tuple[int, int, int]]
@@ -267,7 +268,7 @@ def test_every_token_is_read_once_and_queries_in_parts_only(divider, kv_tile, qu
     np.testing.assert_array_equal(layout["tile_info"][:, 0], plan.tile_req_indptr[:-1])
     for tile in range(plan.num_tiles):
         of_runs, of_parts = tokens_in_layout(layout, tile, longer, tiling)
-        expected = tokens_by_reader(replace(plan, planned_seq_lens=longer), tile)
+        expected = tokens_by_reader(plan, tile, longer)
         assert sorted(of_runs + of_parts) == expected
         for reader, _, pos in of_runs:
             own = plan.tile_req_indices[plan.tile_req_indptr[tile] + reader]
