@@ -20,15 +20,15 @@ from vllm_prefixshare.kernels.token_rows import fill_token_rows
 
 #: kernels that were measured to gain
 KERNELS = ("hopper",)
-#: most query rows of a request on a KV head. FlashAttention-3 multiplies 128 rows of each request,
-#: used or not; with 64 of them used, the gain is 1.1 to 1.3.
+#: maximum number of query rows of a request on a KV head. FlashAttention-3 multiplies 128 rows of
+#: each request, used or not; with 64 of them used, the gain is 1.1 to 1.3.
 MAX_QUERY_ROWS = 48
 #: Query rows on a KV head for which FLASH_ATTN reads the context once.
 STOCK_TILE_ROWS = 128
-#: fewest numbers (tokens, times KV heads, times head_dim, K and V) that FLASH_ATTN would read: with
-#: fewer, what is saved is less than the 0.1 ms that our launches take longer on the host
+#: minimum of numbers (tokens, times KV heads, times head_dim, K and V) that FLASH_ATTN would read:
+#: with fewer, what is saved is less than the 0.1 ms that our launches take longer on the host
 MIN_NUMBERS = 1 << 29
-#: most new tokens of a step, those of its decodes included
+#: maximum number of new tokens of a step, its decodes included
 MAX_ROWS = 2048
 
 
@@ -59,14 +59,14 @@ class TokenRows(NamedTuple):
         later = query_start_loc[requests + 1] - 1 - np.arange(len(requests))
         return cls(requests, later)
 
-    def kv_tokens_stock(self, lengths: IntArray, gqa_group_size: int) -> int:
+    def kv_tokens_stock(self, seq_lens: IntArray, gqa_group_size: int) -> int:
         """KV tokens that FLASH_ATTN reads for these tokens, a tile of a request's rows at a time.
 
         Args:
-            lengths: ``[num_tokens]`` KV tokens that each token sees.
+            seq_lens: ``[num_tokens]`` KV tokens that each token sees.
         """
         per_tile = max(1, STOCK_TILE_ROWS // gqa_group_size)
-        return int(lengths[self.later % per_tile == 0].sum())
+        return int(seq_lens[self.later % per_tile == 0].sum())
 
 
 class DeviceRows:
@@ -123,13 +123,13 @@ class FirstStep(NamedTuple):
     def of(cls, attention: AttentionConfig) -> "FirstStep":
         """The limits for a layer."""
         numbers = 2 * attention.num_kv_heads * attention.head_dim
-        most = MAX_QUERY_ROWS // attention.gqa_group_size
-        return cls(most, MIN_NUMBERS // numbers, attention.block_size)
+        max_new_tokens = MAX_QUERY_ROWS // attention.gqa_group_size
+        return cls(max_new_tokens, MIN_NUMBERS // numbers, attention.block_size)
 
     def rows(
         self,
         query_start_loc: IntArray,
-        seq_lens: IntArray,
+        max_seq_lens: IntArray,
         block_table: IntArray,
         table_rows: IntArray,
     ) -> TokenRows | None:
@@ -138,7 +138,7 @@ class FirstStep(NamedTuple):
 
         Args:
             query_start_loc: ``[num_reqs + 1]`` query tokens of each request.
-            seq_lens: ``[num_reqs]`` tokens of each request, the new ones included.
+            max_seq_lens: ``[num_reqs]`` tokens of each request, the new ones included.
             block_table: ``[rows, max_blocks]``. table_rows: ``[num_reqs]`` row of each request.
         """
         new = np.diff(query_start_loc)
@@ -146,7 +146,7 @@ class FirstStep(NamedTuple):
         many = np.flatnonzero(new > self.max_new_tokens)
         new = new[: min(fitting, *many[:1], len(new))]
         several = np.flatnonzero(new > 1)
-        contexts = seq_lens[several] - new[several]
+        contexts = max_seq_lens[several] - new[several]
         if not len(several) or contexts.sum() < self.min_context:
             return None
         # Who has a block of a context has all before it. The block looked at is the last one in the

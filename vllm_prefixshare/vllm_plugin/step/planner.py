@@ -205,12 +205,11 @@ class StepPlanner:
         """
         if tokens is None:
             num_reqs, num_tokens = self._decodes_of(batch)
-            rows = self._request_rows(batch, num_reqs)
         else:
             num_reqs, num_tokens = tokens.num_reqs, len(tokens.requests)
-            rows = self._token_rows(batch, tokens)
         if not num_reqs and self._load is None:
             return PlannedStep(None, num_reqs, num_tokens)
+        rows = self._rows_of(batch, num_reqs, tokens)
         update = self.decode_planner.update(
             rows.block_table,
             rows.max_seq_lens,
@@ -240,39 +239,25 @@ class StepPlanner:
         num_decodes = min(batch.num_reqs, int(np.argmax(np.diff(starts) > self.query_len)))
         return num_decodes, int(starts[num_decodes])
 
-    def _request_rows(self, batch: StepBatch, num_reqs: int) -> "_PlanRows":
-        """A row for each of the first requests."""
+    def _rows_of(self, batch: StepBatch, num_reqs: int, tokens: TokenRows | None) -> "_PlanRows":
+        """The rows of a plan for the first requests. Where the host does not know the lengths
+        nothing is shared, and each request is read to its end.
+        """
         if not num_reqs:
             return _NO_ROWS
-        table, max_seq_lens = batch.table, self._max_seq_lens(batch, num_reqs)
-        table_rows, row_ids = table.rows(num_reqs)
-        block_table = table.block_table if table_rows is not None else table.block_table[:num_reqs]
-        return _PlanRows(block_table, max_seq_lens, table_rows, row_ids)
-
-    def _token_rows(self, batch: StepBatch, tokens: TokenRows) -> "_PlanRows":
-        """A row for each query token of the first requests."""
-        num_reqs, num_rows = tokens.num_reqs, len(tokens.requests)
-        table_rows, _ = batch.table.rows(num_reqs)
-        if table_rows is None:
-            table_rows = np.arange(num_reqs)
-        max_seq_lens = self._max_seq_lens(batch, num_reqs)[tokens.requests] - tokens.later
+        table, seq_lens = batch.table.block_table, batch.max_seq_lens
+        seq_lens = np.ones(num_reqs, np.int32) if seq_lens is None else seq_lens[:num_reqs]
+        local_seq_lens = self.shard.local_seq_lens(seq_lens)
+        table_rows, row_ids = batch.table.rows(num_reqs)
+        if tokens is None:
+            table = table if table_rows is not None else table[:num_reqs]
+            return _PlanRows(table, local_seq_lens, table_rows, row_ids)
+        local_seq_lens = (local_seq_lens[tokens.requests] - tokens.later).astype(np.int32)
+        table_rows = tokens.requests if table_rows is None else table_rows[tokens.requests]
         # these rows exist in one step only, so no other step may find the plan by their ids
-        row_ids = -1 - np.arange(num_rows) - self._used_row_ids
-        self._used_row_ids += num_rows
-        return _PlanRows(
-            batch.table.block_table,
-            max_seq_lens.astype(np.int32),
-            table_rows[tokens.requests],
-            row_ids,
-        )
-
-    def _max_seq_lens(self, batch: StepBatch, num_reqs: int) -> IntArray:
-        """KV tokens of the first requests on this rank, or more. Where the host does not know the
-        lengths nothing is shared, and each request is read to its end.
-        """
-        if batch.max_seq_lens is None:
-            return self.shard.local_seq_lens(np.ones(num_reqs, np.int32))
-        return self.shard.local_seq_lens(batch.max_seq_lens[:num_reqs])
+        row_ids = -1 - np.arange(len(tokens.requests)) - self._used_row_ids
+        self._used_row_ids += len(tokens.requests)
+        return _PlanRows(table, local_seq_lens, table_rows, row_ids)
 
     def _make_current(self, update: PlanUpdate, max_seq_lens: IntArray) -> PlanUpdate:
         """Load a plan, or a plan that shares nothing where that fails.
