@@ -25,14 +25,18 @@ from collections.abc import Callable
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash
 
 from vllm_prefixshare.vllm_plugin.prompts.bounded_cache import BoundedCache, part_limit
 from vllm_prefixshare.vllm_plugin.prompts.known_code import is_known
 from vllm_prefixshare.vllm_plugin.prompts.parts import is_enabled, measured
-from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenArray, TokenIds
+from vllm_prefixshare.vllm_plugin.prompts.token_ids import (
+    TokenArray,
+    TokenIds,
+    as_array,
+    num_common_ids,
+)
 
 if TYPE_CHECKING:  # its module imports the one that is hooked
     from vllm.v1.request import Request
@@ -161,10 +165,7 @@ class SharedBlockHasher:
 
     def _num_common_tokens(self, prompt: _Prompt, start: int, segment: _Segment) -> int:
         """How many tokens from ``start`` on are those of the segment, with the same features."""
-        tokens = prompt.tokens[start : start + len(segment.tokens)]
-        different = tokens != segment.tokens[: len(tokens)]
-        first = int(different.argmax())
-        common = first if different[first] else len(tokens)
+        common = num_common_ids(prompt.tokens[start:], segment.tokens)
         if prompt.features or segment.features:
             features = prompt.features_between(start, start + common)
             for pair in zip_longest(features, segment.features):
@@ -206,22 +207,15 @@ def _read(request: "Request") -> _Prompt | None:
     ]
     if any(after.start < before.end for before, after in pairwise(features)):
         return None
-    tokens = _as_array(ids)
-    if tokens is None:
+    if not isinstance(ids, TokenIds) and set(map(type, ids)) != {int}:
+        return None
+    try:
+        tokens = as_array(ids)
+    except OverflowError:
         return None
     lora = request.lora_request
     adapter = (lora.lora_name, lora.lora_path) if lora else None
     return _Prompt(tokens, features, adapter, request.cache_salt)
-
-
-def _as_array(ids: list[int]) -> TokenArray | None:
-    """The ids as int32, or None if they are not plain ints of 32 bits."""
-    try:
-        if isinstance(ids, TokenIds):
-            return ids.array
-        return np.fromiter(ids, np.int32, len(ids)) if set(map(type, ids)) == {int} else None
-    except OverflowError:
-        return None
 
 
 def _can_resume(prompt: _Prompt, start: int) -> bool:

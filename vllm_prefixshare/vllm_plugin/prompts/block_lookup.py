@@ -94,8 +94,7 @@ def find_longest_cache_hit(
             hits.append(_leading_hits(block_pool, hashes, group_id))
             del hashes[len(hits[-1]) :]
         counters.shared_units += len(hashes)
-        if (kept := getattr(block_pool, _RECENT, None)) is not None:
-            counters.cache_bytes = kept.bytes
+        counters.cache_bytes = _recent_lookups(block_pool).bytes
     hit_length = len(hashes) * block_size
     if drop_eagle_block and hit_length > 0:
         hit_length -= min(alignment_tokens, block_size)
@@ -152,20 +151,24 @@ def _leading_hits(
         hits += found
     if keeps and len(hits) >= len(kept):
         keys = [h + suffix for h in kept] if recent is None else recent.keys
-        cache: _RecentCache | None = getattr(block_pool, _RECENT, None)
-        if cache is None:
-            cache = BoundedCache(part_limit(PART))
-            setattr(block_pool, _RECENT, cache)
         entry = _Recent(kept, keys, hits[: len(kept)])
-        cache.put((group_id, kept[-1]), entry, len(kept) * _BYTES_PER_BLOCK)
+        _recent_lookups(block_pool).put((group_id, kept[-1]), entry, len(kept) * _BYTES_PER_BLOCK)
     return hits
 
 
 def _recent(block_pool: BlockPool, hashes: list[BlockHash], group_id: int) -> _Recent | None:
     """A recent look-up of these hashes, or None."""
-    cache: _RecentCache | None = getattr(block_pool, _RECENT, None)
-    recent = None if cache is None else cache.get((group_id, hashes[-1]))
+    recent = _recent_lookups(block_pool).get((group_id, hashes[-1]))
     return recent if recent is not None and recent.hashes == hashes else None
+
+
+def _recent_lookups(block_pool: BlockPool) -> _RecentCache:
+    """The recent look-ups in a pool, by group and last hash."""
+    cache: _RecentCache | None = getattr(block_pool, _RECENT, None)
+    if cache is None:
+        cache = BoundedCache(part_limit(PART))
+        setattr(block_pool, _RECENT, cache)
+    return cache
 
 
 def touch(

@@ -32,6 +32,7 @@ from vllm_prefixshare.vllm_plugin.prompts.token_ids import (
     TokenArray,
     TokenIds,
     as_array,
+    num_common_ids,
     untrack,
 )
 
@@ -59,7 +60,7 @@ _HEAD = 64
 def encode_ids(ids: list[int]) -> msgspec.Raw | None:
     """The ids as a MessagePack array of 32-bit integers, or None if vLLM has to encode them."""
     try:
-        array = ids.array if isinstance(ids, TokenIds) else as_array(ids)
+        array = as_array(ids)
     except OverflowError:
         return None
     message = np.empty(_ARRAY32_BYTES + _RECORD.itemsize * len(array), np.uint8)
@@ -186,12 +187,7 @@ class RecentIds:
         for recent in reversed(self._recent):
             if recent.head != head:
                 continue
-            num_common = min(len(array), len(recent.array))
-            if num_common == 0:
-                continue
-            differs = array[:num_common] != recent.array[:num_common]
-            first = int(differs.argmax())
-            num_shared = first if differs[first] else num_common
+            num_shared = num_common_ids(array, recent.array)
             if num_shared > num_best:
                 best = recent
                 num_best = num_shared
