@@ -18,29 +18,33 @@ from typing import Any
 
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 
-#: of every family of this plugin
+#: Start of the name of every metric of this plugin.
 PREFIX = "vllm_prefixshare_"
-#: of the folders that are made where the user names none
+#: Start of the name of folders that are created because the user names none.
 TEMPORARY = "vllm-prefixshare-metrics-"
 FILES = "*_prefixshare-*.db"
-#: Bytes of the largest file that is read; it has hundreds of samples, of a few hundred bytes.
+#: Maximum size of a file that is read; a file has hundreds of samples of a few hundred bytes.
 MAX_BYTES = 1 << 20
-_HEADER, _LENGTH, _VALUE = struct.Struct("i4x"), struct.Struct("i"), struct.Struct("dd")
+_HEADER = struct.Struct("i4x")
 
 
 def is_temporary(folder: Path) -> bool:
-    """Whether a front end made the folder, and removes it when it ends."""
+    """Whether a front end created the folder, and removes it when it ends."""
     return folder.name.startswith(TEMPORARY)
 
 
 class MetricFile:
     """A file of samples of one kind, locked until it is closed.
 
-    Its name is unique: a folder may serve several hosts and containers, where process ids are not.
+    Its name is unique: a folder may serve several hosts and containers with equal process ids.
 
     Args:
-        folder: where it is made by the first ``write``.
+        folder: where the first ``write`` creates the file.
         kind: of prometheus_client's files, such as ``counter`` or ``gauge_sum``.
+
+    Attributes:
+        samples: value of each sample that the next ``write`` writes, by its key as
+            ``prometheus_client.mmap_dict.mmap_key`` returns it.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -48,27 +52,10 @@ class MetricFile:
         self._kind = kind
         self._path = folder
         self._file: int | None = None
-        self._data = bytearray(_HEADER.size)
-        self._positions: dict[str, int] = {}
-
-    def set(self, key: str, value: float) -> None:
-        """Set a sample, which ``write`` writes.
-
-        Args:
-            key: as ``prometheus_client.mmap_dict.mmap_key`` returns it.
-        """
-        position = self._positions.get(key)
-        if position is None:
-            encoded = key.encode()
-            padding = b" " * (8 - (len(encoded) + _LENGTH.size) % 8)
-            self._data += _LENGTH.pack(len(encoded)) + encoded + padding
-            position = self._positions[key] = len(self._data)
-            self._data += bytes(_VALUE.size)
-            _HEADER.pack_into(self._data, 0, len(self._data))
-        _VALUE.pack_into(self._data, position, value, time.time())
+        self.samples: dict[str, float] = {}
 
     def write(self) -> None:
-        """Bring the file up to date. A file that was removed or replaced is made again under
+        """Bring the file up to date. A file that was removed or replaced is created again under
         another name; what others wrote to it is overwritten.
 
         Raises:
@@ -95,7 +82,7 @@ class MetricFile:
             return False
 
     def _create(self) -> None:
-        """Make the file. It gets its name once it is readable, as a scrape may come at any time."""
+        """Create the file. It gets its name once it is complete: a scrape may come at any time."""
         name = f"{self._kind}_prefixshare-{socket.gethostname()}-{os.getpid()}-"
         path = self._folder / f"{name}{uuid.uuid4().hex[:8]}.db"
         draft = path.with_suffix(".new")
@@ -114,17 +101,26 @@ class MetricFile:
         self._path = path
 
     def _write(self, file: int) -> None:
+        now = time.time()
+        data = b"".join(_encode(key, value, now) for key, value in self.samples.items())
+        header = _HEADER.pack(_HEADER.size + len(data))
         # The header, which tells how many bytes are read, comes last.
-        for start, end in ((_HEADER.size, len(self._data)), (0, _HEADER.size)):
-            data = self._data[start:end]
-            if os.pwrite(file, data, start) != len(data):
+        for part, start in ((data, _HEADER.size), (header, 0)):
+            if os.pwrite(file, part, start) != len(part):
                 raise OSError("the disk is full")
 
 
+def _encode(key: str, value: float, now: float) -> bytes:
+    """A sample in prometheus_client's format; spaces align the value to 8 bytes."""
+    encoded = key.encode()
+    size = len(encoded) + 8 - (len(encoded) + 4) % 8
+    return struct.pack(f"i{size}sdd", len(encoded), encoded.ljust(size), value, now)
+
+
 def remove_ended(folder: Path) -> None:
-    """Remove the files of processes that have ended: this server must not report their counts."""
+    """Remove the files of ended processes, whose counts this server must not report."""
     for path in folder.glob(FILES):
-        # a process keeps its files locked; where the file system has no locks, all files stay
+        # a running process holds locks on its files; without file locks all files stay
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -135,9 +131,9 @@ def remove_ended(folder: Path) -> None:
 
 
 class FileCollector:
-    """Reads every ``MetricFile`` of a folder at each scrape, in the process that made the
-    collector. Files of others are not read; a damaged file is left out, with one warning. Where a
-    temporary folder was removed, it is made again.
+    """Reads every ``MetricFile`` of a folder at each scrape, in the process that created the
+    collector. Other files are not read; a damaged file is left out, with one warning. A temporary
+    folder that was removed is created again.
     """
 
     def __init__(self, folder: Path) -> None:

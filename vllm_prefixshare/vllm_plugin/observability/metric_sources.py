@@ -1,4 +1,4 @@
-"""What is published on ``/metrics`` and in the log: decode steps, and shared host work."""
+"""Samples for ``/metrics`` and lines for the log, of decode steps and of shared host work."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -31,11 +31,11 @@ COUNTERS = {
     "plans_reused": "Decode steps that ran under a plan made earlier.",
 }
 SHARE_FACTOR = "Times that a KV token was used for each read, in the last second with decodes."
-IMBALANCE = "Load of the busiest worker over the mean, of the last plan."
+IMBALANCE = "Load of the busiest CTA over the mean, of the last plan."
 PLAN_SECONDS = "Time to make a plan and put it on the device."
 FALLBACKS = "Kinds of layers left to vLLM's own backend, and plans that share nothing, by reason."
 UNSHARED_PLANS = "Plans that share nothing, by reason."
-EXPECTED_GAIN = "Part of the attention time that sharing would save, of the last plan without gain."
+EXPECTED_GAIN = "Fraction of attention time that sharing would save, in the last plan without gain."
 #: Label ``reason`` of counters by reason: known ones start at 0, so that an alert on an increase
 #: sees the first one.
 KNOWN_REASONS = {
@@ -78,7 +78,7 @@ class Sample(NamedTuple):
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What tells the sample from others of its source."""
+        """Identifies the sample within its source."""
         return self.metric, self.suffix, *self.labels.values()
 
 
@@ -89,7 +89,7 @@ class Source(Protocol):
         """A number that changes with every count."""
 
     def samples(self, second_over: bool) -> Iterator[Sample]:
-        """The counters now. second_over: whether the next second of recent values begins here."""
+        """The current counters. second_over: whether a new second of recent values begins."""
 
     def log_line(self) -> str | None:
         """The log line for the time since the last call; None if nothing was counted."""
@@ -183,7 +183,7 @@ class PromptParts:
 
     Args:
         process: a key of ``PARTS_OF``. Its parts are published from the start, so that a rate
-            includes the first requests; another part once a request has reached it.
+            includes the first requests; other parts once a request has reached them.
     """
 
     def __init__(self, process: str) -> None:

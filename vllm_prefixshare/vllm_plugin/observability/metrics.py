@@ -1,12 +1,12 @@
 """The counters on the server's ``/metrics`` and, once a minute, in the log.
 
-Several processes count, and the front end answers ``/metrics``. Each process that counts writes its
-counters once a second into files of prometheus_client's multi-process mode, which the front end
-reads at every scrape. So a step pays nothing, and no vLLM function is wrapped: vLLM's own channel
-for statistics has typed fields only, and an entry point of ``vllm.stat_logger_plugins`` would
-switch vLLM's statistics on for users who switched them off.
+Several processes count, and the front end answers ``/metrics``. Each counting process writes its
+counters once a second, in a thread, into files of prometheus_client's multi-process mode, which the
+front end reads at every scrape. A step pays nothing, and no vLLM function is wrapped: vLLM's own
+channel for statistics has typed fields only, and an entry point of ``vllm.stat_logger_plugins``
+would enable vLLM's statistics for users who disabled them.
 
-No failure of a file or folder reaches the engine: it is logged once, and writing is tried again.
+A failure of a file or folder does not reach the engine: it is logged once, and writing is retried.
 """
 
 import contextlib
@@ -48,16 +48,16 @@ __all__ = [
     "start_in_worker",
 ]
 VARIABLE = "VLLM_PREFIXSHARE_METRICS"
-#: where it is set, as with several API servers, ``/metrics`` shows only the folder that it names
+#: If it is set, as with several API servers, ``/metrics`` shows only the folder that it names.
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.02, 1.0, 60.0
-#: Seconds without the folder, which its front end makes again at a scrape, before a warning.
+#: Seconds without the folder, which its front end creates again at a scrape, before a warning.
 PATIENCE = 60.0
 
 
 def expose() -> None:
-    """In the front end: make the folder, name it to the workers, and let ``/metrics`` read it. In a
-    Ray process, forward the folder's counters to Ray's own metrics.
+    """In the front end: create the folder, pass its name to the workers in the environment, and
+    let ``/metrics`` read it. In a Ray process, forward the folder's counters to Ray's metrics.
 
     Raises:
         PrefixShareError: see ``named_folder``.
@@ -68,7 +68,7 @@ def expose() -> None:
     try:
         folder = folder or _temporary_folder()
     except OSError as e:
-        os.environ.pop(VARIABLE, None)  # of a parent process
+        os.environ.pop(VARIABLE, None)  # the parent process's
         settings.cache_clear()
         logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
         return
@@ -78,17 +78,17 @@ def expose() -> None:
     if not os.environ.get(SHARED) and folder not in _EXPOSED:
         _EXPOSED.append(folder)
         REGISTRY.register(FileCollector(folder))
-    if is_temporary(folder):  # others may hold several engines' counters
+    if is_temporary(folder):  # another folder may hold the counters of several engines
         ray_metrics.forward(folder)
 
 
 def named_folder() -> Path | None:
-    """The folder that the user names in the environment, made if it is missing; None if the user
-    names none. The temporary folder of a parent process is none: that process removes it, and its
-    counts are not of this server.
+    """The folder that the user names in the environment, created if it is missing, or None. The
+    temporary folder of a parent process does not count: the parent removes it, and the counts in it
+    are another server's.
 
     Raises:
-        PrefixShareError: no file can be made there, for another reason than a full disk.
+        PrefixShareError: no file can be created there, for another reason than a full disk.
     """
     shared = os.environ.get(SHARED)
     folder = Path(shared) if shared else settings().metrics
@@ -117,7 +117,7 @@ def _temporary_folder() -> Path:
     """A folder that is deleted when this process ends.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     global _folder
     if _folder is None:
@@ -136,21 +136,21 @@ def start_in_worker(config: Any = None) -> None:
     from vllm.config import get_current_vllm_config
 
     if not torch.distributed.is_initialized():
-        return  # the front end, or the engine core beside its workers
+        return  # the front end, or an engine core with workers in other processes
     if config is None:
         config = get_current_vllm_config()
     if config.parallel_config.rank:
-        return  # under tensor parallelism all ranks count the same
+        return  # under tensor parallelism all ranks have equal counts
     _publish(DecodeSteps, config, {"engine": str(config.parallel_config.data_parallel_index)})
 
 
 def start_for_engine(process: str, config: Any, uses_prefix_share: bool) -> None:
-    """Activate shared host work where a process learns of an engine, and publish its counters. May
-    be called again; where one process has several roles, the first call names it.
+    """Activate shared host work in a process of an engine, and publish its counters. May be called
+    again; if one process has several roles, the first call names it.
 
     Args:
-        process: ``api_server``, ``engine_core`` or ``worker``. For ``api_server`` the metrics are
-            exposed, too.
+        process: ``api_server``, ``engine_core`` or ``worker``. ``api_server`` also exposes the
+            metrics.
         config: the finished ``VllmConfig``.
         uses_prefix_share: whether the engine's attention backend is PREFIX_SHARE.
 
@@ -167,12 +167,12 @@ def start_for_engine(process: str, config: Any, uses_prefix_share: bool) -> None
 
 
 def _publish(make_source: Any, config: Any, labels: dict[str, str], kind: str = "steps") -> None:
-    """Start a ``Publisher``. Where one of this kind runs for an earlier engine of this process with
-    other labels, it ends: later counts have the new labels.
+    """Start a ``Publisher``. It replaces the publisher of this kind of an earlier engine in this
+    process, if that has other labels: later counts have the new labels.
 
     Args:
         make_source: returns the ``Source``.
-        config: of the engine; a draft model has another ``VllmConfig`` with the same instance_id.
+        config: the engine's; a draft model has another ``VllmConfig`` with the same instance_id.
     """
     earlier = _publishers.get(kind)
     if earlier is not None and earlier.instance == config.instance_id:
@@ -182,7 +182,7 @@ def _publish(make_source: Any, config: Any, labels: dict[str, str], kind: str = 
         earlier.instance = config.instance_id
         return
     folder = settings().metrics
-    if folder is None and ray_metrics.connected():  # made by vLLM's Ray executor
+    if folder is None and ray_metrics.connected():  # a worker of vLLM's Ray executor
         with contextlib.suppress(OSError):
             folder = _temporary_folder()
             ray_metrics.forward(folder)
@@ -199,10 +199,10 @@ class Publisher(threading.Thread):
     """Writes the counters of a source for ``/metrics``, and to the log.
 
     Args:
-        source: of counters in this process.
-        folder: where ``expose`` looks; None: the log alone.
+        source: counters of this process.
+        folder: where ``expose`` looks for files; None to write the log only.
         labels: added to every sample.
-        follows: whether counts until now were published with other labels, and are left out.
+        follows: whether the counts so far were published with other labels; they are subtracted.
 
     Attributes:
         instance: ``VllmConfig.instance_id`` of the engine that is published.
@@ -230,9 +230,9 @@ class Publisher(threading.Thread):
         self._last = dict(self._base)
 
     def run(self) -> None:
-        """Write once a second and log once a minute, until the process or ``end``. Write at once
-        when counting stops, or a step takes long: the process may be killed right after the last
-        answer, as by Ray Data.
+        """Write once a second and log once a minute, until the process ends or ``end`` is called.
+        Write immediately when counting stops or a step takes long: the process may be killed right
+        after the last answer, for example by Ray Data.
         """
         wrote = logged = time.monotonic()
         seen = written = self._source.progress()
@@ -255,7 +255,7 @@ class Publisher(threading.Thread):
                         logger().info("%s", line)
 
     def end(self) -> None:
-        """Write a last time and stop. The files stay, with their locks."""
+        """Write a last time and stop. The files stay locked."""
         self._end.set()
         if self.is_alive():
             self.join(WRITE_SECONDS)
@@ -267,7 +267,7 @@ class Publisher(threading.Thread):
             return
         try:
             self.write(self._folder, second_over)
-        except OSError as e:  # the folder is on another machine or was removed; a full disk
+        except OSError as e:  # a folder on another machine, a removed folder, a full disk
             now = time.monotonic()
             if self._failing_since is None:
                 self._failing_since = now
@@ -304,31 +304,29 @@ class Publisher(threading.Thread):
                 self._base.pop(place, None)
             self._last[place] = sample.value
             value = sample.value - self._base.get(place, 0.0)
-            self._files[sample.kind].set(key, float(value))
+            self._files[sample.kind].samples[key] = float(value)
         if not is_temporary(folder) and str(folder) != os.environ.get(SHARED):
-            folder.mkdir(parents=True, exist_ok=True)  # the user's own, if it was removed
+            folder.mkdir(parents=True, exist_ok=True)  # a named folder that was removed
         for file in self._files.values():
             file.write()
         self._has_written = True
 
     def close(self) -> None:
-        """Close the files, in a child that was forked: as long as it has them open, they are
-        locked.
-        """
+        """Close the files in a forked child, which would otherwise keep them locked."""
         for file in self._files.values():
             file.close()
 
 
 _publishers: dict[str, Publisher] = {}
 _ended: list[Publisher] = []
-#: Held while a thread writes or logs, and while a child is forked, which would otherwise inherit
-#: locks of a thread that it does not have.
+#: Held while a thread writes or logs and during a fork: a child would inherit the locks that the
+#: parent's thread holds at that moment, and has no thread to release them.
 _ticking = threading.Lock()
 _forking = threading.local()
 
 
 def _before_fork() -> None:
-    _forking.has_lock = _ticking.acquire(timeout=1.0)  # writing may wait for a disk
+    _forking.has_lock = _ticking.acquire(timeout=1.0)  # a write may wait for the disk
 
 
 def _after_fork_in_parent() -> None:

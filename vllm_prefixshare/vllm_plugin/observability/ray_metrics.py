@@ -1,8 +1,8 @@
-"""The counters as metrics of Ray, whose ``/metrics`` has those of every process of a node.
+"""The counters as metrics of Ray, whose ``/metrics`` covers every process of a node.
 
-Under Ray nothing scrapes the front end's ``/metrics``. So a thread of the front end, a Ray actor,
-reads the files that the engine's workers write, and sets Ray's metrics once a second. A worker that
-vLLM's Ray executor made is an actor itself and forwards its own files.
+Ray does not scrape the front end's ``/metrics``. A thread of the front end, which is a Ray actor,
+therefore reads the files of the engine's workers and sets Ray's metrics once a second. A worker of
+vLLM's Ray executor is an actor itself and forwards its own files.
 """
 
 import sys
@@ -25,7 +25,7 @@ def connected() -> bool:
 
 
 def forward(folder: Path) -> None:
-    """Start a ``Forwarder`` of ``folder`` if this process belongs to Ray, and has none."""
+    """Start the ``Forwarder`` of this process, if it belongs to Ray and has none yet."""
     global _forwarder
     if _forwarder is None and connected():
         _forwarder = Forwarder(folder)
@@ -35,9 +35,9 @@ def forward(folder: Path) -> None:
 class Forwarder(threading.Thread):
     """Sets Ray's metrics from the files in ``folder``.
 
-    Ray names them ``ray_vllm_prefixshare_...`` and adds the process and its node; ``ReplicaId`` is
-    that of Ray Serve, empty elsewhere, as in vLLM's metrics under Ray. A Ray histogram takes single
-    observations only, which the files lack, so plan time is exported as a sum.
+    Ray names them ``ray_vllm_prefixshare_...`` and adds the process and its node. ``ReplicaId`` is
+    Ray Serve's, empty elsewhere, as in vLLM's metrics under Ray. A Ray histogram takes single
+    observations, which the files do not have, so plan time is exported as a sum.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,12 +47,12 @@ class Forwarder(threading.Thread):
         self._values: dict[tuple[str, ...], float] = {}
 
     def run(self) -> None:
-        """Forward once a second, as long as the process belongs to Ray."""
+        """Forward once a second while the process belongs to Ray."""
         while connected():
             time.sleep(SECONDS)
             try:
                 self.forward()
-            except Exception as e:  # Ray is shutting down, or the folder has gone
+            except Exception as e:  # Ray is shutting down, or the folder was removed
                 logger().warning("No PREFIX_SHARE metrics in Ray: %s.", e)
                 return
 

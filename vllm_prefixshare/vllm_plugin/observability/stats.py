@@ -20,15 +20,15 @@ NO_COST_TABLE = "no measured cost table"
 class BackendStats:
     """Counters of one worker process, summed over its KV-cache groups; times in seconds.
 
-    decode_steps: engine steps with at least one decode, counted once per KV-cache group. New
-        requests that are planned with the decodes count as decodes, here and below.
+    decode_steps: engine steps with at least one decode, counted once per KV-cache group. Here and
+        below, new requests that are planned with the decodes count as decodes.
     shared_steps: decode steps in which requests shared KV.
     layer_calls, layer_seconds: attention layers that ran shared decodes, and their time (CPU only).
     kv_tokens_read: KV tokens per layer that decodes read.
-    kv_tokens_stock: KV tokens per layer that they would read one by one.
+    kv_tokens_stock: KV tokens per layer that decodes would read without sharing.
     plans, plan_seconds: plans made and copied to the device, and their time.
     build_seconds: time that planning adds to building metadata (CPU only).
-    imbalance: load of the busiest worker over the mean, in the last plan; 0 before the first.
+    imbalance: load of the busiest CTA over the mean, in the last plan; 0 before the first.
     plans_by_time: plans in each of ``PLAN_BUCKETS``.
     fallbacks: counts by reason: kinds of layers that keep vLLM's own backend, and plans that share
         nothing because a sharing plan could not be used.
@@ -111,13 +111,12 @@ class BackendStats:
 
 
 def share_factor(stock: float, read: float) -> float:
-    """Times that a KV token is used for each time it is read; 1 where nothing was read."""
+    """Uses of a KV token per read; 1 if nothing was read."""
     return stock / read if read else 1.0
 
 
 #: The counters of this process.
 STATS = BackendStats()
-
 
 # A forked engine core or worker starts from zero.
 os.register_at_fork(after_in_child=lambda: STATS.reset())
@@ -129,7 +128,7 @@ class Since(Generic[Name]):
     """Increases of counters between calls of ``take``.
 
     Args:
-        counters: returns each counter now.
+        counters: returns the current value of each counter.
     """
 
     def __init__(self, counters: Callable[[], Mapping[Name, float]]) -> None:
@@ -137,9 +136,7 @@ class Since(Generic[Name]):
         self._before: Mapping[Name, float] = {}
 
     def take(self, restart: bool = True) -> dict[Name, float]:
-        """Increase of each counter since the last call with ``restart``; after a reset, its
-        value.
-        """
+        """Increase of each counter since the last call with ``restart``, or since its reset."""
         now, before = self._counters(), self._before
         if restart:
             self._before = now
@@ -158,7 +155,7 @@ _LOGGED = Since(backend_counters)
 
 
 def take_stats() -> dict[str, float]:
-    """What this process counted since the last call, for the loggers of a patched vLLM."""
+    """Increases of this process's counters since the last call, for loggers of a patched vLLM."""
     return {f"prefix_share_{name}": since for name, since in _LOGGED.take().items() if since}
 
 
@@ -166,7 +163,7 @@ def prompt_stats(reset: bool = False) -> dict[str, dict[str, float]]:
     """Counters of shared host work in the calling process, such as the front end.
 
     Args:
-        reset: whether to set them to zero afterwards; ``cache_bytes`` stays.
+        reset: whether to set them to zero afterwards, except ``cache_bytes``.
 
     Returns:
         ``PartCounters`` as a dictionary for each part: requests, fallbacks, units, shared_units,

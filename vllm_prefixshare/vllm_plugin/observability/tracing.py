@@ -1,4 +1,4 @@
-"""A record of the batches that an engine plans for, as ``vllm-prefixshare inspect`` reads it."""
+"""Records the batches that an engine plans for; ``vllm-prefixshare inspect`` reads them."""
 
 import contextlib
 import errno
@@ -18,14 +18,15 @@ from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 
-#: Largest size of a trace; later batches are not recorded.
+#: Maximum size of a trace; later batches are not recorded.
 MAX_BYTES = 16 << 20
-#: How the first line of a trace begins, as ``Trace.record`` writes it, and bytes that show it.
-FIRST_LINE, FIRST_BYTES = re.compile(rb'\{"time":[\d.]+,"block_size":\d+,"kv_lens":\['), 128
+#: Start of the first line that ``Trace.record`` writes; it fits in ``FIRST_BYTES`` bytes.
+FIRST_LINE = re.compile(rb'\{"time":[\d.]+,"block_size":\d+,"kv_lens":\[')
+FIRST_BYTES = 128
 
 
 def open_file(path: Path) -> int:
-    """Open a file for a trace, made if it is missing, and leave its content alone.
+    """Open a file for a trace without changing its content; creates it if it is missing.
 
     Raises:
         PrefixShareError: it cannot be written.
@@ -57,7 +58,9 @@ class Trace:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._size, self._open = path, 0, True
+        self._path = path
+        self._size = 0
+        self._open = True
         self._file = open_file(path)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as the process lasts
@@ -80,8 +83,11 @@ class Trace:
         block_table: IntArray,
         seq_lens: IntArray,
     ) -> None:
-        """Add a batch, ``[num_reqs, max_blocks]`` block ids and ``[num_reqs]`` tokens, and figures
-        of its plan.
+        """Add a batch and a summary of its plan.
+
+        Args:
+            block_table: ``[num_reqs, max_blocks]`` block ids.
+            seq_lens: ``[num_reqs]`` tokens.
         """
         if plan.num_reqs == 0:
             return
@@ -128,7 +134,7 @@ class Trace:
 @cache
 def trace_to(path: Path) -> Trace | None:
     """The trace that all KV-cache groups of a process share; None, with a warning, if the file can
-    no longer be written: the front end refused what could not be written at first.
+    no longer be written. The front end has rejected a file that it could not write.
     """
     try:
         return Trace(path)
