@@ -1,4 +1,4 @@
-"""Asks the rules, and logs why a layer is not served."""
+"""Applies the rules, and logs why a layer is not served."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def declines(layer: Any, on_gpu: bool, latent: bool = False) -> str | None:
     if no layer is served.
 
     Args:
-        latent: whether the caller has a backend for latents, which is another class.
+        latent: whether the caller is the MLA backend.
 
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
@@ -36,7 +36,7 @@ def declines(layer: Any, on_gpu: bool, latent: bool = False) -> str | None:
 
 
 def fall_back(reason: str) -> None:
-    """Log once that a layer keeps vLLM's own backend; refuse under the strict setting.
+    """Count and log once that a layer keeps vLLM's own backend; raise under the strict setting.
 
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.

@@ -1,4 +1,4 @@
-"""The layers of a KV-cache group, which one plan serves."""
+"""Which layers of a KV-cache group one plan serves."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ def served_together(impls: Iterable[Any], spec: Any) -> list[Any]:
     """The implementations of a group with this ``KVCacheSpec`` that one plan can serve. The others
     are set not to share.
 
-    Where vLLM's hybrid KV cache manager is off, layers with a window are in the group of those
-    without, and its blocks are kept for all tokens.
+    Without vLLM's hybrid KV cache manager, layers with and without a window are in one group, which
+    keeps the blocks of all tokens.
     """
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -31,24 +31,25 @@ def served_together(impls: Iterable[Any], spec: Any) -> list[Any]:
 def builder_refusal(
     builder: Any, final: type, latent: bool = False, window: int | None = None
 ) -> str | None:
-    """Why a metadata builder cannot plan for its layers, or None. Block tables of other kinds
-    than full attention keep ids of freed blocks, or leave some out. With a window this is known,
-    and no such block is shared.
+    """Why a metadata builder cannot plan for its layers, or None. Block tables of attention other
+    than full attention keep ids of freed blocks, or leave some out. With a known window these
+    blocks are known, and are not shared.
 
     Args:
-        final: the only class that may plan; vLLM derives others, which change the runner's
-            metadata before they build.
-        latent: whether the layers have latents in place of keys and values.
+        final: the only class that may plan; vLLM derives classes that change the runner's metadata
+            before they build.
+        latent: whether the layers have an MLA cache.
         window: sliding window of the served layers; None for none.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-    spec, derived = builder.kv_cache_spec, type(builder) is not final
+    spec = builder.kv_cache_spec
+    derived = type(builder) is not final
     usual = MLAAttentionSpec if latent else FullAttentionSpec
     known = type(spec) is SlidingWindowSpec and window == spec.sliding_window
     checks = (
         (type(spec) is not usual and not known, f"a KV cache of {type(spec).__name__}"),
-        # other layers of the group may have the chunks
+        # other layers of the group may use chunked attention
         (
             derived and getattr(spec, "attention_chunk_size", None) is not None,
             "chunked local attention",
@@ -59,8 +60,8 @@ def builder_refusal(
 
 
 def attention_of(impls: Sequence[Any], block_size: int | None, dtype: Any) -> AttentionConfig:
-    """What an executor for these implementations of one shape must serve: the query heads of all
-    ranks among which decode context parallelism divides the KV.
+    """The shape that an executor for these implementations, all of one shape, must serve. Under
+    decode context parallelism it has the query heads of all ranks.
 
     Args:
         block_size: None for the default of the layers' backend.

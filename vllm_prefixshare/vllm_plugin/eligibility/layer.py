@@ -1,4 +1,4 @@
-"""What decides whether a layer is served: of the layer itself, and of its engine."""
+"""Properties of a layer and its engine that decide whether the layer is served."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ FP8_LATENT_BLOCK = 64
 
 
 class Engine(NamedTuple):
-    """What of an engine decides whether its layers are served on a GPU.
+    """Engine settings that affect whether its layers are served on a GPU.
 
     query_len: maximum number of query tokens of a decode, drafts included.
     shards: ranks that hold a part of each request's KV (decode context parallelism).
-    is_hybrid: whether the model has layers with linear attention, too.
-    mixed_caches: whether some layers keep a 16-bit KV cache beside quantised ones.
+    is_hybrid: whether the model also has layers with linear attention.
+    mixed_caches: whether some layers have a 16-bit KV cache and others a quantised one.
     prefill_shards: ranks that divide a prefill (prefill context parallelism).
     micro_batches, is_diffusion, is_draft: whether it runs in micro-batches, decodes by diffusion,
         is a draft model.
@@ -51,15 +51,15 @@ class Engine(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer, as far as its source knows it: vLLM's selector (``of_selector``), a layer that was
-    built (``of_impl``), or a checkpoint.
+    """What is known of a layer from vLLM's selector (``of_selector``), from its implementation
+    (``of_impl``), or from a checkpoint.
 
     Fields are named as in vLLM's ``AttentionSelectorConfig``. dtype: None if unknown.
     kv_cache_dtype: "auto" or None for the dtype of the layer. num_heads, num_kv_heads: per GPU.
     sliding_window: number of tokens, including the query; None for full attention, or if unknown.
-    kv_lora_rank: width of a latent; 0 for none, or if unknown. value_size: width of values if vLLM
-    chooses another backend for it, else 0. quantised_query: whether queries are quantised with the
-    KV cache. block_size: None for vLLM's default.
+    kv_lora_rank: width of MLA's compressed KV; 0 for none, or if unknown. value_size: width of
+    values if vLLM chooses another backend because of it, else 0. quantised_query: whether queries
+    are quantised with the KV cache. block_size: None for vLLM's default.
     """
 
     head_size: int
@@ -91,7 +91,7 @@ class LayerSpec:
 
     @staticmethod
     def of_selector(layer: Any) -> "LayerSpec":
-        """A layer that vLLM chooses a backend for, from its ``AttentionSelectorConfig``."""
+        """The layer of an ``AttentionSelectorConfig``."""
         # vLLM 0.29 has no use_rswa
         known = {name: getattr(layer, name) for name in SELECTOR_FIELDS if hasattr(layer, name)}
         return LayerSpec(**known | {"dtype": _name(layer.dtype)})
@@ -104,11 +104,11 @@ class LayerSpec:
         dtype: Any = None,
         block_size: int | None = None,
     ) -> "LayerSpec":
-        """A layer that vLLM has built, from its implementation.
+        """The layer of an attention implementation.
 
         Args:
-            full_context: value of ``impl.sliding_window`` that stands for none.
-            dtype: the model's, even if the KV cache has another; None where not known.
+            full_context: value of ``impl.sliding_window`` that means full attention.
+            dtype: the model's, even if the KV cache has another; None if unknown.
         """
         latent = getattr(impl, "kv_lora_rank", None) or 0
         return LayerSpec(
@@ -132,18 +132,18 @@ class LayerSpec:
 
     @property
     def all_heads(self) -> int:
-        """Query heads that a GPU computes: under decode context parallelism the heads of
-        all ranks, over its shard of the KV.
+        """Query heads that a GPU computes: under decode context parallelism the heads of all
+        ranks, on its shard of the KV.
         """
         return self.num_heads * self.engine.shards
 
     @property
     def has_fp8_cache(self) -> bool:
-        """Whether the KV cache has a type of 8 bits that the kernels read."""
+        """Whether the KV cache has an 8-bit type that the kernels read."""
         return self.kv_cache_dtype in FP8_CACHES
 
     def attention_config(self) -> AttentionConfig:
-        """What an executor for the layer must serve.
+        """The shape that an executor for the layer must serve.
 
         Raises:
             PrefixShareError: no kernel serves the shape.
@@ -169,7 +169,7 @@ class LayerSpec:
         )
 
 
-#: Fields that vLLM's selector knows under the same names.
+#: Fields with the same name in ``AttentionSelectorConfig``.
 SELECTOR_FIELDS = (
     "head_size", "kv_cache_dtype", "attn_type", "use_mla", "use_sparse", "has_sink",
     "has_sliding_window", "use_mm_prefix", "use_non_causal", "use_rswa", "use_dcp", "use_pcp",
@@ -178,7 +178,7 @@ SELECTOR_FIELDS = (
 
 
 def window_of(impl: Any) -> int | None:
-    """The sliding window of a GPU layer, in tokens, its own included; None for full attention."""
+    """The sliding window of a GPU layer in tokens, the query included; None for full attention."""
     window: Any = getattr(impl, "sliding_window", None)
     return window[0] + 1 if isinstance(window, tuple) and window[0] >= 0 else None
 

@@ -1,4 +1,4 @@
-"""What this machine's GPU decides: whether a kernel compiles, and what window is long enough."""
+"""Eligibility that depends on this GPU: whether a kernel compiles, and the minimum window."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ def this_device() -> torch.device:
 
 @cache
 def shortest_window(attention: AttentionConfig) -> int | None:
-    """The least sliding window that is served, in tokens, by the cost table; None for none.
+    """Minimum sliding window, in tokens, for which the cost table expects a gain; None if none.
 
     Raises:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.

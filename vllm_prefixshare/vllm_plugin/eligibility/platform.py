@@ -1,4 +1,4 @@
-"""What layers may have on a machine."""
+"""Features of layers that a machine can serve."""
 
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ NOTHING: frozenset[str] = frozenset()
 class Platform(NamedTuple):
     """What a machine can serve.
 
-    dtypes: those that the executors take. extras: the served ones of ``GPU_EXTRAS`` and
-    ``settings.EXPERIMENTAL``. is_gpu: whether the rules for GPUs hold. is_here: whether it is this
-    machine, whose kernels and cost table decide, too.
+    dtypes: dtypes of the executors. extras: the served features of ``GPU_EXTRAS`` and
+    ``settings.EXPERIMENTAL``. is_gpu: whether the rules for GPUs apply. is_here: whether it is this
+    machine, so that its kernels and cost table decide as well.
     """
 
     dtypes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Platform(NamedTuple):
         return MAX_HEAD_DIM if "head_dim" in self.extras else USUAL_HEAD_DIM
 
     def fp8_extra(self, use_mla: bool) -> bool:
-        """Whether KV caches, or latent KV caches, may have 8 bits."""
+        """Whether KV caches (with ``use_mla``, MLA caches) may have 8 bits."""
         return ("mla_fp8" if use_mla else "fp8") in self.extras
 
 
@@ -44,12 +44,12 @@ CPU = Platform(DTYPES, is_gpu=False)
 
 
 def gpu_extras(anywhere: bool = False) -> frozenset[str]:
-    """What layers may have on this GPU: sinks and fp8 caches only where FLASH_ATTN, which does
-    their prefills, takes them; latents where FLASH_ATTN_MLA does, in fp8 where FLASHMLA does; batch
-    invariance where this vLLM makes it possible.
+    """Features that layers may have on this GPU. vLLM's own backends compute prefills: sinks and
+    fp8 caches need support by FLASH_ATTN, MLA by FLASH_ATTN_MLA, and an fp8 MLA cache by FLASHMLA.
+    Batch invariance needs support by this vLLM.
 
     Args:
-        anywhere: return what layers may have on a GPU that supports everything.
+        anywhere: return the features on a GPU that supports everything.
     """
     extras = GPU_EXTRAS | settings().experimental
     if anywhere:
@@ -71,7 +71,7 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
 def gpu_of(capability: tuple[int, int]) -> Platform:
     """A GPU that this machine may not have, by its compute capability."""
     extras = gpu_extras(anywhere=True)
-    # where vLLM takes FlashAttention-3 or 4, which have them
+    # FlashAttention-3 and 4 support these; vLLM uses them on compute capability 9.0 and 10.0
     if capability not in ((9, 0), (10, 0)):
         extras -= {"fp8", "mla_fp8", "sinks"}
     if capability != (9, 0):

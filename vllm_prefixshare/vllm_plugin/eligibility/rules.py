@@ -19,9 +19,9 @@ Condition = Callable[[LayerSpec, Platform], bool]
 
 
 class Rule(NamedTuple):
-    """Layers to which ``applies`` are not served.
+    """A rule: layers for which ``applies`` returns True are not served.
 
-    reason: completes "Layers with ..."; a function where it names a value.
+    reason: completes "Layers with ..."; a function if it names a value.
     """
 
     reason: str | Callable[[LayerSpec], str]
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 
 
 def refusal(layer: LayerSpec, platform: Platform) -> str | None:
-    """Why a layer is not served: the reason of the first rule that applies; None if none does.
+    """Why a layer is not served: the reason of the first rule that applies, or None.
 
     Raises:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit (on this
@@ -68,8 +68,8 @@ def _other_head_dim(layer: LayerSpec, platform: Platform) -> bool:
 
 
 def _too_many_draft_rows(layer: LayerSpec, _: Platform) -> bool:
-    most = MAX_LATENT_ROWS // layer.engine.query_len
-    return layer.use_mla and layer.engine.query_len > 1 and layer.all_heads > most
+    max_heads = MAX_LATENT_ROWS // layer.engine.query_len
+    return layer.use_mla and layer.engine.query_len > 1 and layer.all_heads > max_heads
 
 
 def _too_short_window(layer: LayerSpec, platform: Platform) -> bool:
@@ -94,7 +94,7 @@ def _latent_kernel_failure(layer: LayerSpec) -> str | None:
     return kernel_failure(layer.attention_config(), layer.engine.query_len)
 
 
-#: What the layer alone decides, on a CPU, too.
+#: Rules that depend on the layer only, on CPUs and GPUs.
 LAYER_RULES = (
     # vLLM chooses a backend for these layers without asking the platform
     Rule(
@@ -127,7 +127,7 @@ LAYER_RULES = (
     Rule(lambda s: f"head_dim {s.head_size}", _other_head_dim),
 )
 
-#: What its engine decides with it, on a GPU.
+#: Rules that depend on the engine as well, on GPUs.
 ENGINE_RULES = (
     Rule(
         f"multi-head latent attention of more than {MAX_LATENT_ROWS} heads a GPU",
@@ -158,17 +158,17 @@ ENGINE_RULES = (
         "decode context parallelism under batch invariance",
         lambda s, _: s.engine.shards > 1 and invariance.wanted(),
     ),
-    # several queries of a request have a causal order
+    # the causal order of a request's queries is not known within a shard
     Rule(
         "drafts under decode context parallelism",
         lambda s, _: s.engine.shards > 1 and s.engine.query_len > 1,
     ),
-    # every rank would count them
+    # every rank would add the sink
     Rule(
         "attention sinks under decode context parallelism",
         lambda s, _: s.engine.shards > 1 and s.has_sink,
     ),
-    # positions in a shard are not those in the request
+    # a position in a shard is not the position in the request
     Rule(
         "ALiBi slopes under decode context parallelism",
         lambda s, _: s.engine.shards > 1 and s.alibi,
@@ -182,29 +182,29 @@ ENGINE_RULES = (
         "an fp8 KV cache under decode context parallelism",
         lambda s, _: s.engine.shards > 1 and s.has_fp8_cache,
     ),
-    # requests that accept more drafts than others lose blocks that the others still read
+    # requests that accept more drafts free blocks that other requests still read
     Rule(
         "drafts with a sliding window",
         lambda s, _: s.sliding_window is not None and s.engine.query_len > 1,
     ),
-    # where a run begins depends on its readers
+    # the start of a KV range depends on its readers
     Rule(
         "a sliding window under batch invariance",
         lambda s, _: s.sliding_window is not None and invariance.wanted(),
     ),
-    # a block that a window has left may hold a state, and so no numbers
+    # a block that a window has left may hold a state, which may read as NaN
     Rule(
         "a sliding window beside linear attention",
         lambda s, _: s.sliding_window is not None and s.engine.is_hybrid,
     ),
-    # it may hold numbers of another type, which read as NaN
+    # such a block may hold numbers of another type, which may read as NaN
     Rule(
         "a sliding window beside KV caches of another type",
         lambda s, _: s.sliding_window is not None and s.engine.mixed_caches,
     ),
 )
 
-#: What this machine's kernels and cost table decide.
+#: Rules that depend on this machine's kernels and cost table.
 MEASURED_RULES = (
     Rule(
         lambda s: (
@@ -213,8 +213,8 @@ MEASURED_RULES = (
         ),
         _too_short_window,
     ),
-    # with plain attention the portable kernel steps in where a Triton does not compile the one for
-    # Hopper; here the parent does
+    # Where Triton does not compile the Hopper kernel, plain attention uses the portable kernel; MLA
+    # has no other kernel.
     Rule(
         lambda s: f"multi-head latent attention without a kernel ({_latent_kernel_failure(s)})",
         lambda s, p: p.is_here and s.use_mla and _latent_kernel_failure(s) is not None,

@@ -1,18 +1,18 @@
-"""Block hashes of a prompt that begins like a recent one are taken from it.
+"""Takes the block hashes of a prompt from a recent prompt with the same prefix.
 
 vLLM chains the hashes: the hash of a block is a function of the hash before it, the block's tokens
 (with `num_hash_lookahead_tokens`, also of the next tokens) and its extra keys: LoRA adapter,
 multi-modal features that overlap those tokens with offsets relative to the block, and for the
 first block the cache salt.
 
-`_Segment` keeps hashes of consecutive blocks together with what they were computed from. Segments
-are found by the arguments of their first hash: the hash before it (by value), the first block's
-tokens and its extra keys. From there on a prompt gets the segment's hashes for as long as its
-tokens and features are the same. Each hash taken was therefore computed by vLLM's own function
-from equal arguments, for every algorithm, and even if the algorithm has collisions. Where a
-prompt departs from a segment, the same look-up goes on from the last equal block, so segments form
-a prefix tree whose edges are keyed by content: one that was dropped is found again as soon as it
-was computed again. vLLM's own hasher continues from the last block that was taken.
+`_Segment` has the hashes of consecutive blocks and the inputs they were computed from. A segment
+is found by the arguments of its first hash: the preceding hash (by value), the first block's tokens
+and its extra keys. From there a prompt gets the segment's hashes while its tokens and features are
+the same. vLLM's own function has therefore computed each of these hashes from equal arguments, with
+any algorithm, even one with collisions. Where a prompt differs from a segment, the look-up
+continues from the last equal block, so segments form a prefix tree with edges keyed by content: a
+dropped segment is found again once it has been computed again. vLLM's hasher continues from the
+last block that was found.
 
 Left to vLLM: prompts with embeddings, features that overlap each other (what vLLM then hashes
 depends on features behind the block), token ids that are not plain ints of 32 bits (their pickled
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # its module imports the one that is hooked
     from vllm.v1.request import Request
 
 PART = "hashes"
-#: Minimum number of new blocks of a prompt to keep: fewer are hashed again in 20 microseconds.
+#: Minimum number of new blocks to store: hashing fewer again takes 20 microseconds.
 MIN_BLOCKS = 8
 #: Estimate of the bytes that a multi-modal feature takes in a segment.
 _FEATURE_BYTES = 300
@@ -51,7 +51,7 @@ BlockHasher = Callable[["Request"], list[BlockHash]]
 
 
 class _Feature(NamedTuple):
-    """A multi-modal input: its identifier, and where it starts and ends (exclusive), in tokens."""
+    """A multi-modal input: its identifier, its start and its end (exclusive), in tokens."""
 
     identifier: str
     start: int
@@ -59,7 +59,7 @@ class _Feature(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Hashes of consecutive blocks, and what they were computed from.
+    """Hashes of consecutive blocks, and the inputs they were computed from.
 
     tokens: int32 [blocks * block_size + look-ahead].
     features: the features that overlap ``tokens``, relative to its start.
@@ -72,7 +72,7 @@ class _Segment(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """What the hashes of a prompt depend on. tokens: int32 [prompt length]."""
+    """The inputs of a prompt's hashes. tokens: int32 [prompt length]."""
 
     tokens: TokenArray
     features: list[_Feature]
@@ -95,7 +95,7 @@ def _segments() -> BoundedCache[Any, _Segment]:
 
 
 class SharedBlockHasher:
-    """A block hasher of vLLM that takes hashes from recent prompts.
+    """A vLLM block hasher that takes hashes from recent prompts.
 
     Args:
         baseline: vLLM's hasher, made with the following arguments.
@@ -117,7 +117,7 @@ class SharedBlockHasher:
         self._identity = (hash_function, block_size, num_lookahead_tokens)
 
     def __call__(self, request: "Request") -> list[BlockHash]:
-        """The hashes of the request's full blocks that it has no hash of yet."""
+        """The missing hashes of the request's full blocks."""
         if request.block_hashes or not is_enabled(PART):
             return self._baseline(request)
         num_blocks = (request.num_tokens - self._lookahead) // self._block_size
@@ -145,7 +145,7 @@ class SharedBlockHasher:
             segment = _segments().get(self._key(prompt, hashes))
             if segment is None:
                 break
-            # at least one block: the key holds all that the first hash is computed from
+            # at least one block: the key has all inputs of the first hash
             common = self._num_common_tokens(prompt, len(hashes) * self._block_size, segment)
             hashes += segment.hashes[: (common - self._lookahead) // self._block_size]
         return hashes
@@ -164,7 +164,7 @@ class SharedBlockHasher:
         )
 
     def _num_common_tokens(self, prompt: _Prompt, start: int, segment: _Segment) -> int:
-        """How many tokens from ``start`` on are those of the segment, with the same features."""
+        """Number of tokens from ``start`` that equal the segment's, with the same features."""
         common = num_common_ids(prompt.tokens[start:], segment.tokens)
         if prompt.features or segment.features:
             features = prompt.features_between(start, start + common)
@@ -182,12 +182,12 @@ class SharedBlockHasher:
             request.block_hashes.clear()  # the caller extends it by the result
 
     def _keep(self, prompt: _Prompt, shared: list[BlockHash], new: list[BlockHash]) -> None:
-        """Keep the new hashes for later prompts."""
+        """Store the new hashes for later prompts."""
         if len(new) < MIN_BLOCKS:
             return
         start = len(shared) * self._block_size
         end = start + len(new) * self._block_size + self._lookahead
-        # a copy: a view would keep the whole prompt, or the message that it came in
+        # a copy: a view would keep the whole prompt or its message alive
         tokens = prompt.tokens[start:end].copy()
         segment = _Segment(tokens, prompt.features_between(start, end), new)
         key = self._key(prompt, shared)
@@ -219,8 +219,8 @@ def _read(request: "Request") -> _Prompt | None:
 
 
 def _can_resume(prompt: _Prompt, start: int) -> bool:
-    """Whether vLLM's hasher can start at token ``start``. Before 0.31 it assumes that of the
-    features only the last one is still to come.
+    """Whether vLLM's hasher can start at token ``start``. Before 0.31 it assumes that at most the
+    last feature comes after it.
     """
     return (
         len(prompt.features) < 2
@@ -231,7 +231,7 @@ def _can_resume(prompt: _Prompt, start: int) -> bool:
 
 
 _UTILS = "vllm.v1.core.kv_cache_utils"
-#: What a hash depends on, in vLLM 0.29 to 0.33.
+#: Functions that a hash depends on, in vLLM 0.29 to 0.33.
 KNOWN_CODE = {
     f"{_UTILS}.hash_block_tokens": ("1f0474c5df2e",),
     f"{_UTILS}.generate_block_hash_extra_keys": (

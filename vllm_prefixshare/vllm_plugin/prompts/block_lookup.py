@@ -1,18 +1,18 @@
 """Prefix-cache look-up and reference counts without a Python call per block.
 
-Every function here looks at each block at the moment of the call, as vLLM's own does: evictions,
-resets and duplicates need no argument. What changes is the cost of a step: vLLM makes three calls
-per block of a look-up and evaluates the rare case of a block first.
+Like vLLM's functions, each function here reads the state of every block at the time of the call,
+so evictions, resets and duplicates need no special care. Only the cost changes: vLLM makes three
+calls per block of a look-up and tests each block for the rare cases first.
 
 `find_longest_cache_hit`
     makes vLLM's probes of the same dictionary in list comprehensions over growing ranges of
-    blocks, and stops at the first range with a miss. What is kept of a recent look-up are the keys
-    of its probes, which depend on the hashes alone; and the blocks that it found, so that their
-    kinds need no look where the probes find the same objects again.
+    blocks, and stops at the first range with a miss. A recent look-up is stored as the keys of its
+    probes, which depend only on the hashes, and the blocks it found: if the probes find the same
+    objects again, their types need not be checked.
 `touch`, `free_blocks`
-    update the count of blocks that other requests hold before and after the call: for those,
-    vLLM only adds or subtracts one. All other blocks go to vLLM's code, in their order. A null
-    block has either a count of 0 (from 0.33 on) and goes there, or vLLM counts it like any other.
+    update the reference count of blocks that other requests hold before and after the call, for
+    which vLLM only adds or subtracts one. All other blocks go to vLLM's code, in their order. A
+    null block has a count of 0 (from 0.33 on) and goes there, or vLLM counts it like any other.
 `num_evictable_blocks`, `estimate_cached_tokens`
     are vLLM's expressions as comprehensions.
 
@@ -38,11 +38,12 @@ if TYPE_CHECKING:  # these modules import the ones that are hooked
     from vllm.v1.request import Request
 
 PART = "lookup"
-#: Blocks of the first range of a look-up; each further range has twice as many.
+#: Number of blocks in the first range of a look-up; each further range has twice as many.
 _FIRST_RANGE = 16
-#: A multiple of so many leading blocks is kept, so that prompts on one document agree in it.
+#: The number of stored leading blocks is a multiple of this, so that prompts on one document share
+#: them.
 _KEPT_STEP = 64
-#: Estimate of the bytes of a kept block: its key, and three elements of lists.
+#: Estimated bytes of a stored block: its key and three list elements.
 _BYTES_PER_BLOCK = 96
 
 _NUM_TOKENS = attrgetter("_block_hash_num_tokens")
@@ -85,7 +86,7 @@ def find_longest_cache_hit(
                 cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec,
                 drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size,
             )  # fmt: skip
-        # the last hash of a block stands for the block, as hashes are chained
+        # hashes are chained, so the last hash of a block identifies it
         hashes = block_hashes[hashes_per_block - 1 :: hashes_per_block]
         del hashes[max_length // block_size :]
         counters.units += len(hashes)
@@ -105,15 +106,14 @@ def find_longest_cache_hit(
 
 
 class _Recent(NamedTuple):
-    """A look-up of leading blocks that were all found: their hashes, keys and blocks."""
+    """A look-up that found all of its leading blocks: hashes, keys and blocks."""
 
     hashes: list[BlockHash]
     keys: list[bytes]
     blocks: list[KVCacheBlock]
 
 
-#: The attribute of a pool that has its recent look-ups. In one pool, blocks that are equal are
-#: identical.
+#: The attribute of a pool with its recent look-ups. Within a pool, equal blocks are identical.
 _RECENT = "_prefixshare_recent"
 
 _RecentCache = BoundedCache[tuple[int, BlockHash], _Recent]
@@ -144,7 +144,7 @@ def _leading_hits(
         kinds = set(map(type, found))
         if dict in kinds:  # duplicates: the first one counts
             found = [next(iter(b.values())) if type(b) is dict else b for b in found]
-            keeps = False  # it would not be found as it is kept
+            keeps = False  # a stored look-up would not compare equal
         if type(None) in kinds:
             hits += found[: next(i for i, block in enumerate(found) if block is None)]
             break
@@ -176,7 +176,7 @@ def touch(
     pool: BlockPool,
     blocks: Sequence[KVCacheBlock],
 ) -> None:
-    """`BlockPool.touch`: count a further user of each block."""
+    """`BlockPool.touch`: add a user to each block."""
     if pool.metrics_collector:
         return baseline(pool, blocks)
     unused = []
@@ -195,7 +195,7 @@ def free_blocks(
     pool: BlockPool,
     ordered_blocks: Iterable[KVCacheBlock],
 ) -> None:
-    """`BlockPool.free_blocks`: count a user less of each block."""
+    """`BlockPool.free_blocks`: remove a user from each block."""
     unused = []
     for block in ordered_blocks:
         count = block.ref_cnt
@@ -213,7 +213,7 @@ def num_evictable_blocks(baseline: Any, cls: Any, blocks: Iterable[KVCacheBlock]
 
 
 def estimate_cached_tokens(baseline: Any, manager: "KVCacheManager", request: "Request") -> int:
-    """`KVCacheManager.estimate_cached_tokens`: the request's tokens that are in the cache."""
+    """`KVCacheManager.estimate_cached_tokens`: number of the request's tokens in the cache."""
     estimates = []
     groups = manager.kv_cache_config.kv_cache_groups
     blocks_by_group = manager.get_blocks(request.request_id).blocks
@@ -229,7 +229,7 @@ def estimate_cached_tokens(baseline: Any, manager: "KVCacheManager", request: "R
 
 _POOL = "vllm.v1.core.block_pool"
 _MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
-#: What is replaced or relied on here, in vLLM 0.29 to 0.33.
+#: Functions that this module replaces or relies on, in vLLM 0.29 to 0.33.
 KNOWN_CODE = {
     f"{_MANAGERS}.FullAttentionManager.find_longest_cache_hit": ("a76400908327",),
     f"{_MANAGERS}.SingleTypeKVCacheManager._get_num_evictable_blocks": ("ef47843baa10",),
@@ -259,5 +259,5 @@ def _is_supported() -> bool:
 
 
 def is_active() -> bool:
-    """Whether the part is enabled and this vLLM is one that it was written for."""
+    """Whether the part is enabled and supports this vLLM."""
     return is_enabled(PART) and _is_supported()

@@ -1,4 +1,4 @@
-"""A thread-safe cache bounded in bytes that drops what was used least recently."""
+"""A thread-safe LRU cache bounded in bytes."""
 
 from collections.abc import Hashable
 from operator import itemgetter
@@ -12,13 +12,13 @@ from vllm_prefixshare.settings import settings
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
-#: Bytes of an entry next to what its key and value hold: the tuples, the objects' headers and
-#: the cache's two dictionaries.
+#: Bytes of an entry in addition to the data of its key and value: tuples, object headers and the
+#: cache's two dictionaries.
 ENTRY_BYTES = 600
 
 
-#: Part -> 32nds of ``VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB`` that it may hold in a process. A process
-#: that has all parts keeps to the setting.
+#: Part -> 32nds of ``VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB`` that it may hold in a process. Together
+#: they are the whole setting.
 SHARES = {"tokenization": 13, "hashes": 13, "lookup": 2, "copies": 4}
 
 
@@ -57,8 +57,8 @@ class BoundedCache(Generic[Key, Value]):
                 return None
 
     def put(self, key: Key, value: Value, num_bytes: int) -> None:
-        """Keep ``value``, which together with its key holds ``num_bytes``. A value larger than
-        the whole cache is not kept.
+        """Store ``value``, which holds ``num_bytes`` together with its key. A value larger than the
+        cache is not stored.
         """
         num_bytes += ENTRY_BYTES
         if num_bytes <= self.max_bytes:

@@ -1,21 +1,21 @@
-"""Token ids and block ids that cross from process to process and to the GPU as arrays.
+"""Passes token ids and block ids between processes and to the GPU as arrays.
 
 A prompt passes the API server, the engine core, the scheduler's message to the workers and the
-model runner. vLLM handles it as a list in each of them: it creates the same integers again in
-every process and flattens the same list in every step. Here the ids stay one int32 array next to
-the list, and a process creates only the integers in which a prompt differs from a recent one.
+model runner. vLLM handles it as a list everywhere: each process creates the same integers again,
+and each step flattens the same list. Here the ids stay one int32 array next to the list, and a
+process creates only the integers in which a prompt differs from a recent one.
 
 Why the results are the same:
 
 - *Message to the engine core.* ``encode_ids`` writes the ids as MessagePack integers of one width.
   Every MessagePack decoder reads them, so the receiver may be a vLLM without this plugin.
-  ``split_message`` finds them again only where each byte that it does not read is the one that
-  ``encode_ids`` wrote; any other message is left to vLLM's decoder.
+  ``split_message`` accepts them only if every other byte is the one that ``encode_ids`` writes;
+  any other message is left to vLLM's decoder.
 - *Lists.* ``RecentIds`` compares arrays element by element and copies the list of a recent prompt
-  up to the first difference. Its lists are private, so nobody else can change them.
-- *Message to the workers.* The prompt's ids replace the list of all ids of a request only where
-  both lists are equal.
-- *Staged writes.* ``StagedIds`` concatenates what vLLM's list would have concatenated.
+  up to the first difference. Its lists are private, so other code cannot change them.
+- *Message to the workers.* The prompt's ids replace the list of all ids of a request only if both
+  lists are equal.
+- *Staged writes.* ``StagedIds`` concatenates the same ids as vLLM's list.
 """
 
 import struct
@@ -38,9 +38,9 @@ from vllm_prefixshare.vllm_plugin.prompts.token_ids import (
 
 PART = "copies"
 
-#: Prompts with fewer ids are left to vLLM.
+#: Minimum number of token ids; shorter prompts are left to vLLM.
 MIN_TOKEN_IDS = 1024
-#: Block ids of a group are left to vLLM if there are fewer.
+#: Minimum number of block ids of a group; shorter lists are left to vLLM.
 MIN_BLOCK_IDS = 256
 
 _ARRAY32 = 0xDD
@@ -53,7 +53,7 @@ _ARRAY32_BYTES = 5
 
 #: Bytes of an id in `RecentIds`: array element, list element and integer object.
 _BYTES_PER_ID = 4 + 8 + 32
-#: Ids that two sequences must have in common before they are compared.
+#: Number of leading ids that two sequences must share to be compared.
 _HEAD = 64
 
 
@@ -108,7 +108,7 @@ def split_message(message: Any) -> SplitMessage | None:
 
 
 def _second_element(view: memoryview) -> int | None:
-    """Where the second element of a MessagePack array starts whose first element is a string."""
+    """Start of the second element of a MessagePack array whose first element is a string."""
     header = bytes(view[:8])
     if len(header) < 8:
         return None
@@ -136,14 +136,14 @@ class _Recent(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A list of ids, and how many of its integers are those of a recent list."""
+    """A list of ids, and how many of its integer objects it shares with a recent list."""
 
     ids: "MessageIds"
     num_shared: int
 
 
 class RecentIds:
-    """Lists of ids that this process has created, so that later ones share their integers.
+    """Recent lists of ids in this process, so that later lists share their integer objects.
 
     Args:
         max_bytes: bound on the memory of the lists.
@@ -157,14 +157,14 @@ class RecentIds:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the lists hold now."""
+        """Current size of the lists in bytes."""
         return self._num_ids * _BYTES_PER_ID
 
     def ids(self, array: TokenArray) -> Shared:
         """The ids as a list, which the caller owns.
 
         Args:
-            array: int32 ``[number of ids]``; kept, and not to be written to.
+            array: int32 ``[number of ids]``; stored, read-only.
         """
         head = array[:_HEAD].tobytes()
         with self._lock:
@@ -179,8 +179,8 @@ class RecentIds:
         return Shared(ids, num_shared)
 
     def _longest(self, array: TokenArray, head: bytes) -> tuple[_Recent | None, int]:
-        """The recent list with the longest common prefix, and the prefix's length. Of lists that
-        share 7/8 of ``array``, the most recent one.
+        """The recent list with the longest common prefix, and the prefix's length; the most recent
+        list that shares 7/8 of ``array``, if one does.
         """
         best = None
         num_best = 0
@@ -243,7 +243,7 @@ def _received(data: bytes) -> MessageIds:
 
 
 def with_array(block_ids: list[int]) -> list[int]:
-    """The block ids of a group with their array, or the list itself where that does not pay."""
+    """The block ids of a group with their array, or a short list as it is."""
     if len(block_ids) < MIN_BLOCK_IDS or isinstance(block_ids, TokenIds):
         return block_ids
     return MessageIds(block_ids, as_array(block_ids))
@@ -254,7 +254,7 @@ def all_ids_with_array(all_ids: list[int], prompt_ids: list[int] | None) -> list
 
     Args:
         all_ids: prompt and output so far.
-        prompt_ids: the prompt; only a `TokenIds` is of use.
+        prompt_ids: the prompt; ignored unless it is a `TokenIds`.
 
     Returns:
         ``prompt_ids`` if it is equal, or else ``all_ids`` with an array built from the prompt's,
@@ -275,8 +275,8 @@ def all_ids_with_array(all_ids: list[int], prompt_ids: list[int] | None) -> list
 
 
 class StagedIds:
-    """The contents of staged writes, as the list in which vLLM collects them: integers and arrays
-    that are concatenated once.
+    """The contents of staged writes, in place of vLLM's list: integers and arrays that are
+    concatenated once.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class StagedIds:
         self.extend([value])
 
     def extend(self, values: Iterable[int]) -> None:
-        """Add integers; a `TokenIds` adds its array as it is now."""
+        """Add integers; a `TokenIds` adds its current array."""
         part: list[int] | TokenArray
         if isinstance(values, TokenIds):
             part = values.array
@@ -325,6 +325,6 @@ class StagedIds:
         self._num_ids += len(part)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Remove all integers."""
         self._parts.clear()
         self._num_ids = 0

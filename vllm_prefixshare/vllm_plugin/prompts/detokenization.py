@@ -1,10 +1,10 @@
-"""The detokenizer's stream starts from the end of the prompt instead of all of it.
+"""Starts the detokenizer's stream from the end of the prompt instead of the whole prompt.
 
-vLLM gives `DecodeStream` the whole prompt, and the stream's first step decodes it twice. What a
-step returns is the text by which its token lengthens the text of all ids, and after the first text
-returned, the stream drops the ids before it. So a tail T of the prompt P gives the same outputs if
-a fixed X exists with decode(P + S) = X + decode(T + S) for all continuations S, and decode(T) is
-neither empty nor ends inside a character. That holds where
+vLLM gives `DecodeStream` the whole prompt, and the stream's first step decodes it twice. A step
+returns the text that its token appends to the text of all ids, and after the first returned text
+the stream drops the ids before it. So a tail T of the prompt P gives the same outputs if a fixed X
+exists with decode(P + S) = X + decode(T + S) for all continuations S, and decode(T) is neither
+empty nor ends inside a character. This holds if
 
 - the decoder works token by token, except for bytes of one character, the text's first token, and
   its last one (`_decodes_by_token` lists the decoders), and
@@ -12,12 +12,12 @@ neither empty nor ends inside a character. That holds where
   the character before), not white space (a decoder may strip the text's first space, and must not
   reach the second token) and whose text starts with a whole character.
 
-A prompt that ends inside a character has no text that the stream could start from: vLLM's stream
+A prompt that ends inside a character has no text from which the stream could start: vLLM's stream
 then returns the whole prompt with the first output (vLLM #48853). Here the stream starts from the
-tokens of whole characters and takes the others as its first steps, which return no text: the
-output starts with the character that the prompt began.
+tokens of whole characters and takes the other tokens as its first steps, which return no text: the
+output starts with the incomplete character.
 
-Where no such tail is among the last 64 ids, the stream gets the whole prompt.
+If the last 64 ids have no such tail, the stream gets the whole prompt.
 """
 
 import copy
@@ -31,7 +31,7 @@ from vllm_prefixshare.vllm_plugin.prompts.known_code import is_known
 from vllm_prefixshare.vllm_plugin.prompts.parts import is_enabled, measured, report_once
 
 PART = "detokenization"
-#: Numbers of ids to find a tail in, tried in this order.
+#: Numbers of last ids in which to look for a tail, in this order.
 _TAIL_SIZES = (8, 24, 64)
 #: Minimum number of ids from the start of a tail to the end of its whole characters.
 _MIN_TAIL = 4
@@ -40,7 +40,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class _Start(NamedTuple):
-    """Where a stream starts. ids: the ids that it is made with. pending: its first steps."""
+    """The start of a stream. ids: the ids it is created with. pending: its first steps."""
 
     ids: list[int]
     pending: list[int]
@@ -76,7 +76,7 @@ def init(
 
 
 def _find_start(backend: Any, ids: list[int], skip_special_tokens: bool) -> _Start | None:
-    """The end of the prompt to start from, or None if it has to be the whole prompt."""
+    """The end of the prompt to start from, or None for the whole prompt."""
     decoding = _Decoding.of(backend)
     if decoding is None:
         return None
@@ -106,7 +106,7 @@ class _Decoding:
     @staticmethod
     @functools.lru_cache(maxsize=16)
     def of(backend: Any) -> "_Decoding | None":
-        """The decoding of a backend, or None if a tail may decode in another way."""
+        """The decoding of a backend, or None if a tail may decode differently."""
         try:
             decoder = _decoder_config(backend)
             if _decodes_by_token(decoder):
@@ -128,7 +128,7 @@ class _Decoding:
         return None
 
     def split(self, tail: list[int], skip_special_tokens: bool) -> _Start | None:
-        """The tail divided behind its last whole character."""
+        """The tail divided after its last whole character."""
         for end in range(len(tail), 0, -1):
             text = self._decode(tail[:end], skip_special_tokens)
             if not text:
@@ -142,7 +142,7 @@ class _Decoding:
 
 
 def _decoder_config(backend: Any) -> dict[str, Any] | None:
-    """The decoder of a backend, as tokenizer.json has it."""
+    """The decoder of a backend in the format of tokenizer.json."""
     if type(backend).__module__.partition(".")[0] == "fastokens":
         config = json.loads(backend.to_str())["decoder"]
     else:
@@ -152,11 +152,11 @@ def _decoder_config(backend: Any) -> dict[str, Any] | None:
 
 
 def _decodes_by_token(decoder: dict[str, Any] | None, fused: bool = False) -> bool:
-    """Whether a decoder works as the module's docstring needs it.
+    """Whether a decoder works token by token, as the module's docstring requires.
 
     Args:
         decoder: its configuration; None for tokens joined by spaces.
-        fused: whether it is given the whole text as one token.
+        fused: whether it gets the whole text as one token.
     """
     if decoder is None:
         return True
@@ -176,7 +176,7 @@ def _decodes_by_token(decoder: dict[str, Any] | None, fused: bool = False) -> bo
     return kind in ("ByteLevel", "Fuse")
 
 
-#: What is wrapped here, in vLLM 0.29 to 0.33.
+#: The function that this module wraps, in vLLM 0.29 to 0.33.
 KNOWN_CODE = {
     "vllm.v1.engine.detokenizer.FastIncrementalDetokenizer.__init__": ("f22bb9a561b1",),
 }

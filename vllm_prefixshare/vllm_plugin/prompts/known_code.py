@@ -1,8 +1,7 @@
 """Whether functions of the installed vLLM are the code that a part was written for.
 
-A part that takes over work of a vLLM function is exact only for the code that was read. Parameters
-do not show a change of behaviour, so the code itself is compared, without docstrings, comments
-and layout.
+A part that replaces a vLLM function is exact only for the code that it was written for. Signatures
+do not show a change of behaviour, so the code is compared, without docstrings, comments and layout.
 """
 
 import ast
@@ -19,11 +18,11 @@ _LAYOUT = str.maketrans("", "", "() \n")
 
 
 def fingerprint(function: Any) -> str:
-    """Twelve hexadecimal digits that identify the code of a function: its original, where it is
-    wrapped.
+    """Twelve hexadecimal digits that identify the code of a function; if it is wrapped, of the
+    original.
 
     Raises:
-        OSError: its source is not there.
+        OSError: its source is missing.
         TypeError: it is not written in Python.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
@@ -36,10 +35,10 @@ def fingerprint(function: Any) -> str:
 
 
 def is_known(part: str, known: Mapping[str, Collection[str]]) -> bool:
-    """Whether each of the functions has a known fingerprint; logs the first that has not.
+    """Whether each function has a known fingerprint; logs the first unknown one.
 
     Args:
-        part: the part that relies on them.
+        part: the part that relies on the functions.
         known: full name of a function -> its fingerprints in the supported releases; empty for a
             function that a release does not have.
     """

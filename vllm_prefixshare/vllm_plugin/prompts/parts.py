@@ -16,11 +16,11 @@ class PartCounters:
 
     requests: requests that reached the part.
     fallbacks: requests that vLLM's own code handled instead.
-    units: what the part had to provide: characters of text (tokenization), prompt tokens
-        (detokenization, copies), blocks (hashes, lookup).
-    shared_units: those of ``units`` that were taken from earlier work.
-    seconds: host time in the part, vLLM's own code included where it ran.
-    cache_bytes: bytes that the part's caches hold now.
+    units: characters of text (tokenization), prompt tokens (detokenization, copies) or blocks
+        (hashes, lookup) that the part had to provide.
+    shared_units: how many of the units were taken from earlier work.
+    seconds: host time in the part, including vLLM's own code.
+    cache_bytes: current size of the part's caches.
     """
 
     requests: int = 0
@@ -35,7 +35,7 @@ class PartCounters:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def reset(self) -> None:
-        """Set the counters to zero; the caches hold what they held."""
+        """Set the counters to zero, except the size of the caches."""
         for f in fields(self):
             if f.name != "cache_bytes":
                 setattr(self, f.name, f.default)
@@ -44,7 +44,7 @@ class PartCounters:
 #: Part -> its counters in this process.
 COUNTERS: dict[str, PartCounters] = {part: PartCounters() for part in PROMPT_PARTS}
 
-#: asks for parts with any backend
+#: The variable that activates parts with any backend.
 VARIABLE = "VLLM_PREFIXSHARE_PROMPTS"
 
 _active: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ def activate(uses_prefix_share: bool) -> None:
     """
     global _active
     if not uses_prefix_share and VARIABLE not in os.environ:
-        return  # who did not choose the plugin is not asked for valid settings
+        return  # settings are not checked for users who did not choose the plugin
     wanted = settings().prompts
     if wanted is None:
         wanted = frozenset(PROMPT_PARTS) if uses_prefix_share else frozenset()
@@ -76,15 +76,13 @@ def activate(uses_prefix_share: bool) -> None:
 
 
 def deactivate(part: str, reason: str) -> None:
-    """Switch a part off in this process, for a vLLM whose code is not the one it was written
-    for.
-    """
+    """Disable a part in this process, because this vLLM's code is not supported."""
     _unavailable.add(part)
     report_once(part, reason)
 
 
 def report_once(part: str, reason: str) -> None:
-    """Log why a part is left to vLLM, once for each reason."""
+    """Log why a part is left to vLLM, once per reason."""
     if (part, reason) not in _reported:
         _reported.add((part, reason))
         logger().info("Shared %s is left to vLLM: %s.", part, reason)

@@ -1,13 +1,14 @@
-"""Which characters a pre-tokenizer's regular expression can take one after the other.
+"""Which characters can be adjacent in a match of a pre-tokenizer's regular expression.
 
-A pre-tokenizer divides text into the matches of a pattern (and what lies between them). The
-pattern is parsed into positions, one character class each, with the pairs of positions that can
-follow each other in a match (Glushkov's construction). The pairs are a superset of what the
-engine matches, so that they prove what no match contains, greedy, lazy or possessive.
+A pre-tokenizer divides text into the matches of a pattern and the text between them. The pattern
+is parsed into positions, one character class each, with the pairs of positions that can follow each
+other in a match (Glushkov's construction). The pairs are a superset of the engine's matches, so
+they prove what no match contains, whether it is greedy, lazy or possessive.
 
-The syntax is Oniguruma's (Ruby), which ``tokenizers`` uses. What is not understood in full raises
-`NotExactError`: anchors, look-behind, look-ahead of more than one class, back-references, flags
-other than a leading ``(?i)``.
+The syntax is Oniguruma's (Ruby), which ``tokenizers`` uses. Syntax that is not fully supported
+raises `NotExactError`: anchors, look-behind, look-ahead of more than one class, back-references,
+flags other than a leading ``(?i)``. Python's ``re`` lacks Unicode properties, so its parser cannot
+be used.
 """
 
 import re
@@ -24,13 +25,13 @@ class NotExactError(Exception):
 
 @lru_cache(maxsize=512)
 def matched(char_class: str, characters: str) -> str:
-    """Those of ``characters`` that a character class matches, by the tokenizers' own engine."""
+    """The subset of ``characters`` that a character class matches in the tokenizers' engine."""
     unmatched = set(normalizers.Replace(Regex(char_class), "").normalize_str(characters))
     return "".join(char for char in characters if char not in unmatched)
 
 
 class Kind(Enum):
-    """What a position does with the character at it."""
+    """How a position treats its character."""
 
     TAKES = "takes"
     LOOKS_FOR = "(?="
@@ -47,11 +48,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A part of a pattern with what may come first and last in it.
+    """A part of a pattern, with the positions that may come first and last in it.
 
-    nullable: whether it can match nothing. single: its position where it is one class that
-        once is enough.
-    possessive: whether it may take what a later item needs.
+    nullable: whether it can match an empty string. single: its position, if it is a single class
+        that can match just one character.
+    possessive: whether it may take characters that a later item needs.
     """
 
     nullable: bool
@@ -90,8 +91,8 @@ class SplitPattern:
             raise NotExactError(f"pattern with {source[self._at :]!r}")
 
     def spans(self, left: str, right: str) -> bool:
-        """Whether a match could take one of ``left`` and then one of ``right``, or find out by
-        look-ahead that one of ``right`` and not the end of the text comes after ``left``.
+        """Whether a match could take one of ``left`` and then one of ``right``, or distinguish by
+        look-ahead whether one of ``right`` or the end of the text follows ``left``.
         """
         for i, j in self.pairs:
             before, after = self.positions[i], self.positions[j]

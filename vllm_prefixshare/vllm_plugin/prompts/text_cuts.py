@@ -1,17 +1,17 @@
-"""Where a text may be cut so that the token ids of its pieces are the token ids of the whole.
+"""Where a text may be cut so that the token ids of its pieces are the token ids of the text.
 
-A tokenizer finds added tokens in the text, normalizes what lies between them, divides it into
+A tokenizer finds added tokens in the text, normalizes the text between them, divides it into
 pre-tokens, applies its model (BPE, Unigram) to each pre-token, and adds special tokens around the
-whole. A cut lies between a letter and a separator that a letter follows: before the space of
+result. A cut lies between a letter and a separator that a letter follows: before the space of
 ``word next``, or before a full-width comma between two Han characters. `find_cuts` proves from
 the tokenizer's parts, for each kind of cut, that no step joins the two sides and that no step
 treats one side differently because of the other:
 
 1. *Added tokens.* None contains a letter followed by the separator or ends in a letter, so no
    match crosses or touches a cut from the left, and matches on both sides are found as before.
-2. *Normalization* changes neither the letters nor what surrounds them: each listed normalizer
+2. *Normalization* changes neither the letters nor their surroundings: each listed normalizer
    works on one character with its combining marks, and both neighbours of a cut are starters
-   that stay as they are.
+   that do not change.
 3. *Pre-tokens.* No match of the pattern takes a letter and then the separator, or looks from the
    letter at the separator and would find something else at the end of the text (`SplitPattern`).
    Every letter is part of a match, so that a pre-token ends at the cut.
@@ -19,9 +19,9 @@ treats one side differently because of the other:
    no vocabulary entry contains a letter and then the separator, so BPE never merges across it.
 5. *Special tokens* are a constant prefix and suffix.
 
-A piece behind a cut is encoded after an anchor letter, whose ids are dropped, so that whatever
-the tokenizer does to the start of a text happens to the anchor. What this module does not know
-raises `NotExactError`.
+A piece after a cut is encoded after an anchor letter, whose ids are dropped, so that the tokenizer
+applies its treatment of the start of a text to the anchor. Components that this module does not
+know raise `NotExactError`.
 """
 
 import json
@@ -86,11 +86,11 @@ class _Cut:
 
     @property
     def left(self) -> str:
-        """What may be left of the cut, the anchor included."""
+        """Characters that may be left of the cut, the anchor included."""
         return self.letters if ANCHOR in self.letters else self.letters + ANCHOR
 
     def spanned_by(self, separators: str) -> re.Pattern[str]:
-        """Finds what crosses a cut in a token's text."""
+        """Finds a cut inside a token's text."""
         return re.compile(_char_class(self.left) + _char_class(separators))
 
 
@@ -174,7 +174,7 @@ def _check_normalizers(steps: Iterable[dict[str, Any]]) -> None:
 
 
 def _candidates(tokenizer: Tokenizer) -> Iterator[_Cut]:
-    """The kinds of cut whose characters normalization leaves where they are."""
+    """The kinds of cut whose characters normalization does not move."""
     alphabets = "".join(
         chr(code)
         for first, last in _ALPHABETS
@@ -200,7 +200,7 @@ def _candidates(tokenizer: Tokenizer) -> Iterator[_Cut]:
 
 
 def _keeps(tokenizer: Tokenizer, characters: str) -> bool:
-    # A normalizer may put something in front of a text.
+    # A normalizer may prepend characters to a text.
     return _normalized(tokenizer, characters).endswith(characters)
 
 

@@ -73,8 +73,7 @@ class TokenIds(list[int]):
 
     Args:
         ids: the ids.
-        array: the same ids, int32 [len(ids)], never written to; None to build it when it is
-            needed.
+        array: the same ids, int32 [len(ids)], read-only; None to build it when it is needed.
     """
 
     __slots__ = ("_array",)
@@ -88,7 +87,7 @@ class TokenIds(list[int]):
 
     @property
     def array(self) -> TokenArray:
-        """The ids, int32 [len(self)]. Not to be written to.
+        """The ids, int32 [len(self)], read-only.
 
         Raises:
             OverflowError: an id is not an integer of 32 bits.

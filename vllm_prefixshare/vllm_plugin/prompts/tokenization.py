@@ -1,17 +1,17 @@
-"""Text that was tokenized before is not tokenized again.
+"""Caches tokenized text, so that it is not tokenized again.
 
-A text is divided at cuts (`text_cuts`), so that its token ids are the ids of its pieces one after
-the other. Pieces, and windows of pieces, are looked up by their text. No common prefix is needed:
-a sentence inserted in the middle of a document costs that sentence.
+A text is divided at cuts (`text_cuts`), so that its token ids are the concatenated ids of its
+pieces. Pieces, and windows of pieces, are looked up by their text. No common prefix is needed: a
+sentence inserted in the middle of a document costs only that sentence.
 
-Windows make a long text few look-ups. A window of ``size`` characters that starts at a cut is
-covered by the pieces that end inside it, and these are decided by the text of the window alone,
-so the same ``size`` characters always give the same pieces and ids. What is left behind the last
-window of a size is covered by smaller windows, then by pieces, and the last few characters are
-encoded again for each prompt.
+Windows reduce the number of look-ups of a long text. A window of ``size`` characters that starts at
+a cut is covered by the pieces that end inside it. They depend only on the text of the window, so
+the same ``size`` characters always give the same pieces and ids. The text after the last window of
+a size is covered by smaller windows, then by pieces, and the last few characters are encoded again
+for each prompt.
 
-With ``VLLM_USE_FASTOKENS=1`` the backend is fastokens, which remembers the words it has seen and
-encodes a new text faster than the memo could keep it: it is left alone.
+With ``VLLM_USE_FASTOKENS=1`` the backend is fastokens, which caches words itself and encodes a new
+text faster than this cache could store it: it is left unchanged.
 """
 
 import itertools
@@ -37,19 +37,19 @@ from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenArray, TokenIds
 PART = "tokenization"
 #: Characters of windows, large to small.
 WINDOW_CHARS = (32768, 2048)
-#: Minimum characters of a piece, and of the pieces behind the last full-size piece.
+#: Minimum characters of a piece, and of the pieces after the last full-size piece.
 PIECE_CHARS = 512
 LAST_PIECE_CHARS = 64
-#: Shorter prompts take the tokenizer no longer than the look-ups would.
+#: Minimum characters of a prompt; a shorter one is tokenized as fast as it is looked up.
 MIN_CHARS = 1024
-#: Seconds per character that a tokenizer takes; a prompt waits as long for an analysis.
+#: Seconds per character that a tokenizer takes; a prompt waits this long for an analysis.
 SECONDS_PER_CHAR = 1e-6
-#: Modules whose tokenizers pass a text to the backend as it is.
+#: Modules whose tokenizers pass a text to the backend unchanged.
 _KNOWN_MODULES = ("transformers.tokenization_", "vllm.tokenizers.hf")
 
 
 class Span(NamedTuple):
-    """The ids of a stretch of text.
+    """The token ids of a stretch of text.
 
     ids: the ids as a list. array: the same, int32. chars: characters of text.
     """
@@ -76,7 +76,7 @@ class Stretch(NamedTuple):
 
 
 class _NewWindow(NamedTuple):
-    """A window to keep: spans ``first`` to ``last`` of the plan, the last one excluded."""
+    """A window to store: spans ``first`` to ``last`` (exclusive) of the plan."""
 
     key: Stretch
     first: int
@@ -87,8 +87,8 @@ class _NewWindow(NamedTuple):
 class _Plan:
     """How one text is covered.
 
-    text, salt: of the prompt. spans: what covers it, in order; an int is an index of
-    ``new_pieces``. new_pieces: what has to be encoded. new_windows: what to keep then.
+    text, salt: of the prompt. spans: the spans that cover it, in order; an int is an index of
+    ``new_pieces``. new_pieces: pieces to encode. new_windows: windows to store afterwards.
     """
 
     text: str
@@ -110,9 +110,9 @@ class TextTokenizer:
     """A memo in front of one tokenizer. Thread-safe.
 
     Args:
-        backend: the tokenizer. Its truncation and padding, which vLLM sets for each prompt, are
-            left alone.
-        cache: where pieces and windows are kept; tokenizers may share one.
+        backend: the tokenizer. Its truncation and padding, which vLLM sets for each prompt, do not
+            change.
+        cache: stores pieces and windows; tokenizers may share one.
 
     Raises:
         NotExactError: the tokenizer's ids of a text are not provably the ids of its pieces.
@@ -166,8 +166,8 @@ class TextTokenizer:
         return Stretch(self._number, plan.salt, start == 0, plan.text[start:end], is_window)
 
     def _cover(self, plan: _Plan, start: int, end: int, sizes: tuple[int, ...]) -> int:
-        """Cover ``text[start:end]`` by windows of these sizes and pieces, decided by
-        ``text[:end]`` alone. Returns where the last of them ends.
+        """Cover ``text[start:end]`` by windows of these sizes and by pieces, which depend only on
+        ``text[:end]``. Returns where the last one ends.
         """
         if not sizes:
             return self._add_pieces(plan, start, end, PIECE_CHARS)
@@ -196,8 +196,8 @@ class TextTokenizer:
         return start
 
     def _add_piece(self, plan: _Plan, start: int, end: int, min_chars: int) -> int:
-        """Add the piece that ends at the first cut after ``min_chars`` characters. Returns where
-        it ends: at ``start`` if there is none.
+        """Add the piece that ends at the first cut after ``min_chars`` characters. Returns its end,
+        or ``start`` if there is no cut.
         """
         stop = self._cuts.next_cut(plan.text, start + min_chars, end)
         if stop is None:
@@ -250,7 +250,7 @@ def _joined(spans: list[Span]) -> Span:
 
 @dataclass(slots=True)
 class _Analysis:
-    """The memo of one backend, or that there is none. vocab_size: when it was analyzed."""
+    """The memo of one backend, None if it has none, and its vocabulary's size at that time."""
 
     vocab_size: int
     result: Future[TextTokenizer | None]
@@ -268,8 +268,8 @@ def text_cache() -> BoundedCache[Stretch, Span]:
 
 
 def text_tokenizer(tokenizer: Any, timeout: float) -> TextTokenizer | None:
-    """The memo of vLLM's tokenizer, or None if there is none or if its analysis, which takes up
-    to seconds in a thread, is not done within ``timeout`` seconds. Why there is none is logged.
+    """The memo of vLLM's tokenizer; None, with the reason in the log, if it has none, or if its
+    analysis, which takes up to seconds in a thread, does not end within ``timeout`` seconds.
     """
     backend = getattr(tokenizer, "_tokenizer", None)
     if backend is None:
@@ -309,7 +309,7 @@ def _analyze(tokenizer: Any, result: Future[TextTokenizer | None]) -> None:
 
 
 def _encoding_backend(tokenizer: Any) -> Tokenizer:
-    """The backend that encodes: where vLLM has a pool of copies, one of these."""
+    """The backend that encodes; a copy if vLLM has a pool of copies."""
     backend = tokenizer._tokenizer
     pooled = any(c.__name__ == "ThreadSafeHFTokenizerMixin" for c in type(tokenizer).__mro__)
     return deepcopy(backend) if pooled else backend
@@ -323,7 +323,7 @@ def _check_python_side(tokenizer: Any) -> None:
     """Check that the tokenizer's ids of a text are its backend's.
 
     Raises:
-        NotExactError: they may not be.
+        NotExactError: they may differ.
     """
     for owner in type(tokenizer).__mro__:
         own = {"__call__", "_encode_plus", "_batch_encode_plus", "_call_one"} & vars(owner).keys()
