@@ -194,12 +194,12 @@ ENGINE_RULES = (
     ),
     # a block that a window has left may hold a state, which may read as NaN
     Rule(
-        "a sliding window beside linear attention",
+        "a sliding window next to linear attention",
         lambda s, _: s.sliding_window is not None and s.engine.is_hybrid,
     ),
     # such a block may hold numbers of another type, which may read as NaN
     Rule(
-        "a sliding window beside KV caches of another type",
+        "a sliding window next to KV caches of another type",
         lambda s, _: s.sliding_window is not None and s.engine.mixed_caches,
     ),
 )

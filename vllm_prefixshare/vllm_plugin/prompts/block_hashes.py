@@ -16,7 +16,7 @@ last block that was found.
 
 Left to vLLM: prompts with embeddings, features that overlap each other (what vLLM then hashes
 depends on features behind the block), token ids that are not plain ints of 32 bits (their pickled
-form differs from that of an equal int), and blocks completed by output tokens.
+form differs from the form of an equal int), and blocks completed by output tokens.
 """
 
 import functools

@@ -42,7 +42,7 @@ PART = "lookup"
 _FIRST_RANGE = 16
 #: The number of stored leading blocks is a multiple of this, so that prompts on one document share
 #: them.
-_KEPT_STEP = 64
+_STORED_STEP = 64
 #: Estimated bytes of a stored block: its key and three list elements.
 _BYTES_PER_BLOCK = 96
 
@@ -67,7 +67,7 @@ def find_longest_cache_hit(
     """`FullAttentionManager.find_longest_cache_hit`.
 
     Args:
-        baseline: vLLM's function; the other arguments are those of vLLM.
+        baseline: vLLM's function; the other arguments are as in vLLM.
 
     Returns:
         The cached blocks of each group, and how many tokens they hold.
@@ -125,18 +125,19 @@ def _leading_hits(
     """The cached blocks of a group up to the first hash without one."""
     get: Any = block_pool.cached_block_hash_to_block._cache.get
     suffix: Any = group_id.to_bytes(4, "big")
-    kept = hashes[: len(hashes) // _KEPT_STEP * _KEPT_STEP]
-    recent = _recent(block_pool, kept, group_id) if kept else None
+    leading = hashes[: len(hashes) // _STORED_STEP * _STORED_STEP]
+    recent = _recent(block_pool, leading, group_id) if leading else None
     hits: list[KVCacheBlock] = []
     size = _FIRST_RANGE
-    keeps = bool(kept)
+    stores = bool(leading)
     while len(hits) < len(hashes):
         start = len(hits)
         found: list[Any]
         if recent is not None and not start:
             found = list(map(get, recent.keys))
             if found == recent.blocks:
-                hits, keeps = found, False
+                hits = found
+                stores = False
                 continue
         else:
             found = [get(h + suffix) for h in hashes[start : start + size]]
@@ -144,15 +145,17 @@ def _leading_hits(
         kinds = set(map(type, found))
         if dict in kinds:  # duplicates: the first one counts
             found = [next(iter(b.values())) if type(b) is dict else b for b in found]
-            keeps = False  # a stored look-up would not compare equal
+            stores = False  # a stored look-up would not compare equal
         if type(None) in kinds:
             hits += found[: next(i for i, block in enumerate(found) if block is None)]
             break
         hits += found
-    if keeps and len(hits) >= len(kept):
-        keys = [h + suffix for h in kept] if recent is None else recent.keys
-        entry = _Recent(kept, keys, hits[: len(kept)])
-        _recent_lookups(block_pool).put((group_id, kept[-1]), entry, len(kept) * _BYTES_PER_BLOCK)
+    if stores and len(hits) >= len(leading):
+        keys = [h + suffix for h in leading] if recent is None else recent.keys
+        entry = _Recent(leading, keys, hits[: len(leading)])
+        _recent_lookups(block_pool).put(
+            (group_id, leading[-1]), entry, len(leading) * _BYTES_PER_BLOCK
+        )
     return hits
 
 

@@ -29,7 +29,7 @@ def counters(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_cache_stays_as_vllms_under_random_events(seed, monkeypatch):
-    monkeypatch.setattr(block_lookup, "_KEPT_STEP", (1, 2, 64)[seed % 3])
+    monkeypatch.setattr(block_lookup, "_STORED_STEP", (1, 2, 64)[seed % 3])
     twins = cases.Twins(Random(seed), cases.algorithm("sha256"))
     for _ in range(40):
         twins.step()

@@ -1010,7 +1010,7 @@ def test_doctor_knows_from_which_window_on_layers_are_served(windows):
     ("drafts", "hybrid", "window", "reason"),
     [
         (2, False, 128, "drafts with a sliding window"),
-        (0, True, 128, "a sliding window beside linear attention"),
+        (0, True, 128, "a sliding window next to linear attention"),
         (0, False, 63, "a sliding window of 63 tokens where sharing pays from 64 tokens on"),
     ],
 )
@@ -1149,7 +1149,7 @@ def test_windows_beside_caches_of_another_type_keep_flash_attention(monkeypatch,
     cache = "fp8"
     assert not Group(monkeypatch, spec=spec, sliding_window=70).impl.shares
     fallbacks = STATS.as_dict()["fallbacks"]
-    assert list(fallbacks) == ["a sliding window beside KV caches of another type"]
+    assert list(fallbacks) == ["a sliding window next to KV caches of another type"]
     assert Group(monkeypatch).impl.shares
 
 
