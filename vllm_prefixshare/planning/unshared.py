@@ -10,6 +10,19 @@ SHARING_OFF = "sharing is switched off"
 ONE_REQUEST = "one request at a time"
 NO_COMMON_PREFIX = "no common prefix"
 NO_GAIN = "no gain expected"
+#: What an engine knows of the cause of ``NO_COMMON_PREFIX`` and ``SHARING_OFF``.
+PREFIX_CACHING_OFF = "prefix caching is off"
+NO_COST_TABLE = "no measured cost table"
+
+FALLBACK_REASONS = (PLANNING_FAILED, PLAN_TOO_LARGE)
+UNSHARED_REASONS = (
+    NO_COMMON_PREFIX,
+    PREFIX_CACHING_OFF,
+    ONE_REQUEST,
+    NO_GAIN,
+    NO_COST_TABLE,
+    SHARING_OFF,
+)
 
 
 class Unshared(NamedTuple):

@@ -3,22 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from vllm_prefixshare.planning.unshared import (
-    NO_COMMON_PREFIX,
-    NO_GAIN,
-    ONE_REQUEST,
-    PLAN_TOO_LARGE,
-    PLANNING_FAILED,
-    SHARING_OFF,
-)
+from vllm_prefixshare.planning.unshared import FALLBACK_REASONS, NO_GAIN, UNSHARED_REASONS
 from vllm_prefixshare.vllm_plugin.observability import stats
-from vllm_prefixshare.vllm_plugin.observability.stats import (
-    NO_COST_TABLE,
-    PLAN_BUCKETS,
-    PREFIX_CACHING_OFF,
-    Since,
-    share_factor,
-)
+from vllm_prefixshare.vllm_plugin.observability.stats import PLAN_BUCKETS, Since, share_factor
 from vllm_prefixshare.vllm_plugin.prompts import parts
 
 #: Key of ``BackendStats.as_dict`` -> help text on ``/metrics``.
@@ -36,19 +23,8 @@ PLAN_SECONDS = "Time to make a plan and put it on the device."
 FALLBACKS = "Kinds of layers left to vLLM's own backend, and plans that share nothing, by reason."
 UNSHARED_PLANS = "Plans that share nothing, by reason."
 EXPECTED_GAIN = "Fraction of attention time that sharing would save, in the last plan without gain."
-#: Label ``reason`` of counters by reason: known ones start at 0, so that an alert on an increase
-#: sees the first one.
-KNOWN_REASONS = {
-    "fallbacks": (PLANNING_FAILED, PLAN_TOO_LARGE),
-    "unshared_plans": (
-        NO_COMMON_PREFIX,
-        NO_GAIN,
-        ONE_REQUEST,
-        PREFIX_CACHING_OFF,
-        SHARING_OFF,
-        NO_COST_TABLE,
-    ),
-}
+#: Counts by reason: known reasons start at 0, so that an alert on an increase sees the first one.
+KNOWN_REASONS = {"fallbacks": FALLBACK_REASONS, "unshared_plans": UNSHARED_REASONS}
 #: Field of ``PartCounters`` -> help text on ``/metrics``.
 PROMPT_COUNTERS = {
     "requests": "Requests that reached a part of the shared host work.",

@@ -7,13 +7,10 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-from vllm_prefixshare.planning.unshared import NO_GAIN, PLAN_TOO_LARGE, PLANNING_FAILED, Unshared
+from vllm_prefixshare.planning.unshared import FALLBACK_REASONS, NO_GAIN, Unshared
 
 #: Upper ends of the ranges in which plans are counted by their time, in seconds.
 PLAN_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, float("inf"))
-#: Causes that the planner does not know of what it reports in ``Unshared.reason``.
-PREFIX_CACHING_OFF = "prefix caching is off"
-NO_COST_TABLE = "no measured cost table"
 
 
 @dataclass(slots=True)
@@ -70,7 +67,7 @@ class BackendStats:
         self.imbalance = imbalance
         if unshared is None:
             return
-        if unshared.reason in (PLANNING_FAILED, PLAN_TOO_LARGE):
+        if unshared.reason in FALLBACK_REASONS:
             self.note_fallback(unshared.reason)
             return
         reason = self.causes.get(unshared.reason, unshared.reason)

@@ -16,7 +16,9 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner, PlanUpdate
 from vllm_prefixshare.planning.unshared import (
     NO_COMMON_PREFIX,
+    NO_COST_TABLE,
     PLANNING_FAILED,
+    PREFIX_CACHING_OFF,
     SHARING_OFF,
     Unshared,
 )
@@ -25,11 +27,7 @@ from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import invariance
 from vllm_prefixshare.vllm_plugin.observability import metrics
 from vllm_prefixshare.vllm_plugin.observability.log import logger
-from vllm_prefixshare.vllm_plugin.observability.stats import (
-    NO_COST_TABLE,
-    PREFIX_CACHING_OFF,
-    STATS,
-)
+from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.observability.tracing import trace_to
 from vllm_prefixshare.vllm_plugin.step.first_step import TokenRows
 from vllm_prefixshare.vllm_plugin.step.host_tables import HostTable
