@@ -18,11 +18,11 @@ from benchmarks.papers.experiment import (
     Bars,
     Experiment,
     Figures,
+    Lazily,
     LeftOut,
     Point,
     Results,
     Setting,
-    lazily,
     mega,
     span,
 )
@@ -33,9 +33,9 @@ from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.workloads.sets import deft, recorded_step, recorded_tree
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
-accounting = lazily("accounting")
-methods = lazily("methods")
-timing = lazily("timing")
+accounting = Lazily("accounting")
+methods = Lazily("methods")
+timing = Lazily("timing")
 
 PAPER = "DeFT"
 #: Llama-3-8B: heads, layers, query heads for a KV head

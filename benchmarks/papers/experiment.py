@@ -2,12 +2,11 @@
 list of the experiments and their published tables cost no import of torch.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 #: figures of one point, as they stand in its JSON file
 Figures = dict
@@ -17,17 +16,14 @@ Results = dict[str, Figures]
 CPU, GPU, GPUS = "no GPU", "one GPU", "two GPUs"
 
 
-def lazily(name: str) -> ModuleType:
-    """A module of this folder, which is imported when it is first used."""
-    name = f"{__package__}.{name}"
-    if name not in sys.modules:
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
-        spec.loader = importlib.util.LazyLoader(spec.loader)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+class Lazily:
+    """A module of this folder, which is imported when one of its names is first used."""
+
+    def __init__(self, module: str) -> None:
+        self._module = f"{__package__}.{module}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._module), name)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from benchmarks.papers.experiment import (
     Bars,
     Experiment,
     Figures,
+    Lazily,
     LeftOut,
     Point,
     Results,
     Setting,
-    lazily,
     mega,
     span,
 )
@@ -24,9 +24,9 @@ from benchmarks.support.published import table
 from vllm_prefixshare.workloads.sets import ANCHORS
 from vllm_prefixshare.workloads.trees import Workload, tree
 
-accounting = lazily("accounting")
-methods = lazily("methods")
-timing = lazily("timing")
+accounting = Lazily("accounting")
+methods = Lazily("methods")
+timing = Lazily("timing")
 
 PAPER = "FastTree"
 #: title of the method that the others are compared with

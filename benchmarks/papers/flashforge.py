@@ -12,11 +12,11 @@ from benchmarks.papers.experiment import (
     Bars,
     Experiment,
     Figures,
+    Lazily,
     LeftOut,
     Point,
     Results,
     Setting,
-    lazily,
     mega,
     span,
 )
@@ -24,11 +24,11 @@ from benchmarks.support.published import table
 from vllm_prefixshare.workloads.sets import flashforge
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
-accounting = lazily("accounting")
-estimator = lazily("estimator")
-methods = lazily("methods")
-reduction = lazily("reduction")
-timing = lazily("timing")
+accounting = Lazily("accounting")
+estimator = Lazily("estimator")
+methods = Lazily("methods")
+reduction = Lazily("reduction")
+timing = Lazily("timing")
 
 PAPER = "FlashForge"
 #: the first is the paper's

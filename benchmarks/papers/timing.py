@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.kernel.bench import CpuTimer, run_cell
+from benchmarks.kernel.bench import CpuTimer, parse, run_cell
 from benchmarks.papers.experiment import Figures, Setting
 from benchmarks.papers.methods import Method, Planned
 from benchmarks.peers import Options, Peer, UnavailableError, make
@@ -58,17 +58,5 @@ def time_methods(
 
 def layer_options(device: str, repeats: int) -> argparse.Namespace:
     """The options of ``benchmarks.kernel`` for a plain layer."""
-    return argparse.Namespace(
-        device=torch.device(device),
-        dtype=str(dtype_on(device)).removeprefix("torch."),
-        head_dim=128,
-        kv_dtype=None,
-        plain_queries=False,
-        sinks=False,
-        soft_cap=0.0,
-        sliding_window=None,
-        alibi=False,
-        mla=False,
-        layout="separate",
-        repeats=repeats,
-    )
+    dtype = str(dtype_on(device)).removeprefix("torch.")
+    return parse(["--device", device, "--dtype", dtype, "--repeats", str(repeats)])
