@@ -1,8 +1,8 @@
-"""The effect of each setting: the share policies and the dividers, compared with stock vLLM.
+"""The effect of share policies and dividers, compared with vLLM's default backend.
 
 Every setting has its own engine, because an engine reads settings once. The engine takes turns with
 the
-stock engine on a tree of prompts: all prompts share a document, and each group shares a further
+baseline engine on a tree of prompts: all prompts share a document, and each group shares a further
 part.
 
     python examples/ablation.py
@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import common  # beside this file
+import common  # in this folder
 
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.progress import Progress
@@ -103,20 +103,20 @@ def main() -> int:
     steps = len(args.settings) * (args.pairs + 1) * (1 + args.compare) + len(args.settings)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(steps + args.compare))
-        stock = common.started(args, common.STOCK, stack, progress) if args.compare else None
+        baseline = common.started(args, common.BASELINE, stack, progress) if args.compare else None
         first: common.Pass | None = None
         for setting in args.settings:
             with contextlib.ExitStack() as inner:
                 ours = common.started(args, common.OURS, inner, progress, environment(setting))
-                runners = {common.OURS: ours} | ({common.STOCK: stock} if stock else {})
+                runners = {common.OURS: ours} | ({common.BASELINE: baseline} if baseline else {})
                 found = common.take_turns(runners, args, work, progress)
-            if stock is None:  # compare the tokens with those of the first setting
+            if baseline is None:  # compare the tokens with those of the first setting
                 first = first or found.first[common.OURS]
-                found.first[common.STOCK] = first
+                found.first[common.BASELINE] = first
             line, differs = row(setting, found)
             lines.append(line)
             status = max(status, differs)
-    beside = common.STOCK if args.compare else f"'{args.settings[0]}'"
+    beside = common.BASELINE if args.compare else f"'{args.settings[0]}'"
     print(
         f"\n{'setting':16}{'KV read':>11}{'share':>7}{'plans':>7}{'plan ms':>9}{'ms/token':>10}"
         f"{'gain':>8}   same tokens as {beside}"
@@ -124,7 +124,7 @@ def main() -> int:
     print("\n".join(lines))
     if args.pairs and args.compare:
         print(
-            f"\nms/token: medians of {args.pairs} passes; gain: over {common.STOCK}, median of "
+            f"\nms/token: medians of {args.pairs} passes; gain: over {common.BASELINE}, median of "
             f"the ratios of {args.pairs} pairs that took turns"
         )
     return status

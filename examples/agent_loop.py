@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import common  # beside this file
+import common  # in this folder
 
 from vllm_prefixshare import PrefixShareError
 
@@ -199,9 +199,9 @@ class Server:
             command += ["--block-size", args.block_size]
         if common.on_cpu():
             command += ["--enforce-eager", "--max-num-batched-tokens", 512]
-        environment = {**common.ENVIRONMENT, **os.environ, "VLLM_PREFIXSHARE_SHARE": args.share}
         if backend == common.OURS:
-            environment["VLLM_ATTENTION_BACKEND"] = "PREFIX_SHARE"
+            command += ["--attention-backend", "PREFIX_SHARE"]
+        environment = {**common.ENVIRONMENT, **os.environ, "VLLM_PREFIXSHARE_SHARE": args.share}
         with args.log.open("ab") as log:
             self._process = subprocess.Popen(
                 list(map(str, command)), env=environment, stdin=subprocess.DEVNULL,

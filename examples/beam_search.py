@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import common  # beside this file
+import common  # in this folder
 
 DOCUMENT = Path(__file__).resolve().parent / "document.md"
 

@@ -1,8 +1,8 @@
 """The common part of the examples: options, engines that take turns, and the table at the end.
 
 Each engine is vLLM's own ``LLM`` in a separate process, because vLLM reads its settings when it is
-imported. The stock engine and the engine with PREFIX_SHARE differ only in ``attention_backend``. An
-example is a function ``work(llm, args)``: it calls ``llm.generate`` as any program would, and
+imported. The baseline engine and the engine with PREFIX_SHARE differ in ``attention_backend`` only.
+An example is a function ``work(llm, args)``: it calls ``llm.generate`` as any program would, and
 returns the completions and the values to show.
 """
 
@@ -29,13 +29,12 @@ from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
-from embedded_model import embedded_model_path  # beside this file
-
+from examples.embedded_model import embedded_model_path
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.settings import PREFIX, VARIABLES
 
-OURS, STOCK = "PREFIX_SHARE", "stock vLLM"
+OURS, BASELINE = "PREFIX_SHARE", "baseline"
 
 #: Defaults of both engines for variables that are not set: no network, and two engines side by side
 #: on a machine with few cores.
@@ -47,7 +46,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-#: Tokens may differ where stock's two best tokens are at most this many nats apart, because
+#: Tokens may differ where the baseline's two best tokens are at most this many nats apart, because
 #: rounding decides between them. bfloat16 logits between 16 and 32 come in steps of 0.125; two
 #: steps are rounding.
 MAX_GAP = {"float32": 0.05, "bfloat16": 0.26, "float16": 0.05}
@@ -63,7 +62,7 @@ class Pass:
     shown: the values that the example returned to be shown.
     seconds: duration of the pass. ms_per_token: mean time from an output token to the next, from
         vLLM's own metrics; None where no request has two tokens.
-    stats: ``prefix_share_stats`` of the pass; empty for stock.
+    stats: ``prefix_share_stats`` of the pass; empty for the baseline.
     dtype: dtype of the model. note: why sharing may gain no time here, or empty.
     """
 
@@ -132,7 +131,7 @@ def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare with stock vLLM",
+        help="compare with vLLM's default backend",
     )
     group.add_argument(
         "--pairs", type=int, default=5, help="timed passes of each engine; 0: no times"
@@ -248,7 +247,7 @@ class Engine:
     Args:
         args: options of ``options``, ``max_num_seqs``, and ``trace``: a file that records the
             batches with PREFIX_SHARE, for ``draw_tree``.
-        backend: ``OURS`` or ``STOCK``.
+        backend: ``OURS`` or ``BASELINE``.
         environment: further variables for this engine.
     """
 
@@ -377,8 +376,8 @@ def default_dtype() -> str:
 
 
 def note() -> str:
-    """Why sharing may gain no time on this CPU: it runs in torch operators, or stock has AMX; empty
-    on other CPUs, and on GPUs.
+    """Why sharing may gain no time on this CPU: it runs in torch operators, or the baseline has
+    AMX; empty on other CPUs, and on GPUs.
     """
     if not on_cpu():
         return ""
@@ -391,7 +390,7 @@ def note() -> str:
     cpu_executor(AttentionConfig(8, 2, 64, 32, dtype), notes.append)
     if dtype == "bfloat16" and "amx_tile" in processor_flags():
         notes.append(
-            "stock multiplies in the matrix unit of this processor (AMX), whose KV layout "
+            "the baseline multiplies in the matrix unit of this processor (AMX), whose KV layout "
             "PREFIX_SHARE cannot read. On a GPU both use tensor cores."
         )
     return " ".join(notes)
@@ -465,8 +464,8 @@ class Comparison:
 def compare(
     args: argparse.Namespace, work: Any, start: Callable[[argparse.Namespace, str], Runner] = Engine
 ) -> Comparison:
-    """Run ``work`` on an engine with PREFIX_SHARE and, with ``args.compare``, on a stock engine."""
-    backends = [OURS, STOCK] if args.compare else [OURS]
+    """Run ``work`` with PREFIX_SHARE and, with ``args.compare``, on the baseline engine."""
+    backends = [OURS, BASELINE] if args.compare else [OURS]
     if not getattr(args, "base_url", None):
         print(f"starting {' and '.join(backends)}; what vLLM prints goes to {args.log}", flush=True)
     runners: dict[str, Runner] = {}
@@ -532,18 +531,18 @@ def take_turns(
 # ---- the results
 
 
-def parted(ours: Pass, stock: Pass) -> list[float]:
-    """For each sequence that differs: the lead of stock's token at the first difference, in nats;
-    infinite where the lead is not known.
+def parted(ours: Pass, baseline: Pass) -> list[float]:
+    """For each sequence that differs: the lead of the baseline's token at the first difference, in
+    nats; infinite where the lead is not known.
     """
     gaps = []
-    for i, (a, b) in enumerate(zip(ours.tokens, stock.tokens, strict=False)):
+    for i, (a, b) in enumerate(zip(ours.tokens, baseline.tokens, strict=False)):
         if a != b:
             both = zip(a, b, strict=False)
             place = next((p for p, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
-            known = stock.gaps[i]
+            known = baseline.gaps[i]
             gaps.append(known[place] if place < len(known) else float("inf"))
-    missing = abs(len(ours.tokens) - len(stock.tokens))
+    missing = abs(len(ours.tokens) - len(baseline.tokens))
     return gaps + [float("inf")] * missing
 
 
@@ -555,7 +554,7 @@ def show_gain(found: Comparison) -> int:
     """
     stats, first = found.ours.stats, found.first
     read, alone = stats["kv_tokens_read"], stats["kv_tokens_stock"]
-    print(f"\n{'':32}{OURS:>14}{STOCK:>14}{'gain':>9}")
+    print(f"\n{'':32}{OURS:>14}{BASELINE:>14}{'gain':>9}")
     _row("KV tokens read in each layer", f"{read:,}", f"{alone:,}", alone / read if read else 1.0)
     times = medians(found, lambda result: result.ms_per_token)
     rates = medians(found, lambda result: result.seconds / result.num_tokens)
@@ -564,12 +563,12 @@ def show_gain(found: Comparison) -> int:
         ("output tokens per second", rates, lambda seconds: f"{1 / seconds:,.1f}"),
     ):
         if values:
-            cells = [show(values[b]) if b in values else "-" for b in (OURS, STOCK)]
+            cells = [show(values[b]) if b in values else "-" for b in (OURS, BASELINE)]
             _row(name, *cells, statistics.median(ratios) if ratios else None)
     requests = len(found.ours.tokens)
     calls = medians(found, lambda result: result.seconds / requests)
     if calls[0]:
-        cells = [f"{1 / calls[0][b]:,.1f}" if b in calls[0] else "-" for b in (OURS, STOCK)]
+        cells = [f"{1 / calls[0][b]:,.1f}" if b in calls[0] else "-" for b in (OURS, BASELINE)]
         _row("answers per second", *cells, statistics.median(calls[1]) if calls[1] else None)
     says, status = same_tokens(found)
     print(f"{'same tokens':32}{says:>28}")
@@ -596,8 +595,8 @@ def show_host_work(parts: dict[str, dict[str, float]]) -> None:
         print(f"  {name:16}{1e3 * part['seconds'] / part['requests']:8.2f} ms{shared:10.0%}")
 
 
-def _row(name: str, ours: str, stock: str, gain: float | None) -> None:
-    print(f"{name:32}{ours:>14}{stock:>14}{'-' if gain is None else f'{gain:.2f}x':>9}")
+def _row(name: str, ours: str, baseline: str, gain: float | None) -> None:
+    print(f"{name:32}{ours:>14}{baseline:>14}{'-' if gain is None else f'{gain:.2f}x':>9}")
 
 
 def medians(
@@ -613,16 +612,16 @@ def medians(
     middle = {backend: statistics.median(v) for backend, v in values.items() if v}
     if len(middle) < 2:
         return middle, []
-    return middle, [b / a for a, b in zip(values[OURS], values[STOCK], strict=True)]
+    return middle, [b / a for a, b in zip(values[OURS], values[BASELINE], strict=True)]
 
 
 def same_tokens(found: Comparison) -> tuple[str, int]:
     """A text that compares the tokens of both engines, and the exit status."""
-    if STOCK not in found.first:
+    if BASELINE not in found.first:
         return "not compared", 0
-    ours, stock = found.first[OURS], found.first[STOCK]
-    gaps = parted(ours, stock)
-    total = len(stock.tokens)
+    ours, baseline = found.first[OURS], found.first[BASELINE]
+    gaps = parted(ours, baseline)
+    total = len(baseline.tokens)
     if not gaps:
         return f"yes, all {total} sequences", 0
     same = f"{total - len(gaps)} of {total} sequences"

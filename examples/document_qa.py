@@ -2,15 +2,14 @@
 
 All questions share the document's KV blocks. Every decode step reads these blocks from memory once
 for all questions instead of once per question. Answers are checked against the text, tokens against
-stock vLLM's.
+the baseline's.
 
-    python examples/document_qa.py                       the handbook beside this file
+    python examples/document_qa.py                       the handbook in this folder
     python examples/document_qa.py --document F --questions F    your own
-    python examples/document_qa.py --no-compare          without stock vLLM
+    python examples/document_qa.py --no-compare          without vLLM's default backend
 
 A file of questions has one question per line. To check an answer, add the words that it must have
-after a
-bar: How high is the lighthouse? | 38 metres
+after a bar: How high is the lighthouse? | 38 metres
 """
 
 import argparse
@@ -19,7 +18,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import common  # beside this file
+import common  # in this folder
 
 from vllm_prefixshare import PrefixShareError
 

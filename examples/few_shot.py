@@ -11,7 +11,7 @@ steps: most of the time of such a batch is prefill, which PREFIX_SHARE does not 
 import argparse
 from typing import Any
 
-import common  # beside this file
+import common  # in this folder
 
 #: Words with their labels, for the prompt.
 SHOTS = (

@@ -16,7 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import common  # beside this file
+import common  # in this folder
 
 INSTRUCTIONS = """\
 You add numbers. Write the sum, an equals sign and the result, then stop. Do not explain it.

@@ -3,7 +3,7 @@
 Without ``--tree``, an engine answers questions about a document, and records the batches that it
 plans for (``VLLM_PREFIXSHARE_TRACE``). Then ``vllm-prefixshare inspect`` shows the largest batch:
 the forest, a line for each divider, and a picture of forest and schedule. The last table has what
-the engine gained beside stock.
+the engine gained compared with the baseline.
 
     python examples/inspect_plan.py --svg plan.svg
     python examples/inspect_plan.py --tree 1,4,16_1024,256,64 --svg plan.svg    without an engine
@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import common  # beside this file
+import common  # in this folder
 
 from vllm_prefixshare.cli.main import main as command_line
 

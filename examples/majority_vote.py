@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from typing import Any
 
-import common  # beside this file
+import common  # in this folder
 
 WORKED = (
     ("Ann has 3 apples and buys 4 more.", "3 + 4 = 7"),

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import common  # beside this file
+import common  # in this folder
 
 WORKED = """\
 Chains of sums. Each line adds to the result of the line before.

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import shared  # beside this file
+import shared  # in this folder
 from shared import Reads, common
 
 from vllm_prefixshare import PrefixShareError

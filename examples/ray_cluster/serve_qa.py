@@ -15,11 +15,11 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import shared  # beside this file
+import shared  # in this folder
 from shared import Reads, common
 
 MODEL = "model"
-ROUTER = "routers.ByPrefixUnlessTold"  # beside this file
+ROUTER = "routers.ByPrefixUnlessTold"  # in this folder
 PREFIX = "ray_vllm_prefixshare_"
 
 
@@ -135,7 +135,7 @@ def main() -> int:
 
     import ray
     from ray import serve
-    from routers import ANYWHERE  # beside this file; it needs Ray
+    from routers import ANYWHERE  # in this folder; it needs Ray
 
     shared.start_ray(args, {})
     shared.check_gpus(args, "replicas")

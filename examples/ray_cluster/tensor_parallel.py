@@ -10,7 +10,7 @@ first one read.
 
 import os
 
-import shared  # beside this file
+import shared  # in this folder
 from shared import Reads, common
 
 from vllm_prefixshare import PrefixShareError

@@ -1,6 +1,6 @@
 """Every example runs as a user would run it, on the embedded model, at the smallest useful size.
 
-By default an example also runs stock vLLM. That costs a second engine here, so only some tests do
+By default an example also runs the baseline. That costs a second engine here, so only some tests do
 it; the others compare with the backend's own counters, which include the KV tokens that reading
 request by request would have read.
 """

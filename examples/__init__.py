@@ -1,0 +1,1 @@
+"""Examples: scripts to copy in ``minimal/``, comparisons with vLLM's default backend here."""
