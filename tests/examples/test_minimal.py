@@ -44,7 +44,7 @@ def run_pasted(code: str, folder: Path, environment: dict[str, str]) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
