@@ -85,7 +85,7 @@ def merge_one_by_one(
 
 
 class Tiles(Protocol):
-    """What ``Serially`` needs of a ``contract.Kernel``."""
+    """What ``Serially`` needs of a ``interface.Kernel``."""
 
     starts_merging: bool
 
@@ -126,7 +126,7 @@ class Serially:
         out: torch.Tensor,
         sm_scale: float,
     ) -> torch.Tensor:
-        """As ``contract.Executor.run``."""
+        """As ``interface.Executor.run``."""
         arrays, partials = self.workspace.plan.arrays, self.workspace.partials
         # with one query for each request nothing reads where its queries start
         tensors = q, k_cache, v_cache, block_table, seq_lens, seq_lens, None
@@ -155,7 +155,7 @@ class TilesInTorch:
         self.plan = plan
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
-        """As ``contract.Kernel.launch``."""
+        """As ``interface.Kernel.launch``."""
         p, size = self.plan, t.k_cache.shape[1]
         ends = p.run_kv_start + p.run_lengths(t.seq_lens.numpy())
         # each token as a block of its own, because a run need not begin with a block
