@@ -128,35 +128,37 @@ def _leading_hits(
     leading = hashes[: len(hashes) // _STORED_STEP * _STORED_STEP]
     recent = _recent(block_pool, leading, group_id) if leading else None
     hits: list[KVCacheBlock] = []
+    is_recent = False
+    num_probed = 0
+    if recent is not None:
+        found = list(map(get, recent.keys))
+        is_recent = found == recent.blocks
+        hits = found if is_recent else _leading_blocks(found)
+        num_probed = len(leading)
     size = _FIRST_RANGE
-    stores = bool(leading)
-    while len(hits) < len(hashes):
-        start = len(hits)
-        found: list[Any]
-        if recent is not None and not start:
-            found = list(map(get, recent.keys))
-            if found == recent.blocks:
-                hits = found
-                stores = False
-                continue
-        else:
-            found = [get(h + suffix) for h in hashes[start : start + size]]
-            size *= 2
-        kinds = set(map(type, found))
-        if dict in kinds:  # duplicates: the first one counts
-            found = [next(iter(b.values())) if type(b) is dict else b for b in found]
-            stores = False  # a stored look-up would not compare equal
-        if type(None) in kinds:
-            hits += found[: next(i for i, block in enumerate(found) if block is None)]
-            break
-        hits += found
-    if stores and len(hits) >= len(leading):
+    while len(hits) == num_probed < len(hashes):
+        found = [get(h + suffix) for h in hashes[num_probed : num_probed + size]]
+        hits += _leading_blocks(found)
+        num_probed += len(found)
+        size *= 2
+    if leading and not is_recent and len(hits) >= len(leading):
         keys = [h + suffix for h in leading] if recent is None else recent.keys
         entry = _Recent(leading, keys, hits[: len(leading)])
-        _recent_lookups(block_pool).put(
-            (group_id, leading[-1]), entry, len(leading) * _BYTES_PER_BLOCK
-        )
+        size_bytes = len(leading) * _BYTES_PER_BLOCK
+        _recent_lookups(block_pool).put((group_id, leading[-1]), entry, size_bytes)
     return hits
+
+
+def _leading_blocks(found: list[Any]) -> list[KVCacheBlock]:
+    """The blocks of entries of the pool's dictionary, up to the first that is None. Of duplicates
+    the first one counts.
+    """
+    kinds = set(map(type, found))
+    if dict in kinds:
+        found = [next(iter(b.values())) if type(b) is dict else b for b in found]
+    if type(None) in kinds:
+        return found[: next(i for i, block in enumerate(found) if block is None)]
+    return found
 
 
 def _recent(block_pool: BlockPool, hashes: list[BlockHash], group_id: int) -> _Recent | None:
