@@ -18,21 +18,29 @@ import pytest
 import torch
 import vllm
 from vllm.platforms.interface import Platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.buffer_utils import StagedContents
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from tests.support import decoding
 from tests.support import shared_prefixes as cases
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.vllm_plugin import register
+from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin import FP8_MLA_BACKEND, MLA_BACKEND, register
+from vllm_prefixshare.vllm_plugin.backends.cuda.backend import PrefixShareCUDABackend
 from vllm_prefixshare.vllm_plugin.hooks import (
     activation,
     block_hashes,
@@ -41,9 +49,11 @@ from vllm_prefixshare.vllm_plugin.hooks import (
     selection,
     tokenization,
 )
-from vllm_prefixshare.vllm_plugin.prompts import detokenization
+from vllm_prefixshare.vllm_plugin.prompts import detokenization, parts
 from vllm_prefixshare.vllm_plugin.prompts.block_hashes import SharedBlockHasher
+from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
 from vllm_prefixshare.vllm_plugin.step import host_tables
+from vllm_prefixshare.vllm_plugin.step.gpu_builder import PlanningBuilder
 
 
 @pytest.fixture(autouse=True)
@@ -65,29 +75,24 @@ def hooked_functions(module: ModuleType) -> list[str]:
 @pytest.mark.parametrize("name", sorted({hook.module for hook in registry.HOOKS}))
 def test_no_hook_is_installed_that_a_patch_replaces(name):
     assert os.environ["PREFIXSHARE_PATCHED"] in inspect.getfile(vllm)
-    if name == "vllm.platforms.cuda":  # imports CUDA's libraries
-        module = SimpleNamespace(CudaPlatformBase=type("CudaPlatformBase", (Platform,), {}))
-    else:
-        module = importlib.import_module(name)
-        assert set(hooked_functions(module)) <= WITHOUT_PATCH
+    hooked = []
+    if name != "vllm.platforms.cuda":  # imports CUDA's libraries
+        hooked = hooked_functions(importlib.import_module(name))
+        assert set(hooked) <= WITHOUT_PATCH
     for hook in registry.HOOKS:
         if hook.module == name and hook.name in WITHOUT_PATCH:
-            assert hook.name in hooked_functions(module)
-        elif hook.module == name and hook.install not in NOTHING_TO_WRAP:
-            assert hook.replaced(module), hook.target
+            assert hook.name in hooked
+        elif hook.module == name and hook.install not in FILLING_LISTS:
+            assert hook.is_replaced, hook.target
 
 
-#: Hooks that no patch replaces: they choose graphs under batch invariance.
-WITHOUT_PATCH = {
-    "GPUModelRunner._determine_batch_execution_and_padding",
-    "GPUModelRunner.gather_batch_req_state",
-}
+#: Hooks that no patch replaces, for offline beam search.
+WITHOUT_PATCH = {"BeamSearchOfflineMixin._beam_search_step", "BeamSearchSequence.get_prompt"}
 #: Hooks that look for their patch themselves: they fill a list of functions that it calls.
-NOTHING_TO_WRAP = (
+FILLING_LISTS = (
     selection.hook_backend_enum,
     selection.hook_engine_config,
-    activation.hook_engine_core,
-    activation.hook_worker,
+    *(hook.install for hook in activation.HOOKS),
     block_hashes.hook_block_hasher,
     copies.hook_decoder,
     copies.hook_encoder,
@@ -118,11 +123,50 @@ def test_variables_are_known():
         del os.environ["VLLM_PREFIXSHARE_KERNEL"], os.environ["VLLM_NOT_A_VARIABLE"]
 
 
+class EndedError(Exception):
+    """Ends a function of vLLM once the test has seen what it wanted."""
+
+
 def test_the_check_is_registered_once():
     from vllm.engine.arg_utils import engine_config_checks
 
     register.register()
-    assert engine_config_checks.count(selection.check_where_chosen) == 1
+    assert engine_config_checks.count(selection.check_engine) == 1
+
+
+def test_a_check_gets_the_arguments_and_who_asks(monkeypatch):
+    from vllm.engine import arg_utils
+    from vllm.usage.usage_lib import UsageContext
+
+    def check(*given: object) -> None:
+        seen.append(given)
+        raise EndedError
+
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(arg_utils, "engine_config_checks", [check])
+    engine_args = arg_utils.EngineArgs(model="none")
+    for arguments in ({}, {"usage_context": UsageContext.LLM_CLASS}):
+        with pytest.raises(EndedError):
+            engine_args.create_engine_config(**arguments)
+    assert seen == [(engine_args, None), (engine_args, UsageContext.LLM_CLASS)]
+
+
+@pytest.mark.parametrize("context", ["LLM_CLASS", "OPENAI_API_SERVER"])
+def test_a_finished_configuration_is_checked_as_without_patches(monkeypatch, context):
+    seen: list[object] = []
+    monkeypatch.setattr(selection, "check_platform", lambda: True)
+    monkeypatch.setattr(selection.background_compilation, "start_planning", lambda: None)
+    monkeypatch.setattr(
+        selection, "_check_engine_config", lambda config, **given: seen.append((config, given))
+    )
+    engine_args = SimpleNamespace(
+        attention_backend="PREFIX_SHARE",
+        cudagraph_capture_sizes=[1, 2],
+        compilation_config=None,
+    )
+    selection.check_engine(engine_args, SimpleNamespace(name=context))("finished")
+    named = frozenset({"cudagraph_capture_sizes"})
+    assert seen == [("finished", {"named": named, "offline": context == "LLM_CLASS"})]
 
 
 def test_plugins_are_loaded_before_dictionaries_are_validated(monkeypatch):
@@ -159,8 +203,49 @@ def test_a_layer_is_not_declined_but_refused_where_strict(monkeypatch):
         Platform.backend_for_layer(ours, layer(has_sink=True))
 
 
+@pytest.mark.parametrize(
+    ("own", "changes", "expected", "asked"),
+    [
+        ("FLASH_ATTN_MLA", {}, MLA_BACKEND, None),
+        ("FLASHMLA", {"kv_cache_dtype": "fp8"}, FP8_MLA_BACKEND, None),
+        ("TRITON_MLA", {}, None, None),
+        ("FLASH_ATTN_MLA", {"use_sparse": True}, None, None),
+        ("FLASH_ATTN", {"use_mla": False, "head_size": 64}, None, "PREFIX_SHARE"),
+    ],
+)
+def test_an_mla_layer_extends_the_backend_that_the_platform_would_take(
+    monkeypatch, own, changes, expected, asked
+):
+    """``expected``: path of our class; None for the platform's own choice."""
+    member = AttentionBackendEnum[own]
+    seen: list[object] = []
+
+    class Hopper(Platform):
+        device_type = "cpu"
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected, attn_selector_config, num_heads=None):
+            seen.append(getattr(selected, "name", None))
+            return member.get_path()
+
+    monkeypatch.setattr(vllm.platforms, "current_platform", Hopper())
+    monkeypatch.setattr(fa_utils, "flash_attn_supports_mla", lambda: True)
+    monkeypatch.setattr(flashmla, "is_flashmla_dense_supported", lambda: (True, None))
+    monkeypatch.setattr(selector, "resolve_obj_by_qualname", lambda path: path)
+    config = layer(**{"use_mla": True, "head_size": 576, **changes})
+    choose = selector._cached_get_attn_backend.__wrapped__
+    ours = SimpleNamespace(name="PREFIX_SHARE", get_class=lambda: PrefixShareCUDABackend)
+    found = choose(ours, config)
+    assert found == (expected or member.get_path())
+    assert seen == [asked]
+    if changes.get("use_mla", True):  # one of vLLM's is asked for as before
+        assert choose(AttentionBackendEnum.TRITON_MLA, config) == member.get_path()
+        assert seen[1:] == ["TRITON_MLA"]
+
+
 def test_a_backend_declines_nothing_and_counts_nothing_by_default():
     assert AttentionBackend.decline_layer(layer()) is None
+    assert AttentionBackend.choose_mla_class is None
     assert not AttentionBackend.supports_cpu()
     assert AttentionBackend.take_stats() == {}
     assert ModelRunnerOutput(req_ids=[], req_id_to_index={}).attention_stats is None
@@ -310,6 +395,82 @@ def test_builders_are_told_of_wake_up():
     assert AttentionMetadataBuilder.after_wake_up(builder, None) is None
 
 
+def groups_of_builders(*takes: bool) -> list[list[SimpleNamespace]]:
+    """Attention groups whose builders let graphs of decodes take tokens of prompts, or not."""
+    builders = [SimpleNamespace(decode_graphs_take_prefills=lambda take=t: take) for t in takes]
+    return [[SimpleNamespace(metadata_builders=[builder])] for builder in builders]
+
+
+def test_builders_plan_for_prompts_in_graphs_unless_batch_invariant():
+    assert AttentionMetadataBuilder.decode_graphs_take_prefills(None)
+    for invariant in (False, True):
+        builder = SimpleNamespace(_invariant=invariant)
+        assert PlanningBuilder.decode_graphs_take_prefills(builder) != invariant
+
+
+@pytest.mark.parametrize("takes", [(True, True), (True, False)])
+def test_no_graph_of_decodes_is_chosen_for_prompt_tokens_by_the_v1_runner(takes):
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def chosen(computed: list[int], num_reqs: int = 2, **given: object) -> bool | None:
+        def end(force_uniform_decode: bool | None, **_: object) -> None:
+            seen.append(force_uniform_decode)
+            raise EndedError
+
+        seen: list[bool | None] = []
+        batch = SimpleNamespace(
+            num_computed_tokens_cpu=np.array(computed), num_prompt_tokens=np.array([40, 20])
+        )
+        runner = SimpleNamespace(
+            attn_groups=groups_of_builders(*takes),
+            input_batch=batch,
+            uniform_decode_query_len=1,
+            _is_uniform_decode=end,
+        )
+        with pytest.raises(EndedError):
+            GPUModelRunner._determine_batch_execution_and_padding(
+                runner, num_reqs, num_reqs, np.ones(num_reqs, np.int32), 1, False, **given
+            )
+        return seen[0]
+
+    assert chosen([40, 30]) is None
+    assert chosen([40, 19]) is (None if all(takes) else False)
+    assert chosen([40, 19], 1) is None
+    assert chosen([40, 19], force_uniform_decode=True) is True
+
+
+@pytest.mark.parametrize("takes", [(True, True), (True, False)])
+def test_no_graph_of_decodes_is_chosen_for_prompt_tokens_by_the_v2_runner(takes):
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def chosen(computed: list[int], dummy_run: bool = False) -> int | None:
+        states = SimpleNamespace(
+            req_id_to_index={"a": 0, "b": 1},
+            prefill_len=SimpleNamespace(np=np.array([40, 20])),
+            num_computed_prefill_tokens=np.array(computed),
+        )
+        runner = SimpleNamespace(
+            attn_groups=groups_of_builders(*takes),
+            req_states=states,
+            decode_query_len=1,
+            adaptive_verification=None,
+            pcp_manager=None,
+            use_pp=False,
+        )
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens={"a": 1, "b": 1},
+            total_num_scheduled_tokens=2,
+            scheduled_spec_decode_tokens={},
+        )
+        return GPUModelRunner.gather_batch_req_state(runner, scheduled, dummy_run)[1]
+
+    # vLLM 0.29 replays no such graph by itself
+    by_itself = 1 if all(takes) and os.environ["PREFIXSHARE_PATCHED"] != "0.29.0" else None
+    assert chosen([40, 20]) == 1
+    assert chosen([40, 19]) == by_itself
+    assert chosen([40, 19], dummy_run=True) == 1
+
+
 def test_each_process_of_an_engine_activates_the_parts(monkeypatch):
     from vllm.plugins import engine_process_starts
     from vllm.v1.engine import core
@@ -321,9 +482,6 @@ def test_each_process_of_an_engine_activates_the_parts(monkeypatch):
     monkeypatch.setattr(
         activation.metrics, "start_for_engine", lambda *arguments: started.append(arguments[-1])
     )
-
-    class EndedError(Exception):
-        """Ends a constructor at its first use of the configuration after the plugins."""
 
     class Config:
         def __init__(self, backend: str) -> None:
@@ -338,6 +496,41 @@ def test_each_process_of_an_engine_activates_the_parts(monkeypatch):
         with pytest.raises(EndedError):
             worker_base.WorkerBase(Config(backend), 0, 0, "")
     assert started == [True, True, False, False]
+
+
+@pytest.fixture(params=["off", "hashes", "detokenization,lookup,copies", "on", None])
+def switched_on(request, monkeypatch):
+    """Whether ``VLLM_PREFIXSHARE_PROMPTS`` leaves the parts of the patches on."""
+    if request.param is None:
+        monkeypatch.delenv(parts.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(parts.VARIABLE, request.param)
+    settings.cache_clear()
+    yield request.param not in ("off", "hashes")
+    settings.cache_clear()
+
+
+def test_the_decode_stream_follows_the_setting(monkeypatch, switched_on):
+    from vllm.v1.engine import detokenizer
+
+    seen: list[object] = []
+    monkeypatch.setattr(
+        detokenizer, "find_stream_start", lambda *given: seen.append(given) or whole
+    )
+    tokenizer = decoding.backend("byte level")
+    whole = detokenizer.StreamStart([1, 2, 3], [])
+    decoding.detokenizer(tokenizer, whole.ids, SamplingParams())
+    assert bool(seen) == switched_on
+
+
+def test_staged_writes_follow_the_setting(switched_on):
+    contents = StagedContents(torch.int32)
+    contents.extend(TokenIds([1, 2, 3]))
+    assert isinstance(contents._parts[0], np.ndarray) == switched_on
+    both = StagedContents(torch.int32)
+    both.extend([0])
+    both.extend(contents)
+    assert (len(both), np.asarray(both).tolist()) == (4, [0, 1, 2, 3])
 
 
 def test_functions_of_the_parts_are_registered_once():
@@ -412,6 +605,21 @@ def test_the_patched_look_up_leaves_a_cache_as_the_released_one(rewritten_while_
     for _ in range(40):
         twins.step()
         twins.check()
+
+
+def test_the_look_up_follows_the_setting(rewritten_while_active, monkeypatch, switched_on):
+    twins = cases.Twins(Random(1), cases.algorithm("sha256"))
+    probed: list[object] = []
+    inline = BlockPool.get_leading_cached_blocks
+    monkeypatch.setattr(
+        BlockPool,
+        "get_leading_cached_blocks",
+        lambda *given: probed.append(given) or inline(*given),
+    )
+    for _ in range(40):
+        twins.step()
+        twins.check()
+    assert bool(probed) == switched_on
 
 
 @pytest.mark.parametrize("name", decoding.KINDS)

@@ -68,12 +68,18 @@ def counters(llm: Any) -> dict[str, float]:
     }
 
 
+def scheduler_name(llm: Any) -> str:
+    """Name of the class that orders the engine's requests."""
+    return llm.llm_engine.vllm_config.scheduler_config.get_scheduler_cls().__name__
+
+
 def test_the_variable_chooses_the_backend_and_its_counters_reach_the_loggers():
     environment = {
         "VLLM_ATTENTION_BACKEND": "PREFIX_SHARE",  # read by the patched vLLM
         "VLLM_PREFIXSHARE_SHARE": "always",
         "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
         "VLLM_PREFIXSHARE_STRICT": "1",
+        "VLLM_PREFIXSHARE_TRACE": "/nowhere/t",  # warned of
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # needed to send a function to the workers
     }
     prompts = [ask(q, DOCUMENT[:3000]) for q in QUESTIONS[:4]]
@@ -87,10 +93,12 @@ def test_the_variable_chooses_the_backend_and_its_counters_reach_the_loggers():
         after = engine.call(counters)
         same = engine.call(call_workers, same_tables)
         hooked = engine.call(all_hooks)
+        scheduler = engine.call(scheduler_name)
         (stats,) = engine.collective_rpc("prefix_share_stats")
     one_by_one = replace(alone[0], answers=tuple(batch.answers[0] for batch in alone))
     assert not [d for d in divergences(together, one_by_one) if d.gap > MAX_GAP]
     assert set(hooked) <= WITHOUT_PATCH
+    assert scheduler.startswith("OfflinePrefixOrder"), "ordered for vllm.LLM"
     assert all(same)
     assert len(same) >= 12
     assert before["prefix_share_kv_tokens_stock"] == before["prefix_share_kv_tokens_read"]

@@ -252,10 +252,8 @@ def install() -> None:
 
 
 def install_hook(hook: Hook) -> None:
-    """Install a hook unless a patch does its work."""
-    module = importlib.import_module(hook.module)
-    if not hook.replaced(module):
-        hook.install(module)
+    """Install a hook, or leave its work to a patch."""
+    hook.apply(importlib.import_module(hook.module))
 
 
 class Twins:

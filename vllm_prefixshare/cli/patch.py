@@ -1,4 +1,4 @@
-"""Apply the patches for forks to an installed vLLM or a checkout, or take them back."""
+"""Apply the patches for forks to an installed vLLM or a checkout, or revert them."""
 
 import argparse
 import contextlib
@@ -23,8 +23,8 @@ In a checkout of vLLM's tag v0.29.0, so that the plugin installs no hooks there:
     vllm-prefixshare patch apply --checkout ~/vllm
     vllm-prefixshare patch revert --checkout ~/vllm
 
-Without --checkout it is the vLLM that this interpreter would import. Nobody needs the patches to
-use the plugin. What cannot be patched is left as it was, and the exit status is 2."""
+Without --checkout it is the vLLM that this interpreter would import. The plugin works without the
+patches. A vLLM that cannot be patched stays unchanged, and the exit status is 2."""
 
 #: Folder that keeps the files being replaced; a killed process leaves it behind.
 JOURNAL = ".prefix_share_patch"
@@ -72,7 +72,7 @@ STATES = {
 
 
 def patches_folder() -> Path:
-    """The folder of the patches: inside the package in a wheel, beside it in a checkout."""
+    """The folder of the patches: in the package in a wheel, next to it in a checkout."""
     package = Path(vllm_prefixshare.__file__).parent
     inside = package / "patches"
     return inside if inside.is_dir() else package.parent / "patches"
@@ -212,10 +212,11 @@ class Tree:
                 copy = Path(scratch, name)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.root / name, copy)
-            how = ["apply", "--whitespace=nowarn", *(["--reverse"] if revert else [])]
-            for patch in reversed(self.series) if revert else self.series:
-                if _git(Path(scratch), *how, str(patch)).returncode != 0:
-                    return None
+            patches = [*map(str, self.series)]
+            if revert:
+                patches = ["--reverse", *reversed(patches)]
+            if _git(Path(scratch), "apply", "--whitespace=nowarn", *patches).returncode != 0:
+                return None
             return {name: Path(scratch, name).read_bytes() for name in self.files}
 
     def _replace_files(self, revert: bool) -> None:

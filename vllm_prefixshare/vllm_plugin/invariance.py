@@ -33,7 +33,7 @@ def wanted() -> bool:
 @functools.cache
 def is_possible() -> bool:
     """Whether this vLLM lets the backend hold what it must: FLASH_ATTN is invariant. Steps with
-    prompt tokens are kept from FULL CUDA graphs by hooks, in a patched vLLM, too.
+    prompt tokens are kept from FULL CUDA graphs by hooks, or by a patch.
     """
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 

@@ -25,7 +25,7 @@ from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
 from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, GPU_EXTRAS, Platform
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
-from vllm_prefixshare.vllm_plugin.hooks import graphs, selection
+from vllm_prefixshare.vllm_plugin.hooks import runners, selection
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.step import gpu_builder
 
@@ -272,8 +272,8 @@ def test_no_graph_of_decodes_is_chosen_for_prompt_tokens(monkeypatch, served):
         gather_batch_req_state = Runner.gather_batch_req_state
 
     module = SimpleNamespace(GPUModelRunner=Hooked)
-    graphs.hook_v1_graph_choice(module)
-    graphs.hook_v2_graph_choice(module)
+    runners.hook_v1_graph_choice(module)
+    runners.hook_v2_graph_choice(module)
     group = Group(monkeypatch) if served else None
     assert gpu_builder.is_invariant() == (group is not None)
     decodes, mixed = Hooked([40, 30], [40, 20]), Hooked([40, 19], [40, 20])

@@ -6,8 +6,15 @@ A vLLM with ``patches/`` names it in its registry, which holds one path for all 
 import importlib
 from typing import Any, ClassVar
 
-from vllm_prefixshare.vllm_plugin import BACKEND_NAME, CPU_BACKEND, CUDA_BACKEND
-from vllm_prefixshare.vllm_plugin.eligibility.fallback import declines
+from vllm_prefixshare.config import FP8_CACHES
+from vllm_prefixshare.vllm_plugin import (
+    BACKEND_NAME,
+    CPU_BACKEND,
+    CUDA_BACKEND,
+    FP8_MLA_BACKEND,
+    MLA_BACKEND,
+)
+from vllm_prefixshare.vllm_plugin.eligibility.fallback import declines, fall_back
 from vllm_prefixshare.vllm_plugin.observability.stats import take_stats
 
 
@@ -45,9 +52,33 @@ class BackendMethods:
         return declines(attn_selector_config, cls.on_gpu)
 
     @classmethod
+    def choose_mla_class(cls, own: str, attn_selector_config: Any) -> str:
+        """The class of an MLA layer where vLLM would take ``own``."""
+        return latent_backend(own, attn_selector_config)
+
+    @classmethod
     def take_stats(cls) -> dict[str, float]:
         """What this process counted since the last call."""
         return take_stats()
+
+
+def latent_backend(own: str, layer: Any) -> str:
+    """The backend of an MLA layer: ours where vLLM would take FLASH_ATTN_MLA, or FLASHMLA for an
+    fp8 cache.
+
+    Args:
+        own: path of the class that vLLM would take.
+        layer: its ``AttentionSelectorConfig``.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    parent, ours = AttentionBackendEnum.FLASH_ATTN_MLA, MLA_BACKEND
+    if layer.kv_cache_dtype in FP8_CACHES:
+        parent, ours = AttentionBackendEnum.FLASHMLA, FP8_MLA_BACKEND
+    if own == parent.get_path():
+        return ours
+    fall_back(f"multi-head latent attention in {own.rpartition('.')[2]}")
+    return own
 
 
 def __getattr__(name: str) -> Any:

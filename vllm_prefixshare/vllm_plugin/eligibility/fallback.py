@@ -14,21 +14,16 @@ from vllm_prefixshare.vllm_plugin.observability.log import logger
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 
 
-def declines(layer: Any, on_gpu: bool, latent: bool = False) -> str | None:
+def declines(layer: Any, on_gpu: bool) -> str | None:
     """Why a layer with this ``AttentionSelectorConfig`` is not served, or None; logs the reason
     once. Called for each kind of layer for which the backend was chosen, so metrics start here even
     if no layer is served.
-
-    Args:
-        latent: whether the caller is the MLA backend.
 
     Raises:
         PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
     """
     metrics.start_in_worker()
-    here = CPU
-    if on_gpu:
-        here = Platform(CUDA_DTYPES, platform.gpu_extras() - (frozenset() if latent else {"mla"}))
+    here = Platform(CUDA_DTYPES, platform.gpu_extras()) if on_gpu else CPU
     reason = refusal(LayerSpec.of_selector(layer), here)
     if reason is not None:
         fall_back(reason)

@@ -2,5 +2,6 @@
 
 ``registry`` lists the hooks and installs them: at once where the module that a hook changes is
 loaded, else when it is imported (``imports``). ``selection`` lets the backend be chosen,
-``block_tables`` keeps block ids on the host, ``lifecycle`` follows sleep and wake-up.
+``runners`` has the hooks on model runners and workers, and the other modules have one part each of
+the shared host work.
 """

@@ -7,7 +7,6 @@ its attention backend.
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.vllm_plugin.hooks import patched
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, Hook, extend, wrap
 
 
@@ -72,53 +71,37 @@ def _while_active(function: Function) -> Function:
     return wrapper
 
 
-_WHY_HASHES = "vLLM hashes every block of a prompt again for each request"
-_UNTIL_HASHES = "vLLM takes the hashes of a prefix from recent requests"
-_WHY_LOOK_UP = "vLLM makes Python calls per cached block for each request"
-_UNTIL_LOOK_UP = "vLLM handles cached blocks without a call per block"
-
 HOOKS = (
-    Hook(
-        "vllm.v1.core.kv_cache_utils",
-        "get_request_block_hasher",
-        _WHY_HASHES,
-        _UNTIL_HASHES,
-        hook_block_hasher,
-        parts=("hashes",),
+    *(
+        Hook(
+            module,
+            "get_request_block_hasher",
+            "vLLM hashes every block of a prompt again for each request",
+            "vLLM takes the hashes of a prefix from recent requests",
+            hook_block_hasher,
+            parts=("hashes",),
+        )
+        # the engine core may have imported the name before
+        for module in ("vllm.v1.core.kv_cache_utils", "vllm.v1.engine.core")
     ),
-    Hook(
-        "vllm.v1.engine.core",
-        "get_request_block_hasher",
-        f"{_WHY_HASHES}; the engine core may have imported the name before",
-        _UNTIL_HASHES,
-        hook_block_hasher,
-        parts=("hashes",),
-    ),
-    Hook(
-        "vllm.v1.core.block_pool",
-        "BlockPool",
-        f"{_WHY_LOOK_UP} (touch, free_blocks)",
-        _UNTIL_LOOK_UP,
-        hook_block_pool,
-        patched.looks_up_without_calls,
-        parts=("lookup",),
-    ),
-    Hook(
-        "vllm.v1.core.single_type_kv_cache_manager",
-        "FullAttentionManager.find_longest_cache_hit",
-        f"{_WHY_LOOK_UP} (also SingleTypeKVCacheManager._get_num_evictable_blocks)",
-        _UNTIL_LOOK_UP,
-        hook_look_up,
-        patched.looks_up_without_calls,
-        parts=("lookup",),
-    ),
-    Hook(
-        "vllm.v1.core.kv_cache_manager",
-        "KVCacheManager.estimate_cached_tokens",
-        _WHY_LOOK_UP,
-        _UNTIL_LOOK_UP,
-        hook_estimate,
-        patched.looks_up_without_calls,
-        parts=("lookup",),
+    *(
+        Hook(
+            f"vllm.v1.core.{module}",
+            name,
+            "vLLM makes Python calls per cached block for each request",
+            "vLLM handles cached blocks without a call per block",
+            install,
+            parts=("lookup",),
+            switch="vllm.v1.core.block_pool:BlockPool.inlines_loops",
+        )
+        for module, name, install in (
+            ("block_pool", "BlockPool", hook_block_pool),
+            (
+                "single_type_kv_cache_manager",
+                "FullAttentionManager.find_longest_cache_hit",
+                hook_look_up,
+            ),
+            ("kv_cache_manager", "KVCacheManager.estimate_cached_tokens", hook_estimate),
+        )
     ),
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.vllm_plugin.hooks import patched
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, Hook, after, extend, wrap
 from vllm_prefixshare.vllm_plugin.prompts import copies
 from vllm_prefixshare.vllm_plugin.prompts.copies import PART, StagedIds
@@ -193,7 +192,7 @@ HOOKS = (
         "the V2 model runner flattens token ids and block ids integer by integer",
         "StagedWriteTensor takes arrays",
         hook_staged_writes,
-        patched.stages_arrays,
         parts=("copies",),
+        switch="vllm.v1.worker.gpu.buffer_utils:StagedContents.keeps_arrays",
     ),
 )

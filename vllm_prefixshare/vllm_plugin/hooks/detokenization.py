@@ -3,7 +3,6 @@
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.vllm_plugin.hooks import patched
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, Hook, wrap
 
 
@@ -27,7 +26,7 @@ HOOKS = (
         "the decode stream decodes the whole prompt with the first output token of each request",
         "vLLM starts the stream from a bounded tail",
         hook_detokenizer,
-        patched.starts_streams_at_a_tail,
         parts=("detokenization",),
+        switch="vllm.v1.engine.detokenizer:FastIncrementalDetokenizer.starts_at_tail",
     ),
 )

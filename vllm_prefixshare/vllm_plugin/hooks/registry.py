@@ -7,18 +7,20 @@ from vllm_prefixshare.vllm_plugin.hooks import (
     activation,
     beams,
     block_hashes,
-    block_tables,
     copies,
     detokenization,
-    graphs,
-    lifecycle,
-    patched,
+    runners,
     selection,
     tokenization,
 )
 from vllm_prefixshare.vllm_plugin.hooks.imports import watch_imports
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import Hook
 from vllm_prefixshare.vllm_plugin.prompts.parts import deactivate
+
+_DECLINE = (
+    "vllm.platforms.interface:Platform.backend_for_layer",
+    "vllm.platforms.interface:Platform.mla_class_chooser",
+)
 
 HOOKS = (
     Hook(
@@ -34,12 +36,12 @@ HOOKS = (
         "vLLM warns of VLLM_* variables that it does not know",
         "plugins can declare their variables",
         selection.hook_environment,
-        patched.knows_our_variables,
+        ("vllm.envs:PLUGIN_PREFIXES",),
     ),
     Hook(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",
-        f"vLLM no longer reads {selection.ENV_VAR}; wrong settings must be refused before work "
+        f"vLLM no longer reads {selection.ENV_VAR}; wrong settings must be rejected before work "
         "starts",
         "vLLM reads it again and lets a backend check the whole configuration",
         selection.hook_engine_config,
@@ -50,7 +52,7 @@ HOOKS = (
         "a layer that is not served keeps vLLM's own backend",
         "a backend can decline a layer",
         selection.hook_cuda_platform,
-        patched.lets_backends_decline,
+        _DECLINE,
     ),
     Hook(
         "vllm.platforms.cpu",
@@ -58,64 +60,9 @@ HOOKS = (
         "the CPU platform ignores which backend was selected",
         "it honours the selection, and a backend can decline a layer",
         selection.hook_cpu_platform,
-        patched.lets_cpu_backends_be_selected,
+        (*_DECLINE, "vllm.platforms.cpu:_serves_cpus"),
     ),
-    Hook(
-        "vllm.v1.worker.block_table",
-        "BlockTable.__init__",
-        "metadata builders need the block ids on the host, and are given those of the device "
-        "(V1 model runner)",
-        "CommonAttentionMetadata carries the host's block table",
-        block_tables.hook_v1_table,
-        patched.carries_host_tables,
-    ),
-    Hook(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner._dummy_run",
-        "a batch without requests looks like any other to metadata builders (V1 model runner)",
-        "CommonAttentionMetadata says so",
-        block_tables.hook_v1_dummy_batch,
-        patched.carries_host_tables,
-    ),
-    Hook(
-        "vllm.v1.worker.gpu.block_table",
-        "BlockTables",
-        "the V2 model runner sends block ids to the device and keeps none (__init__, "
-        "append_block_ids, get_dummy_block_tables)",
-        "CommonAttentionMetadata carries the host's block table",
-        block_tables.hook_v2_tables,
-        patched.carries_host_tables,
-    ),
-    Hook(
-        "vllm.v1.worker.gpu.model_runner",
-        "GPUModelRunner.prepare_attn",
-        "metadata builders need the request slots of the batch (V2 model runner)",
-        "CommonAttentionMetadata has req_idx in every supported release: from 0.30 on",
-        block_tables.hook_v2_batch,
-        patched.carries_host_tables,
-    ),
-    Hook(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner._determine_batch_execution_and_padding",
-        "under batch invariance a prompt token must not run in a graph of decodes (V1 runner)",
-        "a backend can say which batches its graphs serve",
-        graphs.hook_v1_graph_choice,
-    ),
-    Hook(
-        "vllm.v1.worker.gpu.model_runner",
-        "GPUModelRunner.gather_batch_req_state",
-        "under batch invariance a prompt token must not run in a graph of decodes (V2 runner)",
-        "a backend can say which batches its graphs serve",
-        graphs.hook_v2_graph_choice,
-    ),
-    Hook(
-        "vllm.v1.worker.gpu_worker",
-        "Worker.wake_up",
-        "sleep frees the memory that holds plans and the KV cache",
-        "metadata builders are told of it, and the KV cache is zeroed",
-        lifecycle.hook_wake_up,
-        patched.tells_builders_of_wake_up,
-    ),
+    *runners.HOOKS,
     *activation.HOOKS,
     *tokenization.HOOKS,
     *detokenization.HOOKS,
@@ -145,8 +92,7 @@ def _install(module: ModuleType) -> None:
     for hook in HOOKS:
         if hook.module == module.__name__:
             try:
-                if not hook.replaced(module):
-                    hook.install(module)
+                hook.apply(module)
             except AttributeError:
                 # This vLLM has no such name. Where the backend is chosen,
                 # `compat.check_release` names it and rejects before the engine starts.

@@ -1,32 +1,32 @@
-"""Hooks that let the backend be chosen, and refuse at start-up what would fail later."""
+"""Hooks that let the backend be chosen, and reject at start-up what would fail later."""
 
+import contextlib
 import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import EnumMeta
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from vllm_prefixshare.config import FP8_CACHES, LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 from vllm_prefixshare.vllm_plugin import (
     BACKEND_NAME,
     CPU_BACKEND,
     CUDA_BACKEND,
-    FP8_MLA_BACKEND,
-    MLA_BACKEND,
     background_compilation,
     compat,
     invariance,
 )
-from vllm_prefixshare.vllm_plugin.eligibility.fallback import declines, fall_back
+from vllm_prefixshare.vllm_plugin.backends.platform_backend import latent_backend
+from vllm_prefixshare.vllm_plugin.eligibility.fallback import declines
 from vllm_prefixshare.vllm_plugin.eligibility.layer import LayerSpec
 from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
-from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, wrap
+from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, extend, wrap
 from vllm_prefixshare.vllm_plugin.observability import metrics
 from vllm_prefixshare.vllm_plugin.step.mixed_graphs import choose_mixed_graphs, named_by_user
 
@@ -42,7 +42,7 @@ def hook_backend_enum(module: ModuleType) -> None:
     pickles as a call of ``backend_member``: spawned workers unpickle their configuration in a
     process that has not made it yet.
 
-    A misspelt PREFIX_SHARE is refused where vLLM would list the names of all backends.
+    A misspelt PREFIX_SHARE is rejected where vLLM would list the names of all backends.
     """
     enum = module.AttentionBackendEnum
     if BACKEND_NAME in enum._member_map_:
@@ -106,36 +106,63 @@ def hook_environment(module: ModuleType) -> None:
 
 def hook_engine_config(module: ModuleType) -> None:
     """Choose the backend from the environment, and check the finished configuration."""
-    checks = getattr(module, "engine_config_checks", None)
-    if checks is not None:  # a patched vLLM, which reads the variable and calls the check
-        if check_where_chosen not in checks:
-            checks.append(check_where_chosen)
+    if extend(module, "engine_config_checks", check_engine):
         return
 
     def wrapper(original: Function) -> Function:
+        @reporting_errors()
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                choose_from_environment(self)
-                if not _chosen_by(self):
-                    config = original(self, *args, **kwargs)
-                    metrics.start_for_engine("api_server", config, uses_prefix_share=False)
-                    return config
-                on_cpu = check_platform()
-                background_compilation.start_planning()
-                named = named_by_user(self)
-                config = original(self, *args, **kwargs)
-                if not on_cpu:
-                    choose_mixed_graphs(config, named)
-                context = args[0] if args else kwargs.get("usage_context")
-                offline = getattr(context, "name", "") == "LLM_CLASS"
-                _check_engine_config(config, offline)
-                return config
-            except PrefixShareError as e:
-                refuse(e)
+            check_config = check_engine(self, args[0] if args else kwargs.get("usage_context"))
+            config = original(self, *args, **kwargs)
+            check_config(config)
+            return config
 
         return create_engine_config
 
     wrap(module.EngineArgs, "create_engine_config", wrapper)
+
+
+@contextlib.contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Raise a ``PrefixShareError`` of the block, or, in a program of vLLM's, print it and exit with
+    status 2: a traceback says nothing to those who did not write the program.
+    """
+    try:
+        yield
+    except PrefixShareError as error:
+        program = sys.argv[0]
+        if os.path.basename(program) != "vllm" and "/vllm/entrypoints/" not in program:
+            raise
+        print(f"vllm: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@reporting_errors()
+def check_engine(engine_args: Any, usage_context: Any) -> Callable[[Any], None]:
+    """Choose the backend from the environment, and check what is known before the ``VllmConfig`` of
+    an engine is made.
+
+    Args:
+        engine_args: ``EngineArgs``.
+        usage_context: vLLM's ``UsageContext``, or None.
+
+    Returns:
+        A function that checks and completes the finished ``VllmConfig``.
+    """
+    choose_from_environment(engine_args)
+    if _chosen_by(engine_args):
+        check_platform()
+        background_compilation.start_planning()
+        check_config = functools.partial(
+            _check_engine_config,
+            named=named_by_user(engine_args),
+            offline=getattr(usage_context, "name", "") == "LLM_CLASS",
+        )
+    else:
+        check_config = functools.partial(
+            metrics.start_for_engine, "api_server", uses_prefix_share=False
+        )
+    return reporting_errors()(check_config)
 
 
 def _chosen_by(engine_args: Any) -> bool:
@@ -147,36 +174,12 @@ def _chosen_by(engine_args: Any) -> bool:
     )
 
 
-def check_where_chosen(config: Any) -> None:
-    """Check a finished ``VllmConfig`` where it names PREFIX_SHARE, in a patched vLLM."""
-    if not chosen_in(config.attention_config):
-        metrics.start_for_engine("api_server", config, uses_prefix_share=False)
-        return
-    try:
-        check_platform()
-        background_compilation.start_planning()
-        _check_engine_config(config)
-    except PrefixShareError as e:
-        refuse(e)
-
-
 def chosen_in(attention_config: Any) -> bool:
     """Whether a vLLM ``AttentionConfig`` names PREFIX_SHARE, for all layers or a kind of them."""
     per_kind = getattr(attention_config, "backend_per_kind", {})
     return is_ours(getattr(attention_config, "backend", None)) or any(
         map(is_ours, per_kind.values())
     )
-
-
-def refuse(error: PrefixShareError) -> NoReturn:
-    """Raise ``error``, or, in a program of vLLM's, print it and exit with status 2: a traceback
-    says nothing to those who did not write the program.
-    """
-    program = sys.argv[0]
-    if os.path.basename(program) != "vllm" and "/vllm/entrypoints/" not in program:
-        raise error
-    print(f"vllm: error: {error}", file=sys.stderr)
-    raise SystemExit(2) from None
 
 
 def choose_from_environment(engine_args: Any) -> None:
@@ -207,11 +210,12 @@ def named_by_environment() -> bool:
     return is_ours(name)  # names of earlier releases are not: vLLM warns that it ignores them
 
 
-def _check_engine_config(config: Any, offline: bool = False) -> None:
-    """Refuse settings that would fail later; set up the workers' statistics method, ``/metrics``
-    and the scheduler's order.
+def _check_engine_config(config: Any, named: frozenset[str], offline: bool) -> None:
+    """Reject settings that would fail later; set up mixed graphs, the workers' statistics method,
+    ``/metrics`` and the scheduler's order.
 
     Args:
+        named: as ``named_by_user`` returns it.
         offline: whether the engine is known to serve ``vllm.LLM``.
     """
     from vllm.platforms import current_platform
@@ -220,15 +224,17 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
 
     # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
     on_cpu = current_platform.is_cpu()
+    if not on_cpu:
+        choose_mixed_graphs(config, named)
     check_settings(functools.partial(_attention_of, config) if on_cpu else None)
     if not on_cpu:
-        # a worker would refuse it once it has loaded the weights
+        # a worker would reject it once it has loaded the weights
         if settings().kernel == "hopper":
             _check_hopper(current_platform.is_device_capability(90))
         compiling = None
         with background_compilation.best_effort():  # as where no kernel serves the model's shape
             attention = _attention_of(config)
-            if not _is_refused(attention):
+            if not _is_rejected(attention):
                 compiling = background_compilation.start_kernels(attention, config)
         if compiling is not None:  # a kernel was named
             background_compilation.refuse_what_does_not_compile(compiling)
@@ -241,7 +247,7 @@ def _check_engine_config(config: Any, offline: bool = False) -> None:
 
 
 def _check_hopper(is_hopper: bool) -> None:
-    """Refuse a GPU or a Triton without the Hopper kernel, where it was named."""
+    """Reject a GPU or a Triton without the Hopper kernel, where it was named."""
     from vllm_prefixshare.kernels.registry import import_kernel
 
     if not is_hopper:
@@ -258,7 +264,7 @@ def _check_hopper(is_hopper: bool) -> None:
 
 
 def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
-    """Refuse unknown variables, values and dividers, a cost table that cannot be used, and places
+    """Reject unknown variables, values and dividers, a cost table that cannot be used, and places
     that cannot be written. Such a place may be left there empty, as a worker would make it.
 
     Args:
@@ -292,7 +298,7 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
 
 
 def check_platform() -> bool:
-    """Refuse a vLLM or a platform that is not supported.
+    """Reject a vLLM or a platform that is not supported.
 
     Returns:
         whether it is the CPU platform.
@@ -305,14 +311,13 @@ def check_platform() -> bool:
 
     on_cpu: bool = current_platform.is_cpu()
     compat.check_release(on_cpu=on_cpu)
-    if on_cpu:
-        return True
-    if not current_platform.is_cuda() or not current_platform.has_device_capability(80):
+    served = current_platform.is_cuda() and current_platform.has_device_capability(80)
+    if not on_cpu and not served:
         raise PrefixShareError(
             f"{BACKEND_NAME} serves CPUs and NVIDIA GPUs of compute capability 8.0 or more: "
             "choose another attention backend here."
         )
-    return False
+    return on_cpu
 
 
 def _attention_of(config: Any) -> AttentionConfig:
@@ -328,7 +333,7 @@ def _attention_of(config: Any) -> AttentionConfig:
     )
 
 
-def _is_refused(attention: AttentionConfig) -> bool:
+def _is_rejected(attention: AttentionConfig) -> bool:
     """Whether a GPU serves no layers of this shape, as far as it tells."""
     layer = LayerSpec(
         attention.head_dim,
@@ -360,7 +365,7 @@ def _choose_backends(platform: type, on_gpu: bool) -> None:
         ) -> Any:
             if not is_ours(selected_backend):
                 return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-            declined = declines(attn_selector_config, on_gpu, latent=on_gpu) is not None
+            declined = declines(attn_selector_config, on_gpu) is not None
             if declined or attn_selector_config.use_mla:
                 own = original(cls, None, attn_selector_config, *args, **kwargs)
                 return own if declined else latent_backend(own, attn_selector_config)
@@ -371,22 +376,3 @@ def _choose_backends(platform: type, on_gpu: bool) -> None:
         return get_attn_backend_cls
 
     wrap(platform, "get_attn_backend_cls", wrapper)
-
-
-def latent_backend(own: str, layer: Any) -> str:
-    """The backend of an MLA layer: ours where vLLM would take FLASH_ATTN_MLA, or FLASHMLA for an
-    fp8 cache.
-
-    Args:
-        own: path of the class that vLLM would take.
-        layer: its ``AttentionSelectorConfig``.
-    """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    parent, ours = AttentionBackendEnum.FLASH_ATTN_MLA, MLA_BACKEND
-    if layer.kv_cache_dtype in FP8_CACHES:
-        parent, ours = AttentionBackendEnum.FLASHMLA, FP8_MLA_BACKEND
-    if own == parent.get_path():
-        return ours
-    fall_back(f"multi-head latent attention in {own.rpartition('.')[2]}")
-    return own

@@ -1,7 +1,10 @@
 """Text of prompts to tokens: vLLM's renderers ask the memo of `prompts.tokenization` first."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
+from inspect import iscoroutinefunction
 from types import ModuleType
 from typing import Any
 
@@ -33,10 +36,8 @@ def hook_tokenization(module: ModuleType) -> None:
     renderer = module.BaseRenderer
     wrap(renderer, "_tokenize_prompt", partial(_sharing, module))
     wrap(renderer, "__init__", partial(_starting, module))
-    for name in ("render_cmpl", "render_chat"):
+    for name in ("render_cmpl", "render_chat", "render_cmpl_async", "render_chat_async"):
         wrap(renderer, name, _noting_extras)
-    for name in ("render_cmpl_async", "render_chat_async"):
-        wrap(renderer, name, _noting_extras_async)
     if hasattr(renderer, "validate_token_ids"):  # 0.32 on
         wrap(renderer, "validate_token_ids", _validating_extremes)
 
@@ -151,25 +152,26 @@ def _starting(module: ModuleType, original: Function) -> Function:
 
 
 def _noting_extras(original: Function) -> Function:
+    """Note the extras of a request while it is rendered. ``original`` may be asynchronous."""
+
     def render(*args: Any, **kwargs: Any) -> Any:
-        token = _extras.set(kwargs.get("prompt_extras") or {})
-        try:
+        with _noted(kwargs.get("prompt_extras")):
             return original(*args, **kwargs)
-        finally:
-            _extras.reset(token)
 
-    return render
-
-
-def _noting_extras_async(original: Function) -> Function:
-    async def render(*args: Any, **kwargs: Any) -> Any:
-        token = _extras.set(kwargs.get("prompt_extras") or {})
-        try:
+    async def render_async(*args: Any, **kwargs: Any) -> Any:
+        with _noted(kwargs.get("prompt_extras")):
             return await original(*args, **kwargs)
-        finally:
-            _extras.reset(token)
 
-    return render
+    return render_async if iscoroutinefunction(original) else render
+
+
+@contextmanager
+def _noted(extras: dict[str, Any] | None) -> Iterator[None]:
+    token = _extras.set(extras or {})
+    try:
+        yield
+    finally:
+        _extras.reset(token)
 
 
 def _validating_extremes(original: Function) -> Function:

@@ -59,6 +59,16 @@ def is_enabled(part: str) -> bool:
     return part in _active and part not in _unavailable
 
 
+def is_switched_on(part: str) -> bool:
+    """Whether a patched vLLM does the work of a part: with any backend, unless
+    ``VLLM_PREFIXSHARE_PROMPTS`` is set and leaves the part out.
+    """
+    if VARIABLE not in os.environ:
+        return True  # who did not choose the plugin is not asked for valid settings
+    wanted = settings().prompts
+    return wanted is None or part in wanted
+
+
 def activate(uses_prefix_share: bool) -> None:
     """Activate the parts that the setting asks for. Called where a process learns of an engine;
     parts stay active until the process ends.

@@ -160,6 +160,12 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             self.planner.forget()
             self.clean_cache()
 
+    def decode_graphs_take_prefills(self) -> bool:
+        """Whether a FULL graph of decodes may serve tokens of prompts. A patched vLLM asks this;
+        otherwise a hook asks ``is_invariant``.
+        """
+        return not self._invariant
+
     def build(
         self,
         common_prefix_len: int,

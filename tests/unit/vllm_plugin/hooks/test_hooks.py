@@ -309,7 +309,7 @@ MLA = {"use_mla": True, "head_size": 576}
     ],
 )
 def test_mla_layers_that_cannot_be_served_are_named(changes, reason):
-    found = declines(layer(**{**MLA, **changes}), on_gpu=True, latent=True)
+    found = declines(layer(**{**MLA, **changes}), on_gpu=True)
     assert found == reason
 
 
@@ -318,9 +318,9 @@ def test_fp8_latents_are_served_where_flash_mla_takes_them_only(monkeypatch):
     from vllm.v1.attention.ops import flashmla
 
     quantised = layer(**MLA, kv_cache_dtype="fp8")
-    assert declines(quantised, on_gpu=True, latent=True) is None
+    assert declines(quantised, on_gpu=True) is None
     monkeypatch.setattr(flashmla, "is_flashmla_dense_supported", lambda: (False, "no build"))
-    assert declines(quantised, on_gpu=True, latent=True) == "a KV cache of type fp8"
+    assert declines(quantised, on_gpu=True) == "a KV cache of type fp8"
 
 
 @pytest.fixture
@@ -571,8 +571,8 @@ assert hasattr(BlockTable.__init__, "__wrapped__")
 )
 def test_in_a_program_of_vllm_a_refusal_is_one_line_and_status_2(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [program, "serve"])
-    with pytest.raises(SystemExit) as ended:
-        selection.refuse(PrefixShareError("vLLM 0.9.0 is not supported."))
+    with pytest.raises(SystemExit) as ended, selection.reporting_errors():
+        raise PrefixShareError("vLLM 0.9.0 is not supported.")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "vllm: error: vLLM 0.9.0 is not supported.\n"
 
@@ -580,6 +580,9 @@ def test_in_a_program_of_vllm_a_refusal_is_one_line_and_status_2(program, monkey
 @pytest.mark.parametrize("program", ["/home/vllm/train.py", "-c", ""])
 def test_in_a_program_of_the_user_a_refusal_is_an_exception(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [program])
-    with pytest.raises(PrefixShareError, match="is not supported"):
-        selection.refuse(PrefixShareError("vLLM 0.9.0 is not supported."))
+    with (
+        pytest.raises(PrefixShareError, match="is not supported"),
+        selection.reporting_errors(),
+    ):
+        raise PrefixShareError("vLLM 0.9.0 is not supported.")
     assert capsys.readouterr().err == ""

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_prefixshare.vllm_plugin import register
-from vllm_prefixshare.vllm_plugin.hooks.block_tables import hook_v1_dummy_batch
+from vllm_prefixshare.vllm_plugin.hooks.runners import hook_v1_dummy_batch
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import _MARK
 from vllm_prefixshare.vllm_plugin.step import host_tables
 
