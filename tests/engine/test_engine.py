@@ -161,3 +161,9 @@ def test_the_backend_is_chosen_by_a_dictionary(model, attention_config, processe
 def test_a_wrong_setting_is_refused_before_work_starts(model):
     with pytest.raises(PrefixShareError, match="divider 'best' is unknown"):
         EngineProcess(PREFIX_SHARE, model, {"VLLM_PREFIXSHARE_DIVIDER": "best"})
+
+
+def test_a_place_that_cannot_be_written_ends_no_engine(model):
+    places = {"VLLM_PREFIXSHARE_TRACE": "/nowhere/t", "VLLM_PREFIXSHARE_METRICS": "/proc/none"}
+    with EngineProcess(PREFIX_SHARE, model, places, **{**SETTINGS, "pause": False}) as engine:
+        assert engine.generate([ask(QUESTIONS[0])], 1).answers

@@ -291,14 +291,14 @@ def test_so_it_is_in_the_module_that_starts_a_server(model):
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     done = subprocess.run(
         [*server, "--model", str(model), "--port", str(free_port())],
-        env={**ENVIRONMENT, "VLLM_PREFIXSHARE_TRACE": "/nowhere/trace.jsonl"},
+        env={**ENVIRONMENT, "VLLM_PREFIXSHARE_SHARE": "maybe"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "vllm: error: VLLM_PREFIXSHARE_TRACE=/nowhere/trace.jsonl cannot be written (No such file "
-        "or directory): name another file, or unset it."
+        "vllm: error: VLLM_PREFIXSHARE_SHARE='maybe' is not valid: set it to one of auto, always, "
+        "never."
     )
     assert "Traceback" not in done.stderr

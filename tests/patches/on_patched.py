@@ -404,7 +404,7 @@ def groups_of_builders(*takes: bool) -> list[list[SimpleNamespace]]:
 def test_builders_plan_for_prompts_in_graphs_unless_batch_invariant():
     assert AttentionMetadataBuilder.decode_graphs_take_prefills(None)
     for invariant in (False, True):
-        builder = SimpleNamespace(_invariant=invariant)
+        builder = SimpleNamespace(planner=SimpleNamespace(is_invariant=invariant))
         assert PlanningBuilder.decode_graphs_take_prefills(builder) != invariant
 
 

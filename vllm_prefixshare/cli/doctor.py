@@ -240,11 +240,15 @@ def plugin(machine: Machine) -> str:
 
 
 def environment(machine: Machine) -> str:
-    """Variables, the divider and the form of a cost table."""
+    """Variables, the divider, the form of a cost table, and whether named files can be written."""
     from vllm_prefixshare.vllm_plugin.hooks.selection import check_settings, named_by_environment
+    from vllm_prefixshare.vllm_plugin.observability import metrics, tracing
 
     named_by_environment()
     check_settings()
+    metrics.named_folder()
+    if (trace := settings().trace) is not None:
+        os.close(tracing.open_file(trace))
     changed = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return ", ".join(changed) or "all at their defaults"
 

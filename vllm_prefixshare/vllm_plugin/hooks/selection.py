@@ -243,6 +243,10 @@ def _check_engine_config(config: Any, named: frozenset[str], offline: bool) -> N
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     metrics.start_for_engine("api_server", config, uses_prefix_share=True)
+    if (trace := settings().trace) is not None:
+        from vllm_prefixshare.vllm_plugin.observability import tracing
+
+        tracing.drop_unwritable(trace)
     order_requests(config, offline)
 
 
@@ -264,8 +268,7 @@ def _check_hopper(is_hopper: bool) -> None:
 
 
 def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
-    """Reject unknown variables, values and dividers, a cost table that cannot be used, and places
-    that cannot be written. Such a place may be left there empty, as a worker would make it.
+    """Reject unknown variables, values and dividers, and a cost table that cannot be used.
 
     Args:
         cpu_attention: returns the model's attention, where it runs on a CPU, for comparison
@@ -279,11 +282,6 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
 
         get_divider(divider)
         invariance.check_divider(divider)
-    metrics.named_folder()
-    if (trace := settings().trace) is not None:
-        from vllm_prefixshare.vllm_plugin.observability import tracing
-
-        os.close(tracing.open_file(trace))
     if (table := settings().cost_table) is not None:
         from vllm_prefixshare.planning.costs.table import CostTable
 

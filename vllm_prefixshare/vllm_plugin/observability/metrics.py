@@ -58,19 +58,16 @@ PATIENCE = 60.0
 def expose() -> None:
     """In the front end: create the folder, pass its name to the workers in the environment, and
     let ``/metrics`` read it. In a Ray process, forward the folder's counters to Ray's metrics.
-
-    Raises:
-        PrefixShareError: see ``named_folder``.
+    Where the folder cannot be used, there are no metrics, and the log has the reason.
     """
     from prometheus_client import REGISTRY
 
-    folder = named_folder()
     try:
-        folder = folder or _temporary_folder()
-    except OSError as e:
-        os.environ.pop(VARIABLE, None)  # the parent process's
+        folder = named_folder() or _temporary_folder()
+    except (OSError, PrefixShareError) as e:
+        os.environ.pop(VARIABLE, None)  # workers inherit it
         settings.cache_clear()
-        logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
+        logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", str(e).removesuffix("."))
         return
     os.environ[VARIABLE] = str(folder)
     settings.cache_clear()  # a forked worker inherits the cached settings
@@ -155,7 +152,7 @@ def start_for_engine(process: str, config: Any, uses_prefix_share: bool) -> None
         uses_prefix_share: whether the engine's attention backend is PREFIX_SHARE.
 
     Raises:
-        PrefixShareError: see ``named_folder``.
+        PrefixShareError: a setting is not valid.
     """
     parts.activate(uses_prefix_share)
     active = any(map(parts.is_enabled, PROMPT_PARTS))

@@ -16,8 +16,10 @@ import numpy as np
 
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 
+VARIABLE = "VLLM_PREFIXSHARE_TRACE"
 #: Maximum size of a trace; later batches are not recorded.
 MAX_BYTES = 16 << 20
 #: Start of the first line that ``Trace.record`` writes; it fits in ``FIRST_BYTES`` bytes.
@@ -42,10 +44,21 @@ def open_file(path: Path) -> int:
         raise _unusable(path, e) from None
 
 
+def drop_unwritable(path: Path) -> None:
+    """In the front end: record nothing where the named file cannot be written, with one warning.
+    Workers inherit the environment without it.
+    """
+    try:
+        os.close(open_file(path))
+    except PrefixShareError as e:
+        os.environ.pop(VARIABLE, None)
+        settings.cache_clear()
+        logger().warning("Nothing is recorded: %s", e)
+
+
 def _unusable(path: Path, e: OSError) -> PrefixShareError:
     return PrefixShareError(
-        f"VLLM_PREFIXSHARE_TRACE={path} cannot be written ({e.strerror}): name another file, or "
-        "unset it."
+        f"{VARIABLE}={path} cannot be written ({e.strerror}): name another file, or unset it."
     )
 
 
@@ -134,7 +147,7 @@ class Trace:
 @cache
 def trace_to(path: Path) -> Trace | None:
     """The trace that all KV-cache groups of a process share; None, with a warning, if the file can
-    no longer be written. The front end has rejected a file that it could not write.
+    no longer be written: the front end dropped what could not be written at first.
     """
     try:
         return Trace(path)

@@ -164,7 +164,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         """Whether a FULL graph of decodes may serve tokens of prompts. A patched vLLM asks this;
         otherwise a hook asks ``is_invariant``.
         """
-        return not self._invariant
+        return self.planner is None or not self.planner.is_invariant
 
     def build(
         self,

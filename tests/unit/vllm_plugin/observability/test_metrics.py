@@ -154,12 +154,20 @@ def test_only_the_first_rank_publishes(rank, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["{here}/file", "{here}/file/folder", "/proc"])
-def test_a_folder_in_which_no_file_can_be_made_is_refused(monkeypatch, tmp_path, folder):
+def test_a_folder_in_which_no_file_can_be_made_ends_no_engine(
+    monkeypatch, tmp_path, caplog, folder
+):
     (tmp_path / "file").touch()
     monkeypatch.setenv(metrics.VARIABLE, folder.format(here=tmp_path))
-    for check in (check_settings, metrics.expose):
-        with pytest.raises(PrefixShareError, match=r"METRICS=.* is not a usable folder \(\w"):
-            check()
+    with pytest.raises(PrefixShareError, match=r"METRICS=.* is not a usable folder \(\w"):
+        metrics.named_folder()
+    check_settings()
+    metrics.expose()
+    (warning,) = caplog.messages
+    start = "No PREFIX_SHARE metrics on /metrics: VLLM_PREFIXSHARE_METRICS="
+    assert warning.startswith(start)
+    assert settings().metrics is None, "workers do not try"
+    assert not metrics._EXPOSED
 
 
 def test_the_variable_that_named_the_folder_is_in_the_sentence(monkeypatch, tmp_path):
