@@ -130,13 +130,14 @@ PAGES = {
         "Whole calls",
         "[Whole-call performance](../../docs/whole-call.md) explains these tables.",
         tuple(
-            Section(title, "whole_call", partial(report.whole_call_section, write))
-            for title, write in (
-                ("How it was measured", report.whole_call_how),
-                ("Calls", report.table),
-                ("Server", report.server_table),
-                ("Host time per request by part", report.parts_table),
-                ("Answers with equal tokens", report.equal_answers),
+            Section(title, name, partial(report.whole_call_section, name, write))
+            for title, name, write in (
+                ("How calls were measured", "whole_call", report.whole_call_how),
+                ("Calls", "whole_call", report.table),
+                ("Host time per request by part", "whole_call", report.parts_table),
+                ("Answers with equal tokens", "whole_call", report.equal_answers),
+                ("How the server was measured", "whole_call_serving", report.whole_call_how),
+                ("Server", "whole_call_serving", report.server_table),
             )
         ),
     ),
@@ -186,6 +187,7 @@ EMBEDDED = {
     "engine": ("docs/performance.md", "engine", engine.engine_short_table),
     "kernel": ("docs/performance.md", "kernel", kernel.kernel_short_table),
     "whole call": ("docs/whole-call.md", "engine", report.whole_call_table),
+    "serving": ("docs/whole-call.md", "whole_call_serving", report.serving_table),
     "peers": ("README.md", "kernel", kernel.peers_table),
 }
 

@@ -170,6 +170,15 @@ def equal_answers(result: Result) -> str:
     )
 
 
-def whole_call_section(write: Callable[[Result], str]) -> str:
-    """A table of the whole-call run, or that it measured nothing for it."""
-    return write(published.load("whole_call")) or "Not measured in this run."
+def whole_call_section(name: str, write: Callable[[Result], str]) -> str:
+    """A table of a published run, or that the run measured nothing for it."""
+    return write(published.load(name)) or "Not measured in this run."
+
+
+def serving_table() -> str:
+    """The server under load, with the address of its run."""
+    result = published.load("whole_call_serving")
+    return (
+        f"{result['device']}; {result['model']}; {versions(result)}; one API server. "
+        f"[Command](../benchmarks/published/whole_call.md#server).\n\n{server_table(result)}"
+    )
