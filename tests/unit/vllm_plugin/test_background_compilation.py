@@ -221,9 +221,9 @@ def test_an_engine_of_another_shape_starts(started, monkeypatch, fault):
     passes = SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_extension_cls="own"),
-        compilation_config=SimpleNamespace(pass_config=passes),
+        compilation_config=SimpleNamespace(pass_config=passes, cudagraph_mode=None),
     )
-    selection._check_engine_config(config)
+    selection._check_engine_config(config, frozenset(), offline=False)
     assert started == []
     assert not passes.fuse_rope_kvcache_cat_mla, "latents are written by the implementation"
 

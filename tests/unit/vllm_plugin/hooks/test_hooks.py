@@ -205,8 +205,9 @@ def test_a_named_kernel_is_refused_before_weights_are_loaded(monkeypatch):
     monkeypatch.setattr(platform, "is_device_capability", lambda *_: False)
     monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "hopper")
     settings.cache_clear()
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=None))
     with pytest.raises(PrefixShareError, match=r"KERNEL=hopper needs .* 9\.0: set it to auto"):
-        selection._check_engine_config(SimpleNamespace())
+        selection._check_engine_config(config, frozenset(), offline=False)
     monkeypatch.setattr(platform, "is_device_capability", lambda *_: True)
 
     def without_gluon(name):
@@ -214,7 +215,7 @@ def test_a_named_kernel_is_refused_before_weights_are_loaded(monkeypatch):
 
     monkeypatch.setattr("vllm_prefixshare.kernels.registry.import_module", without_gluon)
     with pytest.raises(PrefixShareError, match=r"hopper cannot be used \(.* Gluon\): set it to"):
-        selection._check_engine_config(SimpleNamespace())
+        selection._check_engine_config(config, frozenset(), offline=False)
 
 
 def test_arguments_without_the_fields_of_a_choice_choose_nothing(monkeypatch):
