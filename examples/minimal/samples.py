@@ -3,7 +3,7 @@
 from vllm import LLM, SamplingParams
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a name on the Hugging Face Hub, or a folder
-INSTRUCTIONS = "Solve the problem step by step and end with the answer as a number.\n" * 20
+INSTRUCTIONS = "Solve the problem step by step and end with the answer as a number.\n" * 150
 PROBLEMS = ["What is 17 + 25?", "A box holds 12 eggs. How many eggs are in 4 boxes?"]
 
 
