@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -125,36 +125,41 @@ def check_make(arguments: list[str]) -> None:
 def check_python(arguments: list[str]) -> None:
     """Run a program until it has read its options."""
     if arguments[0] == "-m":
-        module = ROOT / arguments[1].replace(".", "/")
+        name, *options = arguments[1:]
+        module = ROOT / name.replace(".", "/")
         if not (module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()):
-            raise WrongCommandError(f"there is no module {arguments[1]}")
-        return
-    path = ROOT / arguments[0]
-    if not path.is_file():
-        raise WrongCommandError(f"there is no {arguments[0]}")
+            raise WrongCommandError(f"there is no module {name}")
+        if not name.startswith("benchmarks."):
+            return
+        run = partial(runpy.run_module, name)
+    else:
+        name, *options = arguments
+        path = ROOT / name
+        if not path.is_file():
+            raise WrongCommandError(f"there is no {name}")
+        run = partial(runpy.run_path, str(path))
 
     def only(read: Callable[..., Any]) -> Callable[..., Any]:
         def parse_only(self: argparse.ArgumentParser, *_: Any) -> Any:
-            read(self, arguments[1:])
+            read(self, options)
             raise _ParsedError
 
         return parse_only
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("parse_args", "parse_intermixed_args"):
-            patch.setattr(
-                argparse.ArgumentParser, name, only(getattr(argparse.ArgumentParser, name))
-            )
-        patch.setattr(sys, "argv", [str(path), *arguments[1:]])
-        patch.syspath_prepend(str(path.parent))
+        for method in ("parse_args", "parse_intermixed_args"):
+            read = getattr(argparse.ArgumentParser, method)
+            patch.setattr(argparse.ArgumentParser, method, only(read))
+        patch.setattr(sys, "argv", [name, *options])
+        patch.syspath_prepend(str(ROOT / Path(name).parent))
         patch.setattr(os, "environ", {**os.environ})
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            run(run_name="__main__")
         except _ParsedError:
             return
         except SystemExit:
-            raise WrongCommandError(f"{arguments[0]} does not take {arguments[1:]}") from None
-    raise WrongCommandError(f"{arguments[0]} reads no options")
+            raise WrongCommandError(f"{name} does not take {options}") from None
+    raise WrongCommandError(f"{name} reads no options")
 
 
 class _ParsedError(Exception):

@@ -18,7 +18,7 @@ from vllm_prefixshare.vllm_plugin.observability.metrics import VARIABLE
 
 PACKAGE = Path(__file__).parents[2] / "vllm_prefixshare"
 #: Errors whose text a user reads, and functions that write to the log.
-ERRORS = {"PrefixShareError", "CompileError"}
+ERRORS = {"PrefixShareError", "CompileError", "_compile_errors"}
 LOGGERS = {"warning", "warning_once", "info", "info_once", "log", "_on_failure"}
 
 
@@ -35,6 +35,7 @@ def text_of(node: ast.AST) -> str:
         return node.value
     if isinstance(node, ast.JoinedStr):
         text = "".join(map(_part, node.values))
+        text = text.replace("{reason}", "...")  # filled in by _compile_errors
         return re.sub(r"\.{4,}", "...", text)  # a value and a full stop, or two values
     return ""
 

@@ -121,10 +121,15 @@ def test_the_page_lists_every_token_tree_that_spills_more_than_under_the_first_t
 @pytest.mark.parametrize("version", [v for v in tritons.RELEASES if v != INSTALLED])
 def test_the_interpreter_of_another_triton(version):
     names = (
-        "cache_write", "extras", "hopper_source", "merge_states", "mla", "partial_attention",
-        "windows",
-    )  # fmt: skip
-    tests = [f"tests/unit/kernels/test_{name}.py" for name in names]
+        "test_cache_write",
+        "portable/test_portable_extras",
+        "hopper/test_hopper_source",
+        "test_merge_states",
+        "test_mla_kernel",
+        "portable/test_partial_attention",
+        "portable/test_portable_windows",
+    )
+    tests = [f"tests/unit/kernels/{name}.py" for name in names]
     few = (
         "test_matches_float64 and not 420 or every_head_shape and 96 or two_steps and 80"
         " or sinks_beyond or 1_700 or of_the_hopper_kernel or window_with_extras"
