@@ -71,8 +71,8 @@ class Latents:
         )
         planner = DecodePlanner(config, analytic_cost(attention, "mla_hopper"), size, heads)
         self.plan = planner.update(b.block_table, b.seq_lens, self.query_len).plan
-        grid = hopper.grid(size, self.query_len)
-        arrays = latent_layout(self.plan, grid, config.max_tile_requests)._asdict()
+        tiling = hopper.kv_tiling(size, self.query_len)
+        arrays = latent_layout(self.plan, tiling, config.max_tile_requests)._asdict()
         self.arrays = {k: torch.from_numpy(v).to(DEVICE) for k, v in arrays.items()}
 
     def check(self) -> None:
