@@ -107,7 +107,7 @@ def checkout(tmp_path_factory) -> Path:
         if path.is_file() and (path.name in HIDDEN or not path.name.startswith(".")):
             shutil.copy2(path, source)
         elif path.name in (PACKAGE.name, *OTHERS):
-            without = shutil.ignore_patterns("__pycache__")
+            without = shutil.ignore_patterns("__pycache__", "*.egg-info")
             shutil.copytree(path, source / path.name, ignore=without)
     return source
 
