@@ -29,7 +29,7 @@ from vllm_prefixshare.workloads.sets import (
 )
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @st.composite
