@@ -18,7 +18,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.planner import DecodePlanner
 
 MIB = 1 << 20
-PUBLISHED = sorted(Path(soak.__file__).parent.glob("published/soak*.json"))
+PUBLISHED = sorted(Path(soak.__file__).parents[1].glob("published/soak*.json"))
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -161,7 +161,7 @@ def test_a_server_runs_once_for_each_seed():
 )
 def test_the_command_of_a_published_server_run_yields_its_rows(path):
     command = json.loads(path.read_text())["command"].split()
-    args = soak.parse(command[2:])
+    args = soak.parse(command[3:])
     several = len(args.seeds) > 1
     expected = [soak.label("server", args.divider, s if several else None) for s in args.seeds]
     assert [row["variant"] for row in rows_of(path)] == expected
