@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "whole-call.md").read_text()
 
 def names_in(header: str) -> list[str]:
     """The names in the first column of the table with this header."""
-    lines = PAGE[PAGE.index(f"| {header} |") :].splitlines()[2:]
+    lines = PAGE[PAGE.index(f"\n| {header} |") + 1 :].splitlines()[2:]
     rows = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
     return [name for row in rows for name in re.findall(r"`(.+?)`", row.split(" | ")[0])]
 
