@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from packaging.version import Version
 
 from tests.support.documentation import ROOT
 from tests.support.package_messages import reasons
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
 from vllm_prefixshare.cli.served import on_one_gpu
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -21,6 +21,7 @@ from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.vllm_plugin import compat
 from vllm_prefixshare.vllm_plugin.eligibility import measured
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform, gpu_extras
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
@@ -75,7 +76,7 @@ def test_a_model_is_served_as_doctor_says(model, tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **CONFIGS[model]}))
     main(["doctor", "--json", "--model", str(tmp_path)])
     layers = json.loads(capsys.readouterr().out)["layers"]
-    newest = layer_kinds(tmp_path, read_config(tmp_path))  # on GPUs; doctor asks this vLLM
+    newest = layer_kinds(tmp_path, Version("0.33"))  # on GPUs; doctor asks this vLLM
     kinds = {kind.name: kind for kind in newest}
     is_hybrid = not all(kind.attention for kind in kinds.values())
     said = {

@@ -24,5 +24,7 @@ def write_model(folder: Path, **config: object) -> Path:
     """A folder with the ``config.json`` of a small model, with these changes."""
     shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4, **config}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", **shape, "num_hidden_layers": 4, **config})
+    )
     return folder

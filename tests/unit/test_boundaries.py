@@ -87,13 +87,13 @@ FLOORS = {
     "vllm_plugin": (
         RUNS | {"planning.costs.lookup", "profiling"},
         {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"}
-        | {"cachetools", "msgspec", "tokenizers"},  # vLLM requires them
+        | {"cachetools", "msgspec", "tokenizers", "transformers"},  # vLLM requires them
     ),
     "cli": (
         RUNS
         | {"workloads", "vllm_plugin", "__init__", "planning.costs.lookup", "profiling"}
         | {"profiling.gpu_timing"},
-        {"numpy", "packaging", "PIL", "torch", "transformers"},
+        {"numpy", "matplotlib", "packaging", "torch", "transformers"},
     ),
     "__init__": ({"core", "wrapper", "merging", "vllm_plugin"}, set()),
 }

@@ -45,7 +45,7 @@ WRITERS = {
     "cli/record_trace.py": {"open for writing", "truncate"},
     # the null device
     "cli/main.py": {"os.open"},
-    "cli/canvas.py": {"write_bytes"},
+    "cli/output.py": {"write_bytes"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "vllm_plugin/observability/metrics.py": {"mkdir", "TemporaryDirectory", "TemporaryFile"},
     "vllm_plugin/observability/metric_files.py": {"mkdir", "os.open", "rename", "unlink"},

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_prefixshare.cli.memory import check_room
+from vllm_prefixshare.cli.options import add_device_argument, add_shape_arguments, attention_of
+from vllm_prefixshare.cli.output import print_table
 from vllm_prefixshare.cli.progress import Progress
-from vllm_prefixshare.cli.shape import add_shape_arguments, attention_of
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 
@@ -41,11 +42,14 @@ TOLERANCE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.03}
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    command.add_argument("--tree", action="append", help="nodes_tokens of each level; repeatable")
+    add_device_argument(command)
+    command.add_argument(
+        "--tree",
+        action="append",
+        help="nodes_tokens of each level; repeatable (default: five usual batches)",
+    )
     command.add_argument("--seconds", type=float, default=75.0, help="of timing, in all")
-    add_shape_arguments(command, block_size=0)
-    command.set_defaults(block_size=None)
+    add_shape_arguments(command, block_size="128 on a CPU, 16 on a GPU")
 
 
 class Side(NamedTuple):
@@ -84,9 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not has_gpu():
         raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
-    if args.block_size is None:
-        args.block_size = 16 if on_gpu else 128  # vLLM's own
-    attention = attention_of(args)
+    attention = attention_of(args, block_size=16 if on_gpu else 128)  # vLLM's own
     trees = args.tree or TREES["cuda" if on_gpu else "cpu"]
     batches = [tree_batch(spec, attention.block_size) for spec in trees]
     results = []
@@ -169,10 +171,10 @@ def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
         return _planned(attention, cpu_executor(attention), batch, share, (q, k_cache, v_cache))
 
     shared, unshared, baseline = side("auto"), side("never"), "the same kernel, one by one"
-    if (stock := _cpu_attn(attention, q, kv_cache, batch)) is not None:
-        unshared, baseline = stock, "vLLM's CPU_ATTN"
+    if (cpu_attn := _cpu_attn(attention, q, kv_cache, batch)) is not None:
+        unshared, baseline = cpu_attn, "vLLM's CPU_ATTN"
         if shared.kv_tokens == unshared.kv_tokens:  # the backend also leaves this batch to CPU_ATTN
-            shared = stock
+            shared = cpu_attn
     unshared, shared = (s._replace(seconds=seconds(s.run)) for s in (unshared, shared))
     kernel = " ".join([f"{executor.name}.", *notes]).removesuffix(".")
     return Sides(unshared, shared, kernel, baseline, *_reference(batch, q, k_cache, v_cache))
@@ -278,20 +280,24 @@ def _reference(
 def _print(of: dict[str, str], results: list[dict[str, Any]]) -> None:
     print(f"attention of one layer on {of['device']}")
     print(f"unshared: {of['unshared']}; shared: {of['shared']}")
-    print(
-        f"{'batch':<28} {'requests':>8} {'KV tokens':>10} {'share':>6} {'unshared ms':>12} "
-        f"{'shared ms':>10} {'gain':>6}"
-    )
+    rows: list[tuple[str, ...]] = [
+        ("batch", "requests", "KV tokens", "share", "unshared ms", "shared ms", "gain")
+    ]
     for row in results:
         start = (
-            f"{row['batch']:<28} {row['requests']:8} {row['kv_tokens']:10} "
-            f"{row['share_factor']:6.2f}"
+            row["batch"],
+            str(row["requests"]),
+            str(row["kv_tokens"]),
+            f"{row['share_factor']:.2f}",
         )
         if row["right"]:
-            print(f"{start} {row['unshared_ms']:12.3f} {row['shared_ms']:10.3f} {row['gain']:6.2f}")
+            times = f"{row['unshared_ms']:.3f}", f"{row['shared_ms']:.3f}", f"{row['gain']:.2f}"
+            rows.append((*start, *times))
         else:
             errors = ", ".join(f"{name} {error:.2g}" for name, error in row["errors"].items())
-            print(f"{start} WRONG: off the reference by {errors} of its greatest value")
+            note = f"WRONG: off the reference by {errors} of its greatest value"
+            rows.append((*start, note))
+    print_table(rows)
     if any(row.get("gain", 1.0) < 0.9 for row in results):
         print(
             "Where the gain is below 1, sharing costs time here: measure a cost table with "

@@ -14,12 +14,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
-from vllm_prefixshare.cli.served import falls_back, installed_release, on_one_gpu, shape_of
-from vllm_prefixshare.cli.shape import add_cache_argument, check_cache_argument
+from vllm_prefixshare.cli.options import (
+    add_cache_argument,
+    add_model_argument,
+    check_cache_argument,
+)
+from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 
 EXAMPLE = """\
 Is everything in place, and which layers of a model would be served?
@@ -45,9 +49,7 @@ ANALYSIS_SECONDS = 60.0
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    command.add_argument(
-        "--model", type=Path, help="checkpoint folder (no name on the hub): what would be served"
-    )
+    add_model_argument(command)
     command.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -74,7 +76,7 @@ class Machine:
     """Results of earlier checks that later ones use.
 
     layers: the kinds of layers of the model, as one GPU has them; a usual one without a model.
-    from_model: whether a model is named. model: its folder.
+    model: the folder of the model, if one is named.
     drafts, shards: ``--num-speculative-tokens`` and ``--decode-context-parallel-size``.
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
     chosen: the kernel for each shape that a GPU may serve, chosen in another process meanwhile;
@@ -85,7 +87,6 @@ class Machine:
     """
 
     layers: list[LayerKind]
-    from_model: bool = True
     model: Path | None = None
     drafts: int = 0
     shards: int = 1
@@ -119,17 +120,15 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     gpus, shards, drafts = _counts(args)
     check_cache_argument(args)
-    config = None if args.model is None else read_config(args.model)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if config is None:
+    if args.model is None:
         kinds = [USUAL]
     else:
-        kinds = layer_kinds(args.model, config, installed_release())
-        kinds = [on_one_gpu(kind, gpus, shards) for kind in kinds]
+        kinds = [on_one_gpu(kind, gpus, shards) for kind in layer_kinds(args.model)]
     if args.kv_cache_dtype != "auto":
         kinds = [replace(kind, kv_cache_dtype=args.kv_cache_dtype) for kind in kinds]
-    machine = Machine(kinds, config is not None, args.model, drafts, shards)
+    machine = Machine(kinds, args.model, drafts, shards)
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
@@ -138,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
                 for shape in _shapes(machine)
             }
         results = [_try(name, check, machine) for name, check in CHECKS.items()]
-    if config is not None:
+    if args.model is not None:
         results.append(_try("layers", layers, machine))
     if machine.served:
         results.append(_try("strict", strict, machine))
@@ -316,7 +315,7 @@ def cost_table(machine: Machine) -> str:
     path = settings().cost_table
     if path is None:
         return "none named"
-    if not machine.from_model:
+    if machine.model is None:
         return f"{path}, not compared with a model: give --model"
     kernel(machine)  # if it failed, this is why nothing is known
     if not machine.kernels:
@@ -441,7 +440,7 @@ def _print(results: list[Result], machine: Machine, ok: bool) -> None:
         print(f"{layer['count']:>7} {layer['kind']}, {shape}: {fate}")
     if not ok:
         print("PREFIX_SHARE cannot run here")
-    elif machine.from_model and all(layer["falls_back"] for layer in machine.served):
+    elif machine.model is not None and all(layer["falls_back"] for layer in machine.served):
         print("PREFIX_SHARE can be chosen, but would serve no layer of this model")
     else:
         print("PREFIX_SHARE can be chosen")

@@ -22,16 +22,17 @@ from vllm_prefixshare.cli.call_time import (
     parse_costs,
     weight_bytes,
 )
-from vllm_prefixshare.cli.model import LayerKind, layer_kinds, read_config
-from vllm_prefixshare.cli.shape import (
+from vllm_prefixshare.cli.options import (
     add_cache_argument,
     add_shape_arguments,
-    cached_attention_of,
+    attention_of,
     check_block_size,
     check_cache_argument,
 )
+from vllm_prefixshare.cli.output import print_table
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PrefixShareError
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 
 if TYPE_CHECKING:
     from vllm_prefixshare.cli.batches import Batch
@@ -64,18 +65,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     command.add_argument("file", type=Path, help="prompts, or a request log of vllm serve")
     command.add_argument("--gpu", required=True, help="such as H200")
-    command.add_argument("--tokenizer", help="for text; default: 4 bytes count as a token")
+    command.add_argument("--tokenizer", help="for text (default: 4 bytes count as a token)")
     command.add_argument("--batch", type=int, default=256, help="requests that decode together")
     command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
     command.add_argument(
-        "--weights-gb", type=float, help="GB of the weights; default: the files in --model"
+        "--weights-gb", type=float, help="GB of the weights (default: the files in --model)"
     )
     command.add_argument(
         "--host-costs",
         default="",
-        help="microseconds per prompt token of a part, such as tokenization=0.06 with fastokens",
+        help="microseconds per prompt token of a part, such as tokenization=0.06 with fastokens "
+        "(default: as measured)",
     )
-    add_shape_arguments(command, block_size=None)  # vLLM's own, which depends on the layers
+    add_shape_arguments(command, block_size="vLLM's own, by the layers")
     add_cache_argument(command)
 
 
@@ -121,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
     block_size = next(iter(shapes)).block_size
     batches = _batches(prompts, args.batch, block_size, args.output_tokens // 2)
     totals = _plan_all(batches, planning, shapes, args.output_tokens // 2)
-    says = "; ".join(dict.fromkeys(gpu.says for gpu in planning.values()))
-    found = _report(args, totals, says, shapes.total(), left_out)
+    cost_source = "; ".join(dict.fromkeys(gpu.cost_source for gpu in planning.values()))
+    found = _report(args, totals, cost_source, shapes.total(), left_out)
     times = _call_times(args, totals, shapes, changes)
     found["call_ms"] = {row: rounded._asdict() for row, rounded in times.items()}
     if args.json:
@@ -140,7 +142,7 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
         PrefixShareError: there is none to estimate.
     """
     from vllm_prefixshare.cli.gpus import gpu_named
-    from vllm_prefixshare.cli.served import falls_back_on, installed_release, shape_of
+    from vllm_prefixshare.cli.served import falls_back_on, shape_of
     from vllm_prefixshare.vllm_plugin import invariance
     from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
     from vllm_prefixshare.vllm_plugin.eligibility.platform import gpu_of
@@ -149,14 +151,14 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
     check_cache_argument(args)
     capability = gpu_named(args.gpu).capability
     if args.model is None:
-        attention = cached_attention_of(args)
+        attention = attention_of(args)
         if attention.kv_dtype is not None and "fp8" not in gpu_of(capability).extras:
             raise PrefixShareError(
                 f"layers with an fp8 KV cache keep vLLM's own backend on {args.gpu}: name another "
                 "GPU, or leave out --kv-cache-dtype."
             )
         return Counter({attention: 1}), Counter()
-    kinds = layer_kinds(args.model, read_config(args.model), installed_release())
+    kinds = layer_kinds(args.model)
     engine = Engine(is_hybrid=not all(kind.attention for kind in kinds))
     served: list[LayerKind] = []
     left_out: Counter[str] = Counter()
@@ -337,7 +339,7 @@ def _tokens_are(args: argparse.Namespace) -> str:
 
 
 def _report(
-    args: argparse.Namespace, totals: Totals, says: str, layers: int, left_out: Counter[str]
+    args: argparse.Namespace, totals: Totals, cost_source: str, layers: int, left_out: Counter[str]
 ) -> dict[str, object]:
     """What is found; tokens and times are of one decode step, the mean of the batches."""
     batches = totals.batches
@@ -350,7 +352,7 @@ def _report(
         "kv_tokens_read": round(totals.kv_tokens_read / batches),
         "share_factor": round(totals.kv_tokens / totals.kv_tokens_read, 3),
         "gpu": args.gpu,
-        "cost": says,
+        "cost": cost_source,
         "layers": layers,
         "layers_left_out": dict(left_out),
         "attention_us_unshared": round(totals.unshared_us / batches, 2),
@@ -406,9 +408,11 @@ def _print(args: argparse.Namespace, found: dict[str, Any]) -> None:
         print(f"not counted: {count} with {reason}")
     print(f"from the {found['cost']}; the rest of a decode step takes as long as without sharing")
     print("where the time goes, ms of a batch, one thing after the other:")
-    print(f"{'':<15} {'vLLM':>10} {'parts off':>10} {'parts on':>10}")
-    for row, times in found["call_ms"].items():
-        print(f"{row:<15}" + "".join(f" {ms:>10.1f}" for ms in times.values()))
+    rows = [("", "vLLM", "parts off", "parts on")]
+    rows += [
+        (row, *(f"{ms:.1f}" for ms in times.values())) for row, times in found["call_ms"].items()
+    ]
+    print_table(rows)
     print(f"from {MEASURED.source}")
     if "prefill" not in found["call_ms"]:
         print("prefill and decode need the weights: name a --model that has them, or --weights-gb")

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class GpuPlanning:
     """Planner limits and costs for a GPU.
 
-    says: where the costs come from.
+    cost_source: where the costs come from.
     """
 
     config: PlannerConfig
     cost: CostModel
-    says: str
+    cost_source: str
 
 
 def gpu_named(name: str) -> NamedGpu:
@@ -57,8 +57,8 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
         return GpuPlanning(config, cost, f"cost table measured on {gpu.device}")
     if gpu is MEASURED:
         return GpuPlanning(config, cost, f"roofline of {gpu.device}")
-    says = f"roofline of {gpu.device}, scaled from an H200 by data sheet, not measured"
-    return GpuPlanning(config, cost, says)
+    source = f"roofline of {gpu.device}, scaled from an H200 by data sheet, not measured"
+    return GpuPlanning(config, cost, source)
 
 
 def _kernel(gpu: NamedGpu, attention: AttentionConfig) -> "Kernel":

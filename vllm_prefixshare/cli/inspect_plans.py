@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_prefixshare.cli.shape import add_cache_argument, add_shape_arguments, cached_attention_of
+from vllm_prefixshare.cli.options import add_cache_argument, add_shape_arguments, attention_of
+from vllm_prefixshare.cli.output import print_table, write_file
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import Forest, PrefixShareError
 
@@ -28,6 +29,7 @@ then a line for each divider; plan.svg shows the forest above the schedule. Give
 
 #: The batch without a file.
 TREE = "1,4,16_1024,256,64"
+PICTURES = ("svg", "png")
 #: Most lines printed of a forest.
 MAX_LINES = 24
 
@@ -35,16 +37,25 @@ MAX_LINES = 24
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     command.add_argument("file", type=Path, nargs="?", help="JSON with block tables")
-    command.add_argument("--step", type=int, help="line of a FILE of several; the last if left out")
-    command.add_argument("--tree", help=f"nodes_tokens of each level; without FILE {TREE}")
-    add_shape_arguments(command, block_size=None)  # a FILE has one of its own
+    command.add_argument("--step", type=int, help="line of a FILE of several (default: the last)")
+    command.add_argument(
+        "--tree", help=f"nodes_tokens of each level (default without FILE: {TREE})"
+    )
+    add_shape_arguments(command, block_size="16; a FILE has its own")
     add_cache_argument(command)
-    command.add_argument("--divider", help="only this one, and with --json its schedule")
+    command.add_argument(
+        "--divider", help="only this one, and with --json its schedule (default: all)"
+    )
     command.add_argument("--gpu", help="plan as on this GPU, such as H200")
     command.add_argument("--workers", type=int, default=132, help="thread blocks, without --gpu")
-    command.add_argument("--tile-rows", type=int, default=128, help="of a Q tile, without --gpu")
-    command.add_argument("--svg", type=Path, help="draw the forest and the schedule")
-    command.add_argument("--png", type=Path, help="the same as PNG; needs Pillow")
+    command.add_argument(
+        "--tile-rows", type=int, default=128, help="rows of a Q tile, without --gpu"
+    )
+    for kind in PICTURES:
+        command.add_argument(
+            f"--{kind}", type=Path, metavar="FILE", help="draw the forest and the schedule"
+        )
+    command.add_argument("--dark", action="store_true", help="draw on a dark background")
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise PrefixShareError("--step is a line of a FILE: name one, or leave it out.")
     if args.file is not None and args.block_size is not None:
         raise PrefixShareError(f"{args.file} says its block size: leave out --block-size.")
-    attention = cached_attention_of(args)
+    attention = attention_of(args)
     if args.file is None:
         batch = tree_batch(TREE if args.tree is None else args.tree, attention.block_size)
     elif args.tree is not None:
@@ -75,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         batch = read_batch(args.file, -1 if args.step is None else args.step)
         attention = replace(attention, block_size=batch.block_size)
-    config, cost, says = _planning(args, attention)
+    config, cost, cost_source = _planning(args, attention)
     plans = [
         _plan(replace(config, divider=name), cost, batch, attention)
         for name in ([args.divider] if args.divider else DIVIDERS)
@@ -83,16 +94,17 @@ def run(args: argparse.Namespace) -> int:
     forest = shareable_forest(
         batch.block_table, batch.seq_lens, batch.block_size, null_block_id=NULL_BLOCK_ID
     )
-    if args.svg or args.png:
-        drawn = next((p for p in plans if p.divider == config.divider), plans[0])
-        _draw(args, batch, forest, drawn, says)
+    drawn = next((p for p in plans if p.divider == config.divider), plans[0])
+    files = _draw(args, batch, forest, drawn, cost_source)
     if args.json:
-        report = _report(batch, forest, plans, says)
+        report = _report(batch, forest, plans, cost_source)
         if args.divider:
             report["workers"] = _workers(forest, plans[0].plan)
         print(json.dumps(report, indent=1))
     else:
         _print(batch, forest, plans)
+        for path in files:
+            print(f"wrote {path}")
     return 0
 
 
@@ -104,7 +116,7 @@ def _planning(
         from vllm_prefixshare.cli.gpus import planning_for
 
         gpu = planning_for(args.gpu, attention)
-        return gpu.config, gpu.cost, gpu.says
+        return gpu.config, gpu.cost, gpu.cost_source
     from vllm_prefixshare.kernels.geometry import GPU
     from vllm_prefixshare.planning.costs.roofline import analytic_cost
 
@@ -135,28 +147,37 @@ def _plan(
 
 
 def _draw(
-    args: argparse.Namespace, batch: "Batch", forest: Forest, drawn: Planned, says: str
-) -> None:
-    from vllm_prefixshare.cli.picture import picture
+    args: argparse.Namespace, batch: "Batch", forest: Forest, drawn: Planned, made_by: str
+) -> list[Path]:
+    """Write the pictures that are asked for; returns their files."""
+    files: dict[str, Path] = {kind: vars(args)[kind] for kind in PICTURES if vars(args)[kind]}
+    if not files:
+        return []
+    from vllm_prefixshare.cli.picture import DARK, LIGHT, encoded, picture
 
-    stock, read = int(batch.seq_lens.sum()), drawn.plan.kv_tokens_read(batch.seq_lens)
-    requests = "1 request" if forest.num_reqs == 1 else f"{forest.num_reqs} requests"
-    canvas = picture(
+    unshared, read = int(batch.seq_lens.sum()), drawn.plan.kv_tokens_read(batch.seq_lens)
+    figure = picture(
         f"Prefix forest of {batch.name}",
-        f"{requests}, {stock:,} KV tokens one by one, {read:,} as planned "
-        f"({stock / read:.2f} times less)",
-        f"divider {drawn.divider}; {says}",
+        f"{_requests(forest)}, {unshared:,} KV tokens one by one, {read:,} as planned "
+        f"({unshared / read:.2f} times less)",
+        f"divider {drawn.divider}; {made_by}",
         forest,
         drawn.plan,
         batch.seq_lens,
+        DARK if args.dark else LIGHT,
     )
-    if args.svg:
-        canvas.write_svg(args.svg)
-    if args.png:
-        canvas.write_png(args.png)
+    for kind, path in files.items():
+        write_file(path, encoded(figure, kind))
+    return list(files.values())
 
 
-def _report(batch: "Batch", forest: Forest, plans: list[Planned], says: str) -> dict[str, Any]:
+def _requests(forest: Forest) -> str:
+    return "1 request" if forest.num_reqs == 1 else f"{forest.num_reqs} requests"
+
+
+def _report(
+    batch: "Batch", forest: Forest, plans: list[Planned], cost_source: str
+) -> dict[str, Any]:
     return {
         "batch": batch.name,
         "block_size": batch.block_size,
@@ -172,7 +193,7 @@ def _report(batch: "Batch", forest: Forest, plans: list[Planned], says: str) -> 
             }
             for i in range(forest.num_nodes)
         ],
-        "cost": says,
+        "cost": cost_source,
         "dividers": [_row(batch, planned) for planned in plans],
     }
 
@@ -211,22 +232,28 @@ def _workers(forest: Forest, plan: "DecodePlan") -> list[list[dict[str, Any]]]:
 
 
 def _print(batch: "Batch", forest: Forest, plans: list[Planned]) -> None:
-    requests = "1 request" if forest.num_reqs == 1 else f"{forest.num_reqs} requests"
-    print(f"{requests}, {int(batch.seq_lens.sum())} KV tokens read one by one")
+    print(f"{_requests(forest)}, {int(batch.seq_lens.sum())} KV tokens read one by one")
     for line in _forest_lines(forest, batch):
         print(line)
     print()
-    print(
-        f"{'divider':<16} {'KV read':>9} {'share':>6} {'tiles':>6} {'partials':>8} "
-        f"{'busiest us':>10} {'mean us':>8} {'plan ms':>8}"
-    )
+    rows = [
+        ("divider", "KV read", "share", "tiles", "partials", "busiest us", "mean us", "plan ms")
+    ]
     for planned in plans:
         row = _row(batch, planned)
-        print(
-            f"{row['divider']:<16} {row['kv_tokens_read']:9} {row['share_factor']:6.2f} "
-            f"{row['tiles']:6} {row['partials']:8} {row['busiest_worker_us']:10.1f} "
-            f"{row['mean_worker_us']:8.1f} {row['plan_ms']:8.2f}"
+        rows.append(
+            (
+                row["divider"],
+                str(row["kv_tokens_read"]),
+                f"{row['share_factor']:.2f}",
+                str(row["tiles"]),
+                str(row["partials"]),
+                f"{row['busiest_worker_us']:.1f}",
+                f"{row['mean_worker_us']:.1f}",
+                f"{row['plan_ms']:.2f}",
+            )
         )
+    print_table(rows)
 
 
 def _forest_lines(forest: Forest, batch: "Batch") -> list[str]:

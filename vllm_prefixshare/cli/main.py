@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
+from vllm_prefixshare import __version__
 from vllm_prefixshare.cli import (
     bench,
     doctor,
@@ -16,6 +17,7 @@ from vllm_prefixshare.cli import (
     patch,
     record_trace,
 )
+from vllm_prefixshare.cli.options import HelpFormatter
 from vllm_prefixshare.core import PrefixShareError
 
 COMMANDS: dict[str, ModuleType] = {
@@ -38,10 +40,10 @@ Start here:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; ``args.run`` is the one that was named."""
-    as_written = argparse.RawDescriptionHelpFormatter
     root = argparse.ArgumentParser(
-        prog="vllm-prefixshare", description=__doc__, epilog=EXAMPLE, formatter_class=as_written
+        prog="vllm-prefixshare", description=__doc__, epilog=EXAMPLE, formatter_class=HelpFormatter
     )
+    root.add_argument("--version", action="version", version=f"vllm-prefixshare {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(
@@ -49,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
             help=module.__doc__,
             description=module.__doc__,
             epilog=f"example:\n{module.EXAMPLE}",
-            formatter_class=as_written,
+            formatter_class=HelpFormatter,
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm_prefixshare.cli.memory import check_room
-from vllm_prefixshare.cli.model import read_config
+from vllm_prefixshare.cli.options import (
+    add_cache_argument,
+    add_device_argument,
+    add_shape_arguments,
+    attention_of,
+)
+from vllm_prefixshare.cli.output import print_table
 from vllm_prefixshare.cli.progress import Progress
-from vllm_prefixshare.cli.shape import add_cache_argument, add_shape_arguments, cached_attention_of
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 
@@ -24,23 +29,29 @@ The cost table for a model's shape, kept where the backend finds it:
 It takes up to two minutes on an idle machine. 'vllm-prefixshare doctor --model ...' says whether
 the table that is named in VLLM_PREFIXSHARE_COST_TABLE fits."""
 
+#: vLLM's on a CPU.
+BLOCK_SIZE = 128
+MLA_ADVICE = (
+    "which needs no cost table: its plans were no faster by measured prices than by the estimate"
+)
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_shape_arguments(command, block_size=128)
+    add_shape_arguments(command, block_size=str(BLOCK_SIZE))
     add_cache_argument(command)
-    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device_argument(command)
     command.add_argument(
         "--kernel", choices=("auto", "hopper", "portable"), default="auto", help="of a GPU"
     )
     command.add_argument(
-        "--out", type=Path, help="a .json file or a folder; default: the cache folder"
+        "--out", type=Path, help="a .json file or a folder (default: the cache folder)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store a table; the exit status is 0."""
-    attention = _layer(args)
+    attention = attention_of(args, BLOCK_SIZE, MLA_ADVICE)
     from vllm_prefixshare.planning.costs.lookup import cache_folder, has_gpu
 
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
@@ -54,20 +65,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(table, path)
     return 0
-
-
-def _layer(args: argparse.Namespace) -> AttentionConfig:
-    """The layer to measure, with the KV cache that vLLM would give it.
-
-    Raises:
-        PrefixShareError: as ``cached_attention_of``, or no table would be read for such layers.
-    """
-    if args.model is not None and read_config(args.model).get("kv_lora_rank"):
-        raise PrefixShareError(
-            f"{args.model / 'config.json'} has multi-head latent attention, which needs no "
-            "cost table: its plans were no faster by measured prices than by the estimate."
-        )
-    return cached_attention_of(args)
 
 
 def _profile_cpu(attention: AttentionConfig) -> "CostTable":
@@ -114,17 +111,19 @@ def _profile_gpu(
 
 def _print(table: "CostTable", path: Path) -> None:
     print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
-    _print_grid(table.tile_us)
+    _print_grid(table.tile_us, table.unshared_us)
     if table.tile_l2_us is not None:
         print("the same where other tiles read these tokens at the same time (from L2)")
         _print_grid(table.tile_l2_us)
-    if table.unshared_us is not None:
-        print(" alone" + "".join(f"{us:10.1f}" for us in table.unshared_us.microseconds[0]))
     print(f"merging a row of a partial result: {table.merge_us:.4f}")
-    print(f"written to {path}")
+    print(f"wrote {path}")
 
 
-def _print_grid(grid: "Grid") -> None:
-    print(" " * 6 + "".join(f"{n:10.0f}" for n in grid.kv_len))
-    for rows, line in zip(grid.rows, grid.microseconds, strict=True):
-        print(f"{rows:6.0f}" + "".join(f"{us:10.1f}" for us in line))
+def _print_grid(grid: "Grid", alone: "Grid | None" = None) -> None:
+    """Print a table of microseconds, with a row for a single request, if there is one."""
+    rows = [("", *(f"{n:.0f}" for n in grid.kv_len))]
+    for count, line in zip(grid.rows, grid.microseconds, strict=True):
+        rows.append((f"{count:.0f}", *(f"{us:.1f}" for us in line)))
+    if alone is not None:
+        rows.append(("alone", *(f"{us:.1f}" for us in alone.microseconds[0])))
+    print_table(rows)

@@ -32,7 +32,7 @@ JOURNAL = ".prefix_share_patch"
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    command.add_argument("action", choices=("apply", "revert", "status"))
+    command.add_argument("action", choices=("apply", "revert", "status"), help="what to do")
     command.add_argument("--checkout", type=Path, metavar="DIR", help="a checkout of vLLM")
 
 

@@ -1,37 +1,54 @@
-"""The picture of ``inspect``: a forest above the schedule of a plan."""
+"""The picture of ``inspect``: a forest above the schedule of a plan, drawn by matplotlib."""
 
+import io
 import math
+import warnings
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_prefixshare.cli.canvas import (
-    GRID,
-    MUTED,
-    Canvas,
-    Line,
-    Rect,
-    Text,
-    longest_that_fits,
-)
-from vllm_prefixshare.core import Forest, IntArray
+from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
 from vllm_prefixshare.planning.plan import DecodePlan
+
+#: matplotlib's, which is imported only for a picture.
+Figure = Any
+Axes = Any
 
 #: Fills of nodes, in turn: light enough for dark text.
 NODE_FILLS = (
     "#9ec5fe", "#ffd08a", "#a3dfb5", "#f5b0c5", "#c9b6f2",
     "#8fdede", "#f2e08a", "#e8b89a", "#b8d47a", "#d9aee0",
 )  # fmt: skip
-PRIVATE_FILL, EDGE = "#e3e7eb", "#57606a"
+PRIVATE_FILL, LABEL, EDGE = "#e3e7eb", "#1f2328", "#57606a"
 PRIVATE = -1
 
-WIDTH, MARGIN = 1040, 24
-#: Heights in pixels: least of a row drawn by itself, most of a request, most of the forest.
-MIN_ROW, MAX_ROW, MAX_FOREST = 0.5, 30.0, 360.0
-#: Pixels left and right of the schedule's bars, height of a bar, from one worker to the next.
-LEFT, RIGHT, BAR, STEP = 84, 178, 15, 20
-#: Most workers drawn; if there are more, a sample from the busiest to the least busy.
+
+class Theme(NamedTuple):
+    """Colours of a page."""
+
+    background: str
+    text: str
+    muted: str
+    grid: str
+
+
+LIGHT = Theme("#ffffff", "#1f2328", "#59636e", "#d1d9e0")
+DARK = Theme("#0d1117", "#f0f6fc", "#9198a1", "#3d444d")
+
+#: Pixels: width of the page, margin, and what the schedule leaves for text on both sides.
+WIDTH, MARGIN, LEFT, RIGHT = 1040, 24, 84, 178
+#: Pixels above the forest and the schedule for their titles, and below each for its axis.
+TITLE, AXIS = 70, 52
+#: Heights in pixels: minimum of a row that is drawn separately, maximum of a request and of the
+#: forest; a row of the schedule, and the part of it that the bar fills.
+MIN_ROW, MAX_ROW, MAX_FOREST, STEP, BAR = 0.5, 30.0, 360.0, 20, 0.76
+#: Pixels of a page per inch; font sizes below are in pixels, too.
+DPI = 100
+#: PNG pixels per pixel of the page.
+SCALE = 2
+#: Maximum number of workers drawn; if there are more, a sample from the busiest to the least busy.
 MAX_WORKERS = 32
 
 
@@ -90,151 +107,242 @@ def _pieces(forest: Forest, position: int, start: int, end: int) -> list[Piece]:
 
 
 def picture(
-    title: str, says: str, made_by: str, forest: Forest, plan: DecodePlan, seq_lens: IntArray
-) -> Canvas:
+    title: str,
+    summary: str,
+    made_by: str,
+    forest: Forest,
+    plan: DecodePlan,
+    seq_lens: IntArray,
+    theme: Theme = LIGHT,
+) -> Figure:
     """The forest, widths by requests and lengths by tokens, above the plan's schedule.
 
     Args:
-        title: names the batch. says: its figures. made_by: how the plan was made.
+        title: names the batch. summary: its figures. made_by: how the plan was made.
         seq_lens: ``[num_reqs]`` by batch row.
+
+    Raises:
+        PrefixShareError: matplotlib is missing.
     """
-    canvas, room = Canvas(WIDTH, title), WIDTH - 2 * MARGIN
-    canvas.add(
-        Text(MARGIN, 34, longest_that_fits((title, f"{title[:90]} ..."), room, 17), 17),
-        Text(MARGIN, 56, f"{says}; height by requests, length by KV tokens", 13, fill=MUTED),
-    )
-    bottom = _draw_forest(canvas, forest, seq_lens[forest.request_rows], 70)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as NewFigure
+    except ImportError:
+        raise PrefixShareError(
+            "pictures need matplotlib: install it with pip install 'vllm-prefixshare[plots]'."
+        ) from None
     workers = schedule(forest, plan)
     shown, others = _shown(workers)
-    subtitle = f"{made_by}; {len(workers)} workers{others}"
-    canvas.add(
-        Text(MARGIN, bottom + 36, "Schedule: a row for each worker, a bar for each work tile", 17),
-        Text(MARGIN, bottom + 58, subtitle, 13, fill=MUTED),
+    forest_height = forest.num_reqs * min(MAX_ROW, MAX_FOREST / forest.num_reqs)
+    schedule_top = TITLE + forest_height + AXIS + TITLE
+    height = schedule_top + STEP * len(shown) + AXIS
+    figure = NewFigure((WIDTH / DPI, height / DPI), dpi=DPI, facecolor=theme.background)
+    FigureCanvasAgg(figure)  # measures texts
+    page = _Page(figure, theme, height)
+    title = title.encode(errors="replace").decode()  # names of files may be no text
+    page.heading(0, title, f"{summary}; height by requests, length by KV tokens")
+    axes = page.axes(TITLE, forest_height, MARGIN, MARGIN)
+    _draw_forest(page, axes, forest, seq_lens[forest.request_rows])
+    page.heading(
+        schedule_top - TITLE,
+        "Schedule: a row for each worker, a bar for each work tile",
+        f"{made_by}; {len(workers)} workers{others}",
     )
-    canvas.height = _draw_schedule(canvas, workers, shown, bottom + 72) + MARGIN
-    return canvas
+    axes = page.axes(schedule_top, STEP * len(shown), MARGIN + LEFT, MARGIN + RIGHT)
+    _draw_schedule(page, axes, workers, shown)
+    return figure
+
+
+def encoded(figure: Figure, kind: str) -> bytes:
+    """The bytes of a file of this kind, ``svg`` or ``png``."""
+    from matplotlib import rc_context
+
+    data = io.BytesIO()
+    # text stays text, and equal pictures are equal files
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "prefixshare"}
+    metadata = dict.fromkeys(("Creator", "Date") if kind == "svg" else ("Software",))
+    with rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font has not
+        figure.savefig(data, format=kind, dpi=DPI * SCALE, metadata=metadata)
+    return data.getvalue()
+
+
+class _Page:
+    """A figure that is laid out in pixels from its top left corner."""
+
+    def __init__(self, figure: Figure, theme: Theme, height: float) -> None:
+        self.figure, self.theme, self.height = figure, theme, height
+
+    def heading(self, top: float, title: str, subtitle: str) -> None:
+        """A title with a line below, at the left margin."""
+        room = WIDTH - 2 * MARGIN
+        title = self.longest_that_fits((title, f"{title[:90]} ..."), room, 17)
+        for text, y, size, color in (
+            (title, 34, 17, self.theme.text),
+            (subtitle, 56, 13, self.theme.muted),
+        ):
+            self.figure.text(
+                MARGIN / WIDTH, 1 - (top + y) / self.height, text, size=points(size), color=color,
+                parse_math=False,
+            )  # fmt: skip
+
+    def axes(self, top: float, height: float, left: float, right: float) -> Axes:
+        """Axes below ``top`` with these margins, without a frame."""
+        bottom = 1 - (top + height) / self.height
+        width = (WIDTH - left - right) / WIDTH
+        axes = self.figure.add_axes((left / WIDTH, bottom, width, height / self.height))
+        axes.set_facecolor("none")
+        axes.spines[:].set_visible(False)
+        return axes
+
+    def scale(self, axes: Axes, limit: float, unit: str, num_rows: int) -> None:
+        """Let ``axes`` go from 0 to ``limit``, with grid lines at round numbers, and have rows from
+        top to bottom.
+        """
+        from matplotlib.ticker import MaxNLocator
+
+        axes.set_xlim(0, limit)
+        axes.set_ylim(num_rows, 0)
+        ticks = [x for x in MaxNLocator(8, steps=(1, 2, 5, 10)).tick_values(0, limit) if x <= limit]
+        axes.set_xticks(ticks, [f"{x:,.10g}" for x in ticks])
+        axes.set_yticks([])
+        axes.set_axisbelow(True)
+        axes.grid(axis="x", color=self.theme.grid, linewidth=0.8)
+        axes.tick_params(labelsize=points(11), labelcolor=self.theme.muted, color=self.theme.grid)
+        axes.set_xlabel(unit, loc="right", size=points(11), color=self.theme.muted)
+
+    def longest_that_fits(self, texts: Sequence[str], width: float, size: int) -> str:
+        """The first of ``texts`` that is not wider than ``width`` pixels; "" if none is."""
+        from matplotlib.font_manager import FontProperties
+
+        renderer: Any = self.figure.canvas.get_renderer()
+        font = FontProperties(size=points(size))
+        return next(
+            (
+                text
+                for text in texts
+                if text and renderer.get_text_width_height_descent(text, font, False)[0] <= width
+            ),
+            "",
+        )
+
+    def box(
+        self,
+        axes: Axes,
+        corner: tuple[float, float],
+        size: tuple[float, float],
+        fill: str,
+        texts: Sequence[str],
+        rim: bool = True,
+    ) -> None:
+        """A rectangle, with the longest of ``texts`` that has room in its middle.
+
+        Args:
+            corner, size: in the units of ``axes``.
+            texts: what it shows, from the longest on.
+            rim: whether a rectangle with room for it has a rim.
+        """
+        from matplotlib.patches import Rectangle
+
+        (x, y), (width, height) = corner, size
+        area, (x_low, x_high), (y_low, y_high) = axes.bbox, axes.get_xlim(), axes.get_ylim()
+        wide = width * area.width / abs(x_high - x_low)
+        high = height * area.height / abs(y_high - y_low)
+        rim = rim and wide >= 6 and high >= 3
+        edge = self.theme.background if rim else "none"
+        axes.add_patch(
+            Rectangle(corner, width, height, facecolor=fill, edgecolor=edge, label=texts[0])
+        )
+        font = 12 if high >= 16 else 10
+        if high >= 11 and (text := self.longest_that_fits(texts, wide - 6, font)):
+            axes.text(
+                x + width / 2, y + height / 2, text, size=points(font), color=LABEL, ha="center",
+                va="center_baseline",
+            )  # fmt: skip
+
+
+def points(pixels: float) -> float:
+    """The size of a font in points."""
+    return pixels * 72 / DPI
 
 
 def _fill(node: int) -> str:
     return PRIVATE_FILL if node == PRIVATE else NODE_FILLS[node % len(NODE_FILLS)]
 
 
-def _rim(width: float, height: float) -> str:
-    """The stroke of a rectangle: white if it is large enough for a rim, else none."""
-    return "#ffffff" if width >= 6 and height >= 3 else "none"
-
-
-def _draw_forest(canvas: Canvas, forest: Forest, lens: IntArray, top: float) -> float:
-    """Draw below ``top``. lens: ``[num_reqs]`` by depth-first position. Returns the bottom."""
+def _draw_forest(page: _Page, axes: Axes, forest: Forest, lens: IntArray) -> None:
+    """Draw a row for each request. lens: ``[num_reqs]`` by depth-first position."""
     n = forest.num_reqs
-    row = min(MAX_ROW, MAX_FOREST / n)
-    height, scale = n * row, (WIDTH - 2 * MARGIN) / int(lens.max())
-    _draw_axis(canvas, MARGIN, scale, int(lens.max()), top, top + height, "KV tokens")
+    page.scale(axes, int(lens.max()), "KV tokens", n)
     # requests thinner than half a pixel are drawn together
-    for first in range(0, n, step := max(1, math.ceil(MIN_ROW / row))):
+    step = max(1, math.ceil(MIN_ROW * n / axes.bbox.height))
+    for first in range(0, n, step):
         last = min(n, first + step)
         start, end = int(forest.private_start[first:last].min()), int(lens[first:last].max())
-        x, y = MARGIN + start * scale, top + first * row
-        width, thick = max(2.0, (end - start) * scale), (last - first) * row
         names = ", ".join(str(r) for r in forest.request_rows[first:last])
-        hint = f"request {names}: {end - start:,} private tokens"
-        canvas.add(Rect(x, y, width, thick, PRIVATE_FILL, _rim(width, row), hint))
-        brief = f"request {names}: {end - start:,}"
-        _label(canvas, (hint, brief, f"request {names}", names), x, y, width, thick)
+        texts = (
+            f"request {names}: {end - start:,} private tokens",
+            f"request {names}: {end - start:,}",
+            f"request {names}",
+            names,
+        )
+        page.box(axes, (start, first), (end - start, last - first), PRIVATE_FILL, texts)
     for node in range(forest.num_nodes):
         first, last = int(forest.node_reader_start[node]), int(forest.node_reader_end[node])
-        tokens = int(forest.node_end[node] - forest.node_start[node])
-        x, y = MARGIN + int(forest.node_start[node]) * scale, top + first * row
-        width, thick = tokens * scale, (last - first) * row
-        hint = f"node {node}: {tokens:,} tokens x {last - first} requests"
-        canvas.add(Rect(x, y, width, thick, _fill(node), _rim(width, thick), hint))
-        brief = f"node {node}: {tokens:,} x {last - first}"
-        _label(canvas, (hint, brief, f"node {node}", str(node)), x, y, width, thick)
-    return top + height + 36
-
-
-def _label(
-    canvas: Canvas, texts: tuple[str, ...], x: float, y: float, width: float, height: float
-) -> None:
-    """The longest of ``texts`` that has room, in the middle of a rectangle."""
-    size = 12 if height >= 16 else 10
-    if height >= 11 and (text := longest_that_fits(texts, width - 6, size)):
-        canvas.add(Text(x + width / 2, y + height / 2 + size * 0.36, text, size, "middle"))
-
-
-def _draw_axis(
-    canvas: Canvas, left: float, scale: float, most: float, top: float, bottom: float, unit: str
-) -> None:
-    """Grid lines with round numbers, from 0 to ``most``."""
-    step = _round_step(most / 8)
-    for i in range(int(most / step) + 1):
-        x = left + i * step * scale
-        canvas.add(
-            Line(x, top, x, bottom + 4),
-            Text(x, bottom + 18, f"{i * step:,.10g}", 11, "middle" if i else "start", MUTED),
+        start, end = int(forest.node_start[node]), int(forest.node_end[node])
+        texts = (
+            f"node {node}: {end - start:,} tokens x {last - first} requests",
+            f"node {node}: {end - start:,} x {last - first}",
+            f"node {node}",
+            str(node),
         )
-    end = left + most * scale
-    canvas.add(Text(end, bottom + 32, unit, 11, "end", MUTED))
-
-
-def _round_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, not less than ``least``."""
-    power = 10.0 ** np.floor(np.log10(max(least, 1e-3)))
-    return float(next(power * n for n in (1, 2, 5, 10) if power * n >= least * 0.999))
-
-
-def _draw_schedule(
-    canvas: Canvas, workers: list[list[Tile]], shown: list[int], top: float
-) -> float:
-    """Draw below ``top``; returns the bottom."""
-    most = max(sum(tile.us for tile in workers[w]) for w in shown)
-    scale = (WIDTH - 2 * MARGIN - LEFT - RIGHT) / most
-    bottom = top + STEP * len(shown)
-    _draw_axis(canvas, MARGIN + LEFT, scale, most, top, bottom, "microseconds, estimated")
-    for i, worker in enumerate(shown):
-        _draw_worker(canvas, worker, workers[worker], scale, top + STEP * i)
-    return bottom + 36
+        page.box(axes, (start, first), (end - start, last - first), _fill(node), texts)
 
 
 def _shown(workers: list[list[Tile]]) -> tuple[list[int], str]:
     """Workers to draw, and a note on the others."""
     busy = [w for w, tiles in enumerate(workers) if tiles]
     idle = len(workers) - len(busy)
-    says = f", {idle} of them idle" if idle else ""
+    note = f", {idle} of them idle" if idle else ""
     if len(busy) <= MAX_WORKERS:
-        return busy, says
+        return busy, note
     busy.sort(key=lambda w: -sum(tile.us for tile in workers[w]))
     places = np.linspace(0, len(busy) - 1, MAX_WORKERS).astype(int)
-    return [busy[i] for i in places], f"{says}, {MAX_WORKERS} shown from the busiest on"
+    return [busy[i] for i in places], f"{note}, {MAX_WORKERS} shown from the busiest on"
 
 
-def _draw_worker(canvas: Canvas, worker: int, tiles: list[Tile], scale: float, y: float) -> None:
-    load, tokens = sum(tile.us for tile in tiles), sum(tile.tokens for tile in tiles)
-    canvas.add(Text(MARGIN + LEFT - 8, y + BAR - 3, f"worker {worker}", 12, "end"))
-    starts = accumulate((tile.us for tile in tiles), initial=0.0)
-    for tile, start in zip(tiles, starts, strict=False):
-        x, width = MARGIN + LEFT + start * scale, tile.us * scale
-        hint = f"{tile.requests} requests, {tile.tokens:,} tokens, {tile.us:.1f} us"
-        canvas.add(Rect(x, y, width, BAR, PRIVATE_FILL, hint=hint))
-        left = x
-        for piece in _merged(tile.pieces):
-            part = width * piece.tokens / max(1, tile.tokens)
-            if piece.node == PRIVATE:
-                texts = (f"private, {piece.tokens:,} tokens", "private", "")
-            else:
-                name = f"node {piece.node}"
-                texts = (f"{name}, {piece.tokens:,} tokens", name, str(piece.node))
-            reads = f"{texts[0]}, of a tile of {hint}"
-            canvas.add(Rect(left, y, part, BAR, _fill(piece.node), hint=reads))
-            _label(canvas, texts, left, y, part, BAR)
-            left += part
-        canvas.add(Line(x, y, x, y + BAR, EDGE))
-    end = MARGIN + LEFT + load * scale
-    canvas.add(
-        Line(end, y, end, y + BAR, EDGE),
-        Line(MARGIN + LEFT, y + BAR, end, y + BAR, GRID),
-        Text(WIDTH - MARGIN, y + BAR - 3, f"{load:,.1f} us, {tokens:,} tokens", 12, "end"),
-    )
+def _draw_schedule(page: _Page, axes: Axes, workers: list[list[Tile]], shown: list[int]) -> None:
+    """Draw a row for each worker in ``shown``."""
+    busiest = max(sum(tile.us for tile in workers[w]) for w in shown)
+    page.scale(axes, busiest, "microseconds, estimated", len(shown))
+    loads = []
+    for row, worker in enumerate(shown):
+        tiles = workers[worker]
+        load, tokens = sum(tile.us for tile in tiles), sum(tile.tokens for tile in tiles)
+        loads.append(f"{load:,.1f} us, {tokens:,} tokens")
+        starts = list(accumulate((tile.us for tile in tiles), initial=0.0))
+        for tile, start in zip(tiles, starts, strict=False):
+            _draw_tile(page, axes, tile, start, row)
+        axes.vlines(starts, row, row + BAR, color=EDGE, linewidth=1, clip_on=False)
+    rows = np.arange(len(shown)) + BAR / 2
+    style: dict[str, Any] = {"length": 0, "labelsize": points(12), "labelcolor": page.theme.text}
+    axes.set_yticks(rows, [f"worker {worker}" for worker in shown])
+    axes.tick_params(axis="y", pad=6, **style)
+    right = axes.secondary_yaxis("right")
+    right.spines[:].set_visible(False)
+    right.set_yticks(rows, loads, ha="right")
+    right.tick_params(axis="y", pad=RIGHT * 72 / DPI, **style)
+
+
+def _draw_tile(page: _Page, axes: Axes, tile: Tile, start: float, row: int) -> None:
+    """The parts of a bar, by the nodes that the tile reads."""
+    for piece in _merged(tile.pieces):
+        width = tile.us * piece.tokens / max(1, tile.tokens)
+        name = "private" if piece.node == PRIVATE else f"node {piece.node}"
+        short = "" if piece.node == PRIVATE else str(piece.node)
+        texts = f"{name}, {piece.tokens:,} tokens", name, short
+        page.box(axes, (start, row), (width, BAR), _fill(piece.node), texts, rim=False)
+        start += width
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:

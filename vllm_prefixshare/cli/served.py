@@ -2,23 +2,12 @@
 
 from dataclasses import replace
 
-from packaging.version import Version
-
-from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.vllm_plugin.compat import vllm_version
 from vllm_prefixshare.vllm_plugin.eligibility import platform
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
-
-
-def installed_release() -> Version | None:
-    """vLLM's, or None if it is not installed."""
-    try:
-        return vllm_version()
-    except PrefixShareError:
-        return None
 
 
 def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:

@@ -18,7 +18,7 @@ from benchmarks.engine.shapes import SHAPES
 from benchmarks.engine.workloads import has_experts, kv_bytes_per_token
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import Answer, Batch
-from vllm_prefixshare.cli.model import layer_kinds, read_config
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import layer_kinds
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())
 #: shape -> the model with its published configuration, and bytes of a token in 16 bits
@@ -54,8 +54,7 @@ def test_layers_are_those_of_the_published_model(shape, tmp_path):
     (folders[1] / "config.json").write_text(json.dumps(fields))
     # a text model has no images whose tokens see one another
     ours, published = (
-        [replace(kind, use_mm_prefix=False) for kind in layer_kinds(f, read_config(f))]
-        for f in folders
+        [replace(kind, use_mm_prefix=False) for kind in layer_kinds(f)] for f in folders
     )
     assert ours == published
     config = json.loads((folders[0] / "config.json").read_text())

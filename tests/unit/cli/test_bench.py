@@ -27,7 +27,7 @@ def test_the_command_prints_one_table():
     lines = done.stdout.splitlines()
     assert lines[0].startswith("attention of one layer on ")
     assert lines[1].startswith("unshared: vLLM's CPU_ATTN; shared: ")
-    assert lines[2].endswith("share  unshared ms  shared ms   gain")
+    assert lines[2].endswith("share  unshared ms  shared ms  gain")
     assert lines[3].split()[:4] == ["tree", SHARED, "4", "2208"]
     assert lines[4].split()[:5] == ["tree", ALONE, "3", "600", "1.00"]
     assert "[" not in done.stderr, "no progress bar without a terminal"

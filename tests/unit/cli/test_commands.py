@@ -1,5 +1,6 @@
 """The commands: what each prints, and one sentence with exit status 2 for a mistake."""
 
+import argparse
 import json
 import os
 import re
@@ -15,11 +16,11 @@ import torch
 
 from tests.support.cli_runs import run, write_model
 from tests.support.embedded_model import embedded_model_path
+from vllm_prefixshare import __version__
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
-from vllm_prefixshare.cli.model import LayerKind, attention_shape, layer_kinds, read_config
+from vllm_prefixshare.cli.options import HelpFormatter, attention_of
 from vllm_prefixshare.cli.served import falls_back, falls_back_on, on_one_gpu, shape_of
-from vllm_prefixshare.cli.shape import attention_of
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
@@ -28,7 +29,9 @@ from vllm_prefixshare.planning.costs.table import CostTable, Grid
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.settings import read, settings
 from vllm_prefixshare.vllm_plugin import compat, signatures
+from vllm_prefixshare.vllm_plugin.eligibility import checkpoint
 from vllm_prefixshare.vllm_plugin.eligibility import platform as platforms
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 
 #: of the user, not of a test
 CACHE = read(os.environ).cache
@@ -37,6 +40,10 @@ CACHE = read(os.environ).cache
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
+
+
+def shape_for_inspect(folder: Path) -> AttentionConfig:
+    return attention_of(parser().parse_args(["inspect", "--model", str(folder)]))
 
 
 def test_doctor_finds_everything_in_place(tmp_path):
@@ -55,7 +62,7 @@ def test_doctor_finds_everything_in_place(tmp_path):
 )
 def test_doctor_names_the_active_parts_of_shared_host_work(monkeypatch, value, expected):
     monkeypatch.setenv("VLLM_PREFIXSHARE_PROMPTS", value)
-    assert doctor.host_work(doctor.Machine([], False)).startswith(expected)
+    assert doctor.host_work(doctor.Machine([])).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +76,14 @@ def test_doctor_names_the_active_parts_of_shared_host_work(monkeypatch, value, e
 def test_doctor_names_fastokens_where_it_would_help(monkeypatch, installed, variable, advice):
     monkeypatch.setattr(doctor, "find_spec", lambda name: installed)
     monkeypatch.setenv("VLLM_USE_FASTOKENS", variable)
-    assert doctor.host_work(doctor.Machine([], False)).endswith(advice)
+    assert doctor.host_work(doctor.Machine([])).endswith(advice)
 
 
 def test_doctor_refuses_fastokens_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setenv("VLLM_USE_FASTOKENS", "1")
     with pytest.raises(PrefixShareError, match="needs fastokens: pip install"):
-        doctor.host_work(doctor.Machine([], False))
+        doctor.host_work(doctor.Machine([]))
 
 
 def test_doctor_says_whether_a_tokenizer_can_be_cut(tmp_path):
@@ -107,7 +114,7 @@ def test_doctor_says_as_json_all_that_is_wrong(tmp_path):
     table.write_text("{}")
     done = run("doctor",
         "--json",
-        "--model", str(write_model(tmp_path, kv_lora_rank=512)),
+        "--model", str(write_model(tmp_path, model_type="deepseek_v3", kv_lora_rank=512)),
         VLLM_PREFIXSHARE_DIVIDER="best",
         VLLM_PREFIXSHARE_COST_TABLE=str(table),
         VLLM_PREFIXSHARE_STRICT="1",
@@ -124,7 +131,7 @@ def test_doctor_says_as_json_all_that_is_wrong(tmp_path):
 
 
 LAYER = LayerKind(64, "bfloat16", num_heads=8, num_kv_heads=2, name="full attention", count=4)
-MACHINE = doctor.Machine([LAYER], on_cpu=True)
+MACHINE = doctor.Machine([LAYER], Path("model"), on_cpu=True)
 
 
 def test_doctor_names_a_wrong_variable(monkeypatch):
@@ -169,7 +176,7 @@ def test_doctor_names_a_release_whose_hooks_moved(monkeypatch, capsys):
 def test_doctor_compares_a_table_with_the_machine_and_the_model(tmp_path, monkeypatch, capsys):
     assert main(["profile", "--out", str(tmp_path / "t.json"), "--num-qo-heads", "4",
                  "--num-kv-heads", "2", "--head-dim", "64", "--block-size", "32"]) == 0  # fmt: skip
-    assert f"written to {tmp_path / 't.json'}" in capsys.readouterr().out
+    assert f"wrote {tmp_path / 't.json'}" in capsys.readouterr().out
     monkeypatch.setenv("VLLM_PREFIXSHARE_COST_TABLE", str(tmp_path / "t.json"))
     settings.cache_clear()
     with pytest.raises(PrefixShareError, match="gqa_group_size 2 instead of 4"):
@@ -225,12 +232,13 @@ def test_doctor_compares_a_table_with_the_cache_that_an_engine_has(
         ({}, ["--tensor-parallel-size", "4"], [AttentionConfig(2, 1, 64, 16)]),
         ({"torch_dtype": "float16"}, [], [replace(SHAPE, dtype="float16")]),
         ({}, ["--kv-cache-dtype", "fp8"], [FP8_SHAPE]),
-        ({"model_type": "gpt_oss"}, [], [replace(SHAPE, features=("sinks",))]),
+        ({"model_type": "gpt_oss", "layer_types": ["full_attention"] * 4}, [],
+         [replace(SHAPE, features=("sinks",))]),
         ({"attn_logit_softcapping": 50.0}, [], [replace(SHAPE, features=("soft_cap",))]),
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, [],
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [],
          [AttentionConfig(8, 1, 576, 16, kv_lora_rank=512)]),
-        ({"sliding_window": 4096, "sliding_window_pattern": 2, "head_dim": 128,
-          "global_head_dim": 256}, [],
+        ({"model_type": "gemma4_text", "sliding_window": 4096, "head_dim": 128,
+          "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 256}, [],
          [AttentionConfig(8, 2, 128, 16, sliding_window=4096), AttentionConfig(8, 2, 256, 16)]),
         ({}, ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"],
          [AttentionConfig(4, 1, 64, 16)]),
@@ -363,17 +371,31 @@ def test_a_model_is_a_folder_with_a_config(tmp_path, monkeypatch, capsys, model)
         ({}, [("full attention", 4, None)]),
         ({"sliding_window": 4096}, [("sliding attention", 4, "a sliding window")]),
         (
-            {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 3},
+            {
+                "model_type": "qwen2",
+                "sliding_window": 4096,
+                "use_sliding_window": False,
+                "max_window_layers": 3,
+            },
             [("full attention", 4, None)],
         ),
         (
-            {"sliding_window": 512, "sliding_window_pattern": 4},
+            {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 4},
             [("sliding attention", 3, "a sliding window"), ("full attention", 1, None)],
         ),
-        ({"full_attention_interval": 4}, [("full attention", 1, None)]),
-        ({"layer_types": ["mamba", "mamba", "attention", "mamba"]}, [("full attention", 1, None)]),
-        ({"model_type": "gpt_oss"}, [("full attention", 4, "attention sinks")]),
-        ({"kv_lora_rank": 512}, [("full attention", 4, "multi-head latent attention")]),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, [("full attention", 1, None)]),
+        (
+            {"model_type": None, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+            [("full attention", 1, None)],
+        ),
+        (
+            {"model_type": "gpt_oss", "layer_types": ["full_attention"] * 4},
+            [("full attention", 4, "attention sinks")],
+        ),
+        (
+            {"model_type": "deepseek_v2", "kv_lora_rank": 512},
+            [("full attention", 4, "multi-head latent attention")],
+        ),
         ({"attn_logit_softcapping": 50.0}, [("full attention", 4, "a logits soft cap")]),
         ({"model_type": "bloom"}, [("full attention", 4, "ALiBi slopes")]),
         ({"head_dim": 48}, [("full attention", 4, "head_dim 48")]),
@@ -381,11 +403,14 @@ def test_a_model_is_a_folder_with_a_config(tmp_path, monkeypatch, capsys, model)
             {"head_dim": 256, "global_head_dim": 512, "sliding_window": 1024},
             [("sliding attention", 4, "a sliding window")],
         ),
-        ({"text_config": {"head_dim": 320}}, [("full attention", 4, "head_dim 320")]),
+        (
+            {"model_type": None, "text_config": {"head_dim": 320}},
+            [("full attention", 4, "head_dim 320")],
+        ),
     ],
 )
 def test_doctor_knows_which_layers_are_served(tmp_path, config, expected):
-    kinds = layer_kinds(tmp_path, read_config(write_model(tmp_path, **config)))
+    kinds = layer_kinds(write_model(tmp_path, **config))
     machine = doctor.Machine(kinds, on_cpu=True)
     served = sum(count for _, count, reason in expected if reason is None)
     assert doctor.layers(machine) == f"{served} of 4 would be served"
@@ -416,15 +441,15 @@ def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path, model_type, fiel
     from transformers import AutoConfig
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **fields}))
-    config, theirs = read_config(tmp_path), AutoConfig.for_model(model_type, **fields)
-    shape = attention_shape(tmp_path, config, 16, "bfloat16")
+    theirs = AutoConfig.for_model(model_type, **fields)
+    shape = shape_for_inspect(tmp_path)
     heads = theirs.num_attention_heads
     assert shape.num_qo_heads == heads
     kv_heads = getattr(theirs, "num_key_value_heads", heads)
     kv_heads = getattr(getattr(theirs, "attn_config", None), "kv_n_heads", None) or kv_heads
     assert shape.num_kv_heads == kv_heads
     assert shape.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // heads)
-    kinds = layer_kinds(tmp_path, config)
+    kinds = layer_kinds(tmp_path)
     found = [kind.name.replace(" ", "_") for kind in kinds for _ in range(kind.count)]
     full = ["full_attention"] * theirs.num_hidden_layers
     assert sorted(found) == sorted(getattr(theirs, "layer_types", full))
@@ -450,7 +475,7 @@ def test_doctor_knows_which_layers_of_hybrid_models_have_a_kv_cache(tmp_path, mo
     from transformers import AutoConfig
 
     folder = write_model(tmp_path, model_type=model_type, **fields)
-    kinds = layer_kinds(folder, read_config(folder))
+    kinds = layer_kinds(folder)
     found = {kind.name: kind.count for kind in kinds if kind.attention}
     if model_type == "minimax":  # vLLM's words; transformers has others
         theirs = ["full_attention" if kind else "mamba" for kind in fields["attn_type_list"]]
@@ -462,8 +487,9 @@ def test_doctor_knows_which_layers_of_hybrid_models_have_a_kv_cache(tmp_path, mo
 
 
 def test_doctor_knows_which_layers_of_kimi_linear_have_a_kv_cache(tmp_path):
-    fields = {"kv_lora_rank": 512, "linear_attn_config": {"kda_layers": [1, 2, 3]}}
-    kinds = layer_kinds(tmp_path, read_config(write_model(tmp_path, **fields)))
+    linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    fields = {"model_type": "kimi_linear", "kv_lora_rank": 512, "linear_attn_config": linear}
+    kinds = layer_kinds(write_model(tmp_path, **fields))
     assert [(k.name, k.count, k.attention) for k in kinds] == [
         ("linear attention", 3, False),
         ("full attention", 1, True),
@@ -477,15 +503,14 @@ def test_doctor_knows_which_layers_of_kimi_linear_have_a_kv_cache(tmp_path):
         ({"model_type": "falcon", "multi_query": True, "new_decoder_architecture": True,
           "num_kv_heads": 8}, 8),
         ({"model_type": "chatglm", "multi_query_group_num": 2}, 2),
-        ({"attn_config": {"alibi": True}}, 64),
+        ({"model_type": "mpt", "attn_config": {"alibi": True}}, 64),
     ],
 )  # fmt: skip
 def test_kv_heads_are_those_that_vllm_counts(tmp_path, fields, kv_heads):
     shape = {"num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**shape, **fields}))
-    config = read_config(tmp_path)
-    assert attention_shape(tmp_path, config, 16, "bfloat16").num_kv_heads == kv_heads
-    assert [kind.num_kv_heads for kind in layer_kinds(tmp_path, config)] == [kv_heads]
+    assert shape_for_inspect(tmp_path).num_kv_heads == kv_heads
+    assert [kind.num_kv_heads for kind in layer_kinds(tmp_path)] == [kv_heads]
 
 
 @pytest.mark.parametrize("head_dim", [32, 100, 576])
@@ -523,8 +548,8 @@ def test_doctor_knows_which_mla_layers_are_served(
 def latents(folder: Path, heads: int = 16, **fields: object) -> LayerKind:
     """The layers of a model with latents."""
     shape = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": heads}
-    model = write_model(folder, **shape, **fields)
-    (kind,) = layer_kinds(model, read_config(model))
+    model = write_model(folder, model_type="deepseek_v2", **shape, **fields)
+    (kind,) = layer_kinds(model)
     return kind
 
 
@@ -563,6 +588,7 @@ def test_doctor_asks_flash_mla_for_an_fp8_cache_of_latents(tmp_path, monkeypatch
     assert shape_of(replace(kind, kv_cache_dtype="auto")).block_size == 16
 
 
+MLA = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 
@@ -587,7 +613,7 @@ def test_a_checkpoint_says_its_kv_cache_as_to_vllm(tmp_path, quantised, expected
     from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
     model = write_model(tmp_path, quantization_config=quantised)
-    (kind,) = layer_kinds(model, read_config(model))
+    (kind,) = layer_kinds(model)
     assert kind.kv_cache_dtype == expected
     if quantised.get("quant_method") != "compressed-tensors":  # vLLM's layer reads those
         assert expected == (get_kv_cache_quant_algo_string(quantised) or "auto")
@@ -625,7 +651,7 @@ def test_a_file_of_modelopt_beside_the_config_is_read_where_vllm_does(
     model = write_model(tmp_path, model_type="llama", architectures=["LlamaForCausalLM"], **fields)
     if beside is not None:
         (model / "hf_quant_config.json").write_text(json.dumps(beside))
-    (kind,) = layer_kinds(model, read_config(model))
+    (kind,) = layer_kinds(model)
     assert kind.kv_cache_dtype == expected
     theirs = get_config(str(model), trust_remote_code=False)
     quantised = ModelArchConfigConvertorBase(theirs, theirs).get_quantization_config()
@@ -649,9 +675,9 @@ def test_a_hostile_file_beside_the_config_gets_one_sentence(tmp_path, content, c
         ({}, "fp8", True, "a KV cache of type fp8"),
         ({}, "bfloat16", True, None),
         ({}, "fp8_e5m2", None, "a KV cache of type fp8_e5m2"),
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "fp8", None, None),
+        (MLA, "fp8", None, None),
         (
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            MLA,
             "fp8_ds_mla",
             None,
             "a KV cache of type fp8_ds_mla",
@@ -726,14 +752,15 @@ def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, capsys):
         ({"num_attention_heads": 40, "num_key_value_heads": 10}, 20, (2, 1)),
         ({"num_attention_heads": 24, "num_key_value_heads": 4}, 6, None),
         # latents are not divided, and other layers have no KV heads
-        ({"num_attention_heads": 40, "num_key_value_heads": 10, "kv_lora_rank": 512}, 4, (10, 2)),
-        ({"num_attention_heads": 40, "num_key_value_heads": 10, "layer_types": ["mamba"]}, 4,
+        ({"model_type": "deepseek_v2", "num_attention_heads": 40, "num_key_value_heads": 10,
+          "kv_lora_rank": 512}, 4, (10, 2)),
+        ({"num_attention_heads": 40, "num_key_value_heads": 10, "layer_types": ["mamba"] * 4}, 4,
          (10, 2)),
     ],
 )  # fmt: skip
 def test_gpus_divide_the_kv_heads_or_hold_copies_of_one(tmp_path, fields, gpus, expected):
     model = write_model(tmp_path, **fields)
-    (kind,) = layer_kinds(model, read_config(model))
+    (kind,) = layer_kinds(model)
     if expected is None:
         with pytest.raises(
             PrefixShareError, match=f"KV heads or be a multiple of them, got {gpus}."
@@ -787,13 +814,16 @@ def test_a_mistake_is_one_sentence(arguments, sentence, capsys):
 @pytest.mark.parametrize(
     ("config", "group"),
     [
-        ({"num_attention_heads": 8, "hidden_size": 512, "num_key_value_heads": None}, 1),
-        ({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}}, 4),
-        ({"num_attention_heads": 8, "hidden_size": 512, "text_config": None}, 1),
-        ({"num_attention_heads": 0, "hidden_size": 512}, None),
+        ({"num_attention_heads": 8, "hidden_size": 512, "num_key_value_heads": None,
+          "num_hidden_layers": 1}, 1),
+        ({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+                          "num_hidden_layers": 1}}, 4),
+        ({"num_attention_heads": 8, "hidden_size": 512, "text_config": None,
+          "num_hidden_layers": 1}, 1),
+        ({"num_attention_heads": 0, "hidden_size": 512, "num_hidden_layers": 1}, None),
         ([], None),
     ],
-)
+)  # fmt: skip
 def test_the_shape_is_taken_from_the_models_file(tmp_path, config, group, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = parser().parse_args(["inspect", "--model", str(tmp_path)])
@@ -843,7 +873,7 @@ def test_a_hostile_model_gets_one_sentence(tmp_path, command, config, sentence, 
 
 @pytest.mark.parametrize("command", ["inspect", "bench"])
 def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
-    model = str(write_model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, head_dim=64))
+    model = str(write_model(tmp_path, **MLA, head_dim=64))
     assert main([command, "--model", model]) == 2
     assert "config.json has multi-head latent attention" in capsys.readouterr().err
 
@@ -864,10 +894,10 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
         {"quantization_config": 8},
         {"quantization_config": {"quant_method": "modelopt", "quantization": 8}},
         {"quantization_config": {"producer": 8, "quantization": {"quant_algo": "FP8"}}},
-        {"linear_attn_config": [4]},
+        {"model_type": "kimi_linear", "linear_attn_config": [4]},
         {"linear_attn_config": {"kda": 4}},
         {"linear_attn_config": {"kda_layers": [[1]]}},
-        {"hybrid_override_pattern": 4},
+        {"model_type": "nemotron_h", "hybrid_override_pattern": 4},
         {"layers_block_type": 4},
         {"num_hidden_layers": None, "layers_block_type": 4},
         {"per_layer_config": [4]},
@@ -877,9 +907,9 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, command, capsys):
         {"model_type": "gemma4_text", "global_head_dim": "wide"},
         {"model_type": "minicpm3", "qk_nope_head_dim": None},
         {"model_type": "zamba2", "attention_head_dim": -1},
-        {"thinker_config": 4},
-        {"attn_type_list": {"0": 1}},
-        {"attn_layer_indices": 4},
+        {"model_type": "qwen2_5_omni", "thinker_config": 4},
+        {"attn_type_list": {"0": 1}, "num_hidden_layers": 1},
+        {"model_type": "bamba", "attn_layer_indices": 4},
         {"attn_layer_period": "8"},
         {"dtype": "bfloat16\n\x1b[2J"},
         {"torch_dtype": ["bfloat16"]},
@@ -900,7 +930,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, capsys):
     assert "config.json does not describe a model (it is a pipe)" in capsys.readouterr().err
 
 
-def test_layers_are_looked_up_at_once(tmp_path):
+def test_layers_are_looked_up_at_once(tmp_path, monkeypatch):
     """A hostile file has room for a list that takes 10 s to search for every layer."""
 
     class Counted(int):
@@ -914,7 +944,8 @@ def test_layers_are_looked_up_at_once(tmp_path):
 
     linear = {"kda_layers": [Counted(0)] * 100}
     config = GOOD | {"num_hidden_layers": 50, "linear_attn_config": linear}
-    (kind,) = layer_kinds(tmp_path, config)
+    monkeypatch.setattr(checkpoint, "_checked_fields", lambda folder: config)
+    (kind,) = layer_kinds(tmp_path)
     assert (kind.count, kind.attention) == (50, True)
     assert Counted.compared < 200
 
@@ -957,6 +988,26 @@ def test_help_has_an_example_that_can_be_parsed(name, capsys):
     assert lines, "the help must have an example"
     for line in lines:
         assert parser().parse_args(shlex.split(line)).run is COMMANDS[name].run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_the_default_of_every_option(name):
+    (commands,) = parser()._subparsers._group_actions
+    formatter = HelpFormatter("")
+    for action in commands.choices[name]._actions:
+        assert action.help, action.dest
+        if action.option_strings and not isinstance(action.default, bool):
+            text = formatter._expand_help(action)
+            assert action.default in (None, "", argparse.SUPPRESS) or (
+                f"(default: {action.default})" in text
+            )
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"vllm-prefixshare {__version__}\n"
 
 
 def test_the_helps_lines_fit_a_terminal(capsys, monkeypatch):

@@ -6,11 +6,12 @@ import pytest
 from packaging.version import Version
 
 from tests.support.cli_runs import write_model
+from tests.unit.cli.test_commands import shape_for_inspect
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.model import attention_shape, layer_kinds, read_config
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import layer_kinds
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 
 ALIBI = "ALiBi slopes"
@@ -29,7 +30,7 @@ MIMO = {
 
 
 def kinds_of(folder, release=None, **fields):
-    return layer_kinds(folder, read_config(write_model(folder, **fields)), release)
+    return layer_kinds(write_model(folder, **fields), release)
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,6 @@ def kinds_of(folder, release=None, **fields):
         ({"model_type": "mpt", "attn_config": {"alibi": False}}, None),
         ({"model_type": "falcon", "alibi": True}, ALIBI),
         ({"model_type": "falcon", "alibi": False}, None),
-        ({"model_type": "jais", "position_embedding_type": "alibi"}, ALIBI),
-        ({"model_type": "jais", "position_embedding_type": "learned"}, None),
-        ({"model_type": "baichuan", "hidden_size": 5120, "num_attention_heads": 40}, ALIBI),
-        ({"model_type": "baichuan", "hidden_size": 4096, "num_attention_heads": 32}, None),
         ({"model_type": "step1"}, ALIBI),
     ],
 )
@@ -94,7 +91,7 @@ def test_mimo_has_a_backend_of_its_own_where_values_are_narrower(tmp_path):
 @pytest.mark.parametrize(
     ("release", "fields", "expected"),
     [
-        (None, {"model_type": "gemma3"}, True),
+        ("0.33.0", {"model_type": "gemma3"}, True),
         ("0.33.1", {"model_type": "gemma3"}, True),
         ("0.32.0", {"model_type": "gemma3"}, False),
         (None, {"model_type": "gemma3_text"}, False),
@@ -117,9 +114,14 @@ def test_which_layers_let_the_tokens_of_an_image_see_each_other(
     assert falls_back(kind, None) == wanted
 
 
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "num_attention_heads": 16,
+}
 WINDOW = {"sliding_window": 4096}
-SINKS = {"model_type": "gpt_oss"}
+SINKS = {"model_type": "gpt_oss", "layer_types": ["full_attention"] * 4}
 
 
 @pytest.mark.parametrize(
@@ -218,12 +220,19 @@ def test_latents_of_another_rank_are_not_served(tmp_path):
 
 
 def saved(folder, model_type, **fields):
-    """A model's configuration, as transformers saves it, and what transformers reads there."""
+    """Save a model's configuration as transformers does; returns it as transformers reads it."""
     from transformers import AutoConfig
 
     theirs = AutoConfig.for_model(model_type, **fields)
     (folder / "config.json").write_text(theirs.to_json_string(use_diff=False))
-    return read_config(folder), theirs
+    return theirs
+
+
+def change(folder, **fields):
+    """Change fields of a saved configuration; None: leave it out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: x for name, x in config.items() if x is not None}))
 
 
 def shapes(kinds):
@@ -239,14 +248,14 @@ def test_full_layers_of_gemma_4_have_a_shape_of_their_own(tmp_path, fields, full
     """In the words of the published files, and as transformers 5.19 saves them."""
     fields = {"num_hidden_layers": 12, "num_attention_heads": 16, "head_dim": 256,
               "global_head_dim": 512, **fields}  # fmt: skip
-    config, theirs = saved(tmp_path, "gemma4_text", num_key_value_heads=4, **fields)
+    theirs = saved(tmp_path, "gemma4_text", num_key_value_heads=4, **fields)
     types = theirs.layer_types
     expected = [(10, 16, 4, 256), (2, 16, full_kv_heads, 512)]
     if hasattr(theirs, "per_layer_config"):
         layers = {(t, x.num_key_value_heads, x.head_dim) for t, x in
                   zip(types, theirs.per_layer_config, strict=True)}  # fmt: skip
         assert layers == {("sliding_attention", 4, 256), ("full_attention", full_kv_heads, 512)}
-    assert shapes(layer_kinds(tmp_path, config)) == expected
+    assert shapes(layer_kinds(tmp_path)) == expected
     published = {"model_type": "gemma4_text", "num_key_value_heads": 4, **fields}
     assert shapes(kinds_of(tmp_path, layer_types=types, **published)) == expected
     del published["global_head_dim"]
@@ -261,30 +270,32 @@ def test_layers_that_differ_are_kinds_of_their_own(tmp_path):
 
 @pytest.mark.parametrize(("hidden_size", "head_dim"), [(2560, 160), (3584, 224)])
 def test_zamba_2_has_wide_heads(tmp_path, hidden_size, head_dim):
-    config, theirs = saved(tmp_path, "zamba2", hidden_size=hidden_size, num_attention_heads=32)
+    theirs = saved(tmp_path, "zamba2", hidden_size=hidden_size, num_attention_heads=32)
     assert theirs.attention_head_dim == head_dim
     expected = [(theirs.layers_block_type.count("hybrid"), 32, 32, head_dim)]
-    assert shapes(layer_kinds(tmp_path, config)) == expected
-    del config["attention_head_dim"]
-    assert shapes(layer_kinds(tmp_path, config)) == expected
+    assert shapes(layer_kinds(tmp_path)) == expected
+    change(tmp_path, attention_head_dim=None)
+    assert shapes(layer_kinds(tmp_path)) == expected
 
 
 def test_minicpm3_has_plain_attention(tmp_path):
-    config, theirs = saved(tmp_path, "minicpm3")
+    theirs = saved(tmp_path, "minicpm3")
     assert theirs.qk_nope_head_dim + theirs.qk_rope_head_dim == 96
-    kinds = layer_kinds(tmp_path, config)
+    kinds = layer_kinds(tmp_path)
     assert shapes(kinds) == [(62, 40, 40, 96)]
     assert not kinds[0].use_mla and falls_back(kinds[0], None) is None
-    assert attention_shape(tmp_path, config, 16, "bfloat16").head_dim == 96
+    assert shape_for_inspect(tmp_path).head_dim == 96
+    change(tmp_path, qk_nope_head_dim="wide")
     with pytest.raises(PrefixShareError, match="does not describe a model"):
-        attention_shape(tmp_path, config | {"qk_nope_head_dim": None}, 16, "bfloat16")
+        shape_for_inspect(tmp_path)
 
 
 def test_nemotron_h_may_list_its_layers_alone(tmp_path):
     blocks = ["linear_attention", "moe", "full_attention", "mlp", "full_attention"]
-    config, theirs = saved(tmp_path, "nemotron_h", layers_block_type=blocks)
-    assert "num_hidden_layers" not in config and theirs.num_hidden_layers == 5
-    kinds = layer_kinds(tmp_path, config)
+    theirs = saved(tmp_path, "nemotron_h", layers_block_type=blocks)
+    assert "num_hidden_layers" not in json.loads((tmp_path / "config.json").read_text())
+    assert theirs.num_hidden_layers == 5
+    kinds = layer_kinds(tmp_path)
     assert shapes(kinds) == [(2, 32, 8, 128)]
     assert sum(kind.count for kind in kinds) == 5
 
@@ -294,24 +305,25 @@ def test_chatglm_has_another_word_for_its_layers(tmp_path):
 
     theirs = ChatGLMConfig(num_layers=40, multi_query_attention=True, multi_query_group_num=2)
     (tmp_path / "config.json").write_text(theirs.to_json_string(use_diff=False))
-    kinds = layer_kinds(tmp_path, read_config(tmp_path))
+    kinds = layer_kinds(tmp_path)
     assert theirs.num_hidden_layers == 40
     assert shapes(kinds) == [(40, 32, 2, 128)]
 
 
 def test_longcat_flash_has_two_attentions_in_a_layer(tmp_path):
-    config, theirs = saved(tmp_path, "longcat_flash", num_layers=14)
+    theirs = saved(tmp_path, "longcat_flash", num_layers=14)
     assert theirs.num_hidden_layers == 28
-    assert shapes(layer_kinds(tmp_path, config)) == [(28, 64, 64, 576)]
+    assert shapes(layer_kinds(tmp_path)) == [(28, 64, 64, 576)]
     # some files count the attentions besides
-    both = config | {"num_layers": 14, "num_hidden_layers": 28}
-    assert shapes(layer_kinds(tmp_path, both)) == [(28, 64, 64, 576)]
+    change(tmp_path, num_layers=14, num_hidden_layers=28)
+    assert shapes(layer_kinds(tmp_path)) == [(28, 64, 64, 576)]
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [({"hidden_size_per_head": 128}, (4, 8, 2, 128)),  # PLaMo 2
-     ({"num_key_value_heads": None, "num_attention_groups": 4}, (4, 8, 4, 64))],  # Step 3.5
+    [({"model_type": "plamo2", "hidden_size_per_head": 128}, (4, 8, 2, 128)),
+     ({"model_type": "step3p5", "num_key_value_heads": None, "num_attention_groups": 4},
+      (4, 8, 4, 64))],
 )  # fmt: skip
 def test_shapes_in_the_words_of_a_family(tmp_path, fields, expected):
     assert shapes(kinds_of(tmp_path, **fields)) == [expected]
@@ -325,13 +337,13 @@ def test_text_models_that_are_as_by_default_say_nothing(tmp_path, text):
     theirs = AutoConfig.for_model(**text)
     whole = {"model_type": "llava", "text_config": {"vocab_size": 32064, **text}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    (kind,) = layer_kinds(tmp_path, read_config(tmp_path))
+    (kind,) = layer_kinds(tmp_path)
     heads, kv_heads = theirs.num_attention_heads, theirs.num_key_value_heads
     assert shapes([kind]) == [(theirs.num_hidden_layers, heads, kv_heads, theirs.head_dim)]
     assert kind.sliding_window == getattr(theirs, "sliding_window", None)
     whole["text_config"] |= {"sliding_window": None, "hidden_size": 5120, "head_dim": 160}
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    (kind,) = layer_kinds(tmp_path, read_config(tmp_path))
+    (kind,) = layer_kinds(tmp_path)
     assert (kind.head_size, kind.name) == (160, "full attention")
 
 
@@ -339,7 +351,6 @@ def test_text_models_that_are_as_by_default_say_nothing(tmp_path, text):
 def test_the_text_model_of_one_that_speaks_is_found(tmp_path, model_type):
     text = {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2,
             "hidden_size": 2048}  # fmt: skip
-    config, theirs = saved(tmp_path, model_type, thinker_config={"text_config": text})
+    theirs = saved(tmp_path, model_type, thinker_config={"text_config": text})
     assert theirs.get_text_config().num_hidden_layers == 6
-    assert config["whole_model_type"] == model_type
-    assert shapes(layer_kinds(tmp_path, config)) == [(6, 16, 2, 128)]
+    assert shapes(layer_kinds(tmp_path)) == [(6, 16, 2, 128)]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.text import Text
 
 from tests.support.cli_runs import run
-from vllm_prefixshare.cli import batches
+from vllm_prefixshare.cli import batches, picture
 from vllm_prefixshare.cli.batches import tree_batch
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
@@ -194,53 +198,87 @@ def test_the_longest_requests_are_planned(tmp_path, capsys):
     assert read["depth_first"] == read["deft_node"] == batches.MAX_TOKENS + 2 * size
 
 
-def draw(folder: Path, *arguments: object) -> ElementTree.Element:
-    assert main(["inspect", "--svg", str(folder / "p.svg"), *map(str, arguments)]) == 0
-    return ElementTree.parse(folder / "p.svg").getroot()
+@pytest.fixture
+def draw(tmp_path, monkeypatch):
+    """Draws an SVG, and returns the figure."""
+    figures = []
+
+    def encoded(figure, kind):
+        figures.append(figure)
+        return picture_bytes(figure, kind)
+
+    picture_bytes = picture.encoded
+    monkeypatch.setattr(picture, "encoded", encoded)
+
+    def run_command(*arguments: object) -> Figure:
+        assert main(["inspect", "--svg", str(tmp_path / "p.svg"), *map(str, arguments)]) == 0
+        return figures[0]
+
+    return run_command
 
 
-def texts(svg: ElementTree.Element) -> list[str]:
-    return [t.text or "" for t in svg.iter(f"{SVG}text")]
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text) if text.get_visible()]
 
 
-def boxes(svg: ElementTree.Element) -> dict[str, tuple[float, float]]:
-    """Map each rectangle's tooltip to the width and height of the rectangle."""
-    return {
-        r.findtext(f"{SVG}title", ""): (float(r.get("width", 0)), float(r.get("height", 0)))
-        for r in svg.iter(f"{SVG}rect")
-    }
+def boxes(figure: Figure) -> dict[str, tuple[float, float]]:
+    """Map what each rectangle shows to its width and height in pixels."""
+    patches = [patch for axes in figure.axes for patch in axes.patches]
+    extents = {patch.get_label(): patch.get_window_extent() for patch in patches}
+    return {label: (extent.width, extent.height) for label, extent in extents.items()}
 
 
 def test_the_command_draws(tmp_path):
     done = run("inspect", "--divider", "fixed", "--svg", tmp_path / "p.svg")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("16 requests, 21504 KV tokens read one by one\n  node 0: 1024")
-    assert ElementTree.parse(tmp_path / "p.svg").getroot().tag == f"{SVG}svg"
+    assert done.stdout.endswith(f"\nwrote {tmp_path / 'p.svg'}\n")
+    svg = ElementTree.parse(tmp_path / "p.svg").getroot()
+    assert svg.tag == f"{SVG}svg"
+    found = [text.text for text in svg.iter(f"{SVG}text")]
+    assert "Prefix forest of tree 1,4,16_1024,256,64" in found
 
 
-def test_the_picture_is_to_scale(tmp_path):
-    svg = draw(tmp_path, "--tree", "1,4_1024,512", "--divider", "flashforge")
-    sizes = boxes(svg)
+def test_a_file_is_drawn_under_its_name_whatever_it_is(tmp_path, draw):
+    name = os.fsdecode(b"$a_b$ \xff<&.json")
+    figure = draw(write(tmp_path / name, TABLES))
+    assert "Prefix forest of $a_b$ ?<&.json" in texts(figure)
+    found = [text.text for text in ElementTree.parse(tmp_path / "p.svg").iter(f"{SVG}text")]
+    assert "Prefix forest of $a_b$ ?<&.json" in found
+
+
+def test_equal_pictures_are_equal_files(tmp_path):
+    for name in ("a.svg", "b.svg", "dark.svg"):
+        dark = ["--dark"] if name == "dark.svg" else []
+        assert main(["inspect", "--divider", "fixed", "--svg", str(tmp_path / name), *dark]) == 0
+    first, second, dark = ((tmp_path / name).read_text() for name in ("a.svg", "b.svg", "dark.svg"))
+    assert first == second != dark
+    assert (picture.LIGHT.background in first) and (picture.DARK.background in dark)
+
+
+def test_the_picture_is_to_scale(draw):
+    figure = draw("--tree", "1,4_1024,512", "--divider", "flashforge")
+    sizes = boxes(figure)
     node = sizes["node 0: 1,024 tokens x 4 requests"]
     private = [sizes[f"request {i}: 512 private tokens"] for i in range(4)]
     for width, height in private:
         assert width * 2 == pytest.approx(node[0], abs=0.2), "length by tokens"
         assert height * 4 == pytest.approx(node[1], abs=0.2), "height by requests"
-    found = texts(svg)
+    found = texts(figure)
     assert "Prefix forest of tree 1,4_1024,512" in found
     assert any(t.startswith("4 requests, 6,144 KV tokens one by one, 3,072 as") for t in found)
     assert "request 3: 512 private tokens" in found
 
 
-def test_the_schedule_has_every_worker_and_what_it_reads(tmp_path, capsys):
+def test_the_schedule_has_every_worker_and_what_it_reads(draw, capsys):
     arguments = ["--tree", "1,4,16_1024,256,64", "--gpu", "H200"]
-    svg = draw(tmp_path, *arguments)
+    shown = texts(draw(*arguments))
     found = report(capsys, *arguments, "--divider", "depth_first")
-    assert any("cost table measured on NVIDIA H200; 16 workers" in t for t in texts(svg))
-    workers = [t for t in texts(svg) if re.fullmatch(r"worker \d+", t)]
+    assert any("cost table measured on NVIDIA H200; 16 workers" in t for t in shown)
+    workers = [t for t in shown if re.fullmatch(r"worker \d+", t)]
     busy = [tiles for tiles in found["workers"] if tiles]
     assert len(workers) == len(busy)
-    loads = [t for t in texts(svg) if re.fullmatch(r"[\d.,]+ us, [\d,]+ tokens", t)]
+    loads = [t for t in shown if re.fullmatch(r"[\d.,]+ us, [\d,]+ tokens", t)]
     tokens = [sum(p["tokens"] for tile in tiles for p in tile["reads"]) for tiles in busy]
     assert [int(t.split()[2].replace(",", "")) for t in loads] == tokens
     assert sum(tokens) == found["dividers"][0]["kv_tokens_read"]
@@ -259,35 +297,39 @@ def test_the_schedule_has_every_worker_and_what_it_reads(tmp_path, capsys):
         ("1,2048_64,32", ["--divider", "deft_node"]),
     ],
 )
-def test_no_text_overlaps_another_or_leaves_the_page(tmp_path, spec, options):
-    pytest.importorskip("PIL")
-    from PIL import Image, ImageFont
-
-    svg = draw(tmp_path, "--tree", spec, "--png", tmp_path / "p.png", *options)
-    width, height = float(svg.get("width", 0)), float(svg.get("height", 0))
-    assert Image.open(tmp_path / "p.png").size == (2 * width, 2 * height)
-    assert 200 < height < 1400
-    taken = np.zeros((round(height), round(width)), bool)
-    for text in svg.iter(f"{SVG}text"):
-        size = int(text.get("font-size", 0))
-        wide = ImageFont.load_default(size).getlength(text.text or "")
-        x = float(text.get("x", 0))
-        x -= {"start": 0, "middle": wide / 2, "end": wide}[text.get("text-anchor", "")]
-        y = float(text.get("y", 0))
-        assert 0 <= x <= x + wide <= width, text.text
-        box = taken[round(y - 0.7 * size) : round(y), round(x) : round(x + wide)]
-        assert box.size
-        assert not box.any(), text.text
-        box[:] = True
-    workers = sum(t.startswith("worker ") for t in texts(svg))
+def test_no_text_overlaps_another_or_leaves_the_page(tmp_path, draw, spec, options):
+    figure = draw("--tree", spec, "--png", tmp_path / "p.png", *options)
+    page = figure.bbox
+    pixels = imread(tmp_path / "p.png").shape
+    assert pixels[:2] == (round(2 * page.height), round(2 * page.width))
+    assert 200 < page.height < 1400
+    figure.draw_without_rendering()  # places texts in pixels of the page, not of the file
+    taken = np.zeros((round(page.height), round(page.width)), bool)
+    for text in figure.findobj(Text):
+        if not text.get_text() or not text.get_visible():
+            continue
+        extent = text.get_window_extent()
+        assert 0 <= extent.x0 <= extent.x1 <= page.width, text.get_text()
+        assert 0 <= extent.y0 <= extent.y1 <= page.height, text.get_text()
+        rows, columns = (
+            slice(round(extent.y0), round(extent.y1)),
+            slice(round(extent.x0), round(extent.x1)),
+        )
+        assert taken[rows, columns].size
+        assert not taken[rows, columns].any(), text.get_text()
+        taken[rows, columns] = True
+    workers = sum(t.startswith("worker ") for t in texts(figure))
     assert 1 <= workers <= 32
 
 
-def test_a_png_without_pillow_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    path = tmp_path / "p.png"
-    assert main(["inspect", "--tree", "1,4_64,32", "--divider", "fixed", "--png", str(path)]) == 2
-    assert "pip install pillow, or use --svg" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_a_picture_without_matplotlib_is_refused(tmp_path, monkeypatch, capsys, option):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    path = tmp_path / "p"
+    assert main(["inspect", "--tree", "1,4_64,32", "--divider", "fixed", option, str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "install it with pip install 'vllm-prefixshare[plots]'" in error
+    assert error.count("\n") == 1
     assert not path.exists()
 
 
@@ -305,7 +347,7 @@ def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path, option):
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(pipe.read_bytes)
         assert main(command) == 0
-        assert read.result(60).startswith((b"<svg", b"\x89PNG"))
+        assert read.result(60).startswith((b"<?xml", b"\x89PNG"))
     assert pipe.is_fifo() and [p.name for p in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -323,7 +365,7 @@ def test_a_gpu_that_was_measured_has_its_table():
 def test_another_gpu_has_a_roofline_scaled_by_its_memory(name, head_dim):
     found = planning_for(name, AttentionConfig(32, 8, head_dim, 16))
     assert isinstance(found.cost, AnalyticCost)
-    assert "not measured" in found.says
+    assert "not measured" in found.cost_source
     gpu = GPUS[name]
     blocks, measured = 1, 3.15e4  # of the Hopper kernel
     if gpu.capability != (9, 0):
@@ -337,4 +379,4 @@ def test_another_gpu_has_a_roofline_scaled_by_its_memory(name, head_dim):
 def test_an_estimate_on_the_gpu_that_was_measured_is_not_scaled():
     found = planning_for("H200", AttentionConfig(32, 8, 64, 16))
     assert found.cost == analytic_cost(AttentionConfig(32, 8, 64, 16), "hopper")
-    assert found.says == "roofline of NVIDIA H200"
+    assert found.cost_source == "roofline of NVIDIA H200"

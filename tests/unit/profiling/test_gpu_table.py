@@ -370,7 +370,7 @@ def test_profile_names_the_file_after_the_fingerprint(tmp_path, monkeypatch, cap
     path = tmp_path / table.fingerprint.file_name()
     assert CostTable.load(path).merge_us == table.merge_us
     out = capsys.readouterr().out
-    assert f"written to {path}" in out
+    assert f"wrote {path}" in out
     assert "from L2" in out
 
 
@@ -402,7 +402,7 @@ def test_profile_measures_the_cache_that_vllm_would_have(
     model = [] if config is None else ["--model", str(write_model(tmp_path / "model", **config))]
     assert main(["profile", "--device", "cuda", *model, *options]) == 0
     path = tables.cache_folder() / fingerprint(layer, "hopper", GPU).file_name()
-    assert capsys.readouterr().out.endswith(f"written to {path}\n")
+    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
     assert isinstance(cost_model(layer, "hopper", device_name=GPU), CostTable)
     other = EIGHT_BITS if layer is LAYER else LAYER
     assert isinstance(cost_model(other, "hopper", device_name=GPU), AnalyticCost)

@@ -12,9 +12,9 @@ from vllm.config import ModelConfig
 from vllm.config.cache import CacheDType
 from vllm.model_executor.models.granite import granite_layer_attn_params
 
-from vllm_prefixshare.cli.model import layer_kinds, read_config
 from vllm_prefixshare.config import CACHE_DTYPES
 from vllm_prefixshare.vllm_plugin.compat import vllm_version
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import layer_kinds
 
 MODELS = Path(vllm.__file__).parent / "model_executor" / "models"
 
@@ -53,11 +53,12 @@ def test_images_see_each_other_where_vllm_tells_the_layers(tmp_path, model_type,
     wanted = mm_prefix_by_vllm(whole, part)
     assert wanted == (bool(fields) or (model_type == "gemma3" and vllm_version().minor >= 33))
 
-    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+             "hidden_size": 512}  # fmt: skip
     text = {"model_type": part.model_type, **shape, **fields}
     file = text if part is whole else {"model_type": model_type, "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(file))
-    (kind, *_) = layer_kinds(tmp_path, read_config(tmp_path), vllm_version())
+    (kind, *_) = layer_kinds(tmp_path)
     assert kind.use_mm_prefix == wanted
     assert not mm_prefix_by_vllm(whole, part, images=False)
 
@@ -86,12 +87,13 @@ def test_layers_are_made_from_the_configuration_of_the_whole_model(model):
         {"attention_sinks": True},
     ],
 )
-def test_granite_has_sinks_as_in_vllm(fields):
+def test_granite_has_sinks_as_in_vllm(tmp_path, fields):
     shape = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
     config = GraniteConfig(**shape, **fields, sliding_window=512)
     _, _, wanted = granite_layer_attn_params(config, 0)
     file = {"model_type": "granite", "sliding_window": None, **shape, **fields}
-    assert {kind.has_sink for kind in layer_kinds(Path(), file)} == {wanted}
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    assert {kind.has_sink for kind in layer_kinds(tmp_path)} == {wanted}
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from vllm.v1.worker import workspace
 
 from tests.support.paged_batches import PagedBatch, relative_error
 from tests.unit.vllm_plugin.backends.cuda import test_cuda_backend as one_rank
-from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.backends.context_parallel import check_collectives
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.eligibility import measured
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.step.shards import Interleaved

@@ -4,10 +4,12 @@ Our portable kernel runs under Triton's interpreter. FlashAttention does not run
 prefill rows only the metadata that it would get is checked.
 """
 
+import json
 import sys
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +25,6 @@ from tests.support.paged_batches import PagedBatch, relative_error
 from tests.support.portable_kernel import H100_SHARED_MEMORY
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import doctor
-from vllm_prefixshare.cli.model import layer_kinds
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.cache_write import CacheWrite
@@ -39,6 +40,7 @@ from vllm_prefixshare.vllm_plugin.backends import common as backends_common
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.backends.cuda import metadata as cuda_metadata
 from vllm_prefixshare.vllm_plugin.eligibility import measured
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import layer_kinds
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
 from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, Platform
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
@@ -988,6 +990,7 @@ def doctor_says(window: int, hybrid: bool = False, drafts: int = 0) -> str | Non
     """Why layers with this window would not be served, by a model's ``config.json``."""
     other = "linear_attention" if hybrid else "full_attention"
     config = {
+        "model_type": "llama",
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
@@ -996,7 +999,10 @@ def doctor_says(window: int, hybrid: bool = False, drafts: int = 0) -> str | Non
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", other],
     }
-    machine = doctor.Machine(layer_kinds(Path(), config), drafts=drafts, on_cpu=False)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        kinds = layer_kinds(Path(folder))
+    machine = doctor.Machine(kinds, drafts=drafts, on_cpu=False)
     doctor.layers(machine)
     return machine.served[0]["falls_back"]
 

@@ -32,7 +32,6 @@ from tests.unit.vllm_plugin.backends.cuda.test_cuda_backend import (
     vllm_config,
 )
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.cli.model import LayerKind
 from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.interface import Gpu
@@ -42,6 +41,7 @@ from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.backends import common as backends_common
 from vllm_prefixshare.vllm_plugin.eligibility import measured, platform
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.step import host_tables, planner

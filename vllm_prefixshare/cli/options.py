@@ -1,0 +1,138 @@
+"""Options that several commands have, and what they stand for."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_prefixshare.config import CACHE_DTYPES, DTYPES, FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import (
+    MAX_HEADS,
+    LayerKind,
+    layer_kinds,
+)
+from vllm_prefixshare.vllm_plugin.eligibility.layer import USUAL_BLOCK
+
+#: Maximum ``--block-size``: a number must not make a command take all memory.
+MAX_BLOCK_SIZE = 1 << 16
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks of texts, and adds its default to the help of each option."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default in (None, "", argparse.SUPPRESS) or isinstance(default, bool):
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+def add_model_argument(command: argparse.ArgumentParser) -> None:
+    """The checkpoint."""
+    command.add_argument(
+        "--model", type=Path, help="checkpoint folder (no name on the hub); needs vLLM"
+    )
+
+
+def add_shape_arguments(command: argparse.ArgumentParser, block_size: str) -> None:
+    """The attention shape, as a model or as numbers.
+
+    Args:
+        block_size: describes the block size where the option is left out.
+    """
+    add_model_argument(command)
+    command.add_argument("--num-qo-heads", type=int, default=32, help="query heads of a layer")
+    command.add_argument("--num-kv-heads", type=int, default=8, help="KV heads of a layer")
+    command.add_argument("--head-dim", type=int, default=128, help="width of a head")
+    command.add_argument(
+        "--block-size", type=int, help=f"tokens of a KV block (default: {block_size})"
+    )
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
+
+
+def add_cache_argument(command: argparse.ArgumentParser) -> None:
+    """The type of the KV cache, under vLLM's name."""
+    command.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="as for vLLM, such as fp8; auto: as the model's config.json says",
+    )
+
+
+def add_device_argument(command: argparse.ArgumentParser) -> None:
+    """The device to measure on."""
+    command.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to measure; auto: on a GPU if there is one",
+    )
+
+
+def check_cache_argument(args: argparse.Namespace) -> None:
+    """Raise ``PrefixShareError`` if vLLM does not know the type of KV cache."""
+    if args.kv_cache_dtype not in CACHE_DTYPES:
+        raise PrefixShareError(
+            f"--kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}, got {args.kv_cache_dtype}."
+        )
+
+
+def check_block_size(args: argparse.Namespace) -> None:
+    """Raise ``PrefixShareError`` if blocks are larger than any model's."""
+    if args.block_size is not None and args.block_size > MAX_BLOCK_SIZE:
+        raise PrefixShareError(
+            f"--block-size must be at most {MAX_BLOCK_SIZE}, got {args.block_size}."
+        )
+
+
+def attention_of(
+    args: argparse.Namespace, block_size: int = USUAL_BLOCK, mla_advice: str | None = None
+) -> AttentionConfig:
+    """The attention shape named by ``--model``, or by its numbers, with the KV cache that vLLM
+    would give it under ``--kv-cache-dtype``, where the command has that option.
+
+    Args:
+        block_size: without ``--block-size``.
+        mla_advice: completes the error for a model with latents.
+
+    Raises:
+        PrefixShareError: a number is out of range, the model cannot be read or has latents, or no
+            layer with such a cache would be served.
+    """
+    check_block_size(args)
+    if args.block_size is not None:
+        block_size = args.block_size
+    cache: str = getattr(args, "kv_cache_dtype", "auto")
+    if args.model is None:
+        if args.num_qo_heads > MAX_HEADS:
+            raise PrefixShareError(
+                f"--num-qo-heads must be at most {MAX_HEADS}, got {args.num_qo_heads}."
+            )
+        shape = args.num_qo_heads, args.num_kv_heads, args.head_dim
+    else:
+        layer = _attention_layer(args.model, mla_advice)
+        shape = layer.num_heads, layer.num_kv_heads, layer.head_size
+        if cache == "auto" and "kv_cache_dtype" in args:
+            cache = layer.kv_cache_dtype or "auto"
+    attention = AttentionConfig(*shape, block_size, args.dtype)
+    if cache in ("auto", attention.dtype):
+        return attention
+    if cache not in FP8_CACHES:
+        raise PrefixShareError(
+            f"layers with a KV cache of type {cache} keep vLLM's own backend, so there is nothing "
+            f"to do here: name --kv-cache-dtype {attention.dtype} or fp8."
+        )
+    # vLLM quantises the queries, too
+    return replace(attention, kv_dtype=FP8, query_dtype=FP8)
+
+
+def _attention_layer(folder: Path, mla_advice: str | None) -> LayerKind:
+    """The first kind of layers with attention."""
+    layer = next((kind for kind in layer_kinds(folder) if kind.attention), None)
+    path = folder / "config.json"
+    if layer is None:
+        raise PrefixShareError(f"{path} has no layer with attention: name another model.")
+    if layer.use_mla:
+        advice = mla_advice or "whose shape only 'doctor' and 'estimate' know: leave out --model"
+        raise PrefixShareError(f"{path} has multi-head latent attention, {advice}.")
+    return layer
