@@ -159,7 +159,7 @@ def encoded(figure: Figure, kind: str) -> bytes:
 
     data = io.BytesIO()
     # text stays text, and equal pictures are equal files
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "prefixshare"}
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "prefixshare"}
     metadata = dict.fromkeys(("Creator", "Date") if kind == "svg" else ("Software",))
     with rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font has not
