@@ -32,7 +32,7 @@ the table that is named in VLLM_PREFIXSHARE_COST_TABLE fits."""
 #: vLLM's on a CPU.
 BLOCK_SIZE = 128
 MLA_ADVICE = (
-    "which needs no cost table: its plans were no faster by measured prices than by the estimate"
+    "which needs no cost table, as its plans were no faster by measured prices than estimated"
 )
 
 

@@ -86,14 +86,14 @@ def check_block_size(args: argparse.Namespace) -> None:
 
 
 def attention_of(
-    args: argparse.Namespace, block_size: int = USUAL_BLOCK, mla_advice: str | None = None
+    args: argparse.Namespace, block_size: int = USUAL_BLOCK, mla_reason: str | None = None
 ) -> AttentionConfig:
     """The attention shape named by ``--model``, or by its numbers, with the KV cache that vLLM
     would give it under ``--kv-cache-dtype``, where the command has that option.
 
     Args:
         block_size: without ``--block-size``.
-        mla_advice: completes the error for a model with latents.
+        mla_reason: why the command does not take a model with latents.
 
     Raises:
         PrefixShareError: a number is out of range, the model cannot be read or has latents, or no
@@ -110,7 +110,7 @@ def attention_of(
             )
         shape = args.num_qo_heads, args.num_kv_heads, args.head_dim
     else:
-        layer = _attention_layer(args.model, mla_advice)
+        layer = _attention_layer(args.model, mla_reason)
         shape = layer.num_heads, layer.num_kv_heads, layer.head_size
         if cache == "auto" and "kv_cache_dtype" in args:
             cache = layer.kv_cache_dtype or "auto"
@@ -126,13 +126,15 @@ def attention_of(
     return replace(attention, kv_dtype=FP8, query_dtype=FP8)
 
 
-def _attention_layer(folder: Path, mla_advice: str | None) -> LayerKind:
+def _attention_layer(folder: Path, mla_reason: str | None) -> LayerKind:
     """The first kind of layers with attention."""
     layer = next((kind for kind in layer_kinds(folder) if kind.attention), None)
     path = folder / "config.json"
     if layer is None:
         raise PrefixShareError(f"{path} has no layer with attention: name another model.")
     if layer.use_mla:
-        advice = mla_advice or "whose shape only 'doctor' and 'estimate' know: leave out --model"
-        raise PrefixShareError(f"{path} has multi-head latent attention, {advice}.")
+        reason = mla_reason or "whose shape only 'doctor' and 'estimate' know"
+        raise PrefixShareError(
+            f"{path} has multi-head latent attention, {reason}: name another model."
+        )
     return layer

@@ -488,7 +488,8 @@ def test_doctor_knows_which_layers_of_hybrid_models_have_a_kv_cache(tmp_path, mo
 
 def test_doctor_knows_which_layers_of_kimi_linear_have_a_kv_cache(tmp_path):
     linear = {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
-    fields = {"model_type": "kimi_linear", "kv_lora_rank": 512, "linear_attn_config": linear}
+    latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    fields = {"model_type": "kimi_linear", "linear_attn_config": linear, **latents}
     kinds = layer_kinds(write_model(tmp_path, **fields))
     assert [(k.name, k.count, k.attention) for k in kinds] == [
         ("linear attention", 3, False),
@@ -747,19 +748,17 @@ def test_doctor_refuses_gpus_that_cannot_divide_the_heads(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fields", "gpus", "expected"),
     [
-        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 4, None),  # Phi-4
-        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 5, (8, 2)),
-        ({"num_attention_heads": 40, "num_key_value_heads": 10}, 20, (2, 1)),
-        ({"num_attention_heads": 24, "num_key_value_heads": 4}, 6, None),
+        ({"num_key_value_heads": 10}, 4, None),  # Phi-4
+        ({"num_key_value_heads": 10}, 5, (8, 2)),
+        ({"num_key_value_heads": 10}, 20, (2, 1)),
+        ({"num_attention_heads": 24, "num_key_value_heads": 4, "hidden_size": 1536}, 6, None),
         # latents are not divided, and other layers have no KV heads
-        ({"model_type": "deepseek_v2", "num_attention_heads": 40, "num_key_value_heads": 10,
-          "kv_lora_rank": 512}, 4, (10, 2)),
-        ({"num_attention_heads": 40, "num_key_value_heads": 10, "layer_types": ["mamba"] * 4}, 4,
-         (10, 2)),
+        ({"model_type": "deepseek_v2", "num_key_value_heads": 10, "kv_lora_rank": 512}, 4, (10, 2)),
+        ({"num_key_value_heads": 10, "layer_types": ["mamba"] * 4}, 4, (10, 2)),
     ],
 )  # fmt: skip
 def test_gpus_divide_the_kv_heads_or_hold_copies_of_one(tmp_path, fields, gpus, expected):
-    model = write_model(tmp_path, **fields)
+    model = write_model(tmp_path, **{"num_attention_heads": 40, "hidden_size": 2560, **fields})
     (kind,) = layer_kinds(model)
     if expected is None:
         with pytest.raises(

@@ -319,14 +319,16 @@ def test_longcat_flash_has_two_attentions_in_a_layer(tmp_path):
     assert shapes(layer_kinds(tmp_path)) == [(28, 64, 64, 576)]
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [({"model_type": "plamo2", "hidden_size_per_head": 128}, (4, 8, 2, 128)),
-     ({"model_type": "step3p5", "num_key_value_heads": None, "num_attention_groups": 4},
-      (4, 8, 4, 64))],
-)  # fmt: skip
-def test_shapes_in_the_words_of_a_family(tmp_path, fields, expected):
-    assert shapes(kinds_of(tmp_path, **fields)) == [expected]
+def test_plamo2_names_the_width_of_its_heads(tmp_path):
+    kinds = kinds_of(tmp_path, model_type="plamo2", hidden_size_per_head=128)
+    assert shapes(kinds) == [(4, 8, 2, 128)]
+
+
+def test_step3p5_names_groups_of_heads(tmp_path):
+    shape = {"num_attention_heads": 8, "num_attention_groups": 4, "hidden_size": 512}
+    fields = {"model_type": "step3p5", "num_hidden_layers": 4, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert shapes(layer_kinds(tmp_path)) == [(4, 8, 4, 64)]
 
 
 @pytest.mark.parametrize("text", [{"model_type": "llama"}, {"model_type": "mistral"}])

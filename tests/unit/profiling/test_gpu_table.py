@@ -412,13 +412,13 @@ def test_profile_measures_the_cache_that_vllm_would_have(
     ("config", "options", "sentence"),
     [
         (
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            {"model_type": "deepseek_v2", "kv_lora_rank": 512},
             [],
-            "config.json has multi-head latent attention, which needs no cost table: its plans "
-            "were no faster by measured prices than by the estimate.",
+            "config.json has multi-head latent attention, which needs no cost table, as its plans "
+            "were no faster by measured prices than estimated: name another model.",
         ),
         (
-            {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            {"model_type": "deepseek_v2", "kv_lora_rank": 512},
             ["--kv-cache-dtype", "fp8"],
             "config.json has multi-head latent attention, which needs no cost table",
         ),

@@ -357,8 +357,12 @@ def _configuration(folder: Path, fields: dict[str, Any]) -> Any:
     model_type = fields.get("model_type")
     if model_type in CONFIG_MAPPING or model_type in _CONFIG_REGISTRY:
         return get_config(str(folder), trust_remote_code=False)
-    fields = {**fields, **(fields.get("text_config") or {})}
-    return PreTrainedConfig.from_dict({name: x for name, x in fields.items() if x is not None})
+    named = {name: x for name, x in fields.items() if x is not None}
+    text = named.pop("text_config", None)
+    whole = PreTrainedConfig.from_dict(named)
+    if text is not None:
+        whole.text_config = PreTrainedConfig.from_dict({**named, **text})
+    return whole
 
 
 def _architecture(whole: Any, text: Any) -> Any:
