@@ -450,7 +450,8 @@ def double(x):
     return 2 * x
 """
 CALLS = """
-import resource, signal, sys
+import logging, resource, signal, sys
+logging.basicConfig(level="INFO")
 sys.path.insert(0, sys.argv[1])
 from code_under_test import double
 if "full" in sys.argv:
@@ -482,14 +483,18 @@ def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
 
 
 def test_compiled_code_is_kept_in_the_cache_folder(tmp_path):
-    """Next to the source an uninstall would leave it."""
+    """Next to the source an uninstall would leave it. The program says that it compiles."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "code_under_test.py").write_text(CODE)
     environment = {**os.environ, "VLLM_PREFIXSHARE_CACHE": str(tmp_path / "cache")}
     del environment["NUMBA_CACHE_DIR"]
     command = [sys.executable, "-B", "-c", CALLS, str(source)]
-    subprocess.run(command, env=environment, check=True, timeout=600)
+    for is_first in (True, False):
+        done = subprocess.run(
+            command, env=environment, check=True, timeout=600, stderr=subprocess.PIPE, text=True
+        )
+        assert ("Planning is compiled for this machine, once" in done.stderr) == is_first
     assert len([*(tmp_path / "cache" / "numba").rglob("*.nbc")]) == 1
     assert [path.name for path in source.iterdir()] == ["code_under_test.py"]
 

@@ -36,6 +36,9 @@ TREES = {
 }
 #: Fewest and most pairs per workload; requests whose result is compared with the reference.
 MIN_PAIRS, MAX_PAIRS, CHECKED = 5, 200, 8
+#: A gain is noisy if the ratio of the medians differs from it by more than this part of it: the
+#: median of the pairs' ratios is the same unless other work on the machine came and went.
+NOISE = 0.1
 #: Greatest difference from the reference, over the reference's greatest value.
 TOLERANCE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.03}
 
@@ -135,10 +138,12 @@ def _measure(
     while len(pairs) < MIN_PAIRS or (time.monotonic() < until and len(pairs) < MAX_PAIRS):
         pairs.append((sides.unshared.seconds(), sides.shared.seconds()))
     unshared, shared = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
+    gain = statistics.median(a / b for a, b in pairs)
     row |= {
         "unshared_ms": round(unshared, 4),
         "shared_ms": round(shared, 4),
-        "gain": round(statistics.median(a / b for a, b in pairs), 2),
+        "gain": round(gain, 2),
+        "noisy": abs(unshared / shared - gain) > NOISE * gain,
         "pairs": len(pairs),
     }
     return row
@@ -291,13 +296,19 @@ def _print(of: dict[str, str], results: list[dict[str, Any]]) -> None:
             f"{row['share_factor']:.2f}",
         )
         if row["right"]:
-            times = f"{row['unshared_ms']:.3f}", f"{row['shared_ms']:.3f}", f"{row['gain']:.2f}"
+            gain = f"{row['gain']:.2f}{' noisy' if row['noisy'] else ''}"
+            times = f"{row['unshared_ms']:.3f}", f"{row['shared_ms']:.3f}", gain
             rows.append((*start, *times))
         else:
             errors = ", ".join(f"{name} {error:.2g}" for name, error in row["errors"].items())
             note = f"WRONG: off the reference by {errors} of its greatest value"
             rows.append((*start, note))
     print_table(rows)
+    if any(row.get("noisy") for row in results):
+        print(
+            "noisy: the machine had other work, so that the ratio of the medians is another than "
+            "the pairs' gain; measure again when it is idle, or raise --seconds."
+        )
     if any(row.get("gain", 1.0) < 0.9 for row in results):
         print(
             "Where the gain is below 1, sharing costs time here: measure a cost table with "

@@ -2,12 +2,13 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-from vllm_prefixshare import __version__
+import vllm_prefixshare
 from vllm_prefixshare.cli import (
     bench,
     doctor,
@@ -43,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="vllm-prefixshare", description=__doc__, epilog=EXAMPLE, formatter_class=HelpFormatter
     )
-    root.add_argument("--version", action="version", version=f"vllm-prefixshare {__version__}")
+    root.add_argument(
+        "--version", action="version", version=f"vllm-prefixshare {vllm_prefixshare.__version__}"
+    )
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(
@@ -86,13 +89,27 @@ def _written_out() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _notices_shown() -> Iterator[None]:
+    """Write what the package says of its work to standard error."""
+    logger = logging.getLogger(vllm_prefixshare.__name__)
+    handler, level = logging.StreamHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command. A user's mistake is one line on standard error and exit status 2."""
     try:
         with contextlib.suppress(AttributeError):  # closed, or a stream of another kind
             # names of files may have what the terminal's encoding has not
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        with _written_out():
+        with _written_out(), _notices_shown():
             args = parser().parse_args(argv)
             status: int = args.run(args)
             return status

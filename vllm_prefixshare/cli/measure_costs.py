@@ -31,7 +31,7 @@ the table that is named in VLLM_PREFIXSHARE_COST_TABLE fits."""
 
 #: vLLM's on a CPU.
 BLOCK_SIZE = 128
-MLA_ADVICE = (
+MLA_REASON = (
     "which needs no cost table, as its plans were no faster by measured prices than estimated"
 )
 
@@ -51,7 +51,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store a table; the exit status is 0."""
-    attention = attention_of(args, BLOCK_SIZE, MLA_ADVICE)
+    attention = attention_of(args, BLOCK_SIZE, MLA_REASON)
     from vllm_prefixshare.planning.costs.lookup import cache_folder, has_gpu
 
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())

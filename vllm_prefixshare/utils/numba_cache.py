@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -91,11 +92,13 @@ def _make_safe(numba_cache: Any) -> None:
     load, save = numba_cache.load_overload, numba_cache.save_overload
 
     def load_if_possible(*args: object) -> object:
-        try:
-            with _locked(numba_cache.cache_path, fcntl.LOCK_SH):
-                return load(*args)
-        except Exception:  # damaged bytes make pickle and LLVM raise anything
-            return None
+        found: object = None
+        # damaged bytes make pickle and LLVM raise anything
+        with contextlib.suppress(Exception), _locked(numba_cache.cache_path, fcntl.LOCK_SH):
+            found = load(*args)
+        if found is None:
+            _announce_compilation()
+        return found
 
     def save_if_possible(*args: object) -> None:
         with contextlib.suppress(Exception):  # saving reads the cache's index first
@@ -104,6 +107,14 @@ def _make_safe(numba_cache: Any) -> None:
                 save(*args)
 
     numba_cache.load_overload, numba_cache.save_overload = load_if_possible, save_if_possible
+
+
+@cache
+def _announce_compilation() -> None:
+    """Say once why a program pauses."""
+    logging.getLogger(__name__).info(
+        "Planning is compiled for this machine, once: this takes about half a minute."
+    )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.cli_runs import run
 from vllm_prefixshare.cli import bench
+from vllm_prefixshare.cli.batches import tree_batch
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
@@ -44,6 +45,25 @@ def test_both_ways_are_compared_and_timed(capsys, monkeypatch):
     alone = found["rows"][1]
     assert alone["share_factor"] == 1.0
     assert alone["errors"]["shared"] == alone["errors"]["unshared"], "both are CPU_ATTN"
+
+
+@pytest.mark.parametrize(("others", "noisy"), [(0.0, False), (9.0, True)])
+def test_a_gain_that_other_work_disturbed_is_noisy(others, noisy):
+    """Of five pairs four meet other work in one of their halves or both."""
+    times = {
+        "unshared": iter([2.0, 2.0, 2.0, 2.0 + others, 2.0 + others]),
+        "shared": iter([1.0, 1.0 + others, 1.0 + others, 1.0 + others, 1.0]),
+    }
+    expected = torch.ones(1, 1, 1)
+
+    def side(name: str) -> bench.Side:
+        out = torch.empty_like(expected)
+        return bench.Side(out, lambda: out.copy_(expected), times[name].__next__, 16)
+
+    sides = bench.Sides(side("unshared"), side("shared"), "kernel", "same", [0], expected.double())
+    row = bench._measure(tree_batch("1_16", 16), sides, ATTENTION, seconds=0.0)
+    assert row["noisy"] == noisy
+    assert row["gain"] == (1.1 if noisy else 2.0)
 
 
 def test_without_vllm_the_same_kernel_is_the_baseline(capsys, monkeypatch):
