@@ -17,7 +17,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 
 MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
 
-.PHONY: demo check test docs browser dist fuzz soak ray releases kernels lint venv model clean
+.PHONY: demo check test docs dist fuzz soak ray releases kernels lint venv model clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
@@ -37,10 +37,6 @@ test: lint model $(RAY)/.locked
 # The documentation as a site, in site/.
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
-
-# The site's layout in Chromium or Chrome, some minutes.
-browser: venv
-	PREFIXSHARE_BROWSER=1 $(PY) -m pytest tests/docs/test_site.py $(PYTEST_ARGS)
 
 # The source distribution and the wheel, in dist/.
 dist: venv

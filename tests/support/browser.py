@@ -33,6 +33,7 @@ def check_site(
         profile: an empty folder for the browser's files.
     """
     values = {"PAGES": [f"/{page}" for page in pages], "WIDTHS": list(widths), "QUERY": query}
+    script = SCRIPT.read_text()
     constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in values.items())
     reports: queue.Queue[dict[str, Any]] = queue.Queue()
 
@@ -40,7 +41,7 @@ def check_site(
         def do_GET(self) -> None:
             if self.path != "/check":
                 return super().do_GET()
-            body = f"<!doctype html><body><script>{constants}{SCRIPT.read_text()}</script>".encode()
+            body = f"<!doctype html><body><script>{constants}{script}</script>".encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
