@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from vllm.entrypoints.generate.beam_search import offline as beam_search
 from vllm.platforms.interface import Platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention import selector
@@ -37,6 +38,7 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from tests.support import decoding
 from tests.support import shared_prefixes as cases
+from tests.support.beam_search import search
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import FP8_MLA_BACKEND, MLA_BACKEND, register
@@ -78,16 +80,12 @@ def test_no_hook_is_installed_that_a_patch_replaces(name):
     hooked = []
     if name != "vllm.platforms.cuda":  # imports CUDA's libraries
         hooked = hooked_functions(importlib.import_module(name))
-        assert set(hooked) <= WITHOUT_PATCH
+        assert hooked == []
     for hook in registry.HOOKS:
-        if hook.module == name and hook.name in WITHOUT_PATCH:
-            assert hook.name in hooked
-        elif hook.module == name and hook.install not in FILLING_LISTS:
+        if hook.module == name and hook.install not in FILLING_LISTS:
             assert hook.is_replaced, hook.target
 
 
-#: Hooks that no patch replaces, for offline beam search.
-WITHOUT_PATCH = {"BeamSearchOfflineMixin._beam_search_step", "BeamSearchSequence.get_prompt"}
 #: Hooks that look for their patch themselves: they fill a list of functions that it calls.
 FILLING_LISTS = (
     selection.hook_backend_enum,
@@ -557,6 +555,22 @@ def unpatched(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_patched_beam_search_keeps_the_sequences_of_the_released_one(width, ignore_eos):
+    (ours, our_prompts), (theirs, their_prompts) = (
+        search(module.BeamSearchOfflineMixin, width, ignore_eos=ignore_eos)
+        for module in (beam_search, unpatched(beam_search.__name__))
+    )
+    assert our_prompts == their_prompts
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.beams == other.beams
+        assert one.completed == other.completed
+        lists = [x for beam in one.beams for x in (beam.tokens, beam.logprobs)]
+        assert len(lists) == 2 * width
+        assert len({id(x) for x in lists}) == len(lists)
 
 
 #: Functions that the patch of the look-up rewrites: module, class and function.

@@ -42,6 +42,8 @@ def hook_prompt(module: ModuleType) -> None:
     wrap(module.BeamSearchSequence, "get_prompt", wrapper)
 
 
+_PATCH = "vllm.entrypoints.generate.beam_search.utils:BeamSearchSequence.with_last_token"
+
 HOOKS = (
     Hook(
         "vllm.entrypoints.generate.beam_search.offline",
@@ -49,6 +51,7 @@ HOOKS = (
         "every candidate copies all tokens of its beam, though few become beams",
         "candidates are ranked before sequences are made, as in BeamSearchOnlineMixin since 0.33",
         hook_step,
+        patch=(_PATCH,),
         parts=("copies",),
     ),
     Hook(
@@ -57,6 +60,7 @@ HOOKS = (
         "a request must not get the list that candidates extend",
         "as for BeamSearchOfflineMixin._beam_search_step",
         hook_prompt,
+        patch=(_PATCH,),
         parts=("copies",),
     ),
 )

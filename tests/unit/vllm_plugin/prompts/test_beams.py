@@ -1,22 +1,14 @@
 """Beam search whose candidates refer to their beams: the same sequences as vLLM's own."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from vllm.entrypoints.generate.beam_search import offline, utils
-from vllm.logprobs import Logprob
-from vllm.sampling_params import SamplingParams
 
+from tests.support.beam_search import PLAIN, RandomModel, search, step
 from tests.support.shared_prefixes import install_hook
 from vllm_prefixshare.vllm_plugin.hooks import beams as hooks
 from vllm_prefixshare.vllm_plugin.prompts import beams, parts
 from vllm_prefixshare.vllm_plugin.prompts.copies import PART
-from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
-
-VOCABULARY, EOS = 40, 7
-#: Lists whose sum with a list is a list.
-PLAIN = (list, TokenIds)
 
 
 @pytest.fixture(autouse=True)
@@ -25,72 +17,9 @@ def _installed():
         install_hook(hook)
 
 
-class Search(offline.BeamSearchOfflineMixin):
-    """vLLM's beam search on random log-probabilities that depend on a beam's tokens only."""
-
-    def __init__(self, width, finish_reason="length"):
-        self.width, self.finish_reason, self.prompts = width, finish_reason, []
-
-    def _render_and_run_requests(self, prompts, **kwargs):
-        return [self._answer(prompt["prompt_token_ids"]) for prompt in prompts]
-
-    def _params_to_seq(self, params, num_requests):
-        return [params] * num_requests
-
-    def _answer(self, ids):
-        self.prompts.append(ids)
-        assert type(ids) in PLAIN
-        rng = np.random.default_rng(ids)
-        chosen = rng.choice(VOCABULARY, 2 * self.width, replace=False).tolist()
-        # few distinct values, so that candidates tie
-        scores = {t: Logprob(-float(rng.integers(1, 6)) / 4) for t in chosen}
-        output = SimpleNamespace(logprobs=[scores], finish_reason=self.finish_reason)
-        return SimpleNamespace(outputs=[output])
-
-
-def run(monkeypatch, on, width=4, num_steps=6, ignore_eos=False, finish_reason="length"):
+def run(monkeypatch, on, *options, **changes):
     monkeypatch.setattr(parts, "_active", frozenset({PART} if on else ()))
-    prompts = [[1, 2, 3], [4, 5], [6] * 9]
-    instances = [
-        utils.BeamSearchInstance({"type": "token", "prompt_token_ids": p}, logprobs=None)
-        for p in prompts
-    ]
-    for instance in instances:
-        instance.priority = 0  # which releases up to 0.29 do not have
-    search = Search(width, finish_reason)
-    for _ in range(num_steps):
-        step(search, instances, ignore_eos)
-        for beam in (beam for i in instances for beam in (*i.beams, *i.completed)):
-            assert type(beam.tokens) in PLAIN and type(beam.logprobs) is list
-    return instances, search.prompts
-
-
-def step(search, instances, ignore_eos):
-    search._beam_search_step(
-        instances_batch=instances,
-        base_sampling_params=SamplingParams(logprobs=2 * search.width, max_tokens=1),
-        ignore_eos=ignore_eos,
-        beam_width=search.width,
-        sort_beams_key=score,
-        structured_output_backend=None,
-        structured_output_key=None,
-        structured_output_bitmask=None,
-        **eos_argument(),
-    )
-
-
-def eos_argument():
-    """The tokens that end a beam, as this release takes them."""
-    parameters = offline.BeamSearchOfflineMixin._beam_search_step.__wrapped__.__code__.co_varnames
-    return {"eos_token_ids": {EOS}} if "eos_token_ids" in parameters else {"eos_token_id": EOS}
-
-
-def score(beam):
-    """VLLM's score with a length penalty."""
-    function = utils.get_beam_search_score
-    if "tokens" in function.__code__.co_varnames:
-        return function(beam.tokens, beam.cum_logprob, EOS, 0.7)
-    return function(len(beam.logprobs), beam.cum_logprob, 0.7)
+    return search(offline.BeamSearchOfflineMixin, *options, **changes)
 
 
 @pytest.mark.parametrize("width", [1, 4, 16])
@@ -120,11 +49,12 @@ def test_an_aborted_step_leaves_lists(monkeypatch):
 
 
 def test_a_failing_step_leaves_lists(monkeypatch):
-    monkeypatch.setattr(Search, "_answer", lambda self, ids: 1 / 0)
+    monkeypatch.setattr(RandomModel, "_answer", lambda self, ids: 1 / 0)
     monkeypatch.setattr(parts, "_active", frozenset({PART}))
+    model = type("Search", (RandomModel, offline.BeamSearchOfflineMixin), {})(2)
     instance = utils.BeamSearchInstance({"type": "token", "prompt_token_ids": [1, 2]})
     with pytest.raises(ZeroDivisionError):
-        step(Search(2), [instance], ignore_eos=True)
+        step(model, [instance], ignore_eos=True)
     assert type(instance.beams[0].tokens) in PLAIN
 
 

@@ -1,0 +1,88 @@
+"""vLLM's offline beam search with random log-probabilities in place of an engine."""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+from vllm.entrypoints.generate.beam_search import utils
+from vllm.logprobs import Logprob
+from vllm.sampling_params import SamplingParams
+
+from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
+
+VOCABULARY, EOS = 40, 7
+#: Lists whose sum with a list is a list.
+PLAIN = (list, TokenIds)
+
+
+class RandomModel:
+    """Random log-probabilities that depend on a beam's tokens only."""
+
+    def __init__(self, width, finish_reason="length"):
+        self.width, self.finish_reason, self.prompts = width, finish_reason, []
+
+    def _render_and_run_requests(self, prompts, **kwargs):
+        return [self._answer(prompt["prompt_token_ids"]) for prompt in prompts]
+
+    def _params_to_seq(self, params, num_requests):
+        return [params] * num_requests
+
+    def _answer(self, ids):
+        self.prompts.append(ids)
+        assert type(ids) in PLAIN
+        rng = np.random.default_rng(ids)
+        chosen = rng.choice(VOCABULARY, 2 * self.width, replace=False).tolist()
+        # few distinct values, so that candidates tie
+        scores = {t: Logprob(-float(rng.integers(1, 6)) / 4) for t in chosen}
+        output = SimpleNamespace(logprobs=[scores], finish_reason=self.finish_reason)
+        return SimpleNamespace(outputs=[output])
+
+
+def search(mixin, width=4, num_steps=6, ignore_eos=False, finish_reason="length"):
+    """The instances of a beam search, and the prompts that were run.
+
+    Args:
+        mixin: a ``BeamSearchOfflineMixin``.
+    """
+    prompts = [[1, 2, 3], [4, 5], [6] * 9]
+    instances = [
+        utils.BeamSearchInstance({"type": "token", "prompt_token_ids": p}, logprobs=None)
+        for p in prompts
+    ]
+    model = type("Search", (RandomModel, mixin), {})(width, finish_reason)
+    for _ in range(num_steps):
+        step(model, instances, ignore_eos)
+        for beam in (beam for i in instances for beam in (*i.beams, *i.completed)):
+            assert type(beam.tokens) in PLAIN and type(beam.logprobs) is list
+    return instances, model.prompts
+
+
+def step(model, instances, ignore_eos):
+    """A step of this beam search."""
+    for instance in instances:
+        instance.priority = 0  # which releases up to 0.29 do not have
+    model._beam_search_step(
+        instances_batch=instances,
+        base_sampling_params=SamplingParams(logprobs=2 * model.width, max_tokens=1),
+        ignore_eos=ignore_eos,
+        beam_width=model.width,
+        sort_beams_key=score,
+        structured_output_backend=None,
+        structured_output_key=None,
+        structured_output_bitmask=None,
+        **eos_argument(type(model)._beam_search_step),
+    )
+
+
+def eos_argument(function):
+    """The tokens that end a beam, as this release takes them."""
+    parameters = inspect.signature(function).parameters
+    return {"eos_token_ids": {EOS}} if "eos_token_ids" in parameters else {"eos_token_id": EOS}
+
+
+def score(beam):
+    """VLLM's score with a length penalty."""
+    function = utils.get_beam_search_score
+    if "tokens" in function.__code__.co_varnames:
+        return function(beam.tokens, beam.cum_logprob, EOS, 0.7)
+    return function(len(beam.logprobs), beam.cum_logprob, 0.7)
