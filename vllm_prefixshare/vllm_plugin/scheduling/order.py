@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability.log import logger
+from vllm_prefixshare.vllm_plugin.scheduling.external_prefixes import hold_followers
 from vllm_prefixshare.vllm_plugin.scheduling.prefix_queue import PrefixQueue
 
 #: Seconds that a request on a server may lose to later ones, unless the settings name a bound.
@@ -88,6 +89,8 @@ class _PrefixOrder:
             stride=max(1, groups[group_id].block_size // pool.hash_block_size),
             hit=None if full_attention_only else hit,
         )
+        if scheduler.connector is not None:
+            hold_followers(scheduler.connector, pool.hash_block_size)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As in vLLM; tells the queue when a step begins and which requests it starts."""

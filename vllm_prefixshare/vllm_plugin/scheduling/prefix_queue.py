@@ -37,7 +37,7 @@ def _in_prefill(request: Request) -> bool:
     return request.num_computed_tokens < request.num_prompt_tokens and not request.is_finished()
 
 
-def _num_shared_hashes(a: Request, b: Request) -> int:
+def num_shared_hashes(a: Request, b: Request) -> int:
     """Number of leading block hashes that two requests share; a hash covers all blocks before."""
     both = range(min(len(a.block_hashes), len(b.block_hashes)))
     return bisect.bisect(both, 0, key=lambda i: a.block_hashes[i] != b.block_hashes[i])
@@ -200,7 +200,7 @@ class _Level:
             return True
         for prefill in self._prefills.values():
             if _in_prefill(prefill.request):
-                num_shared = _num_shared_hashes(request, prefill.request)
+                num_shared = num_shared_hashes(request, prefill.request)
                 num_shared = num_shared // self._stride * self._stride
                 if num_shared and not self._covers(request, num_shared):
                     return False
