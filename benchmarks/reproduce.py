@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -38,7 +39,8 @@ from benchmarks.papers.experiment import (
     has_failed,
     is_wrong,
 )
-from benchmarks.papers.picture import draw
+from benchmarks.papers.tables import chart
+from benchmarks.support.charts import adaptive
 from benchmarks.support.program import make_parser, one_sentence
 from benchmarks.support.results import versions
 from vllm_prefixshare.core import PrefixShareError
@@ -395,7 +397,10 @@ def make_folder(out: Path) -> None:
 
 
 def show_findings(runs: list[Progress], out: Path) -> None:
-    """Each experiment's finding beside the paper's, its picture, and what is left to do."""
+    """Each experiment's finding next to the paper's, its chart if matplotlib is installed, and what
+    is left to do.
+    """
+    has_matplotlib = find_spec("matplotlib") is not None
     for run in runs:
         good, found = good_points(run.results), run.results.values()
         counts = {
@@ -407,10 +412,8 @@ def show_findings(runs: list[Progress], out: Path) -> None:
         if good or missing:
             print("\n" + ", ".join([run.experiment.name, *missing]))
         if good:
-            if run.experiment.bars and (
-                picture := draw(run.experiment.item, run.experiment.bars(good))
-            ):
-                (out / f"{run.experiment.name}.svg").write_text(picture)
+            if has_matplotlib and (drawn := chart(run.experiment, good)):
+                (out / f"{run.experiment.name}.svg").write_text(adaptive(drawn))
             print(f"  the paper: {run.experiment.claim}")
             print(f"  here: {run.experiment.ours(good)}")
     if left := sum(len(run.left) for run in runs):

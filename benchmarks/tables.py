@@ -17,9 +17,9 @@ from benchmarks.papers import PAPERS
 from benchmarks.papers import tables as papers
 from benchmarks.quality import tables as quality
 from benchmarks.support import published
+from benchmarks.support.charts import light_and_dark
 from benchmarks.support.program import ROOT, make_parser
 from benchmarks.whole_call import report
-from benchmarks.whole_call.chart import THEMES, call_chart
 
 PROGRAM = "benchmarks.tables"
 
@@ -231,8 +231,8 @@ def fresh_files() -> dict[Path, str]:
             raise ValueError(f"{file} has no place for the table {name}: add <!-- table {name} -->")
     for name, picture in papers.pictures().items():
         files[published.FOLDER / "images" / name] = picture
-    for theme in THEMES:
-        picture = call_chart(published.load("whole_call"), theme)
+    both = light_and_dark(report.call_chart())
+    for theme, picture in zip(("light", "dark"), both, strict=True):
         files[ROOT / "docs" / "images" / f"whole-call-{theme}.svg"] = picture
     return files
 

@@ -15,18 +15,18 @@ from benchmarks.papers import counters
 from benchmarks.papers.experiment import (
     CPU,
     GPU,
-    Bars,
     Experiment,
     Figures,
     Lazily,
     LeftOut,
     Point,
     Results,
+    Series,
     Setting,
     mega,
     span,
 )
-from benchmarks.papers.flashforge import against, methods_of, ratios, time_bars, time_table
+from benchmarks.papers.flashforge import against, methods_of, ratios, time_series, time_table
 from benchmarks.papers.token_trees import kind_of_tree, token_tree
 from benchmarks.support.published import table
 from vllm_prefixshare.core import PrefixShareError
@@ -244,7 +244,7 @@ def tasks_table(results: Results) -> list[str]:
     ]
 
 
-def tasks_bars(results: Results) -> Bars:
+def tasks_series(results: Results) -> Series:
     values = {}
     for name, f in results.items():
         medusa = f["distinct"] + f["medusa partial"] + f["medusa mask"]
@@ -253,7 +253,7 @@ def tasks_bars(results: Results) -> Bars:
             "flash-decoding": f["unshared"] / 1e12,
             "Medusa": medusa / 1e12,
         }
-    return Bars("TB of a whole decoding, KV once for each KV head, and partial results", values)
+    return Series("TB of a whole decoding, KV once for each KV head, and partial results", values)
 
 
 def heads_of(setting: Setting) -> tuple[int, int]:
@@ -575,7 +575,7 @@ def walks_table(results: Results) -> list[str]:
     ]
 
 
-def walks_bars(results: Results) -> Bars:
+def walks_series(results: Results) -> Series:
     values = {
         name: {
             "distinct KV": f["distinct"] / 2**20,
@@ -583,7 +583,7 @@ def walks_bars(results: Results) -> Bars:
         }
         for name, f in results.items()
     }
-    return Bars("MiB of one layer, read and written", values)
+    return Series("MiB of one layer, read and written", values)
 
 
 def trees_table(results: Results) -> list[str]:
@@ -684,7 +684,7 @@ def chunks_table(results: Results) -> list[str]:
     ]
 
 
-def chunks_bars(results: Results) -> Bars:
+def chunks_series(results: Results) -> Series:
     values = {
         name: {
             title: (counted["queries"] + counted["partial"]) / 2**20
@@ -693,7 +693,7 @@ def chunks_bars(results: Results) -> Bars:
         }
         for name, f in results.items()
     }
-    return Bars("MiB of one layer in one step, queries and partial results", values)
+    return Series("MiB of one layer in one step, queries and partial results", values)
 
 
 def time_chunks(setting: Setting) -> Iterator[Point]:
@@ -746,7 +746,7 @@ EXPERIMENTS = (
         "third of the time for 64 tokens on 1297, 42.6 us -> 27.4 "
         "([deep dive](../../docs/notes/small-layers.md)), and half of it on 4000, 75.5 -> 36.0",
         tasks_table,
-        tasks_bars,
+        tasks_series,
         reads_recordings=True,
     ),
     Experiment(
@@ -765,7 +765,7 @@ EXPERIMENTS = (
         "first find most of the KV in the L2 cache. They are not fewer, because where there are "
         "many, the roofline is arithmetic: see [deft-table-16](#deft-table-16)",
         walks_table,
-        walks_bars,
+        walks_series,
         seconds=60 * counters.MINUTES,
         at_once=True,
     ),
@@ -790,7 +790,7 @@ EXPERIMENTS = (
         "merging. DeFT-Node reads the whole prompt in one tile for each KV head, or in four, so "
         "that most multiprocessors have nothing to do",
         use_table,
-        time_bars,
+        time_series,
         seconds=60 * counters.MINUTES,
         at_once=True,
     ),
@@ -810,7 +810,7 @@ EXPERIMENTS = (
         strategies_sentence,
         "another GPU; the strategies share our kernel, which the paper's do not",
         time_over_steps,
-        time_bars,
+        time_series,
     ),
     Experiment(
         "deft-recorded",
@@ -826,7 +826,7 @@ EXPERIMENTS = (
         strategies_sentence,
         "another GPU; the strategies share our kernel, which the paper's do not",
         time_table,
-        time_bars,
+        time_series,
         reads_recordings=True,
     ),
     Experiment(
@@ -847,7 +847,7 @@ EXPERIMENTS = (
         "flash-decoding loads 7 to 15 times the distinct KV; the dividers share our kernel, which "
         "the paper's do not",
         time_table,
-        time_bars,
+        time_series,
         reads_recordings=True,
     ),
     Experiment(
@@ -870,7 +870,7 @@ EXPERIMENTS = (
         "none is longer than the prompt. With nodes joined so, the correlation is 0.95 with the "
         "spread and 0.97 with the longest",
         iterations_table,
-        time_bars,
+        time_series,
         reads_recordings=True,
     ),
     Experiment(
@@ -894,7 +894,7 @@ EXPERIMENTS = (
         "load the KV no faster than the memory could deliver it, mostly from the L2 cache: fewer "
         "of them are not expected to save time",
         verified_table,
-        time_bars,
+        time_series,
         reads_recordings=True,
     ),
     Experiment(
@@ -909,7 +909,7 @@ EXPERIMENTS = (
         chunks_sentence,
         "the paper counts no bytes here",
         chunks_table,
-        chunks_bars,
+        chunks_series,
         reads_recordings=True,
     ),
     Experiment(
@@ -924,7 +924,7 @@ EXPERIMENTS = (
         chunk_times_sentence,
         "another GPU and kernel",
         trees_table,
-        time_bars,
+        time_series,
         reads_recordings=True,
     ),
 )

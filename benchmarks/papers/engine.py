@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.engine.breakdown import attention_ms
-from benchmarks.papers.experiment import Bars, Figures, Point, Results, Setting, span
+from benchmarks.papers.experiment import Figures, Point, Results, Series, Setting, span
 from benchmarks.support import program
 from benchmarks.support.published import table
 
@@ -145,7 +145,7 @@ def estimated_table(results: Results) -> list[str]:
     ]
 
 
-def engines_bars(results: Results) -> Bars:
+def engines_series(results: Results) -> Series:
     values = {
         row["workload"]: {
             "ours": row["PREFIX_SHARE"]["ms"],
@@ -154,4 +154,4 @@ def engines_bars(results: Results) -> Bars:
         }
         for row in results.values()
     }
-    return Bars("milliseconds per output token", values)
+    return Series("milliseconds per output token", values)

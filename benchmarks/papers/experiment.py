@@ -55,8 +55,8 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """What a picture shows: for each point the values of some series, in ``unit``."""
+class Series:
+    """What a chart shows: for each point the values of some series, in ``unit``."""
 
     unit: str
     values: dict[str, dict[str, float]]
@@ -70,7 +70,7 @@ class Experiment:
     claim: what the paper found. changed: what differs here, and why. needs: of this machine.
     points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
     one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
-    sentence says it all. bars: for a picture. seconds: after which another program that measures a
+    sentence says it all. series: for a chart. seconds: after which another program that measures a
     point is ended: it begins only if `--minutes` leaves as much. at_once: whether that program
     measures all points, so that after the first the others take no time. reads_recordings: whether
     its points depend on the files in ``Setting.recordings``.
@@ -87,7 +87,7 @@ class Experiment:
     ours: Callable[[Results], str]
     reason: str
     table: Callable[[Results], list[str]] | None = None
-    bars: Callable[[Results], Bars] | None = None
+    series: Callable[[Results], Series] | None = None
     seconds: float = 0.0
     at_once: bool = False
     reads_recordings: bool = False

@@ -8,18 +8,18 @@ from itertools import product
 from benchmarks.papers.experiment import (
     CPU,
     GPU,
-    Bars,
     Experiment,
     Figures,
     Lazily,
     LeftOut,
     Point,
     Results,
+    Series,
     Setting,
     mega,
     span,
 )
-from benchmarks.papers.flashforge import against, time_bars, time_table
+from benchmarks.papers.flashforge import against, time_series, time_table
 from benchmarks.support.published import table
 from vllm_prefixshare.workloads.sets import ANCHORS
 from vllm_prefixshare.workloads.trees import Workload, tree
@@ -109,12 +109,12 @@ def count_table(results: Results) -> list[str]:
     ]
 
 
-def count_bars(results: Results) -> Bars:
+def count_series(results: Results) -> Series:
     values = {
         name: {t: moved(counted) / 2**20 for t, counted in f.items() if isinstance(counted, dict)}
         for name, f in results.items()
     }
-    return Bars("MiB of one layer, KV and partial results", values)
+    return Series("MiB of one layer, KV and partial results", values)
 
 
 def time_trees(setting: Setting) -> Iterator[Point]:
@@ -174,7 +174,7 @@ EXPERIMENTS = (
         "of heads. The artifact's coefficients belong to its own kernel: with 16 query heads to a "
         "KV head they put short nodes to their children, where ours reads them faster apart",
         time_table,
-        time_bars,
+        time_series,
     ),
     Experiment(
         "fasttree-grouping",
@@ -190,7 +190,7 @@ EXPERIMENTS = (
         count_sentence,
         "the paper counts no bytes",
         count_table,
-        count_bars,
+        count_series,
     ),
     Experiment(
         "fasttree-figure-10",
@@ -207,7 +207,7 @@ EXPERIMENTS = (
         workloads_sentence,
         "attention of a layer, not a whole engine; another GPU",
         time_table,
-        time_bars,
+        time_series,
     ),
 )
 

@@ -5,17 +5,17 @@ from functools import partial
 from itertools import product
 
 from benchmarks.papers import counters, engine
-from benchmarks.papers.engine import engines_bars, engines_sentence, engines_table, time_engines
+from benchmarks.papers.engine import engines_sentence, engines_series, engines_table, time_engines
 from benchmarks.papers.experiment import (
     CPU,
     GPU,
-    Bars,
     Experiment,
     Figures,
     Lazily,
     LeftOut,
     Point,
     Results,
+    Series,
     Setting,
     mega,
     span,
@@ -129,9 +129,9 @@ def count_table(results: Results) -> list[str]:
     ]
 
 
-def count_bars(results: Results) -> Bars:
+def count_series(results: Results) -> Series:
     at = {n.rpartition(",")[0]: f for n, f in results.items() if n.endswith("32:8")}
-    return Bars(
+    return Series(
         "MiB of one layer with 32:8 heads, KV and partial results",
         {
             name: {
@@ -143,13 +143,13 @@ def count_bars(results: Results) -> Bars:
     )
 
 
-def time_bars(results: Results) -> Bars:
+def time_series(results: Results) -> Series:
     """Milliseconds of every method that ran."""
     values = {
         name: {t: p["ms"] for t, p in f.get("peers", {}).items() if p["status"] == "ok"}
         for name, f in results.items()
     }
-    return Bars("milliseconds of one layer", values)
+    return Series("milliseconds of one layer", values)
 
 
 def count_dram(setting: Setting) -> Iterator[Point]:
@@ -202,7 +202,7 @@ def dram_table(results: Results) -> list[str]:
     ]
 
 
-def dram_bars(results: Results) -> Bars:
+def dram_series(results: Results) -> Series:
     """Those with the paper's heads, as in figure 5."""
     ordered = in_sweeps(results)
     values = {
@@ -210,7 +210,7 @@ def dram_bars(results: Results) -> Bars:
         for name, f in ordered.items()
     }
     shown = {name: group for name, group in values.items() if name.endswith("32:32")}
-    return Bars("MiB of one layer, read and written", shown or values)
+    return Series("MiB of one layer, read and written", shown or values)
 
 
 def time_sweep(setting: Setting) -> Iterator[Point]:
@@ -267,10 +267,10 @@ def time_sweep_table(results: Results) -> list[str]:
     return time_table(in_sweeps(results))
 
 
-def time_sweep_bars(results: Results) -> Bars:
+def time_sweep_series(results: Results) -> Series:
     """Those with the paper's heads, or a miniature's."""
     ordered = in_sweeps(results)
-    return time_bars({n: f for n, f in ordered.items() if n.endswith("32:32")} or ordered)
+    return time_series({n: f for n, f in ordered.items() if n.endswith("32:32")} or ordered)
 
 
 def ablation_trees(setting: Setting) -> Iterator[tuple[str, Workload, tuple[int, int]]]:
@@ -394,7 +394,7 @@ def estimator_table(results: Results) -> list[str]:
     ]
 
 
-def estimator_bars(results: Results) -> Bars:
+def estimator_series(results: Results) -> Series:
     """Tiles of the fewest rows and of the most."""
     values = {}
     for kernel, f in results.items():
@@ -404,7 +404,7 @@ def estimator_bars(results: Results) -> Bars:
                 for which, row in (("fewest", 0), ("most", -1))
                 for way in ("measured", "estimated")
             }
-    return Bars("microseconds of a tile", values)
+    return Series("microseconds of a tile", values)
 
 
 EXPERIMENTS = (
@@ -427,7 +427,7 @@ EXPERIMENTS = (
         "in part from the L2 cache: of the 120 GiB that they load of 1,64_122880,256 with 32:32 "
         "heads the memory delivers 53",
         time_sweep_table,
-        time_sweep_bars,
+        time_sweep_series,
     ),
     Experiment(
         "flashforge-figure-6",
@@ -444,7 +444,7 @@ EXPERIMENTS = (
         "in these workloads; the paper's counter must have seen more than the KV of its baseline, "
         "or other batch sizes, which it does not name",
         count_table,
-        count_bars,
+        count_series,
     ),
     Experiment(
         "flashforge-figure-6-dram",
@@ -461,7 +461,7 @@ EXPERIMENTS = (
         dram_sentence,
         "as above; the L2 cache serves some of the baseline's repeated reads",
         dram_table,
-        dram_bars,
+        dram_series,
         seconds=60 * counters.MINUTES,
     ),
     Experiment(
@@ -482,7 +482,7 @@ EXPERIMENTS = (
         "another model, GPU and vLLM; all but attention is the same in both engines, so that the "
         "gain grows with the document",
         engines_table,
-        engines_bars,
+        engines_series,
         seconds=60 * engine.MINUTES,
         at_once=True,
     ),
@@ -505,7 +505,7 @@ EXPERIMENTS = (
         steps_sentence,
         "another GPU and other trees: the paper gives the context, not the nodes",
         steps_table,
-        time_bars,
+        time_series,
     ),
     Experiment(
         "flashforge-reduction",
@@ -527,7 +527,7 @@ EXPERIMENTS = (
         "groups were slower with fewer than 66. With one KV head (16:1) a request of 65536 tokens "
         "has 66 and 132 by an H200's plans; two levels were not timed in such a layer",
         time_table,
-        time_bars,
+        time_series,
     ),
     Experiment(
         "flashforge-figure-9",
@@ -544,7 +544,7 @@ EXPERIMENTS = (
         "another GPU; a worker is a thread block for each KV head, so that what is best depends on "
         "the heads",
         time_table,
-        time_bars,
+        time_series,
     ),
     Experiment(
         "flashforge-table-2",
@@ -563,7 +563,7 @@ EXPERIMENTS = (
         estimator_sentence,
         "the paper's times are those of one thread block alone on the GPU, launch included",
         estimator_table,
-        estimator_bars,
+        estimator_series,
     ),
 )
 

@@ -2,13 +2,15 @@
 
 from benchmarks.papers import EXPERIMENTS, LEFT_OUT
 from benchmarks.papers.engine import from_engine
-from benchmarks.papers.experiment import Experiment, Setting, good_points, span
+from benchmarks.papers.experiment import Experiment, Results, Setting, good_points, span
 from benchmarks.papers.fasttree import trees
-from benchmarks.papers.picture import draw
 from benchmarks.papers.tree_attention import from_scale
 from benchmarks.support import published
+from benchmarks.support.charts import Chart, adaptive
 from benchmarks.support.published import Result, table, versions
 
+#: More points than these are left to the table.
+MAX_POINTS = 36
 #: peers of FastTree's figure 9: its name for each, and how many times as long as FastTree it takes
 FIGURE_9 = {
     "fa3": ("FlashAttention", 5.1),
@@ -44,7 +46,7 @@ def papers_table(paper: str) -> str:
             f"`{result['command']}`, {result['date']}, {result['device']}; {versions(result)}; "
             f"{recordings_of(e, result)}{points}."
         )
-        if e.bars and draw(e.item, e.bars(result["points"])):
+        if chart(e, result["points"]):
             lines += ["", f"![{e.item}](images/papers-{e.name}.svg)"]
         if e.table:
             lines += ["", *e.table(result["points"])]
@@ -107,11 +109,27 @@ def not_run(experiment: Experiment) -> str:
     return f"not run yet: needs {experiment.needs}"
 
 
+def chart(experiment: Experiment, results: Results) -> Chart | None:
+    """Dots for the points of an experiment; None if there is nothing to draw."""
+    if experiment.series is None:
+        return None
+    series = experiment.series(results)
+    shown = {
+        point: positive
+        for point, group in list(series.values.items())[:MAX_POINTS]
+        if (positive := {name: value for name, value in group.items() if value > 0})
+    }
+    more = len(series.values) - MAX_POINTS
+    note = f"; {more} more points in the table" if more > 0 else ""
+    unit = f"{series.unit}, logarithmic{note}"
+    return Chart(experiment.item, unit, shown, logarithmic=True) if shown else None
+
+
 def pictures() -> dict[str, str]:
-    """File name and SVG text of each published experiment that has a picture."""
-    found = {}
-    for e in EXPERIMENTS.values():
-        result = ran(e.name)
-        if result and e.bars and (picture := draw(e.item, e.bars(result["points"]))):
-            found[f"papers-{e.name}.svg"] = picture
-    return found
+    """File name and SVG text of each published experiment that has a chart."""
+    results = {e: result for e in EXPERIMENTS.values() if (result := ran(e.name))}
+    return {
+        f"papers-{e.name}.svg": adaptive(drawn)
+        for e, result in results.items()
+        if (drawn := chart(e, result["points"]))
+    }

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from benchmarks.papers.experiment import (
     CPU,
     GPUS,
-    Bars,
     Experiment,
     Figures,
     LeftOut,
     Point,
     Results,
+    Series,
     Setting,
     mega,
     span,
@@ -98,10 +98,10 @@ def volume_table(results: Results) -> list[str]:
     ]
 
 
-def volume_bars(results: Results) -> Bars:
+def volume_series(results: Results) -> Series:
     titles = {"ring": "ring attention", "gather": "one all-gather", "all_reduce": "algorithm 3"}
     values = {n: {titles[way]: f[way] / 1024 for way in titles} for n, f in results.items()}
-    return Bars("KiB that a GPU sends", values)
+    return Series("KiB that a GPU sends", values)
 
 
 def count_peaks(setting: Setting) -> Iterator[Point]:
@@ -124,9 +124,9 @@ def peaks_sentence(results: Results) -> str:
     return f"the gap by equations 8 and 9: {', '.join(gaps)}"
 
 
-def peaks_bars(results: Results) -> Bars:
+def peaks_series(results: Results) -> Series:
     values = {n: {way: f[way] / 1e6 for way in ("tree", "ring")} for n, f in results.items()}
-    return Bars("MB at the peak", values)
+    return Series("MB at the peak", values)
 
 
 def model_latency(setting: Setting) -> Iterator[Point]:
@@ -149,9 +149,9 @@ def model_sentence(results: Results) -> str:
     return f"time of ring attention over tree reduction, by the model: {', '.join(times)}"
 
 
-def model_bars(results: Results) -> Bars:
+def model_series(results: Results) -> Series:
     values = {n: {"tree": f["tree_us"], "ring": f["ring_us"]} for n, f in results.items()}
-    return Bars("microseconds by the model", values)
+    return Series("microseconds by the model", values)
 
 
 def time_ranks(setting: Setting) -> Iterator[Point]:
@@ -241,12 +241,12 @@ def ranks_table(results: Results) -> list[str]:
     ]
 
 
-def ranks_bars(results: Results) -> Bars:
+def ranks_series(results: Results) -> Series:
     ways = ways_of(results)
     values = {
         name: {title: f["us"][way] for way, title in ways.items()} for name, f in results.items()
     }
-    return Bars("microseconds on two ranks", values)
+    return Series("microseconds on two ranks", values)
 
 
 EXPERIMENTS = (
@@ -266,7 +266,7 @@ EXPERIMENTS = (
         "the time to send agrees; a shard of 655 MB cannot be read in 1e-5 s: at an H100's 3.35 "
         "TB/s it takes twenty times as long",
         volume_table,
-        volume_bars,
+        volume_series,
     ),
     Experiment(
         "tree-attention-figure-4",
@@ -281,7 +281,7 @@ EXPERIMENTS = (
         count_peaks,
         peaks_sentence,
         "none beyond rounding",
-        bars=peaks_bars,
+        series=peaks_series,
     ),
     Experiment(
         "tree-attention-model",
@@ -295,7 +295,7 @@ EXPERIMENTS = (
         model_sentence,
         "a model without a framework's overhead, against times measured in JAX; section 6.3 itself "
         "expects a hundred times as long to send a shard as to attend to it",
-        bars=model_bars,
+        series=model_series,
     ),
     Experiment(
         "tree-attention-figure-3",
@@ -312,7 +312,7 @@ EXPERIMENTS = (
         ranks_sentence,
         "two GPUs instead of 8 to 128: ring attention has one round instead of many",
         ranks_table,
-        ranks_bars,
+        ranks_series,
         seconds=60 * MINUTES,
     ),
 )

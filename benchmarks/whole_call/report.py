@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.support import published
+from benchmarks.support.charts import Chart
 from benchmarks.support.published import table as markdown
 from benchmarks.support.published import versions
 
@@ -19,6 +20,14 @@ SERVER_COLUMNS = (
     ("between_tokens_p50", "between tokens p50, ms", 1e3, ".1f"),
     ("between_tokens_p99", "p99", 1e3, ".1f"),
 )
+#: Name of each method in the chart of README.md, in the order of the bars.
+METHODS = {
+    "flash_attn": "vLLM, FLASH_ATTN",
+    "flash_attn_prompts": "FLASH_ATTN + shared host work",
+    "prefix_share": "PREFIX_SHARE",
+}
+#: Calls of the chart. Two larger ones, which gain more, would need another scale.
+CALLS = ("cached", "cold", "token_ids", "chat", "multi_turn", "agents", "beams4", "unshared")
 
 
 def table(result: Result) -> str:
@@ -133,6 +142,21 @@ def whole_call_table() -> str:
         f"`{result['baseline']}`. [Command, and equal answers]"
         "(../benchmarks/published/whole_call.md).\n\n"
         f"{table(result)}"
+    )
+
+
+def call_chart() -> Chart:
+    """Milliseconds of complete calls, one bar for each method."""
+    result = published.load("whole_call")
+    titles = {w["name"]: w["title"].replace("`", "") for w in result["workloads"]}
+    rows = {name: result["rows"][method]["workloads"] for method, name in METHODS.items()}
+    return Chart(
+        "Milliseconds of complete calls, vLLM's default backend and PREFIX_SHARE",
+        "milliseconds of the whole call (shorter is faster)",
+        {
+            titles[call]: {name: row[call]["seconds"] * 1e3 for name, row in rows.items()}
+            for call in CALLS
+        },
     )
 
 

@@ -100,7 +100,7 @@ def check(site: Path, pages: list[str], tmp_path: Path) -> dict[str, Any]:
 @needs_browser
 def test_pages_fit_their_window_and_can_be_read(site, tmp_path):
     """At each width, light and dark: nothing leaves the column, text has a contrast of at least
-    4.5:1 and bars of 3:1. Of the generated tables one page stands for all.
+    4.5:1, also in charts, and bars of 3:1. Of the generated tables one page stands for all.
     """
     pages = [p.relative_to(site).as_posix() for p in site.rglob("index.html")]
     published = "benchmarks/published/"
@@ -120,13 +120,16 @@ def test_a_page_that_does_not_fit_is_found(site, tmp_path):
     spoilt = '<div style="width: 3000px">wide</div><p style="color: #888">faint</p></article>'
     page.write_text(page.read_text().replace("</article>", spoilt))
     chart = broken / "images" / "whole-call-light.svg"
-    chart.write_text(re.sub(r'(<rect [^>]*fill=)"#\w+"', r'\1"#eeeeee"', chart.read_text()))
+    for tag, faint in (("path", "#eeeeee"), ("text", "#808080")):
+        fill = rf"(<{tag} [^>]*fill: )#\w+"
+        chart.write_text(re.sub(fill, rf"\g<1>{faint}", chart.read_text()))
     problems = check(broken, ["quick-start/index.html", "index.html"], tmp_path)["problems"]
     for width in WIDTHS:
         at = f"/quick-start/index.html at {width} px, default: "
         assert f'{at}div. "wide" leaves the column' in problems
         assert f'{at}p. "faint" has a contrast of 3.54' in problems
     assert any("bars #eeeeee have a contrast of 1.16" in problem for problem in problems)
+    assert any("texts #808080 have a contrast of 3.95" in problem for problem in problems)
 
 
 def test_the_guide_is_short_and_its_pages_open_with_their_answer(site):

@@ -65,21 +65,25 @@ function faintTexts(doc) {
   }
   return [...found];
 }
-async function faintBars(doc) {
+async function faintMarks(doc) {
   const found = [];
   for (const image of doc.querySelectorAll('article img[src*="#only-"]')) {
     if (!isVisible(image)) continue;
     const text = await (await fetch(image.src)).text();
-    const bars = new DOMParser().parseFromString(text, "image/svg+xml").querySelectorAll("rect[fill]");
+    const svg = new DOMParser().parseFromString(text, "image/svg+xml");
     const probe = doc.createElement("i");
     doc.body.append(probe);
-    for (const fill of new Set([...bars].map((bar) => bar.getAttribute("fill")))) {
-      probe.style.color = fill;
-      const ratio = contrast(colour(getComputedStyle(probe).color), background(image));
-      if (ratio < MIN_BAR) found.push(`${image.src}: bars ${fill} have a contrast of ${ratio.toFixed(2)}`);
+    for (const [what, tag, least] of [["bars", "path", MIN_BAR], ["texts", "text", MIN_TEXT]]) {
+      const styles = [...svg.querySelectorAll(tag)].map((mark) => mark.getAttribute("style"));
+      const fills = new Set(styles.map((style) => style?.match(/fill: (#\w+)/)?.[1]).filter(Boolean));
+      for (const fill of fills) {
+        probe.style.color = fill;
+        const ratio = contrast(colour(getComputedStyle(probe).color), background(image));
+        if (ratio < least) found.push(`${image.src}: ${what} ${fill} have a contrast of ${ratio.toFixed(2)}`);
+      }
+      if (!fills.size) found.push(`${image.src} has no ${what}`);
     }
     probe.remove();
-    if (!bars.length) found.push(`${image.src} has no bars`);
   }
   return found;
 }
@@ -101,7 +105,7 @@ async function checkPage(page, width) {
   const problems = [];
   for (const theme of THEMES) {
     doc.body.setAttribute("data-md-color-scheme", theme);
-    const found = [...overflows(doc), ...faintTexts(doc), ...(await faintBars(doc))];
+    const found = [...overflows(doc), ...faintTexts(doc), ...(await faintMarks(doc))];
     problems.push(...found.map((what) => `${page} at ${width} px, ${theme}: ${what}`));
   }
   frame.remove();

@@ -153,14 +153,17 @@ def picture(
     return figure
 
 
-def encoded(figure: Figure, kind: str) -> bytes:
-    """The bytes of a file of this kind, ``svg`` or ``png``."""
+def encoded(figure: Figure, kind: str, title: str | None = None) -> bytes:
+    """The bytes of a file of this kind, ``svg`` or ``png``. title: for readers who hear it."""
     from matplotlib import rc_context
 
     data = io.BytesIO()
     # text stays text, and equal pictures are equal files
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "prefixshare"}
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none", "svg.hashsalt": "prefixshare", "font.sans-serif": "DejaVu Sans",
+    }  # fmt: skip
     metadata = dict.fromkeys(("Creator", "Date") if kind == "svg" else ("Software",))
+    metadata |= {"Title": title} if title else {}
     with rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font has not
         figure.savefig(data, format=kind, dpi=DPI * SCALE, metadata=metadata)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import time
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,9 +31,9 @@ from benchmarks.papers import (
     tree_attention,
 )
 from benchmarks.papers import tables as papers_tables
-from benchmarks.papers.experiment import CPU, Bars, Experiment, Point, Setting
-from benchmarks.papers.picture import COLOURS, colours_of, draw
+from benchmarks.papers.experiment import CPU, Experiment, Point, Series, Setting
 from benchmarks.support import program, published
+from benchmarks.support.charts import colours_of
 from tests.support import decode_paths as paths
 from tests.support import processes
 from tests.support.gpu_layer import KERNELS, ON_GPU
@@ -1010,20 +1009,6 @@ def test_figure_7_estimates_the_part_of_attention_without_a_profile():
         )
 
 
-def test_a_picture_has_a_dot_for_each_value_on_a_logarithmic_axis():
-    values = {"a < b": {"ours": 0.5, "other": 50.0}, "c": {"ours": 5.0}}
-    picture = ET.fromstring(draw("a title", Bars("ms", values)))
-    space = "{http://www.w3.org/2000/svg}"
-    dots = [dot for dot in picture.iter(f"{space}circle") if dot.get("cy") != "18"]
-    places = [float(dot.get("cx")) for dot in dots]
-    assert len(places) == 3
-    assert places[1] - places[2] == pytest.approx(places[2] - places[0], abs=0.2)
-    assert not [*picture.iter(f"{space}rect")], "a bar has no beginning on a logarithmic axis"
-    texts = [t.text for t in picture.iter(f"{space}text")]
-    assert {"a < b", "c", "ours", "other", "ms, logarithmic"} <= set(texts)
-    assert draw("nothing", Bars("ms", {"a": {}})) == ""
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_findings_need_no_more_than_one_point(name):
     """A run may stop after any of them."""
@@ -1035,25 +1020,29 @@ def test_findings_need_no_more_than_one_point(name):
         some = {point: figures}
         assert e.ours(some)
         assert e.table is None or any("|" in line for line in e.table(some))
-        assert e.bars is None or e.bars(some).unit
+        assert e.series is None or e.series(some).unit
 
 
-def test_a_picture_says_what_it_leaves_out():
-    many = {str(i): {"ours": 1.0} for i in range(40)}
-    assert "ms, logarithmic; 4 more points in the table<" in draw("many", Bars("ms", many))
+def test_a_chart_names_what_it_leaves_out():
+    experiment = EXPERIMENTS["tree-attention-figure-4"]
+    values = {str(i): {"ours": 1.0} for i in range(40)} | {"0": {"ours": 0.0}}
+    chart = papers_tables.chart(replace(experiment, series=lambda _: Series("ms", values)), {})
+    assert chart is not None
+    assert chart.unit == "ms, logarithmic; 4 more points in the table"
+    assert list(chart.values) == [str(i) for i in range(1, 36)], "zero has no place on the axis"
+    nothing = replace(experiment, series=lambda _: Series("ms", {"a": {}}))
+    assert papers_tables.chart(nothing, {}) is None
     for name, e in EXPERIMENTS.items():
-        if e.bars and (result := papers_tables.ran(name)):
-            bars = e.bars(result["points"])
-            assert "more points" not in draw(e.item, bars), name
-            series = {title for group in bars.values.values() for title in group}
-            assert len(series) <= len(COLOURS), name
-            assert len(set(colours_of([*series]).values())) == len(series), name
+        if e.series and (result := papers_tables.ran(name)):
+            chart = papers_tables.chart(e, result["points"])
+            assert chart is not None and "more points" not in chart.unit, name
+            assert len(set(colours_of(chart.names).values())) == len(chart.names), name
 
 
-def test_the_picture_of_figure_5_has_the_papers_heads_in_the_order_of_the_sweeps():
-    bars = EXPERIMENTS["flashforge-figure-5"].bars(
+def test_the_chart_of_figure_5_has_the_papers_heads_in_the_order_of_the_sweeps():
+    series = EXPERIMENTS["flashforge-figure-5"].series(
         papers_tables.ran("flashforge-figure-5")["points"]
     )
-    sweeps = [name.partition(":")[0] for name in bars.values]
+    sweeps = [name.partition(":")[0] for name in series.values]
     assert sweeps == [sweep for sweep in flashforge.SWEEPS for _ in range(5)]
-    assert all(name.endswith("32:32") for name in bars.values)
+    assert all(name.endswith("32:32") for name in series.values)
