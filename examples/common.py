@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -60,8 +60,10 @@ class Pass:
     gaps: for each token of a sequence, the log-probability of the best token minus that of the
         second best, in nats; empty where the example requested no gaps.
     shown: the values that the example returned to be shown.
-    seconds: duration of the pass. ms_per_token: mean time from an output token to the next, from
-        vLLM's own metrics; None where no request has two tokens.
+    seconds: duration of the whole call, from text in to text out. ms_per_token: mean time from an
+        output token to the next, from vLLM's own metrics; None where no request has two tokens.
+    host_seconds: of these seconds, those outside the model's steps; None where the engine runs in
+        another process.
     stats: ``prefix_share_stats`` of the pass; empty for the baseline.
     dtype: dtype of the model. note: why sharing may gain no time here, or empty.
     """
@@ -71,14 +73,10 @@ class Pass:
     shown: Any
     seconds: float
     ms_per_token: float | None
+    host_seconds: float | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     note: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """Output tokens of all sequences."""
-        return sum(map(len, self.tokens))
 
 
 #: ``work(llm, args)`` of an example: the completions, and the values to show.
@@ -400,9 +398,10 @@ def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
     if backend == OURS:
         _host_work(llm.collective_rpc("prefix_share_stats", args=(True,))[0])  # resets them
     before = _latencies(llm)
-    began = time.perf_counter()
-    completions, shown = work(llm, args)
-    seconds = time.perf_counter() - began
+    with _step_seconds(llm) as steps:
+        began = time.perf_counter()
+        completions, shown = work(llm, args)
+        seconds = time.perf_counter() - began
     total, count = (b - a for a, b in zip(before, _latencies(llm), strict=True))
     dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
     return Pass(
@@ -411,10 +410,38 @@ def _pass(llm: Any, backend: str, work: Work, args: argparse.Namespace) -> Pass:
         shown=shown,
         seconds=seconds,
         ms_per_token=total / count * 1e3 if count else None,
+        host_seconds=seconds - sum(steps) if steps else None,
         stats=_host_work(llm.collective_rpc("prefix_share_stats")[0]) if backend == OURS else {},
         dtype=dtype,
         note=note() if backend == OURS else "",
     )
+
+
+@contextlib.contextmanager
+def _step_seconds(llm: Any) -> Iterator[list[float]]:
+    """A list that gets the duration of each call of the model's executor inside the block, in
+    seconds; it stays empty where the engine runs in another process.
+    """
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    executor, steps = getattr(core, "model_executor", None), list[float]()
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*args, **kwargs)
+            steps.append(time.perf_counter() - began)
+            return result
+
+        return wrapper
+
+    names = ("execute_model", "sample_tokens") if executor else ()
+    for name in names:
+        setattr(executor, name, timed(getattr(executor, name)))  # for this instance only
+    try:
+        yield steps
+    finally:
+        for name in names:
+            delattr(executor, name)
 
 
 def _host_work(stats: dict[str, Any]) -> dict[str, Any]:
@@ -547,41 +574,66 @@ def parted(ours: Pass, baseline: Pass) -> list[float]:
 
 
 def show_gain(found: Comparison) -> int:
-    """Print the table.
+    """Print what was read and how long whole calls took.
 
     Returns:
         exit status: 1 if tokens differ and rounding does not explain it.
     """
-    stats, first = found.ours.stats, found.first
-    read, alone = stats["kv_tokens_read"], stats["kv_tokens_stock"]
-    print(f"\n{'':32}{OURS:>14}{BASELINE:>14}{'gain':>9}")
-    _row("KV tokens read in each layer", f"{read:,}", f"{alone:,}", alone / read if read else 1.0)
-    times = medians(found, lambda result: result.ms_per_token)
-    rates = medians(found, lambda result: result.seconds / result.num_tokens)
-    for name, (values, ratios), show in (
-        ("milliseconds per output token", times, lambda ms: f"{ms:,.1f}"),
-        ("output tokens per second", rates, lambda seconds: f"{1 / seconds:,.1f}"),
-    ):
-        if values:
-            cells = [show(values[b]) if b in values else "-" for b in (OURS, BASELINE)]
-            _row(name, *cells, statistics.median(ratios) if ratios else None)
-    requests = len(found.ours.tokens)
-    calls = medians(found, lambda result: result.seconds / requests)
-    if calls[0]:
-        cells = [f"{1 / calls[0][b]:,.1f}" if b in calls[0] else "-" for b in (OURS, BASELINE)]
-        _row("answers per second", *cells, statistics.median(calls[1]) if calls[1] else None)
+    show_reads(found)
+    return show_calls(found)
+
+
+def show_reads(found: Comparison) -> None:
+    """Print the KV tokens that decode read, which are counts and no times."""
+    stats = found.ours.stats
+    print(
+        f"\nKV tokens that decode read in each layer, by count: {stats['kv_tokens_read']:,}; "
+        f"{stats['kv_tokens_stock']:,} without sharing"
+    )
+
+
+def show_calls(found: Comparison) -> int:
+    """Print the whole calls in pairs, and the medians of what they consist of.
+
+    Returns:
+        exit status, as ``show_gain``.
+    """
+    backends = list(found.first)
+    calls, ratios = medians(found, lambda result: result.seconds)
+    if calls:
+        how = ", in pairs that took turns" if ratios else ""
+        print(f"\nseconds of whole calls, from text in to text out{how}:")
+        print(f"{'':32}{''.join(f'{backend:>14}' for backend in backends)}")
+        for i, results in enumerate(zip(*found.timed.values(), strict=True), 1):
+            seconds = [f"{result.seconds:.2f}" for result in results]
+            _row(f"{'pair' if ratios else 'call'} {i}", seconds, ratios[i - 1 : i])
+        _row("median", [f"{calls[b]:.2f}" for b in backends], ratios)
+        requests = len(found.ours.tokens)
+        _row("answers per second", [f"{requests / calls[b]:.1f}" for b in backends])
+        for name, value in (
+            ("milliseconds per output token", lambda result: result.ms_per_token),
+            ("host milliseconds per request", lambda result: _host_ms(result, requests)),
+        ):
+            middle, _ = medians(found, value)
+            if middle:
+                _row(name, [f"{middle[b]:.2f}" if b in middle else "-" for b in backends])
     says, status = same_tokens(found)
-    print(f"{'same tokens':32}{says:>28}")
-    show_host_work(stats.get("prompts", {}))
-    ratios = times[1] or rates[1]
-    if ratios:
-        print(
-            f"\ntimes: medians of {len(ratios)} passes of each engine in turns; gains: medians of "
-            f"the {len(ratios)} ratios, from {min(ratios):.2f} to {max(ratios):.2f}"
-        )
-        if statistics.median(ratios) < 1 and first[OURS].note:
-            print(f"sharing gains no time on this machine: {first[OURS].note}")
+    if BASELINE in found.first:
+        print(f"{'same tokens':32}{says:>28}")
+    show_host_work(found.ours.stats.get("prompts", {}))
+    if ratios and statistics.median(ratios) < 1 and found.first[OURS].note:
+        print(f"\nsharing gains no time on this machine: {found.first[OURS].note}")
     return status
+
+
+def _host_ms(result: Pass, requests: int) -> float | None:
+    return None if result.host_seconds is None else 1e3 * result.host_seconds / requests
+
+
+def _row(name: str, cells: Sequence[str], ratios: Sequence[float] = ()) -> None:
+    """A line of the table, with the median of ``ratios``: the baseline's time over ours."""
+    faster = f"   {statistics.median(ratios):.2f} times as fast" if ratios else ""
+    print(f"{name:32}{''.join(f'{cell:>14}' for cell in cells)}{faster}")
 
 
 def show_host_work(parts: dict[str, dict[str, float]]) -> None:
@@ -589,14 +641,10 @@ def show_host_work(parts: dict[str, dict[str, float]]) -> None:
     active = {name: part for name, part in parts.items() if part["requests"]}
     if not active:
         return
-    print("\nhost work per request, and how much of it came from earlier requests:")
+    print(f"\nof the host's time per request with {OURS}, and shared with earlier requests:")
     for name, part in active.items():
         shared = part["shared_units"] / max(1, part["units"])
         print(f"  {name:16}{1e3 * part['seconds'] / part['requests']:8.2f} ms{shared:10.0%}")
-
-
-def _row(name: str, ours: str, baseline: str, gain: float | None) -> None:
-    print(f"{name:32}{ours:>14}{baseline:>14}{'-' if gain is None else f'{gain:.2f}x':>9}")
 
 
 def medians(

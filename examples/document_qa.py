@@ -13,6 +13,7 @@ after a bar: How high is the lighthouse? | 38 metres
 """
 
 import argparse
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -23,6 +24,9 @@ import common  # in this folder
 from vllm_prefixshare import PrefixShareError
 
 DOCUMENT = Path(__file__).resolve().parent / "document.md"
+#: Whole calls on a GPU, and the name of the call that is like this example's.
+PUBLISHED = Path(__file__).resolve().parents[1] / "benchmarks" / "published" / "whole_call.json"
+CALL = "cached"
 TIMED_TOKENS = 12
 
 
@@ -116,8 +120,9 @@ def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
 
 
 def show_answers(document: str, questions: list[Question], answers: list[str]) -> None:
-    """Print each question with its answer and the document's sentence."""
+    """Print each question with its answer, and whether the answer has the document's words."""
     checked = right = 0
+    print("\nanswers:")
     for i, (question, answer) in enumerate(zip(questions, answers, strict=True), 1):
         print(f"\n{i:2}. {question.text}")
         for line in textwrap.wrap(" ".join(answer.split()), 92):
@@ -139,6 +144,21 @@ def show_answers(document: str, questions: list[Question], answers: list[str]) -
         print(f"\n{right} of {checked} answers stand in the text")
 
 
+def show_published(compare: bool) -> None:
+    """Print the published times of such a call on a GPU, next to this machine's."""
+    result = json.loads(PUBLISHED.read_text())
+    titles = {workload["name"]: workload["title"] for workload in result["workloads"]}
+    seconds = {name: row["workloads"][CALL]["seconds"] for name, row in result["rows"].items()}
+    baseline = result["baseline"]
+    other = f"; {seconds[baseline]:.2f} s with {baseline.upper()}" if compare else ""
+    print(
+        f"\non an {result['device'].split(' x')[0]}, {titles[CALL]}: "
+        f"{seconds['prefix_share']:.2f} s{other}\n"
+        f"({result['model']}, {result['documents'][0]['tokens']:,} tokens, answers of "
+        f"{result['tokens']}; benchmarks/published/{PUBLISHED.name})"
+    )
+
+
 def main() -> int:
     """Run the example; the exit status is 1 if the tokens of the two engines differ."""
     # short blocks: a pass prefills what a prompt holds behind its last whole block again
@@ -157,8 +177,11 @@ def main() -> int:
     args.trace = common.new_trace()
     found = common.compare(args, work)
     common.draw_tree(args.trace)
+    common.show_reads(found)
+    status = common.show_calls(found)
+    show_published(args.compare)
     show_answers(document, questions, found.first[common.OURS].shown)
-    return common.show_gain(found)
+    return status
 
 
 if __name__ == "__main__":
