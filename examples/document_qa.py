@@ -27,7 +27,6 @@ DOCUMENT = Path(__file__).resolve().parent / "document.md"
 #: Whole calls on a GPU, and the name of the call that is like this example's.
 PUBLISHED = Path(__file__).resolve().parents[1] / "benchmarks" / "published" / "whole_call.json"
 CALL = "cached"
-TIMED_TOKENS = 12
 
 
 class Question(NamedTuple):
@@ -40,20 +39,20 @@ class Question(NamedTuple):
 QUESTIONS = (
     Question("When was the museum founded?", "1952"),
     Question("Who is the director of the museum?", "Peter Lund"),
+    Question("When was the main house built?", "1880"),
+    Question("What are the walls made of?", "red brick"),
+    Question("What is the roof made of?", "copper"),
+    Question("When does the museum open?", "10 in the morning"),
     Question("How much does an adult ticket cost?", "12 euros"),
+    Question("How much does a year's pass cost?", "40 euros"),
     Question("What is the name of the ferry?", "Puffin"),
-    Question("How high is the lighthouse?", "38 metres"),
-    Question("How many steps does the stair of the lighthouse have?", "142"),
     Question("Who was the architect of the lighthouse?", "Henry Moss"),
     Question("When was the lighthouse switched off?", "1996"),
-    Question("How many ships and boats does the museum own?", "eleven"),
+    Question("What is the smallest boat?", "canoe"),
     Question("What is the hardest of the knots called?", "carrick bend"),
-    Question("How many ship models are there?", "173"),
-    Question("Who is the gardener?", "Maria Costa"),
+    Question("What does the garden grow?", "sea kale"),
     Question("How many books does the library have?", "12,000"),
-    Question("What is the café known for?", "fish soup"),
     Question("How much does a bowl of fish soup cost?", "7 euros"),
-    Question("How long is the rope walk?", "210 metres"),
 )
 
 
@@ -77,7 +76,8 @@ def sentence_with(document: str, words: str) -> str:
 
 def prompt(document: str, question: str) -> str:
     """The prompt of one question: the document comes first, so that all prompts share it."""
-    return f"Document:\n\n{document}\n\nAnswer in one sentence from the document. {question}"
+    asked = question[:1].lower() + question[1:]
+    return f"Document:\n\n{document}\n\nAccording to the document, {asked}"
 
 
 def count_tokens(model: str, text: str) -> int:
@@ -105,15 +105,18 @@ def check_length(document: str, questions: list[Question], args: argparse.Namesp
 
 
 def work(llm: Any, args: argparse.Namespace) -> tuple[list[Any], list[str]]:
-    """Ask all questions at once; return the answers. A timed pass has fewer tokens, so that there
-    are more of them.
-    """
+    """Ask all questions at once; return the answers, which end with a sentence."""
     from vllm import SamplingParams
 
-    tokens = args.max_tokens if args.logprobs else min(args.max_tokens, TIMED_TOKENS)
     outputs = llm.chat(
         [[{"role": "user", "content": text}] for text in args.prompts],
-        SamplingParams(temperature=0, max_tokens=tokens, logprobs=args.logprobs),
+        SamplingParams(
+            temperature=0,
+            max_tokens=args.max_tokens,
+            stop=[". ", "\n"],
+            include_stop_str_in_output=True,
+            logprobs=args.logprobs,
+        ),
         use_tqdm=False,
     )
     return [o.outputs[0] for o in outputs], [o.outputs[0].text for o in outputs]

@@ -97,6 +97,15 @@ def test_the_demo_beside_stock(document, tmp_path):
 
 
 @pytest.mark.engine
+def test_the_demos_questions_are_answered_by_the_embedded_model():
+    printed = output("document_qa", *ALONE)
+    ((right, checked),) = re.findall(r"^(\d+) of (\d+) answers stand in the text$", printed, re.M)
+    assert (int(right) >= 14) and checked == "16"
+    for word in ("baseline", "FLASH_ATTN", "times as fast", "same tokens"):
+        assert word not in printed, word
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [

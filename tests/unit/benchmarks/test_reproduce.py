@@ -183,6 +183,20 @@ def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
     assert [p.name for p in again.left] == ["a", "b", "d", "e"]
 
 
+def test_without_matplotlib_a_run_has_no_chart(tmp_path, monkeypatch, capsys):
+    row = EXPERIMENTS["tree-attention-figure-4"]
+    figures = next(iter(papers_tables.ran(row.name)["points"].values()))
+    points = [Point("a", lambda: figures)]
+    monkeypatch.setattr(
+        reproduce, "EXPERIMENTS", {"x": replace(row, name="x", points=lambda _: iter(points))}
+    )
+    for found, spec in ((True, reproduce.find_spec), (False, lambda _: None)):
+        monkeypatch.setattr(reproduce, "find_spec", spec)
+        assert run("--tiny", "--fresh", "--out", tmp_path / str(found)) == 0
+        assert f"  here: {row.ours({'a': figures})}\n" in capsys.readouterr().out
+        assert (tmp_path / str(found) / "x.svg").exists() == found
+
+
 def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
     row = EXPERIMENTS["tree-attention-figure-3"]
     figures = next(iter(papers_tables.ran(row.name)["points"].values()))
