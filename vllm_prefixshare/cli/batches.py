@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_prefixshare.cli.recorded_plans import Recorded, recorded
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.utils.trusted_files import read_text
 from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
@@ -27,12 +28,14 @@ class Batch:
 
     block_table: int32 ``[num_reqs, max_blocks]`` physical block ids.
     seq_lens: int32 ``[num_reqs]`` tokens, the one to be computed included.
+    recorded: the plan that an engine made for it; None if it is no batch of a trace.
     """
 
     name: str
     block_table: IntArray
     seq_lens: IntArray
     block_size: int
+    recorded: Recorded | None = None
 
 
 def tree_batch(spec: str, block_size: int) -> Batch:
@@ -56,12 +59,13 @@ def tree_batch(spec: str, block_size: int) -> Batch:
     return Batch(f"tree {spec}", work.block_table, work.seq_lens, work.block_size)
 
 
-def read_batch(path: Path, step: int = 0) -> Batch:
+def read_batch(path: Path, step: int | None = None) -> Batch:
     """One of the batches of a file: an object of the form that docs/cli.md describes, or a line
     with one for each batch.
 
     Args:
-        step: which line; counted from the last if negative.
+        step: which line; counted from the last if negative. None: the one with the most requests,
+            the last of them.
 
     Raises:
         PrefixShareError: the file is empty, not of that form, or too large, or has no such line.
@@ -78,14 +82,27 @@ def read_batch(path: Path, step: int = 0) -> Batch:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines[0].rstrip().endswith("}"):  # one object over several lines
         lines = [text]
-    if not -len(lines) <= step < len(lines):
+    if step is not None and not -len(lines) <= step < len(lines):
         raise PrefixShareError(
             f"--step must be from {-len(lines)} to {len(lines) - 1} for {path}, got {step}."
         )
     try:
-        return _batch(path.name, json.loads(lines[step]))
+        step = _largest(lines) if step is None else step % len(lines)
+        name = path.name if len(lines) == 1 else f"{path.name}, step {step} of {len(lines)}"
+        return _batch(name, json.loads(lines[step]))
     except (ValueError, RecursionError) as e:
         raise PrefixShareError(f"{path} is not a block-table file: {e}.") from None
+
+
+def _largest(lines: list[str]) -> int:
+    """The last of the lines with the most requests."""
+    best = most = 0
+    for i, line in enumerate(lines):
+        data = json.loads(line)
+        lens = data.get("kv_lens") if isinstance(data, dict) else None
+        if isinstance(lens, list) and len(lens) >= most:
+            best, most = i, len(lens)
+    return best
 
 
 def _batch(name: str, data: Any) -> Batch:
@@ -118,7 +135,8 @@ def _batch(name: str, data: Any) -> Batch:
     table = np.full((len(lens), width), NULL_BLOCK_ID, np.int32)
     for i, row in enumerate(tables):
         table[i, : len(row)] = row
-    return Batch(name, table, np.array(lens, np.int32), size)
+    seq_lens = np.array(lens, np.int32)
+    return Batch(name, table, seq_lens, size, recorded(data, table, seq_lens))
 
 
 def _number(text: str) -> int:

@@ -28,10 +28,11 @@ from vllm_prefixshare.cli.options import (
     attention_of,
     check_block_size,
     check_cache_argument,
+    shape_option,
 )
 from vllm_prefixshare.cli.output import print_table
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.core import IntArray, PrefixShareError
+from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 
 if TYPE_CHECKING:
@@ -165,7 +166,11 @@ def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter
     for kind in kinds:
         if not kind.attention:
             continue
-        kind = replace(kind, dtype=args.dtype, use_batch_invariant=invariance.wanted())
+        kind = replace(
+            kind,
+            dtype=shape_option(args, "dtype"),
+            use_batch_invariant=invariance.wanted(),
+        )
         if args.kv_cache_dtype != "auto":
             kind = replace(kind, kv_cache_dtype=args.kv_cache_dtype)
         reason = falls_back_on(kind, capability, engine)
@@ -305,7 +310,6 @@ def estimator(
     from vllm_prefixshare.planning.planner import DecodePlanner
     from vllm_prefixshare.planning.sharing import shareable_forest
 
-    read_again = READ_AGAIN if attention.kv_lora_rank is None else LATENT_AGAIN
     planners = [
         DecodePlanner(
             replace(gpu.config, share=share),
@@ -322,9 +326,7 @@ def estimator(
         forest = shareable_forest(
             batch.block_table, lens, batch.block_size, null_block_id=gpu.config.null_block_id
         )
-        again = forest.node_reader_end - forest.node_reader_start - 1
-        tokens = (forest.node_end - forest.node_start).astype(np.int64) @ again
-        reading = 1 - (1 - read_again) * int(tokens) / int(lens.sum())
+        reading = reading_time(forest, int(lens.sum()), attention)
         return (
             shared.kv_tokens_read(lens),
             LAYER_US + reading * float(unshared.worker_us.max()),
@@ -332,6 +334,16 @@ def estimator(
         )
 
     return estimate
+
+
+def reading_time(forest: Forest, kv_tokens: int, attention: AttentionConfig) -> float:
+    """Time to read ``kv_tokens`` request by request on a GPU, over that of as many tokens that all
+    come from memory.
+    """
+    read_again = READ_AGAIN if attention.kv_lora_rank is None else LATENT_AGAIN
+    readers = forest.node_reader_end - forest.node_reader_start
+    tokens = (forest.node_end - forest.node_start).astype(np.int64) @ (readers - 1)
+    return 1 - (1 - read_again) * min(1.0, int(tokens) / kv_tokens)
 
 
 def _tokens_are(args: argparse.Namespace) -> str:

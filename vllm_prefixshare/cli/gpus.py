@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.planning.costs.gpus import GPUS, MEASURED, NamedGpu
+from vllm_prefixshare.planning.costs.gpus import GPUS, MEASURED, NamedGpu, data_sheet
 from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.costs.roofline import AnalyticCost
 
@@ -47,21 +47,39 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
         PrefixShareError: an unknown GPU, a shape that no kernel serves, or Triton is missing.
     """
     gpu = gpu_named(name)
-    kernel = _kernel(gpu, attention)
+    kernel = kernel_on(gpu, None, attention)
     from vllm_prefixshare.kernels.plans import planner_config
     from vllm_prefixshare.planning.costs.lookup import cost_model
 
     config = planner_config(kernel, attention, null_block_id=0)
     cost = cost_model(attention, kernel.name, device_name=f"{gpu.device} x{gpu.multiprocessors}")
+    return GpuPlanning(config, cost, cost_source(cost, gpu.device))
+
+
+def cost_source(cost: CostModel, device: str) -> str:
+    """Where the costs of a device come from."""
     if not isinstance(cost, AnalyticCost):
-        return GpuPlanning(config, cost, f"cost table measured on {gpu.device}")
-    if gpu is MEASURED:
-        return GpuPlanning(config, cost, f"roofline of {gpu.device}")
-    source = f"roofline of {gpu.device}, scaled from an H200 by data sheet, not measured"
-    return GpuPlanning(config, cost, source)
+        return f"cost table measured on {device}"
+    sheet = data_sheet(device)
+    if sheet is None:
+        return f"roofline of common hardware, not measured on {device}"
+    if sheet is MEASURED:
+        return f"roofline of {device}"
+    return f"roofline of {device}, scaled from an H200 by data sheet, not measured"
 
 
-def _kernel(gpu: NamedGpu, attention: AttentionConfig) -> "Kernel":
+def kernel_on(
+    gpu: NamedGpu, name: str | None, attention: AttentionConfig, query_len: int = 1
+) -> "Kernel":
+    """A kernel for layers of this shape as it would run on ``gpu``.
+
+    Args:
+        name: of the kernel; None for the first that serves.
+        query_len: maximum number of query tokens of a request.
+
+    Raises:
+        PrefixShareError: a shape that no kernel serves, or Triton is missing.
+    """
     try:
         from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
         from vllm_prefixshare.kernels.interface import Gpu
@@ -71,4 +89,5 @@ def _kernel(gpu: NamedGpu, attention: AttentionConfig) -> "Kernel":
             f"{e}: install what planning for a GPU needs with pip install '.[gpu]' in a checkout."
         ) from None
     here = Gpu(gpu.capability, gpu.multiprocessors, SHARED_MEMORY[gpu.capability] << 10)
-    return make_kernel(candidates(attention, here)[0], attention, 1, here)
+    name = name or candidates(attention, here, "auto", query_len)[0]
+    return make_kernel(name, attention, query_len, here)

@@ -1,8 +1,8 @@
-"""Show the prefix forest of a batch, what every divider makes of it, and a picture of both."""
+"""Show how a batch is planned, or how an engine ran it, next to attention without sharing."""
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from vllm_prefixshare.core import Forest, PrefixShareError
 
 if TYPE_CHECKING:
     from vllm_prefixshare.cli.batches import Batch
-    from vllm_prefixshare.planning.costs.model import CostModel
+    from vllm_prefixshare.cli.planned import Layer, Planned, Unshared
     from vllm_prefixshare.planning.plan import DecodePlan
 
 EXAMPLE = """\
@@ -23,33 +23,45 @@ EXAMPLE = """\
 
     vllm-prefixshare inspect --tree 1,4,16_1024,256,64 --svg plan.svg
 
-The first line says how many KV tokens are read with and without sharing, then comes the forest,
-then a line for each divider; plan.svg shows the forest above the schedule. Give a FILE instead of
---tree to look at block tables of your own: docs/cli.md describes its form."""
+After the forest come a line for the plan, one without sharing, and what sharing is worth; plan.svg
+shows the forest above the schedule. Give a FILE instead of --tree for a trace, or for block tables
+of your own: docs/cli.md describes its form. --compare adds the other dividers."""
 
 #: The batch without a file.
 TREE = "1,4,16_1024,256,64"
+#: Multiprocessors and rows of a tile without a GPU or a trace: those of an H200.
+MULTIPROCESSORS, TILE_ROWS = 132, 128
 PICTURES = ("svg", "png")
 #: Most lines printed of a forest.
 MAX_LINES = 24
+#: Options whose values a trace has.
+TRACED = (
+    *("model", "num_qo_heads", "num_kv_heads", "head_dim", "dtype", "kv_cache_dtype"),
+    *("gpu", "workers", "tile_rows"),
+)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    command.add_argument("file", type=Path, nargs="?", help="JSON with block tables")
-    command.add_argument("--step", type=int, help="line of a FILE of several (default: the last)")
+    command.add_argument(
+        "file", type=Path, nargs="?", help="a trace, or other JSON with block tables"
+    )
+    command.add_argument(
+        "--step", type=int, help="line of a FILE of several (default: one with the most requests)"
+    )
     command.add_argument(
         "--tree", help=f"nodes_tokens of each level (default without FILE: {TREE})"
     )
     add_shape_arguments(command, block_size="16; a FILE has its own")
     add_cache_argument(command)
-    command.add_argument(
-        "--divider", help="only this one, and with --json its schedule (default: all)"
-    )
+    command.add_argument("--divider", help="plan with this one (default: the kernel's)")
+    command.add_argument("--compare", action="store_true", help="plan with all dividers, too")
     command.add_argument("--gpu", help="plan as on this GPU, such as H200")
-    command.add_argument("--workers", type=int, default=132, help="thread blocks, without --gpu")
     command.add_argument(
-        "--tile-rows", type=int, default=128, help="rows of a Q tile, without --gpu"
+        "--workers", type=int, help="work queues, without --gpu (default: those of an H200)"
+    )
+    command.add_argument(
+        "--tile-rows", type=int, help=f"rows of a Q tile, without --gpu (default: {TILE_ROWS})"
     )
     for kind in PICTURES:
         command.add_argument(
@@ -59,111 +71,192 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """The plan of one divider. seconds: planning time."""
+class Report:
+    """What is shown.
 
-    divider: str
-    plan: "DecodePlan"
-    seconds: float
+    plans: the first is drawn and judged.
+    attention: shape of the layer.
+    made_by: how the first plan was made.
+    prices: where the prices of the other plans come from; None if they are those of the first.
+    """
+
+    batch: "Batch"
+    forest: Forest
+    plans: list["Planned"]
+    unshared: "Unshared"
+    attention: AttentionConfig
+    made_by: str
+    prices: str | None = None
+
+    @property
+    def gain(self) -> float:
+        """Estimated attention time without sharing over the first plan's."""
+        return self.unshared.attention_us / self.plans[0].attention_us
+
+    def share_factor(self, planned: "Planned") -> float:
+        """KV tokens without sharing over those that a plan reads."""
+        return self.unshared.kv_tokens / max(1, planned.kv_tokens_read)
+
+    @property
+    def verdict(self) -> str:
+        """What sharing is worth, in one line."""
+        first = self.plans[0]
+        planned_by = f"planned by {first.title}"
+        if first.unshared is not None:
+            return f"nothing is shared ({first.unshared}); {planned_by}"
+        time = f"{self.gain:.2f} times less attention time"
+        if self.gain < 1:
+            time = f"{1 / self.gain:.2f} times the attention time"
+        tokens = f"{self.share_factor(first):.2f} times fewer KV tokens"
+        return f"reads {tokens}, estimated {time}; {planned_by}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan the batch with each divider and print what comes out; the exit status is 0."""
-    from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch, tree_batch
-    from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
-    from vllm_prefixshare.planning.sharing import shareable_forest
+    """Show the plan of a batch; the exit status is 0."""
+    from vllm_prefixshare.planning.dividers.registry import get_divider
 
     get_divider(args.divider or "flashforge")
-    if args.file is None and args.step is not None:
-        raise PrefixShareError("--step is a line of a FILE: name one, or leave it out.")
-    if args.file is not None and args.block_size is not None:
-        raise PrefixShareError(f"{args.file} says its block size: leave out --block-size.")
-    attention = attention_of(args)
-    if args.file is None:
-        batch = tree_batch(TREE if args.tree is None else args.tree, attention.block_size)
-    elif args.tree is not None:
-        raise PrefixShareError(f"{args.file} and --tree are two batches: leave out one of them.")
-    else:
-        batch = read_batch(args.file, -1 if args.step is None else args.step)
-        attention = replace(attention, block_size=batch.block_size)
-    config, cost, cost_source = _planning(args, attention)
-    plans = [
-        _plan(replace(config, divider=name), cost, batch, attention)
-        for name in ([args.divider] if args.divider else DIVIDERS)
-    ]
-    forest = shareable_forest(
-        batch.block_table, batch.seq_lens, batch.block_size, null_block_id=NULL_BLOCK_ID
-    )
-    drawn = next((p for p in plans if p.divider == config.divider), plans[0])
-    files = _draw(args, batch, forest, drawn, cost_source)
+    report = _report(args)
+    files = _draw(args, report)
     if args.json:
-        report = _report(batch, forest, plans, cost_source)
-        if args.divider:
-            report["workers"] = _workers(forest, plans[0].plan)
-        print(json.dumps(report, indent=1))
+        print(json.dumps(_as_json(report), indent=1))
     else:
-        _print(batch, forest, plans)
+        _print(report)
         for path in files:
             print(f"wrote {path}")
     return 0
 
 
-def _planning(
-    args: argparse.Namespace, attention: AttentionConfig
-) -> tuple[PlannerConfig, "CostModel", str]:
-    """Limits of the kernel and the cost model; where the costs come from."""
+def _report(args: argparse.Namespace) -> Report:
+    """Plan what is not recorded."""
+    from vllm_prefixshare.cli.planned import Layer, as_run
+
+    if args.file is None and args.step is not None:
+        raise PrefixShareError("--step is a line of a FILE: name one, or leave it out.")
+    if args.file is not None and args.block_size is not None:
+        raise PrefixShareError(f"{args.file} says its block size: leave out --block-size.")
+    batch = _batch(args)
+    if batch.recorded is None:
+        layer = _layer(args, batch.block_size)
+        forest = _forest(batch, layer.attention)
+        names = [args.divider or layer.config.divider]
+        names += _others(*names) if args.compare else []
+        plans = [layer.plan(batch, name) for name in names]
+        unshared = layer.without_sharing(batch, forest)
+        return Report(batch, forest, plans, unshared, layer.attention, _priced(layer))
+    _refuse_other_engines(args)
+    engine = batch.recorded.engine
+    forest = _forest(batch, engine.attention, engine.query_len)
+    ran, unshared = as_run(batch.recorded, forest)
+    made_by = f"as the engine ran it: {engine.kernel} kernel on {engine.device}"
+    names = [] if args.divider is None else [args.divider]
+    names += _others(*names, ran.divider) if args.compare else []
+    plans, prices = [], None
+    if names:
+        layer = Layer.of_engine(engine)
+        plans = [layer.plan(batch, name) for name in names]
+        prices = f"planned here for the same engine, {_priced(layer)}"
+    if args.divider is not None:
+        made_by = str(prices)
+    plans.insert(0 if args.divider is None else 1, ran)
+    return Report(batch, forest, plans, unshared, engine.attention, made_by, prices)
+
+
+def _priced(layer: "Layer") -> str:
+    return f"priced by the {layer.cost_source}"
+
+
+def _others(*shown: str) -> list[str]:
+    """The dividers but those shown."""
+    from vllm_prefixshare.planning.dividers.registry import DIVIDERS
+
+    return [name for name in DIVIDERS if name not in shown]
+
+
+def _batch(args: argparse.Namespace) -> "Batch":
+    from vllm_prefixshare.cli.batches import read_batch, tree_batch
+
+    if args.file is None:
+        size = attention_of(args).block_size
+        return tree_batch(TREE if args.tree is None else args.tree, size)
+    if args.tree is not None:
+        raise PrefixShareError(f"{args.file} and --tree are two batches: leave out one of them.")
+    return read_batch(args.file, args.step)
+
+
+def _refuse_other_engines(args: argparse.Namespace) -> None:
+    """Raise ``PrefixShareError`` for options that a trace answers."""
+    given = [name for name in TRACED if vars(args)[name] not in (None, "auto")]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise PrefixShareError(
+            f"{args.file} has the shape and the device of its engine: leave out {options}."
+        )
+
+
+def _forest(batch: "Batch", attention: AttentionConfig, query_len: int = 1) -> Forest:
+    from vllm_prefixshare.cli.batches import NULL_BLOCK_ID
+    from vllm_prefixshare.planning.sharing import shareable_forest
+
+    return shareable_forest(
+        batch.block_table,
+        batch.seq_lens,
+        batch.block_size,
+        query_len,
+        NULL_BLOCK_ID,
+        sliding_window=attention.sliding_window,
+    )
+
+
+def _layer(args: argparse.Namespace, block_size: int) -> "Layer":
+    """The layer that the options describe."""
+    from vllm_prefixshare.cli.planned import Layer
+
+    attention = replace(attention_of(args), block_size=block_size)
     if args.gpu is not None:
         from vllm_prefixshare.cli.gpus import planning_for
 
         gpu = planning_for(args.gpu, attention)
-        return gpu.config, gpu.cost, gpu.cost_source
+        return Layer(attention, gpu.config, gpu.cost, gpu.cost_source)
     from vllm_prefixshare.kernels.geometry import GPU
     from vllm_prefixshare.planning.costs.roofline import analytic_cost
 
-    if args.workers > 1 << 16:
-        raise PrefixShareError(f"--workers must be at most {1 << 16}, got {args.workers}.")
-    if args.tile_rows < 1:
-        raise PrefixShareError(f"--tile-rows must be at least 1, got {args.tile_rows}.")
+    workers = max(1, MULTIPROCESSORS // attention.num_kv_heads)
+    if args.workers is not None:
+        workers = args.workers
+    tile_rows = TILE_ROWS if args.tile_rows is None else args.tile_rows
+    if workers > 1 << 16:
+        raise PrefixShareError(f"--workers must be at most {1 << 16}, got {workers}.")
+    if tile_rows < 1:
+        raise PrefixShareError(f"--tile-rows must be at least 1, got {tile_rows}.")
     config = PlannerConfig(
         geometry=GPU,
         divider="depth_first",
         share="always",
-        num_workers=args.workers,
-        max_tile_requests=max(1, args.tile_rows // attention.gqa_group_size),
+        num_workers=workers,
+        max_tile_requests=max(1, tile_rows // attention.gqa_group_size),
         null_block_id=0,
     )
-    return config, analytic_cost(attention, "hopper"), "analytic cost of an H200's multiprocessor"
+    source = "analytic cost of an H200's multiprocessor"
+    return Layer(attention, config, analytic_cost(attention, "hopper"), source)
 
 
-def _plan(
-    config: PlannerConfig, cost: "CostModel", batch: "Batch", attention: AttentionConfig
-) -> Planned:
-    from vllm_prefixshare.planning.planner import DecodePlanner
-
-    planner = DecodePlanner(config, cost, batch.block_size, attention.gqa_group_size)
-    planner.warm_up()
-    plan = planner.update(batch.block_table, batch.seq_lens).plan
-    return Planned(config.divider, plan, planner.counters.plan_seconds)
-
-
-def _draw(
-    args: argparse.Namespace, batch: "Batch", forest: Forest, drawn: Planned, made_by: str
-) -> list[Path]:
+def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
     """Write the pictures that are asked for; returns their files."""
     files: dict[str, Path] = {kind: vars(args)[kind] for kind in PICTURES if vars(args)[kind]}
     if not files:
         return []
     from vllm_prefixshare.cli.picture import DARK, LIGHT, encoded, picture
 
-    unshared, read = int(batch.seq_lens.sum()), drawn.plan.kv_tokens_read(batch.seq_lens)
+    first, unshared = report.plans[0], report.unshared
     figure = picture(
-        f"Prefix forest of {batch.name}",
-        f"{_requests(forest)}, {unshared:,} KV tokens one by one, {read:,} as planned "
-        f"({unshared / read:.2f} times less)",
-        f"divider {drawn.divider}; {made_by}",
-        forest,
-        drawn.plan,
-        batch.seq_lens,
+        f"Prefix forest of {report.batch.name}",
+        f"{_requests(report.forest)}, {unshared.kv_tokens:,} KV tokens one by one, "
+        f"{first.kv_tokens_read:,} as planned ({report.share_factor(first):.2f} times less)",
+        f"divider {first.title}; {report.made_by}",
+        report.forest,
+        first.plan,
+        report.batch.seq_lens,
         DARK if args.dark else LIGHT,
     )
     for kind, path in files.items():
@@ -175,14 +268,13 @@ def _requests(forest: Forest) -> str:
     return "1 request" if forest.num_reqs == 1 else f"{forest.num_reqs} requests"
 
 
-def _report(
-    batch: "Batch", forest: Forest, plans: list[Planned], cost_source: str
-) -> dict[str, Any]:
-    return {
+def _as_json(report: Report) -> dict[str, Any]:
+    batch, forest, recorded = report.batch, report.forest, report.batch.recorded
+    found: dict[str, Any] = {
         "batch": batch.name,
         "block_size": batch.block_size,
         "requests": forest.num_reqs,
-        "kv_tokens": int(batch.seq_lens.sum()),
+        "kv_tokens": report.unshared.kv_tokens,
         "nodes": [
             {
                 "parent": int(forest.node_parent[i]),
@@ -193,19 +285,28 @@ def _report(
             }
             for i in range(forest.num_nodes)
         ],
-        "cost": cost_source,
-        "dividers": [_row(batch, planned) for planned in plans],
+        "engine": None if recorded is None else asdict(recorded.engine),
+        "made_by": report.made_by,
+        "prices": report.prices,
+        "attention_us_unshared": round(report.unshared.attention_us, 2),
+        "attention_gain": round(report.gain, 3),
+        "verdict": report.verdict,
+        "dividers": [_row(report, planned) for planned in report.plans],
     }
+    found["workers"] = _workers(forest, report.plans[0].plan)
+    return found
 
 
-def _row(batch: "Batch", planned: Planned) -> dict[str, Any]:
+def _row(report: Report, planned: "Planned") -> dict[str, Any]:
     plan = planned.plan
-    read = plan.kv_tokens_read(batch.seq_lens)
     loads = plan.worker_us
     return {
         "divider": planned.divider,
-        "kv_tokens_read": read,
-        "share_factor": round(int(batch.seq_lens.sum()) / read, 3),
+        "default": planned.divider == planned.default_divider,
+        "as_run": planned.as_run,
+        "kv_tokens_read": planned.kv_tokens_read,
+        "share_factor": round(report.share_factor(planned), 3),
+        "attention_us": round(planned.attention_us, 2),
         "tiles": plan.num_tiles,
         "partials": plan.num_partials,
         "busiest_worker_us": round(float(loads.max()), 2),
@@ -231,21 +332,24 @@ def _workers(forest: Forest, plan: "DecodePlan") -> list[list[dict[str, Any]]]:
     ]
 
 
-def _print(batch: "Batch", forest: Forest, plans: list[Planned]) -> None:
-    print(f"{_requests(forest)}, {int(batch.seq_lens.sum())} KV tokens read one by one")
+def _print(report: Report) -> None:
+    batch, forest, unshared = report.batch, report.forest, report.unshared
+    print(f"{batch.name}, {report.made_by}")
+    print(_shape(report.attention))
+    print(f"{_requests(forest)}, {unshared.kv_tokens} KV tokens read one by one")
     for line in _forest_lines(forest, batch):
         print(line)
     print()
-    rows = [
-        ("divider", "KV read", "share", "tiles", "partials", "busiest us", "mean us", "plan ms")
-    ]
-    for planned in plans:
-        row = _row(batch, planned)
+    columns = ("KV read", "share", "attention us", "tiles", "partials", "busiest us", "mean us")
+    rows: list[tuple[str, ...]] = [("divider", *columns, "plan ms")]
+    for planned in report.plans:
+        row = _row(report, planned)
         rows.append(
             (
-                row["divider"],
+                planned.title + (", as run" if planned.as_run else ""),
                 str(row["kv_tokens_read"]),
                 f"{row['share_factor']:.2f}",
+                f"{row['attention_us']:.1f}",
                 str(row["tiles"]),
                 str(row["partials"]),
                 f"{row['busiest_worker_us']:.1f}",
@@ -253,7 +357,21 @@ def _print(batch: "Batch", forest: Forest, plans: list[Planned]) -> None:
                 f"{row['plan_ms']:.2f}",
             )
         )
+    none = ("unshared", str(unshared.kv_tokens), "1.00", f"{unshared.attention_us:.1f}")
+    rows.insert(2, (*none, *["-"] * 5))
     print_table(rows)
+    if report.prices is not None and report.prices != report.made_by:
+        print(f"other dividers are {report.prices}")
+    print(report.verdict)
+
+
+def _shape(a: AttentionConfig) -> str:
+    text = f"{a.num_qo_heads} query and {a.num_kv_heads} KV heads, head_dim {a.head_dim}, {a.dtype}"
+    if a.kv_dtype is not None:
+        text += f", KV cache {a.kv_dtype}"
+    if a.sliding_window is not None:
+        text += f", sliding window of {a.sliding_window} tokens"
+    return f"{text}, blocks of {a.block_size} tokens"
 
 
 def _forest_lines(forest: Forest, batch: "Batch") -> list[str]:

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vllm_prefixshare.config import CACHE_DTYPES, DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -15,6 +16,8 @@ from vllm_prefixshare.vllm_plugin.eligibility.layer import USUAL_BLOCK
 
 #: Maximum ``--block-size``: a number must not make a command take all memory.
 MAX_BLOCK_SIZE = 1 << 16
+#: The attention shape without options: that of Llama-3.1-8B.
+DEFAULT_SHAPE = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -35,19 +38,29 @@ def add_model_argument(command: argparse.ArgumentParser) -> None:
 
 
 def add_shape_arguments(command: argparse.ArgumentParser, block_size: str) -> None:
-    """The attention shape, as a model or as numbers.
+    """The attention shape, as a model or as numbers. Options that are left out are None; see
+    ``DEFAULT_SHAPE``.
 
     Args:
         block_size: describes the block size where the option is left out.
     """
+
+    def add(name: str, meaning: str, default: object, **options: Any) -> None:
+        command.add_argument(name, help=f"{meaning} (default: {default})", **options)
+
+    shape = DEFAULT_SHAPE
     add_model_argument(command)
-    command.add_argument("--num-qo-heads", type=int, default=32, help="query heads of a layer")
-    command.add_argument("--num-kv-heads", type=int, default=8, help="KV heads of a layer")
-    command.add_argument("--head-dim", type=int, default=128, help="width of a head")
-    command.add_argument(
-        "--block-size", type=int, help=f"tokens of a KV block (default: {block_size})"
-    )
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model")
+    add("--num-qo-heads", "query heads of a layer", shape["num_qo_heads"], type=int)
+    add("--num-kv-heads", "KV heads of a layer", shape["num_kv_heads"], type=int)
+    add("--head-dim", "width of a head", shape["head_dim"], type=int)
+    add("--block-size", "tokens of a KV block", block_size, type=int)
+    add("--dtype", "of the model", shape["dtype"], choices=DTYPES)
+
+
+def shape_option(args: argparse.Namespace, name: str) -> Any:
+    """The value of an option of ``DEFAULT_SHAPE``, given or not."""
+    value = getattr(args, name)
+    return DEFAULT_SHAPE[name] if value is None else value
 
 
 def add_cache_argument(command: argparse.ArgumentParser) -> None:
@@ -104,17 +117,16 @@ def attention_of(
         block_size = args.block_size
     cache: str = getattr(args, "kv_cache_dtype", "auto")
     if args.model is None:
-        if args.num_qo_heads > MAX_HEADS:
-            raise PrefixShareError(
-                f"--num-qo-heads must be at most {MAX_HEADS}, got {args.num_qo_heads}."
-            )
-        shape = args.num_qo_heads, args.num_kv_heads, args.head_dim
+        heads = shape_option(args, "num_qo_heads")
+        if heads > MAX_HEADS:
+            raise PrefixShareError(f"--num-qo-heads must be at most {MAX_HEADS}, got {heads}.")
+        shape = heads, shape_option(args, "num_kv_heads"), shape_option(args, "head_dim")
     else:
         layer = _attention_layer(args.model, mla_reason)
         shape = layer.num_heads, layer.num_kv_heads, layer.head_size
         if cache == "auto" and "kv_cache_dtype" in args:
             cache = layer.kv_cache_dtype or "auto"
-    attention = AttentionConfig(*shape, block_size, args.dtype)
+    attention = AttentionConfig(*shape, block_size, shape_option(args, "dtype"))
     if cache in ("auto", attention.dtype):
         return attention
     if cache not in FP8_CACHES:

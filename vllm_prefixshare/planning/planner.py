@@ -29,6 +29,7 @@ from vllm_prefixshare.planning.unshared import (
     SHARING_OFF,
     Unshared,
 )
+from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.utils.numba_cache import compiled, one_process_at_a_time
 
 #: Minimum steps between replans for balance; replanning costs host time even if the plan is
@@ -86,8 +87,6 @@ class DecodePlanner:
         block_size: tokens in a KV block.
         gqa_group_size: query heads per KV head.
         on_failure: called once when a plan cannot be made; a warning is logged if None.
-        on_plan: called with each new plan, its seconds, and the block table and the lengths of
-            its requests.
 
     Raises:
         PrefixShareError: unknown divider.
@@ -100,14 +99,12 @@ class DecodePlanner:
         block_size: int,
         gqa_group_size: int,
         on_failure: Callable[[str], object] | None = None,
-        on_plan: Callable[[DecodePlan, float, IntArray, IntArray], object] | None = None,
     ) -> None:
         self.config = config
         self.cost = cost
         self.block_size = block_size
         self.gqa_group_size = gqa_group_size
         self._on_failure = on_failure or logging.getLogger(__name__).warning
-        self._on_plan = on_plan
         self.counters = PlannerCounters()
         self.divider = get_divider(config.divider)
         self._rates = TileRates.of(cost, config.geometry)
@@ -190,9 +187,6 @@ class DecodePlanner:
         seconds = time.perf_counter() - began
         self.counters.plans += 1
         self.counters.plan_seconds += seconds
-        if self._on_plan is not None:
-            rows = table if table_rows is None else table[table_rows]
-            self._on_plan(plan, seconds, rows, max_seq_lens)
         self.counters.update_seconds += time.perf_counter() - began
         return PlanUpdate(plan, True, seconds, unshared)
 
@@ -217,6 +211,22 @@ class DecodePlanner:
         problem = self._problem(Forest.alone(len(planned_seq_lens)), planned_seq_lens, query_len)
         tiles = one_tile_each(problem) if len(planned_seq_lens) else WorkTiles.none()
         return self._plan_of(tiles, planned_seq_lens)
+
+    def merge_us(self, plan: DecodePlan, query_len: int = 1) -> float:
+        """Estimated microseconds of merging a plan's partial results, spread over the workers."""
+        each = float(self.cost.merge(self.gqa_group_size * query_len))
+        return plan.num_partials * each / self.config.num_workers
+
+    def unshared_us(self, seq_lens: IntArray, query_len: int = 1) -> float:
+        """Estimated microseconds of a layer's attention in a kernel without sharing, spread over
+        the workers: what ``plan.worker_us.max()`` compares with.
+
+        Args:
+            seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
+        """
+        lens = seq_lens - first_in_window(seq_lens, self.config.sliding_window, query_len)
+        each = self.cost.unshared(self.gqa_group_size * query_len, lens)
+        return float(each.sum()) / self.config.num_workers
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""

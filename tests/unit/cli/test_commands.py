@@ -770,14 +770,15 @@ def test_gpus_divide_the_kv_heads_or_hold_copies_of_one(tmp_path, fields, gpus, 
         assert (found.num_heads, found.num_kv_heads) == expected
 
 
-def test_inspect_shows_every_divider(capsys):
-    assert main(["inspect", "--tree", "1,4_256,64"]) == 0
+def test_inspect_compares_every_divider(capsys):
+    assert main(["inspect", "--tree", "1,4_256,64", "--compare"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "4 requests, 1280 KV tokens read one by one"
-    rows = {line.split()[0]: line.split() for line in lines[lines.index("") + 2 :]}
-    assert rows.keys() == DIVIDERS.keys()
-    assert rows["deft_node"][1:4] == ["512", "2.50", "5"]
-    assert rows["per_request"][1] == "1280"
+    assert lines[2] == "4 requests, 1280 KV tokens read one by one"
+    rows = {line.split()[0]: line.split() for line in lines[lines.index("") + 2 : -1]}
+    assert [*rows][:2] == ["depth_first", "unshared"]
+    assert rows.keys() - {"unshared"} == DIVIDERS.keys()
+    assert rows["deft_node"][1:3] == ["512", "2.50"]
+    assert rows["per_request"][1] == rows["unshared"][1] == "1280"
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,10 @@ def test_block_tables_are_read_as_the_requests_share_them(tmp_path, capsys):
 def test_a_file_may_hold_many_batches(tmp_path, capsys):
     one = {"block_size": 8, "block_tables": [[1]], "kv_lens": [3]}
     path = write(tmp_path / "t.jsonl", f"{json.dumps(TABLES)}\n{json.dumps(one)}\n")
-    assert report(capsys, path)["requests"] == 1
-    assert report(capsys, path, "--step", 0)["requests"] == 3
+    found = report(capsys, path)
+    assert (found["requests"], found["batch"]) == (3, "t.jsonl, step 0 of 2"), "the largest"
+    assert report(capsys, path, "--step", 1)["requests"] == 1
+    assert report(capsys, path, "--step", -1)["batch"] == "t.jsonl, step 1 of 2"
     blank = write(tmp_path / "blank.jsonl", f"{json.dumps(TABLES)}\n\n{json.dumps(one)}\n\n")
     assert report(capsys, blank, "--step", -2)["requests"] == 3
     single = write(tmp_path / "t.json", json.dumps(TABLES, indent=1))
@@ -192,10 +194,50 @@ def test_the_longest_requests_are_planned(tmp_path, capsys):
         "block_tables": [row, [*row[:-1], 5000], row],
         "kv_lens": [batches.MAX_TOKENS] * 3,
     }
-    found = report(capsys, write(tmp_path / "t.json", tables))
+    found = report(capsys, write(tmp_path / "t.json", tables), "--compare")
     read = {row["divider"]: row["kv_tokens_read"] for row in found["dividers"]}
     assert read["per_request"] == 3 * batches.MAX_TOKENS
     assert read["depth_first"] == read["deft_node"] == batches.MAX_TOKENS + 2 * size
+
+
+def rows_of(printed: str) -> list[list[str]]:
+    """The lines below the header of the table, in words."""
+    lines = printed.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("divider ")) + 1
+    return [line.split() for line in lines[first:-1]]
+
+
+def test_the_plan_comes_first_and_attention_without_sharing_next(capsys):
+    arguments = ["--tree", "1,16_8192,64", "--gpu", "H200"]
+    assert main(["inspect", *arguments]) == 0
+    printed = capsys.readouterr().out
+    plan, unshared = rows_of(printed)
+    assert plan[:4] == ["depth_first", "(default)", "9216", "14.33"]
+    assert unshared[:3] == ["unshared", "132096", "1.00"]
+    gain = float(unshared[3]) / float(plan[4])
+    verdict = re.fullmatch(
+        r"reads 14\.33 times fewer KV tokens, estimated ([\d.]+) times less attention time; "
+        r"planned by depth_first \(default\)",
+        printed.splitlines()[-1],
+    )
+    assert verdict and float(verdict[1]) == pytest.approx(gain, rel=0.01)
+    found = report(capsys, *arguments)
+    assert found["attention_gain"] == pytest.approx(gain, rel=0.01)
+    assert [(row["divider"], row["default"], row["as_run"]) for row in found["dividers"]] == [
+        ("depth_first", True, False)
+    ]
+
+
+def test_a_plan_without_sharing_says_why(capsys):
+    assert main(["inspect", "--tree", "4_400"]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict == "nothing is shared (no common prefix); planned by depth_first (default)"
+
+
+def test_a_loss_is_called_a_loss(capsys):
+    assert main(["inspect", "--tree", "1,2_64,64", "--divider", "fixed", "--workers", "1"]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"estimated 1\.\d\d times the attention time; planned by fixed$", verdict)
 
 
 @pytest.fixture
@@ -231,7 +273,8 @@ def boxes(figure: Figure) -> dict[str, tuple[float, float]]:
 def test_the_command_draws(tmp_path):
     done = run("inspect", "--divider", "fixed", "--svg", tmp_path / "p.svg")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("16 requests, 21504 KV tokens read one by one\n  node 0: 1024")
+    assert done.stdout.startswith("tree 1,4,16_1024,256,64, priced by the analytic cost of an")
+    assert "\n16 requests, 21504 KV tokens read one by one\n  node 0: 1024 tokens" in done.stdout
     assert done.stdout.endswith(f"\nwrote {tmp_path / 'p.svg'}\n")
     svg = ElementTree.parse(tmp_path / "p.svg").getroot()
     assert svg.tag == f"{SVG}svg"

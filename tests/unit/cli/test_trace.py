@@ -19,10 +19,11 @@ from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
-from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability import tracing
-from vllm_prefixshare.vllm_plugin.step.planner import planner_for
+from vllm_prefixshare.vllm_plugin.step.host_tables import PassedTable, RowTable
+from vllm_prefixshare.vllm_plugin.step.planner import StepBatch, StepPlanner
 
 SHAPE = AttentionConfig(4, 2, 64, 16)
 CONFIG = SimpleNamespace(
@@ -33,28 +34,44 @@ TABLE = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 0]], np.int32)
 LENS = np.array([60, 52, 40], np.int32)
 
 
-def planner(monkeypatch: pytest.MonkeyPatch, path: Path | None) -> DecodePlanner:
-    """The planner, made as an engine makes it."""
+class Group:
+    """The step planner of a KV-cache group, made as an engine makes it."""
+
+    def __init__(self, attention: AttentionConfig = SHAPE) -> None:
+        self.planner = StepPlanner(TorchExecutor(attention), attention, CONFIG, 1)
+
+    def update(self, table: np.ndarray, lens: np.ndarray, **slots: np.ndarray) -> DecodePlan | None:
+        """Plan a step in which each request has one query token."""
+        held = PassedTable(table, **slots) if slots else RowTable(table)
+        n = len(lens)
+        batch = StepBatch(held, n, n, np.arange(n + 1, dtype=np.int32), 1, lens)
+        return self.planner.plan(batch).plan
+
+
+def planner(monkeypatch: pytest.MonkeyPatch, path: Path | None) -> Group:
+    """A group whose plans are recorded in ``path``."""
     if path is not None:
         monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
+    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
     settings.cache_clear()
     tracing.trace_to.cache_clear()
-    return planner_for(TorchExecutor(SHAPE), SHAPE, CONFIG)
+    return Group()
 
 
-def test_without_the_variable_the_planner_is_the_usual_one(monkeypatch):
+def test_without_the_variable_nothing_is_recorded(monkeypatch):
     made = planner(monkeypatch, None)
-    assert made._on_plan is None
+    made.update(TABLE, LENS)
+    assert made.planner._trace is None
 
 
 def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
     path = tmp_path / "t.jsonl"
     made = planner(monkeypatch, path)
     for lens in (LENS, LENS + 1, LENS + 2):  # the plan holds
-        plan = made.update(TABLE, lens).plan
+        plan = made.update(TABLE, lens)
     made.update(TABLE[:2], LENS[:2])
-    slots = np.array([2, 0])
-    made.update(TABLE, LENS[[2, 0]], table_rows=slots, row_ids=np.array([7, 8]))
+    slots = {"req_idx": np.array([2, 0]), "req_serials": np.array([7, 8])}
+    made.update(TABLE, LENS[[2, 0]], **slots)
     made.update(np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["kv_lens"] for line in lines] == [[60, 52, 40], [60, 52], [40, 60]]
@@ -64,16 +81,17 @@ def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
     batch = read_batch(path, 0)
     np.testing.assert_array_equal(batch.block_table, TABLE)
     np.testing.assert_array_equal(batch.seq_lens, LENS)
+    assert len(read_batch(path).seq_lens) == 3, "the largest of them"
 
 
 def test_a_trace_ends_at_its_limit_with_whole_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "MAX_BYTES", 1000)
+    monkeypatch.setattr(tracing, "MAX_BYTES", 4000)
     path = tmp_path / "t.jsonl"
     made = planner(monkeypatch, path)
     for n in range(20):
         made.update(TABLE + n, LENS)
     text = path.read_text()
-    assert 500 < len(text) <= 1000
+    assert 2000 < len(text) <= 4000
     assert text.endswith("}\n")
     for line in text.splitlines():
         json.loads(line)
@@ -83,7 +101,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_no_step(tmp_path, monkeypatch):
     made = planner(monkeypatch, tmp_path / "t.jsonl")
     written = tracing.os.pwrite
     monkeypatch.setattr(tracing.os, "pwrite", lambda f, data, at: written(f, data[:10], at))
-    assert made.update(TABLE, LENS).plan.num_reqs == 3
+    assert made.update(TABLE, LENS).num_reqs == 3
     assert (tmp_path / "t.jsonl").read_bytes() == b""
 
 
@@ -95,7 +113,7 @@ def test_a_disk_that_fails_altogether_ends_no_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tracing.os, "pwrite", fails)
     monkeypatch.setattr(tracing.os, "ftruncate", fails)
-    assert made.update(TABLE, LENS).plan.num_reqs == 3
+    assert made.update(TABLE, LENS).num_reqs == 3
 
 
 def test_a_file_system_without_locks_records(tmp_path, monkeypatch):
@@ -111,7 +129,7 @@ def test_a_file_system_without_locks_records(tmp_path, monkeypatch):
 def test_a_file_that_can_no_longer_be_written_ends_no_engine(tmp_path, monkeypatch, caplog):
     (tmp_path / "t.jsonl").mkdir()
     made = planner(monkeypatch, tmp_path / "t.jsonl")
-    assert made.update(TABLE, LENS).plan.num_reqs == 3
+    assert made.update(TABLE, LENS).num_reqs == 3
     assert caplog.text.count("Nothing is recorded: VLLM_PREFIXSHARE_TRACE=") == 1
 
 

@@ -70,10 +70,14 @@ class BackendStats:
         if unshared.reason in FALLBACK_REASONS:
             self.note_fallback(unshared.reason)
             return
-        reason = self.causes.get(unshared.reason, unshared.reason)
+        reason = self.reason_of(unshared)
         self.unshared_plans[reason] = self.unshared_plans.get(reason, 0) + 1
         if unshared.reason == NO_GAIN:
             self.expected_gain = unshared.expected_gain
+
+    def reason_of(self, unshared: Unshared) -> str:
+        """Why a plan shares nothing: its cause in this engine, where the planner does not know."""
+        return self.causes.get(unshared.reason, unshared.reason)
 
     def note_fallback(self, reason: str) -> None:
         """Count a fallback by its ``reason``."""

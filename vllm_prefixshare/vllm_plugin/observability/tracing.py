@@ -1,4 +1,4 @@
-"""Records the batches that an engine plans for; ``vllm-prefixshare inspect`` reads them."""
+"""Records the plans of an engine with their batches; ``vllm-prefixshare inspect`` reads them."""
 
 import contextlib
 import errno
@@ -8,12 +8,14 @@ import os
 import re
 import stat
 import time
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
@@ -25,6 +27,62 @@ MAX_BYTES = 16 << 20
 #: Start of the first line that ``Trace.record`` writes; it fits in ``FIRST_BYTES`` bytes.
 FIRST_LINE = re.compile(rb'\{"time":[\d.]+,"block_size":\d+,"kv_lens":\[')
 FIRST_BYTES = 128
+#: Arrays of a ``DecodePlan`` that a trace holds: its work tiles and the KV ranges that they read.
+PLAN_ARRAYS = (
+    "work_indptr",
+    "tile_req_indptr",
+    "tile_req_indices",
+    "tile_run_indptr",
+    "run_row",
+    "run_kv_start",
+    "run_kv_end",
+    "run_reader_start",
+    "run_reader_end",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedEngine:
+    """What the plans of a KV-cache group are made for.
+
+    attention: shape of its layers.
+    query_len: maximum number of query tokens of a decode.
+    device: GPU or processor, with the number of its multiprocessors or cores.
+    kernel: name of the kernel, or of the CPU executor.
+    divider, default_divider: the divider of the plans, and the kernel's default.
+    """
+
+    attention: AttentionConfig
+    query_len: int
+    device: str
+    kernel: str
+    divider: str
+    default_divider: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPlan:
+    """A new plan and its batch; times are microseconds of a layer's attention, estimated.
+
+    block_table: ``[num_reqs, max_blocks]`` block ids.
+    seq_lens: ``[num_reqs]`` tokens.
+    kv_tokens, kv_tokens_read: KV tokens per layer that the baseline reads, and those that the plan
+        reads.
+    merge_us: merging partial results, spread over the work queues.
+    unshared_us: a kernel without sharing, its work spread over the work queues.
+    unshared: why the plan shares nothing; None if it shares.
+    seconds: time that making the plan took.
+    """
+
+    plan: DecodePlan
+    block_table: IntArray
+    seq_lens: IntArray
+    kv_tokens: int
+    kv_tokens_read: int
+    merge_us: float
+    unshared_us: float
+    unshared: str | None
+    seconds: float
 
 
 def open_file(path: Path) -> int:
@@ -88,39 +146,41 @@ class Trace:
             os.close(self._file)
             raise _unusable(path, e) from None
 
-    def record(
-        self,
-        divider: str,
-        plan: DecodePlan,
-        plan_seconds: float,
-        block_table: IntArray,
-        seq_lens: IntArray,
-    ) -> None:
-        """Add a batch and a summary of its plan.
-
-        Args:
-            block_table: ``[num_reqs, max_blocks]`` block ids.
-            seq_lens: ``[num_reqs]`` tokens.
-        """
-        if plan.num_reqs == 0:
-            return
-        lens = np.clip(seq_lens, 1, block_table.shape[1] * plan.block_size)
+    def record(self, engine: TracedEngine, made: TracedPlan) -> None:
+        """Add a plan, with its batch and its engine."""
+        plan = made.plan
+        lens = np.clip(made.seq_lens, 1, made.block_table.shape[1] * plan.block_size)
         blocks = -(-lens // plan.block_size)
-        rows = zip(block_table, blocks.tolist(), strict=True)
+        rows = zip(made.block_table, blocks.tolist(), strict=True)
+        shape = asdict(engine.attention)
+        del shape["block_size"]
         self.write(
             {
                 "time": round(time.time(), 3),
                 "block_size": plan.block_size,
                 "kv_lens": lens.tolist(),
                 "block_tables": [row[:count].tolist() for row, count in rows],
+                "engine": {
+                    "attention": {name: value for name, value in shape.items() if value},
+                    "query_len": engine.query_len,
+                    "device": engine.device,
+                    "kernel": engine.kernel,
+                },
                 "plan": {
-                    "divider": divider,
+                    "divider": engine.divider,
+                    "default_divider": engine.default_divider,
                     "workers": plan.num_workers,
-                    "kv_tokens_read": plan.kv_tokens_read(seq_lens),
+                    "kv_tokens": made.kv_tokens,
+                    "kv_tokens_read": made.kv_tokens_read,
+                    "unshared": made.unshared,
                     "tiles": plan.num_tiles,
                     "partials": plan.num_partials,
                     "busiest_worker_us": round(float(plan.worker_us.max()), 2),
-                    "plan_ms": round(plan_seconds * 1e3, 3),
+                    "merge_us": round(made.merge_us, 2),
+                    "unshared_us": round(made.unshared_us, 2),
+                    "plan_ms": round(made.seconds * 1e3, 3),
+                    "tile_us": np.round(plan.tile_cost, 2).tolist(),
+                    **{name: getattr(plan, name).tolist() for name in PLAN_ARRAYS},
                 },
             }
         )

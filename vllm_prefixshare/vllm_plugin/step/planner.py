@@ -10,7 +10,7 @@ import numpy as np
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.kernels.interface import Executor
-from vllm_prefixshare.planning.costs.lookup import cost_model
+from vllm_prefixshare.planning.costs.lookup import cost_model, fingerprint
 from vllm_prefixshare.planning.costs.roofline import AnalyticCost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner, PlanUpdate
@@ -28,7 +28,11 @@ from vllm_prefixshare.vllm_plugin import invariance
 from vllm_prefixshare.vllm_plugin.observability import metrics
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
-from vllm_prefixshare.vllm_plugin.observability.tracing import trace_to
+from vllm_prefixshare.vllm_plugin.observability.tracing import (
+    TracedEngine,
+    TracedPlan,
+    trace_to,
+)
 from vllm_prefixshare.vllm_plugin.step.first_step import TokenRows
 from vllm_prefixshare.vllm_plugin.step.host_tables import HostTable
 from vllm_prefixshare.vllm_plugin.step.shards import WHOLE, Interleaved
@@ -70,14 +74,12 @@ def planner_for(
     )
     # vLLM remembers the backends that the first engine of this process chose, and asks no more.
     metrics.start_in_worker(vllm_config)
-    trace = None if chosen.trace is None else trace_to(chosen.trace)
     return DecodePlanner(
         config,
         cost,
         attention.block_size,
         attention.gqa_group_size,
         on_failure=logger().warning,
-        on_plan=None if trace is None else partial(trace.record, config.divider),
     )
 
 
@@ -189,6 +191,25 @@ class StepPlanner:
         self._gqa_group_size = attention.gqa_group_size
         self._kv_tokens_saved = 0
         self._used_row_ids = 0
+        self._trace = self._recorder(executor, attention)
+
+    def _recorder(
+        self, executor: Executor, attention: AttentionConfig
+    ) -> Callable[[TracedPlan], None] | None:
+        """Adds a plan to the trace of this process; None if nothing is recorded."""
+        path = settings().trace
+        trace = None if path is None else trace_to(path)
+        if trace is None:
+            return None
+        engine = TracedEngine(
+            attention,
+            self.query_len,
+            fingerprint(attention, executor.name).device,
+            executor.name,
+            self.decode_planner.config.divider,
+            executor.planner_config().divider,
+        )
+        return partial(trace.record, engine)
 
     def forget(self) -> None:
         """Make a new plan in the next step: the plan on the device is lost."""
@@ -223,6 +244,7 @@ class StepPlanner:
             self._kv_tokens_saved = baseline - update.plan.kv_tokens_read(planned)
             if num_reqs and update.is_new:
                 STATS.note_plan(update.seconds, update.plan.imbalance, update.unshared)
+                self._record(update, rows, tokens)
         if not num_reqs:
             return PlannedStep(update.plan, num_reqs, num_tokens)
         baseline = self._baseline_tokens(rows.max_seq_lens, tokens)
@@ -277,6 +299,27 @@ class StepPlanner:
                 self._load(plan)
         self.current = update.plan
         return update._replace(seconds=update.seconds + time.perf_counter() - began)
+
+    def _record(self, update: PlanUpdate, rows: "_PlanRows", tokens: TokenRows | None) -> None:
+        """Add a new plan to the trace, if there is one."""
+        if self._trace is None:
+            return
+        plan, lens, table = update.plan, rows.max_seq_lens, rows.block_table
+        baseline = self._baseline_tokens(lens, tokens)
+        # query tokens of one request, each a row of the plan, read its KV together in the baseline
+        part = baseline / max(1, tokens_seen(lens, self.window, self.query_len))
+        made = TracedPlan(
+            plan,
+            table if rows.table_rows is None else table[rows.table_rows],
+            lens,
+            baseline,
+            baseline - self._kv_tokens_saved,
+            self.decode_planner.merge_us(plan, self.query_len),
+            part * self.decode_planner.unshared_us(lens, self.query_len),
+            None if update.unshared is None else STATS.reason_of(update.unshared),
+            update.seconds,
+        )
+        self._trace(made)
 
     def _baseline_tokens(self, seq_lens: IntArray, tokens: TokenRows | None) -> int:
         """KV tokens that FLASH_ATTN would read for the rows of a plan, of these lengths."""
