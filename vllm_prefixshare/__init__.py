@@ -4,6 +4,7 @@
 in every process to find the plugin. What needs torch is loaded on first use.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -12,6 +13,8 @@ __all__ = [
     "PrefixShareDecodeWrapper",
     "PrefixShareError",
     "__version__",
+    "flashinfer_batch",
+    "flashinfer_cache",
     "merge_states",
     "prompt_stats",
 ]
@@ -19,9 +22,19 @@ __all__ = [
 from vllm_prefixshare.core import PrefixShareError
 
 if TYPE_CHECKING:
+    from vllm_prefixshare.flashinfer_pages import flashinfer_batch, flashinfer_cache
     from vllm_prefixshare.merging import merge_states
     from vllm_prefixshare.vllm_plugin.observability.stats import prompt_stats
     from vllm_prefixshare.wrapper import LayerExtras, PrefixShareDecodeWrapper
+
+#: Names that need torch, and their modules.
+_TORCH_NAMES = {
+    "LayerExtras": "wrapper",
+    "PrefixShareDecodeWrapper": "wrapper",
+    "flashinfer_batch": "flashinfer_pages",
+    "flashinfer_cache": "flashinfer_pages",
+    "merge_states": "merging",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -29,10 +42,13 @@ def __getattr__(name: str) -> Any:
         from vllm_prefixshare.vllm_plugin.observability.stats import prompt_stats
 
         return prompt_stats
-    if name in ("LayerExtras", "PrefixShareDecodeWrapper", "merge_states"):
+    if module := _TORCH_NAMES.get(name):
         try:
-            from vllm_prefixshare import merging, wrapper
+            return getattr(import_module(f"vllm_prefixshare.{module}"), name)
         except ModuleNotFoundError as e:
             raise PrefixShareError(f"{name} needs {e.name}: install it with pip first.") from None
-        return getattr(merging if name == "merge_states" else wrapper, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

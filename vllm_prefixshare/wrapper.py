@@ -183,6 +183,19 @@ class PrefixShareDecodeWrapper:
         #: the thread that made the plan
         self._thread = threading.get_ident()
 
+    def __repr__(self) -> str:
+        a, divider = self.attention, self._planner.config.divider
+        default = " (default)" if divider == self._executor.planner_config().divider else ""
+        state = "no plan yet"
+        if self._plan is not None:
+            state = f"share factor {self.stats().share_factor:.2f}"
+        return (
+            f"PrefixShareDecodeWrapper({a.num_qo_heads} query and {a.num_kv_heads} KV heads, "
+            f"head_dim {a.head_dim}, {a.dtype}, KV cache {a.of_cache}, blocks of {a.block_size} "
+            f"tokens; {self._executor.name} kernel on {self.device}, divider {divider}{default}; "
+            f"{state})"
+        )
+
     @property
     def last_plan(self) -> DecodePlan:
         """The current plan.

@@ -61,6 +61,15 @@ class DecodePlan:
     merge_indptr: IntArray
     planned_seq_lens: IntArray
 
+    def __repr__(self) -> str:
+        lengths = self.run_lengths(self.planned_seq_lens).astype(np.int64)
+        uses = int(lengths @ (self.run_reader_end - self.run_reader_start))
+        return (
+            f"DecodePlan({self.num_reqs} requests, blocks of {self.block_size} tokens; "
+            f"{self.num_tiles} work tiles in {self.num_workers} work queues, {self.num_partials} "
+            f"partial results; share factor {uses / max(1, int(lengths.sum())):.2f})"
+        )
+
     @property
     def num_workers(self) -> int:
         """Number of workers."""

@@ -3,10 +3,10 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,47 +14,17 @@ import pytest
 from tests.support.cli_runs import PROGRAM, run
 from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
+from tests.support.traced_plans import LENS, TABLE, Group, record_in
 from vllm_prefixshare.cli.batches import read_batch
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
-from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability import tracing
-from vllm_prefixshare.vllm_plugin.step.host_tables import PassedTable, RowTable
-from vllm_prefixshare.vllm_plugin.step.planner import StepBatch, StepPlanner
-
-SHAPE = AttentionConfig(4, 2, 64, 16)
-CONFIG = SimpleNamespace(
-    parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-    cache_config=SimpleNamespace(enable_prefix_caching=True),
-)
-TABLE = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 0]], np.int32)
-LENS = np.array([60, 52, 40], np.int32)
-
-
-class Group:
-    """The step planner of a KV-cache group, made as an engine makes it."""
-
-    def __init__(self, attention: AttentionConfig = SHAPE) -> None:
-        self.planner = StepPlanner(TorchExecutor(attention), attention, CONFIG, 1)
-
-    def update(self, table: np.ndarray, lens: np.ndarray, **slots: np.ndarray) -> DecodePlan | None:
-        """Plan a step in which each request has one query token."""
-        held = PassedTable(table, **slots) if slots else RowTable(table)
-        n = len(lens)
-        batch = StepBatch(held, n, n, np.arange(n + 1, dtype=np.int32), 1, lens)
-        return self.planner.plan(batch).plan
 
 
 def planner(monkeypatch: pytest.MonkeyPatch, path: Path | None) -> Group:
     """A group whose plans are recorded in ``path``."""
-    if path is not None:
-        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    settings.cache_clear()
-    tracing.trace_to.cache_clear()
+    record_in(path, monkeypatch)
     return Group()
 
 
@@ -266,7 +236,7 @@ def test_an_earlier_trace_is_replaced_when_a_program_starts(tmp_path, monkeypatc
 
 
 @pytest.mark.engine
-def test_an_engine_is_recorded_and_drawn(tmp_path):
+def test_an_engine_is_recorded_and_drawn(tmp_path, capsys):
     path, picture = tmp_path / "t.jsonl", tmp_path / "plan.svg"
     environment = {
         **ONE_PROCESS,
@@ -284,5 +254,14 @@ def test_an_engine_is_recorded_and_drawn(tmp_path):
     assert max(len(batch.seq_lens) for batch in recorded) == 6
     most = max(recorded, key=lambda batch: len(batch.seq_lens))
     assert len(np.unique(most.block_table[:, 0])) == 1, "all requests begin with the same block"
+    capsys.readouterr()
     assert main(["inspect", str(path), "--svg", str(picture)]) == 0
     assert "node 0" in picture.read_text()
+    lines = capsys.readouterr().out.splitlines()
+    (kernel,) = stats["kernels"]
+    assert f", as the engine ran it: {kernel} kernel on " in lines[0]
+    assert lines[1].startswith("9 query and 3 KV heads, head_dim 64,")
+    assert lines[2].startswith("6 requests, ")
+    # the steps under this plan dominate; the others have fewer requests
+    factor = float(re.match(r"reads ([\d.]+) times fewer KV tokens, ", lines[-2])[1])
+    assert stats["share_factor"] * 0.9 < factor < stats["share_factor"] * 1.5
