@@ -8,7 +8,6 @@ returns the completions and the values to show.
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import re
@@ -690,18 +689,6 @@ def new_trace() -> Path:
     return Path(name)
 
 
-def largest_batch(trace: Path) -> int:
-    """The line of ``trace`` with the most requests.
-
-    Raises:
-        PrefixShareError: ``trace`` has no line.
-    """
-    sizes = [len(json.loads(line)["kv_lens"]) for line in trace.read_text().splitlines()]
-    if not sizes:
-        raise PrefixShareError("nothing was decoded: ask for more tokens.")
-    return sizes.index(max(sizes))
-
-
 def draw_tree(trace: Path) -> None:
     """Print the prefix tree of the largest batch in ``trace``, and delete ``trace``."""
     import numpy as np
@@ -709,7 +696,7 @@ def draw_tree(trace: Path) -> None:
     from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch
     from vllm_prefixshare.planning.sharing import shareable_forest
 
-    batch = read_batch(trace, largest_batch(trace))
+    batch = read_batch(trace)
     trace.unlink()
     forest = shareable_forest(
         batch.block_table, batch.seq_lens, batch.block_size, null_block_id=NULL_BLOCK_ID

@@ -1,9 +1,9 @@
 """The plan of a batch as text and as a picture, with the package's own command line.
 
-Without ``--tree``, an engine answers questions about a document, and records the batches that it
-plans for (``VLLM_PREFIXSHARE_TRACE``). Then ``vllm-prefixshare inspect`` shows the largest batch:
-the forest, a line for each divider, and a picture of forest and schedule. The last table has what
-the engine gained compared with the baseline.
+Without ``--tree``, an engine answers questions about a document, and records its plans
+(``VLLM_PREFIXSHARE_TRACE``). Then ``vllm-prefixshare inspect`` shows the plan of the largest batch
+as the engine ran it, next to attention without sharing, and draws forest and schedule. The last
+table has what the engine gained compared with the baseline.
 
     python examples/inspect_plan.py --svg plan.svg
     python examples/inspect_plan.py --tree 1,4,16_1024,256,64 --svg plan.svg    without an engine
@@ -40,21 +40,20 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=4, help="samples for each question")
     parser.add_argument("--document-tokens", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=4)
-    parser.add_argument("--gpu", default="H200", help="plan as on this GPU")
+    parser.add_argument("--gpu", default="H200", help="with --tree: plan as on this GPU")
     parser.add_argument("--svg", type=Path, default=Path("plan.svg"), help="file for the picture")
     args = parser.parse_args()
     common.at_least(args, 1, "samples", "document_tokens")
     common.at_least(args, 2, "max_tokens")
     common.check_writable(args.svg, "--svg")
-    show = ["inspect", "--gpu", args.gpu, "--svg", str(args.svg)]
+    show = ["inspect", "--svg", str(args.svg)]
     if args.tree:
-        return said(command_line([*show, "--tree", args.tree]), args.svg)
+        return said(command_line([*show, "--gpu", args.gpu, "--tree", args.tree]), args.svg)
     common.check_options(args)
     args.trace = common.new_trace()
     args.max_num_seqs = args.samples * len(QUESTIONS)
     found = common.compare(args, work)
-    step = common.largest_batch(args.trace)
-    status = said(command_line([*show, str(args.trace), "--step", str(step)]), args.svg)
+    status = said(command_line([*show, str(args.trace)]), args.svg)
     args.trace.unlink()
     return status or common.show_gain(found)
 

@@ -32,6 +32,8 @@ RUN = [(b.page, line) for b in SHELL if b.mark == "" for line in b.commands]
 NOT_RUN = [(b, line) for b in SHELL if b.mark == "not run" for line in b.commands]
 CHECKED = [(b.page, line) for b, line in NOT_RUN if b.value != "needs another framework"]
 FOREIGN = [line for b, line in NOT_RUN if b.value == "needs another framework"]
+#: Pages whose blocks are whole scripts; on the others, blocks continue those above them.
+SCRIPTS = {"docs/api.md"}
 #: Commands between backticks in the text. Tables written from published figures are left out: they
 #: keep the command that was current at the time.
 GENERATED = re.compile(r"^<!-- table .*?^<!-- end -->$", re.M | re.S)
@@ -63,6 +65,8 @@ def test_snippets_run_from_top_to_bottom(page, tmp_path, monkeypatch):
     names: dict[str, object] = {"__name__": page}
     for block in PYTHON:
         if block.page == page and block.mark == "":
+            if page in SCRIPTS:
+                names = {"__name__": page}
             exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), names)
 
 

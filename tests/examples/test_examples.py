@@ -239,7 +239,7 @@ def test_the_plan_of_an_engines_batch(tmp_path):
         "--svg", picture, *ALONE,
     )  # fmt: skip
     assert re.search(r"^6 requests, \d+ KV tokens read one by one$", printed, re.M)
-    assert re.search(r"^depth_first +\d+ +[\d.]+", printed, re.M)
+    assert re.search(r"^flashforge \(default\), as run +\d+ +[\d.]+", printed, re.M)
     assert "<svg" in picture.read_text()
     assert f"picture of the forest and the schedule: {picture}" in printed
     read, alone = kv_tokens(printed)

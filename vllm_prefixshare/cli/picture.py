@@ -146,7 +146,7 @@ def picture(
     page.heading(
         schedule_top - TITLE,
         "Schedule: a row for each worker, a bar for each work tile",
-        f"{made_by}; {len(workers)} workers{others}",
+        f"{made_by}; {len(workers)} worker{'' if len(workers) == 1 else 's'}{others}",
     )
     axes = page.axes(schedule_top, STEP * len(shown), MARGIN + LEFT, MARGIN + RIGHT)
     _draw_schedule(page, axes, workers, shown)
