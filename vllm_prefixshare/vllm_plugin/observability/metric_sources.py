@@ -23,6 +23,7 @@ PLAN_SECONDS = "Time to make a plan and put it on the device."
 FALLBACKS = "Kinds of layers left to vLLM's own backend, and plans that share nothing, by reason."
 UNSHARED_PLANS = "Plans that share nothing, by reason."
 EXPECTED_GAIN = "Fraction of attention time that sharing would save, in the last plan without gain."
+KERNEL = "1 for each kernel, or CPU executor, that decodes."
 #: Counts by reason: known reasons start at 0, so that an alert on an increase sees the first one.
 KNOWN_REASONS = {"fallbacks": FALLBACK_REASONS, "unshared_plans": UNSHARED_REASONS}
 #: Field of ``PartCounters`` -> help text on ``/metrics``.
@@ -103,6 +104,8 @@ class DecodeSteps:
         yield Sample("gauge_mostrecent", "imbalance", "", IMBALANCE, values["imbalance"])
         gain = values["expected_gain"] or 0.0
         yield Sample("gauge_mostrecent", "expected_gain", "", EXPECTED_GAIN, gain)
+        for kernel in list(stats.STATS.kernels):  # grows in another thread
+            yield Sample("gauge_mostrecent", "kernel_info", "", KERNEL, 1, {"kernel": kernel})
         for end, count in zip(PLAN_BUCKETS, values["plans_by_time"], strict=True):
             le = {"le": "+Inf" if end == PLAN_BUCKETS[-1] else str(end)}
             yield Sample("histogram", "plan_seconds", "_bucket", PLAN_SECONDS, count, le)

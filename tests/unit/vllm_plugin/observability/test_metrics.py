@@ -127,10 +127,13 @@ def test_files_hold_fallbacks_and_the_recent_share_factor(counted, tmp_path):
         assert value("share_factor") == factor
     publisher.write(tmp_path)
     assert value("share_factor") == 5.0, "kept while nothing decodes"
+    assert value("kernel_info", kernel="native") is None
+    counted.note_engine("native", {})
     counted.note_fallback("a sliding window")
     counted.note_plan(0.0007, 1.5)
     counted.note_plan(3.0, 1.1, Unshared(NO_GAIN, -0.25))
     publisher.write(tmp_path)
+    assert value("kernel_info", kernel="native") == 1
     assert value("fallbacks_total", reason="a sliding window") == 1
     assert value("fallbacks_total", reason="planning failed") == 0
     assert value("unshared_plans_total", reason="no gain expected") == 1
