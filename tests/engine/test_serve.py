@@ -196,6 +196,8 @@ def test_what_the_trace_of_the_server_holds_can_be_inspected(running, folder, ca
     printed = capsys.readouterr().out
     ((tokens, readers),) = re.findall(r"^  node 0: (\d+) tokens x (\d+) requests$", printed, re.M)
     assert int(tokens) % BLOCK_SIZE == 0 and 2 < int(readers) <= len(lines[best]["kv_lens"])
+    assert re.search(r", as the engine ran it: (native|torch) kernel on ", printed)
+    assert f"reads {max(shared):.2f} times fewer KV tokens, estimated " in printed
     assert "node 0" in picture.read_text()
 
 

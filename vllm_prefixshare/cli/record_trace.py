@@ -1,4 +1,4 @@
-"""Run a server, or any program with vLLM, and record the batches that it plans for."""
+"""Run a server, or any program with vLLM, and record its plans."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from vllm_prefixshare.core import PrefixShareError
 
 EXAMPLE = """\
-Record a server until it is stopped by Ctrl-C, then look at the last batch:
+Record a server until it is stopped by Ctrl-C, then look at the plan of its largest batch:
 
     vllm-prefixshare trace trace.jsonl -- vllm serve MODEL --attention-backend PREFIX_SHARE
     vllm-prefixshare inspect trace.jsonl --svg plan.svg
