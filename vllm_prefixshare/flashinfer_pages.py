@@ -44,7 +44,7 @@ def flashinfer_batch(
     last = _on_host(paged_kv_last_page_len, "paged_kv_last_page_len")
     counts = np.diff(indptr)
     if not len(indptr) or indptr[0] != 0 or (counts < 0).any():
-        raise PrefixShareError("paged_kv_indptr must start at 0 and never fall.")
+        raise PrefixShareError("paged_kv_indptr must rise from 0 over num_reqs + 1 entries.")
     if len(last) != len(counts):
         raise PrefixShareError(
             f"paged_kv_last_page_len must have an entry for each of {len(counts)} requests, got "

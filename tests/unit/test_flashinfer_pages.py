@@ -82,9 +82,9 @@ def test_longer_buffers_and_requests_without_pages():
 @pytest.mark.parametrize(
     ("indptr", "indices", "last", "page", "sentence"),
     [
-        ([], [], [], 16, "paged_kv_indptr must start at 0 and never fall"),
-        ([1, 2], [5, 6], [3], 16, "paged_kv_indptr must start at 0 and never fall"),
-        ([0, 2, 1], [5, 6], [3, 3], 16, "paged_kv_indptr must start at 0 and never fall"),
+        ([], [], [], 16, "paged_kv_indptr must rise from 0"),
+        ([1, 2], [5, 6], [3], 16, "paged_kv_indptr must rise from 0"),
+        ([0, 2, 1], [5, 6], [3, 3], 16, "paged_kv_indptr must rise from 0"),
         ([0, 1.5], [5, 6], [3], 16, "paged_kv_indptr must be 1-dimensional integers"),
         ([[0, 1]], [5], [3], 16, "paged_kv_indptr must be 1-dimensional integers"),
         ([0, 3], [5, 6], [3], 16, "paged_kv_indices has 2 entries, but paged_kv_indptr ends at 3"),
