@@ -166,9 +166,7 @@ def _attention_us(plan: DecodePlan, merge_us: float, on_gpu: bool) -> float:
 def _unshared(
     kv_tokens: int, us: float, forest: Forest, attention: AttentionConfig, on_gpu: bool
 ) -> Unshared:
-    """Args:
-    us: as of ``DecodePlanner.unshared_us``.
-    """
+    """A batch without sharing; ``us`` as of ``DecodePlanner.unshared_us``."""
     if on_gpu:
         us = LAYER_US + us * reading_time(forest, kv_tokens, attention)
     return Unshared(kv_tokens, us)
