@@ -100,6 +100,8 @@ def _decode_plan(plan: dict[str, Any], seq_lens: IntArray, block_size: int) -> D
     _require(len(sizes) == len(runs) == len(cost), "work tiles")
     for indices in (requests, rows):
         _require(((indices >= 0) & (indices < len(seq_lens))).all(), "requests")
+    _require(len(np.unique(requests)) == len(seq_lens), "requests")
+    _require(cost.any(), "tile_us")
     last = np.where(ends == OPEN_END, seq_lens[rows], ends)
     _require(((starts >= 0) & (starts <= last) & (last <= seq_lens[rows])).all(), "KV tokens")
     held = np.repeat(sizes, runs)

@@ -210,6 +210,8 @@ def test_options_that_a_trace_answers_are_refused(trace, capsys, options):
         ({"plan.run_row": [0, 1.5]}, "run_row must be a list of integers"),
         ({"plan.run_row": [0]}, "its plan has KV ranges that do not fit together"),
         ({"plan.run_row": [3, 0, 0, 2, 1]}, "its plan has requests that do not fit"),
+        ({"plan.tile_req_indices": [0, 0, 1, 0, 1, 0, 0, 1]}, "its plan has requests that do not"),
+        ({"plan.tile_us": [0] * 5}, "its plan has tile_us that do not fit"),
         ({"plan.run_kv_start": [0, 32, 70, 32, 48]}, "its plan has KV tokens that do not fit"),
         ({"plan.run_kv_end": [32, 1000, -1, -1, -1]}, "its plan has KV tokens that do not fit"),
         ({"plan.run_reader_end": [4, 2, 1, 1, 1]}, "its plan has readers that do not fit"),
