@@ -91,7 +91,7 @@ class Report:
     @property
     def gain(self) -> float:
         """Estimated attention time without sharing over the first plan's."""
-        return self.unshared.attention_us / self.plans[0].attention_us
+        return self.unshared.attention_us / max(1e-3, self.plans[0].attention_us)
 
     def share_factor(self, planned: "Planned") -> float:
         """KV tokens without sharing over those that a plan reads."""
