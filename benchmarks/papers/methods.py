@@ -13,11 +13,12 @@ from benchmarks.papers.merging import Serially, merge_on_gpu
 from benchmarks.peers import Case, Launch, Options, UnavailableError
 from benchmarks.planner.bench import H200
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.catalog import candidates
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.interface import HostBatch, Kernel
 from vllm_prefixshare.kernels.plans import planner_config
-from vllm_prefixshare.kernels.registry import candidates, choose_kernel, make_kernel
+from vllm_prefixshare.kernels.registry import choose_kernel, make_kernel
 from vllm_prefixshare.planning.costs.lookup import cost_model
 from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.costs.padding import PaddingCost

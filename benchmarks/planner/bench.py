@@ -20,8 +20,9 @@ from benchmarks.support.program import add_out, make_parser, recorded_command
 from benchmarks.support.results import write
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.interface import Gpu, Kernel
+from vllm_prefixshare.kernels.interface import Kernel
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning import invariants

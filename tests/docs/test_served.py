@@ -15,8 +15,7 @@ from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.served import on_one_gpu
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.interface import Gpu
-from vllm_prefixshare.kernels.registry import candidates
+from vllm_prefixshare.kernels.catalog import Gpu, candidates
 from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.vllm_plugin import compat

@@ -36,8 +36,9 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.aot import compilation as compile_module
 from vllm_prefixshare.kernels.aot.compilation import compile_launches
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.cpu import native_executor
-from vllm_prefixshare.kernels.interface import Capacity, Gpu
+from vllm_prefixshare.kernels.interface import Capacity
 from vllm_prefixshare.planning import planner as planner_module
 from vllm_prefixshare.planning.costs import lookup
 from vllm_prefixshare.planning.costs.roofline import AnalyticCost

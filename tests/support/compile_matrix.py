@@ -23,7 +23,8 @@ from vllm_prefixshare.kernels.aot.compilation import compile_launches, load_cach
 from vllm_prefixshare.kernels.aot.dispatch import only_compile
 from vllm_prefixshare.kernels.aot.gpu_target import stand_in
 from vllm_prefixshare.kernels.cache_write import CacheWrite
-from vllm_prefixshare.kernels.registry import candidates, make_kernel
+from vllm_prefixshare.kernels.catalog import candidates
+from vllm_prefixshare.kernels.registry import make_kernel
 
 CAPABILITIES = ("8.0", "8.9", "9.0", "10.0", "12.0")
 HEADS = ((16, 1), (64, 8), (32, 8), (32, 32))

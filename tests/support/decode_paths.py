@@ -13,8 +13,8 @@ from tests.support.planning_cases import gpu_config
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PieceLimits
 from vllm_prefixshare.kernels import gpu_executor
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.registry import Choice, make_kernel
 from vllm_prefixshare.planning.costs.lookup import cost_model
 

@@ -8,12 +8,12 @@ import torch
 from tests.support.paged_batches import PagedBatch
 from tests.support.planning_cases import gpu_config
 from vllm_prefixshare.config import AttentionConfig, part_size
-from vllm_prefixshare.kernels.common.launch import QTile
+from vllm_prefixshare.kernels.catalog import Gpu, QTile, q_tile
 from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
-from vllm_prefixshare.kernels.interface import Gpu, Tensors
+from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
-from vllm_prefixshare.kernels.portable.launch import portable_partial_attention, q_tile
+from vllm_prefixshare.kernels.portable.launch import portable_partial_attention
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner

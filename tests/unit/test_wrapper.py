@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.interface import Gpu
 
 SHAPE = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
 TABLE = np.array([[1, 2, 3], [1, 2, 4]], np.int32)

@@ -1,16 +1,21 @@
 """GPUs by name, to plan for one that this machine may not have."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.catalog import (
+    SHARED_MEMORY,
+    Gpu,
+    KernelLimits,
+    candidates,
+    kernel_limits,
+)
+from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.planning.costs.gpus import GPUS, MEASURED, NamedGpu, data_sheet
+from vllm_prefixshare.planning.costs.lookup import cost_model
 from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.costs.roofline import AnalyticCost
-
-if TYPE_CHECKING:
-    from vllm_prefixshare.kernels.interface import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +49,12 @@ def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
         name: one of ``GPUS``.
 
     Raises:
-        PrefixShareError: an unknown GPU, a shape that no kernel serves, or Triton is missing.
+        PrefixShareError: an unknown GPU, or a shape that no kernel serves.
     """
     gpu = gpu_named(name)
-    kernel = kernel_on(gpu, None, attention)
-    from vllm_prefixshare.kernels.plans import planner_config
-    from vllm_prefixshare.planning.costs.lookup import cost_model
-
-    config = planner_config(kernel, attention, null_block_id=0)
-    cost = cost_model(attention, kernel.name, device_name=f"{gpu.device} x{gpu.multiprocessors}")
+    kernel, limits = kernel_on(gpu, None, attention)
+    config = planner_config(limits, attention, null_block_id=0)
+    cost = cost_model(attention, kernel, device_name=f"{gpu.device} x{gpu.multiprocessors}")
     return GpuPlanning(config, cost, cost_source(cost, gpu.device))
 
 
@@ -70,24 +72,16 @@ def cost_source(cost: CostModel, device: str) -> str:
 
 def kernel_on(
     gpu: NamedGpu, name: str | None, attention: AttentionConfig, query_len: int = 1
-) -> "Kernel":
-    """A kernel for layers of this shape as it would run on ``gpu``.
+) -> tuple[str, KernelLimits]:
+    """The kernel for layers of this shape on ``gpu``, and the limits of its plans.
 
     Args:
         name: of the kernel; None for the first that serves.
         query_len: maximum number of query tokens of a request.
 
     Raises:
-        PrefixShareError: a shape that no kernel serves, or Triton is missing.
+        PrefixShareError: a shape that no kernel serves.
     """
-    try:
-        from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
-        from vllm_prefixshare.kernels.interface import Gpu
-        from vllm_prefixshare.kernels.registry import candidates, make_kernel
-    except ImportError as e:
-        raise PrefixShareError(
-            f"{e}: install what planning for a GPU needs with pip install '.[gpu]' in a checkout."
-        ) from None
     here = Gpu(gpu.capability, gpu.multiprocessors, SHARED_MEMORY[gpu.capability] << 10)
     name = name or candidates(attention, here, "auto", query_len)[0]
-    return make_kernel(name, attention, query_len, here)
+    return name, kernel_limits(name, attention, query_len, here)

@@ -94,8 +94,8 @@ class Layer:
         if gpu is None:
             config = CpuExecutor(attention).planner_config(null_block_id=0)
         else:
-            kernel = kernel_on(gpu, engine.kernel, attention, engine.query_len)
-            config = planner_config(kernel, attention, null_block_id=0)
+            _, limits = kernel_on(gpu, engine.kernel, attention, engine.query_len)
+            config = planner_config(limits, attention, null_block_id=0)
         cost = cost_model(attention, engine.kernel, device_name=engine.device)
         return cls(
             *(attention, config, cost, cost_source(cost, name), engine.query_len),

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_prefixshare.config import PlannerConfig, TileGeometry
+from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.core import IntArray, PieceLimits
+from vllm_prefixshare.kernels.catalog import PlanLimits
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.window import tokens_seen
@@ -168,47 +169,16 @@ class Capacity(NamedTuple):
     sizes: dict[str, int]
 
 
-class Gpu(NamedTuple):
-    """Properties of a GPU that kernels depend on.
-
-    capability: compute capability, as in ``(9, 0)``.
-    multi_processor_count: number of multiprocessors.
-    shared_memory: bytes of shared memory that a thread block may have.
-    """
-
-    capability: tuple[int, int]
-    multi_processor_count: int
-    shared_memory: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Gpu":
-        """The GPU behind a CUDA device."""
-        found = torch.cuda.get_device_properties(device)
-        return cls(
-            (found.major, found.minor),
-            found.multi_processor_count,
-            found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        )
-
-
-class Kernel(Protocol):
+class Kernel(PlanLimits, Protocol):
     """A GPU kernel for partial attention.
 
-    divider: the divider that measures best with this kernel.
-    geometry, num_workers, max_tile_requests, max_tile_runs: values that its plans are made with,
-        see ``PlannerConfig``.
     row_tiles: see ``Executor.row_tiles``.
     starts_merging: the launch that follows may begin before this kernel has ended, see
         ``dependent`` of ``merge_states``.
     """
 
     name: str
-    divider: str
-    geometry: TileGeometry
     starts_merging: bool
-    num_workers: int
-    max_tile_requests: int
-    max_tile_runs: int
     row_tiles: int
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:

@@ -3,12 +3,12 @@
 from typing import Any
 
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig, part_size
-from vllm_prefixshare.kernels.interface import Kernel
+from vllm_prefixshare.kernels.catalog import PlanLimits
 from vllm_prefixshare.planning.dividers.registry import get_divider
 
 
 def planner_config(
-    kernel: Kernel,
+    kernel: PlanLimits,
     attention: AttentionConfig,
     divider: str | None = None,
     share: str = "always",

@@ -10,8 +10,8 @@ import torch
 from vllm_prefixshare.config import AttentionConfig, require_launchable
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.aot.compilation import CompileError, compile_launches
-from vllm_prefixshare.kernels.hopper.layout import MAX_HEAD_DIM, MIN_PIECE, hopper_serves
-from vllm_prefixshare.kernels.interface import Gpu, Kernel
+from vllm_prefixshare.kernels.catalog import Gpu, candidates
+from vllm_prefixshare.kernels.interface import Kernel
 
 
 class Choice(NamedTuple):
@@ -31,9 +31,6 @@ KERNEL_CLASSES = {
     "portable": "PortableKernel",
     "mla_hopper": "LatentHopperKernel",
 }
-
-#: layouts store the rows of a tile that read a part in 16 bits, one of them a sign
-MAX_ENCODABLE_ROWS = 32767
 
 
 @cache
@@ -113,59 +110,3 @@ def import_kernel(name: str) -> ModuleType:
         return import_module(f"vllm_prefixshare.kernels.{name}.launch")
     except (ImportError, AttributeError) as e:
         raise CompileError(f"kernel '{name}' cannot be imported with this Triton: {e}.") from e
-
-
-def candidates(
-    attention: AttentionConfig, gpu: Gpu, kernel: str = "auto", query_len: int = 1
-) -> list[str]:
-    """Kernels that serve this shape on this GPU, best first; if one is named, only that.
-
-    Raises:
-        PrefixShareError: there is none.
-    """
-    require_launchable(kernel, query_len)
-    if attention.dtype not in ("bfloat16", "float16"):
-        raise PrefixShareError(
-            f"dtype must be bfloat16 or float16 on a GPU, got {attention.dtype}."
-        )
-    major, minor = gpu.capability
-    if major < 8:
-        raise PrefixShareError(
-            f"This GPU has compute capability {major}.{minor}, 8.0 is the minimum: choose another "
-            "attention backend."
-        )
-    if attention.kv_lora_rank is not None:
-        return _latent_candidates(attention, gpu, kernel, query_len)
-    hopper = hopper_serves(attention, gpu.capability)
-    if kernel == "hopper" and not hopper:
-        raise PrefixShareError(
-            "kernel 'hopper' needs compute capability 9.0 and blocks of a multiple of "
-            f"{MIN_PIECE} tokens, got {major}.{minor} and {attention.block_size}, and has no "
-            f"ALiBi, no head_dim above {MAX_HEAD_DIM} and no quantised KV cache with other "
-            "queries: use kernel='auto'."
-        )
-    if kernel != "auto":
-        return [kernel]
-    return ["hopper", "portable"] if hopper else ["portable"]
-
-
-def _latent_candidates(
-    attention: AttentionConfig, gpu: Gpu, kernel: str, query_len: int
-) -> list[str]:
-    rows = query_len * attention.num_qo_heads
-    if rows > MAX_ENCODABLE_ROWS:
-        raise PrefixShareError(
-            "the kernel for a latent KV cache (kv_lora_rank) takes at most "
-            f"{MAX_ENCODABLE_ROWS} rows of a request, its heads times max_query_len, got {rows}."
-        )
-    if kernel == "portable" or gpu.capability != (9, 0):
-        raise PrefixShareError(
-            "a latent KV cache (kv_lora_rank) has a kernel for compute capability 9.0 only, got "
-            f"{gpu.capability[0]}.{gpu.capability[1]} and kernel={kernel!r}."
-        )
-    if attention.block_size % 8:  # rows of a swizzled box
-        raise PrefixShareError(
-            "the kernel for a latent KV cache (kv_lora_rank) takes blocks of a multiple of 8 "
-            f"tokens, got {attention.block_size}."
-        )
-    return ["mla_hopper"]

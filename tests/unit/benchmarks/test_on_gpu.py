@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks import on_gpu
 from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
-from vllm_prefixshare.kernels.interface import Gpu
-from vllm_prefixshare.kernels.registry import candidates
+from vllm_prefixshare.kernels.catalog import Gpu, candidates
 
 STEPS = {"right": "print('3 passed')", "wrong": "raise SystemExit('1 failed')"}
 

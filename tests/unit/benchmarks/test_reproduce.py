@@ -39,8 +39,8 @@ from tests.support import processes
 from tests.support.gpu_layer import KERNELS, ON_GPU
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner

@@ -22,9 +22,7 @@ from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
-from vllm_prefixshare.kernels.interface import Gpu
-from vllm_prefixshare.kernels.portable.launch import q_tile
+from vllm_prefixshare.kernels.catalog import SHARED_MEMORY, Gpu, q_tile
 from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.planning.costs.table import CostTable

@@ -11,10 +11,10 @@ from tests.support.planning_cases import make_planner
 from tests.support.portable_kernel import make_plan
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.common.layout import KvTiling, max_parts_of, walk_layout
 from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
 from vllm_prefixshare.kernels.hopper.layout import first_request, linked_layout
-from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import make_kernel
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS

@@ -18,8 +18,8 @@ from vllm_prefixshare.kernels.aot.compilation import (
 )
 from vllm_prefixshare.kernels.aot.dispatch import launch, only_compile
 from vllm_prefixshare.kernels.cache_write import CacheWrite
-from vllm_prefixshare.kernels.interface import Gpu
-from vllm_prefixshare.kernels.registry import candidates, first_that_compiles, make_kernel
+from vllm_prefixshare.kernels.catalog import Gpu, candidates
+from vllm_prefixshare.kernels.registry import first_that_compiles, make_kernel
 
 SHAPE = AttentionConfig(32, 8, 128, 16)
 H100 = Gpu((9, 0), 132, 227 << 10)

@@ -11,9 +11,9 @@ from tests.support.planning_cases import COSTS, NULL_BLOCK, gpu_config
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels import gpu_executor as gpu
-from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
+from vllm_prefixshare.kernels.catalog import SHARED_MEMORY, Gpu
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.interface import Capacity, Gpu, HostBatch, Kernel
+from vllm_prefixshare.kernels.interface import Capacity, HostBatch, Kernel
 from vllm_prefixshare.kernels.mla_hopper.launch import LatentHopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.registry import Choice

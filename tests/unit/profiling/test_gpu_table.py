@@ -19,8 +19,9 @@ from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.core import OPEN_END
 from vllm_prefixshare.kernels import gpu_executor
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
-from vllm_prefixshare.kernels.interface import Gpu, HostBatch
+from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice

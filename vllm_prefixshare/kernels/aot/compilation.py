@@ -12,8 +12,9 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.aot.dispatch import only_compile
 from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
-from vllm_prefixshare.kernels.interface import Gpu, Kernel, Tensors
+from vllm_prefixshare.kernels.interface import Kernel, Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.utils.trusted_files import own_folder

@@ -6,14 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.interface import Gpu
-
-#: KiB of shared memory that a thread block may have (CUDA's programming guide, "Technical
-#: specifications per compute capability")
-SHARED_MEMORY = {
-    (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227,
-    (10, 0): 227, (10, 3): 227, (11, 0): 227, (12, 0): 99, (12, 1): 99,
-}  # fmt: skip
+from vllm_prefixshare.kernels.catalog import SHARED_MEMORY, Gpu
 
 
 class StandInDriver:

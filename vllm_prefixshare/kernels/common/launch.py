@@ -1,7 +1,5 @@
 """Limits of plans, tile sizes and arguments of launches that several kernels share."""
 
-from dataclasses import dataclass
-
 import torch
 
 from vllm_prefixshare.core import PieceLimits
@@ -10,39 +8,6 @@ from vllm_prefixshare.kernels.common.constants import LOG2E
 from vllm_prefixshare.kernels.common.layout import KvTiling, max_parts_of
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.interface import Capacity
-
-
-@dataclass(frozen=True, slots=True)
-class QTile:
-    """Tile sizes and occupancy of a kernel.
-
-    rows: query rows of a tile; a power of two of at least 16.
-    kv_tile: tokens that one step of the inner loop multiplies.
-    warps, stages: warps of a CTA; KV tiles in flight.
-    blocks_per_sm: CTAs that share a multiprocessor.
-    columns: maximum number of columns of queries, K and V in one product; a power of two.
-    hoist: which loops LICM may hoist out of (0 none, 1 KV loops, 2 all). A hoisted value takes a
-        register throughout the loop.
-    """
-
-    rows: int
-    kv_tile: int
-    warps: int
-    stages: int
-    blocks_per_sm: int
-    columns: int = 64
-    hoist: int = 2
-
-    def num_workers(self, multiprocessors: int, num_kv_heads: int, rows_per_request: int) -> int:
-        """Work queues whose CTAs fill the GPU."""
-        per_worker = num_kv_heads * self.chunks(rows_per_request)
-        workers = max(1, multiprocessors * self.blocks_per_sm // per_worker)
-        # even: two windows with equally many KV splits read their shared KV in lockstep
-        return workers - workers % 2 if workers > 2 else workers
-
-    def chunks(self, rows_per_request: int) -> int:
-        """Tiles that the query rows of a request fill."""
-        return -(-rows_per_request // self.rows)
 
 
 def plan_limits(

@@ -1,22 +1,22 @@
 """Launch of the Hopper kernel: its compile-time shape and its tensor descriptors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_prefixshare.config import AttentionConfig, part_size
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
-from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
+from vllm_prefixshare.kernels.aot.dispatch import launch
+from vllm_prefixshare.kernels.catalog import Gpu, hopper_limits, hopper_shape
 from vllm_prefixshare.kernels.common.launch import plan_limits, scales_and_strides, score_factors
 from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
-from vllm_prefixshare.kernels.hopper.layout import kv_tile, linked_layout
-from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.hopper.layout import linked_layout
+from vllm_prefixshare.kernels.interface import Capacity, Tensors
 from vllm_prefixshare.planning.plan import DecodePlan
 
 
@@ -25,65 +25,6 @@ def kv_layout(padded_dim: int, item: int) -> gl.NVMMASharedLayout:
     """Shared-memory layout of a KV block with elements of ``item`` bytes."""
     width = min(128, padded_dim * item)
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * item, rank=2)
-
-
-@dataclass(frozen=True, slots=True)
-class HopperShape:
-    """Compile-time shape of the Hopper kernel.
-
-    window: tokens that a query sees; 0 for all.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    query_len: int
-    quantised: bool = False
-    window: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a request on one KV head."""
-        return self.query_len * self.num_qo_heads // self.num_kv_heads
-
-    @property
-    def chunks(self) -> int:
-        """CTAs for the query rows of a request, 128 rows each."""
-        return -(-self.rows // 128)
-
-    @property
-    def max_tile_requests(self) -> int:
-        """Maximum number of requests of a work tile."""
-        return max(1, 2 * (64 // self.rows))  # the same number in each half
-
-    @property
-    def max_tile_runs(self) -> int:
-        """Maximum number of KV ranges of a work tile, a power of two."""
-        # each request has a private range, and n requests share at most n - 1 nodes
-        return max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
-
-    @property
-    def padded_dim(self) -> int:
-        """``head_dim`` rounded up to a power of two."""
-        return power_of_two(self.head_dim)
-
-    @property
-    def kv_tile(self) -> int:
-        """Tokens that one iteration of the inner loop multiplies."""
-        return kv_tile(self.head_dim)
-
-    @property
-    def piece(self) -> int:
-        """Tokens that TMA fetches at once."""
-        return part_size(self.block_size)
-
-    @property
-    def stages(self) -> int:
-        """KV tiles in shared memory."""
-        if self.quantised:  # half the bytes, and room for V twice in float16
-            return {64: 6, 128: 4, 256: 3}[self.padded_dim]
-        return {64: 4, 128: 3, 256: 2}[self.padded_dim]
 
 
 class CacheView:
@@ -135,11 +76,11 @@ class HopperKernel:
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.shape = hopper_shape(attention, query_len)
-        self.max_tile_requests = self.shape.max_tile_requests
-        self.max_tile_runs = self.shape.max_tile_runs
+        limits = hopper_limits(self.shape, gpu)
+        self.num_workers = limits.num_workers
+        self.max_tile_requests = limits.max_tile_requests
+        self.max_tile_runs = limits.max_tile_runs
         self.row_tiles = self.shape.chunks
-        per_worker = attention.num_kv_heads * self.shape.chunks
-        self.num_workers = max(1, gpu.multi_processor_count // per_worker)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``interface.Kernel.layout``."""
@@ -218,16 +159,3 @@ class HopperKernel:
             num_warps=4,
             launch_pdl=True,
         )
-
-
-def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
-    """Compile-time shape of the kernel for a layer."""
-    return HopperShape(
-        attention.num_qo_heads,
-        attention.num_kv_heads,
-        attention.head_dim,
-        attention.block_size,
-        query_len,
-        attention.kv_dtype is not None,
-        attention.sliding_window or 0,
-    )

@@ -11,24 +11,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels.aot.dispatch import launch
+from vllm_prefixshare.kernels.catalog import (
+    LATENT_TILE,
+    Gpu,
+    latent_limits,
+    requests_of_a_tile,
+)
 from vllm_prefixshare.kernels.common.arrays import WORDS, PlanArrays
-from vllm_prefixshare.kernels.common.launch import QTile, score_factors, walk_capacity
+from vllm_prefixshare.kernels.common.launch import score_factors, walk_capacity
 from vllm_prefixshare.kernels.common.layout import KvTiling
 from vllm_prefixshare.kernels.geometry import MLA_HOPPER
-from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.interface import Capacity, Tensors
 from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
 from vllm_prefixshare.planning.plan import DecodePlan
-
-#: 64 rows of outputs fill half of the registers, two KV tiles and the queries fill shared memory
-TILE = QTile(rows=64, kv_tile=64, warps=4, stages=2, blocks_per_sm=1)
-
-
-def requests_of_a_tile(rows: int) -> int:
-    """Maximum number of requests of a tile, at least 1. rows: query rows of a request, its heads
-    times its query tokens.
-    """
-    return max(1, TILE.rows // rows)
 
 
 def kv_tiling(block_size: int, query_len: int = 1) -> KvTiling:
@@ -36,8 +32,8 @@ def kv_tiling(block_size: int, query_len: int = 1) -> KvTiling:
     are as large: on long prefixes that is 2% faster than by ``config.part_size``, at the price of
     short runs that are padded.
     """
-    unit = math.gcd(TILE.kv_tile, block_size)
-    return KvTiling.of(TILE.kv_tile, block_size, query_len)._replace(unit=unit)
+    unit = math.gcd(LATENT_TILE.kv_tile, block_size)
+    return KvTiling.of(LATENT_TILE.kv_tile, block_size, query_len)._replace(unit=unit)
 
 
 def descriptors(cache: torch.Tensor, unit: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
@@ -98,7 +94,7 @@ def latent_partial_attention(
     block_size = t.k_cache.shape[1]
     unit = kv_tiling(block_size).unit
     arrays = PlanArrays(**plan)
-    chunks = TILE.chunks(rows)
+    chunks = LATENT_TILE.chunks(rows)
     block_rows, halves, rope = descriptors(t.k_cache, unit)
     # fmt: off
     launch(
@@ -117,12 +113,12 @@ def latent_partial_attention(
         BLOCK_SIZE=block_size,
         UNIT=unit,
         CHUNKS=chunks,
-        ROWS=TILE.rows,
-        KV_TILE=TILE.kv_tile,
+        ROWS=LATENT_TILE.rows,
+        KV_TILE=LATENT_TILE.kv_tile,
         ROOM=requests_of_a_tile(rows),
         CONSUMER_REGS=224,
         PRODUCER_REGS=56,
-        num_warps=TILE.warps,
+        num_warps=LATENT_TILE.warps,
         launch_pdl=True,
     )
     # fmt: on
@@ -139,10 +135,11 @@ class LatentHopperKernel:
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         rows = query_len * attention.num_qo_heads
         self.query_len = query_len
-        self.num_workers = TILE.num_workers(gpu.multi_processor_count, 1, rows)
-        self.max_tile_requests = requests_of_a_tile(rows)
-        self.max_tile_runs = 1 << 30
-        self.row_tiles = TILE.chunks(rows)
+        limits = latent_limits(rows, gpu)
+        self.num_workers = limits.num_workers
+        self.max_tile_requests = limits.max_tile_requests
+        self.max_tile_runs = limits.max_tile_runs
+        self.row_tiles = LATENT_TILE.chunks(rows)
         self.tiling = kv_tiling(attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:

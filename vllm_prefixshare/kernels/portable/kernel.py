@@ -315,7 +315,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``. cap_rate:
     see ``_scores``; qk_scale is then the cap times log2(e). For each that is None Triton makes a
     binary without it. WINDOW: tokens that a query sees, its own included; 0 for all. HOIST: see
-    ``launch.QTile``.
+    ``catalog.QTile``.
     """
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each

@@ -2,74 +2,24 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.core import IntArray, PieceLimits
 from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
+from vllm_prefixshare.kernels.catalog import Gpu, QTile, portable_limits, shifts_bits
 from vllm_prefixshare.kernels.common.arrays import PlanArrays
 from vllm_prefixshare.kernels.common.launch import (
-    QTile,
     scales_and_strides,
     score_factors,
     walk_capacity,
 )
 from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
 from vllm_prefixshare.kernels.geometry import PORTABLE
-from vllm_prefixshare.kernels.interface import Capacity, Gpu, Tensors
+from vllm_prefixshare.kernels.interface import Capacity, Tensors
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.planning.plan import DecodePlan
-
-
-def q_tile(head_dim: int, gpu: Gpu, quantised: bool = False) -> QTile:
-    """The Q tile for a GPU: two thread blocks on a multiprocessor where it has room for them,
-    so that one multiplies while the other computes its softmax.
-
-    A product takes no more columns than there are rows. Else Triton gives each warp all rows and
-    some of the columns where it has ``mma`` (not ``wgmma``), and weights and sums pass through
-    shared memory.
-
-    Args:
-        quantised: the KV cache has one byte per element. Widening takes registers: with ``mma``
-            (not ``wgmma``) 64 tokens would spill; more where bits are shifted for it.
-    """
-    large = gpu.shared_memory >= 160 << 10  # data-centre GPUs; the others have 99 KiB
-    stages = 3 if gpu.shared_memory >= 227 << 10 else 2
-    if head_dim > 256:  # more rows or tokens spill
-        tokens = 32 if large else 16
-        tile = QTile(32, tokens, 8, 2, 1, 512) if quantised else QTile(32, tokens, 4, 2, 1)
-    elif head_dim > 128:
-        if quantised and shifts_bits(gpu):
-            tile = QTile(64, 32, 8, 2, 1, 256)
-        elif quantised:
-            tile = QTile(64, 32, 4, stages, 2)
-        else:
-            tile = QTile(64, 32, 4, 2, 2) if large else QTile(64, 32, 4, 3, 1)
-    elif quantised and stages < 3:
-        tile = QTile(64, 32, 4, 3, 2)
-    else:
-        if gpu.capability[0] in (10, 11) and not quantised and head_dim > 64:
-            stages = 2  # products there take some memory: three leave no room for two blocks
-        tile = QTile(64, 64, 4, stages, 2) if large else QTile(64, 64, 4, 2, 1)
-    return replace(tile, hoist=hoisting(gpu.capability, head_dim))
-
-
-def shifts_bits(gpu: Gpu) -> bool:
-    """Whether Triton has no e4m3 for a GPU, so that the kernel widens the bits."""
-    return gpu.capability < (8, 9)
-
-
-def hoisting(capability: tuple[int, int], head_dim: int) -> int:
-    """``QTile.hoist`` for a GPU, by what its code spills (docs/notes/portable-kernel.md). Where
-    less is moved, most binaries for Blackwell spill nothing, under any Triton, for up to a
-    twentieth more instructions in 12.0's loops over KV tiles; but heads of 256 spill more on 12.0.
-    Code for other GPUs would spill more under some Tritons.
-    """
-    if capability[0] == 12 and 128 < head_dim <= 256:
-        return 2
-    return {10: 1, 12: 0}.get(capability[0], 2)
 
 
 def portable_partial_attention(
@@ -169,12 +119,10 @@ class PortableKernel:
         self.sliding_window = attention.sliding_window
         quantised = attention.kv_dtype is not None
         self.takes_bits = quantised and shifts_bits(gpu)
-        self.tile = q_tile(attention.head_dim, gpu, quantised)
-        self.num_workers = self.tile.num_workers(
-            gpu.multi_processor_count, attention.num_kv_heads, self.rows
-        )
-        self.max_tile_requests = max(1, self.tile.rows // self.rows)
-        self.max_tile_runs = 1 << 30
+        self.tile, limits = portable_limits(attention, query_len, gpu)
+        self.num_workers = limits.num_workers
+        self.max_tile_requests = limits.max_tile_requests
+        self.max_tile_runs = limits.max_tile_runs
         self.row_tiles = self.tile.chunks(self.rows)
         self.tiling = KvTiling.of(self.tile.kv_tile, attention.block_size, query_len)
 

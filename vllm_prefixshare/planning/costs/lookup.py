@@ -7,8 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.costs.gpus import data_sheet, scaled
@@ -17,6 +16,9 @@ from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.planning.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.utils.trusted_files import distrusted
+
+if TYPE_CHECKING:
+    import torch
 
 #: Versions of the executors, changed whenever their speed does; part of every fingerprint.
 KERNELS = {
@@ -70,11 +72,15 @@ def processor() -> str:
 
 def has_gpu() -> bool:
     """Whether torch finds an NVIDIA GPU."""
+    import torch
+
     return torch.cuda.is_available()
 
 
-def gpu(device: torch.device | str = "cuda") -> str:
+def gpu(device: "torch.device | str" = "cuda") -> str:
     """Name of a GPU and the number of its multiprocessors: a MIG slice counts as a GPU."""
+    import torch
+
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} x{properties.multi_processor_count}"
 

@@ -11,7 +11,7 @@ from numba import njit
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.aot import fill_caches as program
 from vllm_prefixshare.kernels.cache_write import CacheWrite
-from vllm_prefixshare.kernels.interface import Gpu
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.registry import Choice
 
 LAYER = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]

@@ -10,9 +10,10 @@ import torch
 from tests.support.gluon_interpreter import launch_before, load_kernel
 from tests.support.paged_batches import relative_error
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.hopper import launch as hopper
-from vllm_prefixshare.kernels.interface import Gpu, Tensors
+from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.paged_batches import PagedBatch, as_hnd, paged_batch, relative_error
 from tests.support.portable_kernel import Portable, make_plan, tree_reference
-from vllm_prefixshare.kernels.common.launch import QTile
+from vllm_prefixshare.kernels.catalog import QTile
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 

@@ -15,11 +15,8 @@ from tests.support.paged_batches import (
     relative_error,
 )
 from tests.support.portable_kernel import DEVICE, Portable, make_plan
-from vllm_prefixshare.kernels.aot.gpu_target import SHARED_MEMORY
-from vllm_prefixshare.kernels.common.launch import QTile
+from vllm_prefixshare.kernels.catalog import SHARED_MEMORY, Gpu, QTile, q_tile
 from vllm_prefixshare.kernels.extras import LayerExtras
-from vllm_prefixshare.kernels.interface import Gpu
-from vllm_prefixshare.kernels.portable.launch import q_tile
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),

@@ -28,9 +28,9 @@ from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.cache_write import CacheWrite
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.kernels.interface import Gpu
 from vllm_prefixshare.kernels.portable import launch as portable_launch
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning.planner import PLANNING_FAILED

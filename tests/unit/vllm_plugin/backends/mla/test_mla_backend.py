@@ -34,7 +34,7 @@ from tests.unit.vllm_plugin.backends.cuda.test_cuda_backend import (
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.kernels import gpu_executor as gpu
-from vllm_prefixshare.kernels.interface import Gpu
+from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.mla_hopper import launch as kernel
 from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
