@@ -94,7 +94,7 @@ FLOORS = {
         RUNS
         | {"workloads", "vllm_plugin", "__init__", "planning.costs.lookup", "profiling"}
         | {"profiling.gpu_timing"},
-        {"numpy", "matplotlib", "packaging", "torch", "transformers"},
+        {"numpy", "matplotlib", "packaging", "pyarrow", "tokenizers", "torch", "transformers"},
     ),
     "__init__": ({"core", "wrapper", "flashinfer_pages", "merging", "vllm_plugin"}, set()),
 }

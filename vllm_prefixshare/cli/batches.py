@@ -1,6 +1,7 @@
 """Batches for a command: a tree such as ``1,4,16_1024,256,64``, or a file with block tables."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,7 @@ def read_batch(path: Path, step: int | None = None) -> Batch:
             f"{path} is empty: name a file with block tables, or trace a server that decodes with "
             "PREFIX_SHARE."
         )
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines[0].rstrip().endswith("}"):  # one object over several lines
-        lines = [text]
+    lines = _objects(text)
     if step is not None and not -len(lines) <= step < len(lines):
         raise PrefixShareError(
             f"--step must be from {-len(lines)} to {len(lines) - 1} for {path}, got {step}."
@@ -103,6 +102,28 @@ def _largest(lines: list[str]) -> int:
         if isinstance(lens, list) and len(lens) >= most:
             best, most = i, len(lens)
     return best
+
+
+def read_batches(text: str, name: str) -> Iterator[Batch]:
+    """All batches of a text of the form that ``read_batch`` reads.
+
+    Args:
+        name: of the file, for errors.
+
+    Raises:
+        PrefixShareError: it is not of that form.
+    """
+    for line in _objects(text):
+        try:
+            yield _batch(name, json.loads(line))
+        except (ValueError, RecursionError) as e:
+            raise PrefixShareError(f"{name} is not a block-table file: {e}.") from None
+
+
+def _objects(text: str) -> list[str]:
+    """The texts of the objects, one on each line, or a single one over several lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines if lines[0].rstrip().endswith("}") else [text]
 
 
 def _batch(name: str, data: Any) -> Batch:

@@ -67,13 +67,14 @@ class Work(NamedTuple):
 
     prompt_tokens: of all requests. new_tokens: those in no earlier request's prefix.
     attended: KV tokens that the new tokens attend to, summed over the new tokens.
-    output_tokens: steps, in each of which all requests decode.
+    output_tokens: steps, in each of which all requests decode. requests: in a step.
     """
 
     prompt_tokens: float
     new_tokens: float
     attended: float
     output_tokens: int
+    requests: int = 1
 
 
 class Attention(NamedTuple):
@@ -93,6 +94,19 @@ class Times(NamedTuple):
     vllm: float
     parts_off: float
     parts_on: float
+
+    def __add__(self, other: "Times") -> "Times":  # type: ignore[override]
+        return Times(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __mul__(self, factor: float) -> "Times":  # type: ignore[override]
+        return Times(*(value * factor for value in self))
+
+    def __truediv__(self, divisor: float) -> "Times":
+        return Times(*(value / divisor for value in self))
+
+    def rounded(self, digits: int = 2) -> "Times":
+        """The same with fewer digits."""
+        return Times(*(round(value, digits) for value in self))
 
 
 def parse_costs(text: str) -> dict[str, float]:
@@ -135,7 +149,7 @@ def call_times(
     """Where the time of a batch goes, one thing after the other.
 
     Args:
-        num_bytes: of the weights, 16 bits each; 0: only host work is estimated.
+        num_bytes: of the weights on one GPU, 16 bits each; 0: only host work is estimated.
     """
     times = {}
     for part in PROMPT_PARTS:
@@ -145,13 +159,18 @@ def call_times(
         on = (known * costs.shared_us[part] + new * costs.new_us[part]) / 1e3
         times[part] = Times(off, off, min(on, off))
     if num_bytes:
+        arithmetic = gpu.tflops * 1e6 * costs.prefill_efficiency  # operations per microsecond
         # two operations for each weight of two bytes
         flops = work.new_tokens * num_bytes + work.attended * attention.flops
-        prefill = flops / (gpu.tflops * 1e9 * costs.prefill_efficiency)
+        prefill = flops / arithmetic / 1e3
         times["prefill"] = Times(prefill, prefill, prefill)
-        weights_us = num_bytes / (gpu.gb_per_s * 1e3 * costs.weights_efficiency)
+        # a step reads the weights once, and multiplies them with a row of each request
+        weights_us = max(
+            num_bytes / (gpu.gb_per_s * 1e3 * costs.weights_efficiency),
+            num_bytes * work.requests / arithmetic,
+        )
         steps = work.output_tokens / 1e3
         shared = steps * (weights_us + attention.shared_us)
         times["decode"] = Times(steps * (weights_us + attention.unshared_us), shared, shared)
-    times["sum"] = Times(*map(sum, zip(*times.values(), strict=True)))
+    times["sum"] = sum(times.values(), Times(0.0, 0.0, 0.0))
     return times

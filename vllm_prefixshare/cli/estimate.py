@@ -1,77 +1,87 @@
-"""Estimate from a file of prompts how much is shared, what decode would gain on a GPU, and where
-the time of the whole call goes.
-"""
+"""Estimate from a file of prompts what a GPU would gain and cost, and what breaks the prefixes."""
 
 import argparse
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from operator import add
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, BinaryIO
 
-import numpy as np
-
+from vllm_prefixshare.cli.attention_time import LayerTimes, estimator
+from vllm_prefixshare.cli.batches import MAX_REQUESTS, Batch, read_batches
 from vllm_prefixshare.cli.call_time import (
     MEASURED,
     Attention,
+    CallCosts,
     Times,
     Work,
     call_times,
     parse_costs,
-    weight_bytes,
 )
-from vllm_prefixshare.cli.options import (
-    add_cache_argument,
-    add_shape_arguments,
-    attention_of,
-    check_block_size,
-    check_cache_argument,
-    shape_option,
+from vllm_prefixshare.cli.estimate_report import print_report
+from vllm_prefixshare.cli.estimated_model import (
+    EstimatedModel,
+    add_model_arguments,
+    estimated_model,
 )
-from vllm_prefixshare.cli.output import print_table
-from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
-from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
-
-if TYPE_CHECKING:
-    from vllm_prefixshare.cli.batches import Batch
-    from vllm_prefixshare.cli.gpus import GpuPlanning
+from vllm_prefixshare.cli.gpu_memory import batch_bytes, groups_that_fit
+from vllm_prefixshare.cli.log_times import concurrency
+from vllm_prefixshare.cli.options import add_cache_argument, add_shape_arguments
+from vllm_prefixshare.cli.prefixes import (
+    SHOWN_TOKENS,
+    Break,
+    PrefixBlocks,
+    Prompt,
+    decode_batch,
+)
+from vllm_prefixshare.cli.progress import Progress
+from vllm_prefixshare.cli.prompts import (
+    FORMATS,
+    MAX_SAMPLES,
+    Source,
+    head_of,
+    open_source,
+    read_requests,
+)
+from vllm_prefixshare.cli.tokenization import ByteTokenizer, CheckpointTokenizer, Tokenizer
+from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
 
 EXAMPLE = """\
-prompts.jsonl has a prompt on each line, such as "Once upon a time" or {"prompt": [1, 2, 3]}:
+prompts.jsonl has a prompt on each line, such as "Once upon a time", {"prompt": [1, 2, 3]} or
+{"messages": [{"role": "user", "content": "Hello"}]}; OpenAI's batch files, JSON arrays, CSV,
+Parquet, text, traces and logs of vllm serve will do as well, and - is standard input:
 
-    vllm-prefixshare estimate prompts.jsonl --gpu H200 --tokenizer meta-llama/Llama-3.1-8B
+    vllm-prefixshare estimate prompts.jsonl --gpu H200 --model Llama-3.1-8B --batch 64,256
 
-Neighbours in the file decode together, --batch of them at a time. A server's log will do as well,
-from: VLLM_LOGGING_LEVEL=DEBUG vllm serve MODEL --enable-log-requests"""
+Neighbours in the file decode together, --batch of them at a time. For a server's log, start it as
+VLLM_LOGGING_LEVEL=DEBUG vllm serve MODEL --enable-log-requests"""
 
-#: Microseconds of a layer beside its busiest worker: launches, start and merging. On an H200, in 28
-#: published cells, 4 to 26 and 10 in the median; taken for both sides.
-LAYER_US = 10.0
-#: Time without sharing of a token that another request reads as well, over that of a token from
-#: memory: 0.60 to 0.67 with FlashAttention-3 on an H200, where documents of 2k tokens and more are
-#: read again from the L2 cache.
-READ_AGAIN = 0.63
-#: The same of latents, where arithmetic decides: with it gains are 0.88 to 1.02 of those measured
-#: on an H200, in 16 published cells with 8 to 32 heads.
-LATENT_AGAIN = 0.85
-MAX_WEIGHTS_GB = 10_000
-#: Most tokens of a batch; token ids take four bytes each.
-MAX_TOKENS = 1 << 26
+DEFAULT_BATCH = 256
+MAX_SIZES = 16
+#: Maximum number of places that are reported where a prefix breaks.
+MAX_BREAKS = 5
+#: What a file of block tables has near its start.
+TRACE_FIELDS = (b'"kv_lens"', b'"block_tables"', b'"block_size"')
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    command.add_argument("file", type=Path, help="prompts, or a request log of vllm serve")
+    command.add_argument("file", type=Path, help="prompts, a log or a trace; - for standard input")
     command.add_argument("--gpu", required=True, help="such as H200")
-    command.add_argument("--tokenizer", help="for text (default: 4 bytes count as a token)")
-    command.add_argument("--batch", type=int, default=256, help="requests that decode together")
-    command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
+    command.add_argument("--tokenizer", help="for text (default: of --model, else 4 bytes a token)")
     command.add_argument(
-        "--weights-gb", type=float, help="GB of the weights (default: the files in --model)"
+        "--batch",
+        help="requests that decode together, or several numbers such as 64,256,1024 "
+        f"(default: {DEFAULT_BATCH}; for a log with times, as many as would be in flight)",
     )
+    command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
+    command.add_argument("--samples", type=int, default=1, help="outputs of each prompt, vLLM's n")
+    command.add_argument("--limit", type=int, help="read only so many prompts")
+    command.add_argument("--format", choices=FORMATS, default="auto", help="of the file")
+    command.add_argument("--column", help="field with the prompts (default: messages or prompt)")
+    command.add_argument("--price", type=float, help="of a GPU for an hour, in any currency")
+    add_model_arguments(command)
     command.add_argument(
         "--host-costs",
         default="",
@@ -82,349 +92,382 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_cache_argument(command)
 
 
-class Totals(NamedTuple):
-    """Sums over the batches; times in microseconds of all layers, once for each batch. See ``Work``
-    for the tokens.
+@dataclass
+class Totals:
+    """Sums over the batches of one batch size and order of the requests.
+
+    unshared_us, shared_us: attention of all layers in one decode step of each batch.
+    times: milliseconds of each row of the whole call.
+    kv_bytes: of the largest batch, on one GPU.
     """
 
-    requests: int
-    batches: int
-    kv_tokens: int
-    kv_tokens_read: int
-    unshared_us: float
-    shared_us: float
-    prompt_tokens: int
-    new_tokens: int
-    attended: int
+    requests: int = 0
+    batches: int = 0
+    kv_tokens: int = 0
+    kv_tokens_read: int = 0
+    unshared_us: float = 0.0
+    shared_us: float = 0.0
+    times: dict[str, Times] = field(default_factory=dict)
+    kv_bytes: float = 0.0
+    is_limited: bool = False
+
+
+class Estimator:
+    """Estimates batches of one model.
+
+    Args:
+        output_tokens: that each request generates.
+    """
+
+    def __init__(self, model: EstimatedModel, output_tokens: int, costs: CallCosts) -> None:
+        self._model = model
+        self._output_tokens = output_tokens
+        self._costs = costs
+        self._layers = {
+            attention: estimator(gpu, attention) for attention, gpu in model.planning.items()
+        }
+
+    def of_prompts(
+        self, prompts: Iterable[Prompt], blocks: PrefixBlocks, size: int, progress: Progress
+    ) -> Totals:
+        """Totals of the prompts in this order, without the prompts that memory cannot hold."""
+        totals = Totals()
+        groups = groups_that_fit(prompts, blocks, size, self._output_tokens, self._model.memory)
+        for group in groups:
+            found = decode_batch(group.prompts, blocks, self._output_tokens // 2)
+            work = Work(
+                found.prompt_tokens,
+                found.new_tokens,
+                found.attended,
+                self._output_tokens,
+                len(group.prompts),
+            )
+            self._add(totals, found.batch, work)
+            totals.kv_bytes = max(totals.kv_bytes, group.kv_bytes)
+            totals.is_limited |= group.is_limited
+            progress.step(len(group.prompts))
+        return totals
+
+    def of_batches(self, batches: Iterable[Batch]) -> Totals:
+        """Totals of recorded batches, of which only decode is known."""
+        totals = Totals()
+        for batch in batches:
+            work = Work(0, 0, 0, self._output_tokens, len(batch.seq_lens))
+            self._add(totals, batch, work)
+            totals.kv_bytes = max(totals.kv_bytes, batch_bytes(batch, self._model.memory))
+        kept = ("decode", "sum") if self._model.num_bytes else ()
+        totals.times = {row: totals.times[row] for row in kept}
+        return totals
+
+    def _add(self, totals: Totals, batch: Batch, work: Work) -> None:
+        model = self._model
+        read = 0
+        unshared = shared = 0.0
+        for attention, estimate in self._layers.items():
+            layer: LayerTimes = estimate(batch)
+            read = layer.kv_tokens_read
+            unshared += model.layers[attention] * layer.unshared_us
+            shared += model.layers[attention] * layer.shared_us
+        attention_times = Attention(unshared, shared, model.attention_flops)
+        times = call_times(work, attention_times, model.num_bytes, model.gpu, self._costs)
+        totals.requests += len(batch.seq_lens)
+        totals.batches += 1
+        totals.kv_tokens += int(batch.seq_lens.sum())
+        totals.kv_tokens_read += read
+        totals.unshared_us += unshared
+        totals.shared_us += shared
+        for row, found in times.items():
+            totals.times[row] = totals.times.get(row, Times(0.0, 0.0, 0.0)) + found
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the prompts share and what decode would gain; the exit status is 0."""
-    from vllm_prefixshare.cli.batches import MAX_REQUESTS
-    from vllm_prefixshare.cli.gpus import planning_for
-    from vllm_prefixshare.cli.prompts import byte_tokens, load_tokenizer, read_prompts
-
-    if not 1 <= args.batch <= MAX_REQUESTS:
-        raise PrefixShareError(f"--batch must be from 1 to {MAX_REQUESTS}, got {args.batch}.")
-    if not 0 <= args.output_tokens <= 1 << 20:
-        raise PrefixShareError(
-            f"--output-tokens must be from 0 to {1 << 20}, got {args.output_tokens}."
-        )
-    changes = parse_costs(args.host_costs)
-    if args.weights_gb is not None and not 0 < args.weights_gb <= MAX_WEIGHTS_GB:
-        raise PrefixShareError(
-            f"--weights-gb must be above 0 and at most {MAX_WEIGHTS_GB}, got {args.weights_gb}."
-        )
-    if args.weights_gb is not None and args.model is None:
-        raise PrefixShareError("--weights-gb needs --model: name the folder with its config.json.")
-    shapes, left_out = _layers(args)
-    planning = {attention: planning_for(args.gpu, attention) for attention in shapes}
-    tokenizer = byte_tokens if args.tokenizer is None else load_tokenizer(args.tokenizer)
-    prompts = read_prompts(args.file, tokenizer)
-    block_size = next(iter(shapes)).block_size
-    batches = _batches(prompts, args.batch, block_size, args.output_tokens // 2)
-    totals = _plan_all(batches, planning, shapes, args.output_tokens // 2)
-    cost_source = "; ".join(dict.fromkeys(gpu.cost_source for gpu in planning.values()))
-    found = _report(args, totals, cost_source, shapes.total(), left_out)
-    times = _call_times(args, totals, shapes, changes)
-    found["call_ms"] = {row: rounded._asdict() for row, rounded in times.items()}
+    """Print the estimate; the exit status is 1 if the GPU's memory is too small."""
+    sizes = _sizes(args.batch)
+    _check(args, "output-tokens", 0, 1 << 20)
+    _check(args, "samples", 1, MAX_SAMPLES)
+    if args.limit is not None:
+        _check(args, "limit", 1, 1 << 30)
+    if args.price is not None and not 0 <= args.price < 1e6:
+        raise PrefixShareError(f"--price must be from 0 to 1000000, got {args.price}.")
+    costs = MEASURED.with_new_us(parse_costs(args.host_costs))
+    source = Source(args.file, args.format, args.column)
+    model = estimated_model(args)
+    with open_source(source) as file:
+        batches = _recorded(source, file)
+        if batches is not None:
+            found = _estimate_trace(args, batches, costs)
+        else:
+            found = _estimate_prompts(args, model, source, file, sizes, costs)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        _print(args, found)
-    return 0
+        print_report(found)
+    return 0 if found["memory"]["fits"] else 1
 
 
-def _layers(args: argparse.Namespace) -> tuple[Counter[AttentionConfig], Counter[str]]:
-    """How many layers there are of each shape, of those whose attention is estimated; and of the
-    others with attention, by the reason.
-
-    Raises:
-        PrefixShareError: there is none to estimate.
-    """
-    from vllm_prefixshare.cli.gpus import gpu_named
-    from vllm_prefixshare.cli.served import falls_back_on, shape_of
-    from vllm_prefixshare.vllm_plugin import invariance
-    from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
-    from vllm_prefixshare.vllm_plugin.eligibility.platform import gpu_of
-
-    check_block_size(args)
-    check_cache_argument(args)
-    capability = gpu_named(args.gpu).capability
-    if args.model is None:
-        attention = attention_of(args)
-        if attention.kv_dtype is not None and "fp8" not in gpu_of(capability).extras:
-            raise PrefixShareError(
-                f"layers with an fp8 KV cache keep vLLM's own backend on {args.gpu}: name another "
-                "GPU, or leave out --kv-cache-dtype."
-            )
-        return Counter({attention: 1}), Counter()
-    kinds = layer_kinds(args.model)
-    engine = Engine(is_hybrid=not all(kind.attention for kind in kinds))
-    served: list[LayerKind] = []
-    left_out: Counter[str] = Counter()
-    for kind in kinds:
-        if not kind.attention:
-            continue
-        kind = replace(
-            kind,
-            dtype=shape_option(args, "dtype"),
-            use_batch_invariant=invariance.wanted(),
-        )
-        if args.kv_cache_dtype != "auto":
-            kind = replace(kind, kv_cache_dtype=args.kv_cache_dtype)
-        reason = falls_back_on(kind, capability, engine)
-        if reason is None and kind.has_sliding_window:
-            length = kind.sliding_window  # None: the file does not say
-            reason = "a sliding window" + (f" of {length} tokens" if length else "")
-        if reason is None:
-            served.append(kind)
-        else:
-            left_out[reason] += kind.count
-    if not served:
-        reasons = ", ".join(left_out) or "none has attention"
+def _sizes(text: str | None) -> list[int]:
+    """Batch sizes of ``--batch``, ascending; none if it is left out."""
+    if text is None:
+        return []
+    items = text.split(",")
+    if len(items) > MAX_SIZES or not all(
+        item.isdecimal() and len(item) < 9 and 1 <= int(item) <= MAX_REQUESTS for item in items
+    ):
         raise PrefixShareError(
-            f"{args.model} has no layer to estimate on {args.gpu} ({reasons}): see what 'doctor "
-            "--model' says of it."
+            f"--batch must be from 1 to {MAX_REQUESTS}, or up to {MAX_SIZES} such numbers with "
+            f"commas, got {text[:40]}."
         )
-    # one size for all layers, as in an engine
-    block_size = args.block_size
-    if block_size is None:
-        block_size = max(shape_of(kind).block_size for kind in served)
-    shapes: Counter[AttentionConfig] = Counter()
-    for kind in served:
-        shapes[shape_of(kind, block_size=block_size)] += kind.count
-    return shapes, left_out
+    return sorted(set(map(int, items)))
 
 
-def _batches(
-    prompts: Iterator[IntArray], size: int, block_size: int, generated: int
-) -> Iterator["Batch"]:
-    """Batches of ``size`` prompts, each with ``generated`` tokens so far."""
-    some: list[IntArray] = []
-    tokens = 0
-    for prompt in prompts:
-        some.append(prompt)
-        tokens += len(prompt)
-        if tokens > MAX_TOKENS:
-            raise PrefixShareError(
-                f"{len(some)} prompts have more than {MAX_TOKENS} tokens: lower --batch."
-            )
-        if len(some) == size:
-            yield batch_of(some, block_size, generated)
-            some, tokens = [], 0
-    if some:
-        yield batch_of(some, block_size, generated)
+def _check(args: argparse.Namespace, option: str, low: int, high: int) -> None:
+    value = getattr(args, option.replace("-", "_"))
+    if not low <= value <= high:
+        raise PrefixShareError(f"--{option} must be from {low} to {high}, got {value}.")
 
 
-def batch_of(prompts: list[IntArray], block_size: int, generated: int = 0) -> "Batch":
-    """The block tables that vLLM's prefix caching would give these requests.
+def _tokenizer(args: argparse.Namespace) -> Tokenizer:
+    if args.tokenizer is not None:
+        return CheckpointTokenizer(args.tokenizer)
+    if args.model is not None and (args.model / "tokenizer.json").is_file():
+        return CheckpointTokenizer(str(args.model))
+    return ByteTokenizer()
 
-    Args:
-        prompts: token ids of each.
-        generated: tokens that each has generated, besides the one to be computed.
-    """
-    from vllm_prefixshare.cli.batches import MAX_ENTRIES, Batch
 
-    lens = np.array([len(tokens) + generated + 1 for tokens in prompts], np.int32)
-    blocks = -(-lens // block_size)
-    width = int(blocks.max())
-    if len(prompts) * width > MAX_ENTRIES:
+def _recorded(source: Source, file: BinaryIO) -> list[Batch] | None:
+    """The batches of a trace or of a file with block tables; None if it is neither."""
+    if source.format not in ("auto", "trace"):
+        return None
+    head = head_of(file)
+    is_trace = head.lstrip()[:1] == b"{" and any(name in head for name in TRACE_FIELDS)
+    if source.format == "auto" and not is_trace:
+        return None
+    data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
         raise PrefixShareError(
-            f"{len(prompts)} requests of up to {int(lens.max())} tokens are too many at a time: "
-            "lower --batch."
+            f"{source} is longer than the {MAX_BYTES >> 20} MiB of a trace: give fewer lines."
         )
-    table = np.zeros((len(prompts), width), np.int32)
-    # a block is identified by the block before it and its own tokens
-    known: dict[tuple[int, bytes], int] = {}
-    used = 0
-    for row, tokens, count in zip(table, prompts, blocks.tolist(), strict=True):
-        before = 0
-        # vLLM computes the last token of a prompt in any case, so its block is not shared
-        shareable = (len(tokens) - 1) // block_size
-        for i in range(shareable):
-            key = before, tokens[i * block_size : (i + 1) * block_size].tobytes()
-            if (block := known.get(key, 0)) == 0:
-                block = known[key] = used = used + 1
-            row[i] = before = block
-        row[shareable:count] = np.arange(used + 1, used + 1 + count - shareable)
-        used += count - shareable
-    return Batch("prompts", table, lens, block_size)
-
-
-def _plan_all(
-    batches: Iterable["Batch"],
-    planning: dict[AttentionConfig, "GpuPlanning"],
-    layers: Counter[AttentionConfig],
-    generated: int,
-) -> Totals:
-    totals = Totals(0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
-    estimates = {attention: estimator(gpu, attention) for attention, gpu in planning.items()}
-    for batch in batches:
-        unshared = shared = 0.0
-        for attention, estimate in estimates.items():
-            read, one_by_one, together = estimate(batch)
-            unshared += layers[attention] * one_by_one
-            shared += layers[attention] * together
-        these = Totals(
-            len(batch.seq_lens),
-            1,
-            int(batch.seq_lens.sum()),
-            read,
-            unshared,
-            shared,
-            *_prompt_tokens(batch, generated),
+    text = data.decode("utf-8", "replace")
+    if not text.strip():
+        raise PrefixShareError(f"{source} is empty: trace a server that decodes.")
+    batches = list(read_batches(text, str(source)))
+    if len({batch.block_size for batch in batches}) > 1:
+        raise PrefixShareError(
+            f"{source} has batches of several block sizes: give the lines of one."
         )
-        totals = Totals(*map(add, totals, these))
-    return totals
+    return batches
 
 
-def _prompt_tokens(batch: "Batch", generated: int) -> tuple[int, int, int]:
-    """Tokens of the prompts, those that no earlier request of the batch has in the same block, and
-    the KV tokens to which the latter attend.
-
-    Args:
-        generated: tokens in ``batch.seq_lens`` that each request has generated.
-    """
-    lens = batch.seq_lens.astype(np.int64) - generated - 1
-    new = np.zeros_like(lens)
-    blocks = -(-batch.seq_lens // batch.block_size)
-    highest = 0  # ids ascend in the order of their first request
-    for i, (row, count) in enumerate(zip(batch.block_table, blocks.tolist(), strict=True)):
-        seen = int((row[:count] <= highest).sum())
-        highest = max(highest, int(row[:count].max()))
-        new[i] = lens[i] - seen * batch.block_size
-    attended = new * lens - new * (new - 1) // 2
-    return int(lens.sum()), int(new.sum()), int(attended.sum())
-
-
-def estimator(
-    gpu: "GpuPlanning", attention: AttentionConfig
-) -> Callable[["Batch"], tuple[int, float, float]]:
-    """A function that returns, for a batch, the KV tokens that are read with sharing, and the
-    microseconds of a layer's attention without and with sharing.
-
-    Without sharing every request reads its own KV tokens, balanced over the workers; a token that
-    several read comes from memory once, and from the cache for all others.
-    """
-    from vllm_prefixshare.planning.planner import DecodePlanner
-    from vllm_prefixshare.planning.sharing import shareable_forest
-
-    planners = [
-        DecodePlanner(
-            replace(gpu.config, share=share),
-            gpu.cost,
-            attention.block_size,
-            attention.gqa_group_size,
+def _estimate_trace(
+    args: argparse.Namespace, batches: list[Batch], costs: CallCosts
+) -> dict[str, Any]:
+    args.block_size = args.block_size or batches[0].block_size
+    if args.block_size != batches[0].block_size:
+        raise PrefixShareError(
+            f"--block-size must be {batches[0].block_size}, as in {args.file}, or left out."
         )
-        for share in ("never", gpu.config.share)
-    ]
-
-    def estimate(batch: "Batch") -> tuple[int, float, float]:
-        lens = batch.seq_lens
-        unshared, shared = (p.update(batch.block_table, lens).plan for p in planners)
-        forest = shareable_forest(
-            batch.block_table, lens, batch.block_size, null_block_id=gpu.config.null_block_id
-        )
-        reading = reading_time(forest, int(lens.sum()), attention)
-        return (
-            shared.kv_tokens_read(lens),
-            LAYER_US + reading * float(unshared.worker_us.max()),
-            LAYER_US + float(shared.worker_us.max()),
-        )
-
-    return estimate
+    model = estimated_model(args)  # with this block size
+    totals = Estimator(model, args.output_tokens, costs).of_batches(batches)
+    row = _row(args, model, max(len(b.seq_lens) for b in batches), "as recorded", totals)
+    too_long = sum(batch_bytes(b, model.memory) > model.memory.kv_room for b in batches)
+    found = _report(args, model, [row], "recorded batches", too_long)
+    return found | {"requests": len(batches), "arrivals": None, "prefix_cache": None}
 
 
-def reading_time(forest: Forest, kv_tokens: int, attention: AttentionConfig) -> float:
-    """Time to read ``kv_tokens`` request by request on a GPU, over that of as many tokens that all
-    come from memory.
-    """
-    read_again = READ_AGAIN if attention.kv_lora_rank is None else LATENT_AGAIN
-    readers = forest.node_reader_end - forest.node_reader_start
-    tokens = (forest.node_end - forest.node_start).astype(np.int64) @ (readers - 1)
-    return 1 - (1 - read_again) * min(1.0, int(tokens) / kv_tokens)
+def _estimate_prompts(
+    args: argparse.Namespace,
+    model: EstimatedModel,
+    source: Source,
+    file: BinaryIO,
+    sizes: list[int],
+    costs: CallCosts,
+) -> dict[str, Any]:
+    tokenizer = _tokenizer(args)
+    blocks = PrefixBlocks(model.block_size)
+    arrivals = _read(args, source, file, tokenizer, blocks)
+    prompts = blocks.prompts
+    orders = {"as ordered": prompts}
+    estimate = Estimator(model, args.output_tokens, costs)
+    known: dict[tuple[int, str], Totals] = {}
 
+    def totals(size: int, order: str, progress: Progress) -> Totals:
+        key = min(size, len(prompts)), order
+        if key not in known:
+            known[key] = estimate.of_prompts(orders[order], blocks, size, progress)
+        return known[key]
 
-def _tokens_are(args: argparse.Namespace) -> str:
-    return "of 4 bytes each" if args.tokenizer is None else f"of {args.tokenizer}"
-
-
-def _report(
-    args: argparse.Namespace, totals: Totals, cost_source: str, layers: int, left_out: Counter[str]
-) -> dict[str, object]:
-    """What is found; tokens and times are of one decode step, the mean of the batches."""
-    batches = totals.batches
-    return {
-        "file": str(args.file),
-        "requests": totals.requests,
-        "batches": batches,
-        "tokens": _tokens_are(args),
-        "kv_tokens": round(totals.kv_tokens / batches),
-        "kv_tokens_read": round(totals.kv_tokens_read / batches),
-        "share_factor": round(totals.kv_tokens / totals.kv_tokens_read, 3),
-        "gpu": args.gpu,
-        "cost": cost_source,
-        "layers": layers,
-        "layers_left_out": dict(left_out),
-        "attention_us_unshared": round(totals.unshared_us / batches, 2),
-        "attention_us_shared": round(totals.shared_us / batches, 2),
-        "attention_gain": round(totals.unshared_us / totals.shared_us, 3),
+    times = {}
+    if not sizes:
+        sizes = [DEFAULT_BATCH]
+        if arrivals and model.num_bytes:
+            with Progress(len(prompts) * 8) as progress:
+                sizes = [
+                    concurrency(
+                        arrivals,
+                        lambda size: _latency(totals(size, "as ordered", progress)),
+                        MAX_REQUESTS,
+                    )
+                ]
+            times = {"seconds": round(max(arrivals), 3), "in_flight": sizes[0]}
+    if min(sizes) < len(prompts):
+        order = blocks.depth_first_order()
+        if order is not None and order != list(range(len(prompts))):
+            orders["sorted by prefix"] = [prompts[i] for i in order]
+    rows = []
+    with Progress(len(prompts) * len(sizes) * len(orders)) as progress:
+        for size in sizes:
+            for name in orders:
+                if size >= len(prompts) and name != "as ordered":
+                    continue
+                rows.append(_row(args, model, size, name, totals(size, name, progress)))
+    too_long = len(prompts) - totals(sizes[0], "as ordered", progress).requests
+    return _report(args, model, rows, tokenizer.description, too_long) | {
+        "requests": len(prompts),
+        "arrivals": times or None,
+        "prefix_cache": _prefix_cache(blocks, tokenizer),
     }
 
 
-def _call_times(
+def _latency(totals: Totals) -> float:
+    """Seconds of a request in vLLM: its own host work and prefill, and the decode of its batch."""
+    if not totals.requests:
+        return 0.0
+    decode = totals.times["decode"].vllm
+    others = totals.times["sum"].vllm - decode
+    return (others / totals.requests + decode / totals.batches) / 1e3
+
+
+def _read(
     args: argparse.Namespace,
-    totals: Totals,
-    layers: Counter[AttentionConfig],
-    changes: dict[str, float],
-) -> dict[str, Times]:
-    """Milliseconds of a batch, the mean of the batches."""
-    from vllm_prefixshare.cli.gpus import gpu_named
+    source: Source,
+    file: BinaryIO,
+    tokenizer: Tokenizer,
+    blocks: PrefixBlocks,
+) -> list[float]:
+    """Add the prompts of a file to ``blocks``. Returns when they arrived; nothing if it is not
+    known of all of them.
+    """
+    is_file = str(source.path) != "-" and source.path.is_file()
+    size = source.path.stat().st_size if is_file else 0
+    arrivals: list[float | None] = []
+    with Progress(max(1, size)) as progress:
+        if is_file:
+            source = source._replace(read=progress.step)
+        for count, request in enumerate(read_requests(source, file, tokenizer), 1):
+            samples = args.samples * request.samples
+            blocks.add(request.name, request.tokens, samples, request.is_text)
+            arrivals += [request.arrival] * samples
+            if count == args.limit:
+                break
+    times = [time for time in arrivals if time is not None]
+    return times if len(times) == len(arrivals) else []
 
+
+def _row(
+    args: argparse.Namespace, model: EstimatedModel, size: int, order: str, totals: Totals
+) -> dict[str, Any]:
+    """One batch size and order; tokens, microseconds and call_ms are the mean of the batches."""
+    row: dict[str, Any] = {
+        "batch": size,
+        "order": order,
+        "batches": totals.batches,
+        "limited_by_memory": totals.is_limited,
+        "kv_gb": round(totals.kv_bytes / 1e9, 3),
+    }
     batches = totals.batches
-    work = Work(
-        totals.prompt_tokens / batches,
-        totals.new_tokens / batches,
-        totals.attended / batches,
-        args.output_tokens,
-    )
-    attention = Attention(
-        totals.unshared_us / batches,
-        totals.shared_us / batches,
-        sum(4.0 * a.num_qo_heads * a.head_dim * count for a, count in layers.items()),
-    )
-    num_bytes = weight_bytes(args.model)
-    if args.weights_gb is not None:
-        num_bytes = int(args.weights_gb * 1e9)
-    costs = MEASURED.with_new_us(changes)
-    times = call_times(work, attention, num_bytes, gpu_named(args.gpu), costs)
-    return {row: Times(*(round(ms, 2) for ms in found)) for row, found in times.items()}
+    if not batches:
+        return row
+    row |= {
+        "kv_tokens": round(totals.kv_tokens / batches),
+        "kv_tokens_read": round(totals.kv_tokens_read / batches),
+        "share_factor": round(totals.kv_tokens / totals.kv_tokens_read, 3),
+        "attention_us_unshared": round(totals.unshared_us / batches, 2),
+        "attention_us_shared": round(totals.shared_us / batches, 2),
+        "attention_gain": round(totals.unshared_us / totals.shared_us, 3),
+        "call_ms": {
+            name: (times / batches).rounded()._asdict() for name, times in totals.times.items()
+        },
+    }
+    if "decode" in totals.times and args.output_tokens:
+        seconds = totals.times["sum"] / 1e3
+        tokens = totals.requests * args.output_tokens
+        hours = seconds * (model.num_gpus / 3600)
+        row |= {
+            "seconds": seconds.rounded(3)._asdict(),
+            "ms_per_token": (totals.times["decode"] / (batches * args.output_tokens))
+            .rounded(3)
+            ._asdict(),
+            "tokens_per_second": Times(*(tokens / s for s in seconds)).rounded(1)._asdict(),
+            "gpu_hours": hours.rounded(6)._asdict(),
+        }
+        if args.price is not None:
+            row["price"] = (hours * args.price).rounded(4)._asdict()
+    return row
 
 
-def _print(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    of = "one layer" if found["layers"] == 1 else f"{found['layers']} layers"
-    print(
-        f"{found['requests']} prompts, up to {args.batch} at a time; text counts as tokens "
-        f"{found['tokens']}"
-    )
-    print(
-        f"KV tokens of a decode step: {found['kv_tokens']} one by one, {found['kv_tokens_read']} "
-        f"as planned, share factor {found['share_factor']:.2f}"
-    )
-    print(
-        f"attention of {of} on {args.gpu}: {found['attention_us_unshared']:.1f} us unshared, "
-        f"{found['attention_us_shared']:.1f} us shared, {found['attention_gain']:.2f} times as fast"
-    )
-    for reason, count in found["layers_left_out"].items():
-        print(f"not counted: {count} with {reason}")
-    print(f"from the {found['cost']}; the rest of a decode step takes as long as without sharing")
-    print("where the time goes, ms of a batch, one thing after the other:")
-    rows = [("", "vLLM", "parts off", "parts on")]
-    rows += [
-        (row, *(f"{ms:.1f}" for ms in times.values())) for row, times in found["call_ms"].items()
-    ]
-    print_table(rows)
-    print(f"from {MEASURED.source}")
-    if "prefill" not in found["call_ms"]:
-        print("prefill and decode need the weights: name a --model that has them, or --weights-gb")
+def _report(
+    args: argparse.Namespace,
+    model: EstimatedModel,
+    rows: list[dict[str, Any]],
+    tokens: str,
+    too_long: int,
+) -> dict[str, Any]:
+    """All that is found. The fields of the best row are repeated at the top."""
+    asked = [row for row in rows if row["order"] != "sorted by prefix"]
+    best = max(asked, key=lambda row: row.get("tokens_per_second", {}).get("parts_on", 0.0))
+    memory = model.memory
+    return {
+        "file": str(args.file),
+        "tokens": tokens,
+        "model": model.name,
+        "gpu": args.gpu,
+        "num_gpus": model.num_gpus,
+        "output_tokens": args.output_tokens,
+        "cost": model.cost_source,
+        "host_cost": MEASURED.source,
+        "layers": model.layers.total(),
+        "layers_left_out": dict(model.left_out),
+        "memory": {
+            "gpu_gb": model.gpu.memory_gb,
+            "usable_gb": round(memory.total / 1e9, 2),
+            "weights_gb": round(memory.weights / 1e9, 2),
+            "kv_gb": round(max(0.0, memory.kv_room) / 1e9, 2),
+            "too_long": too_long,
+            "fits": too_long == 0,
+        },
+        **best,
+        "estimates": rows,
+    }
+
+
+def _prefix_cache(blocks: PrefixBlocks, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What an unlimited prefix cache would reuse, and what breaks prefixes."""
+    prompts = blocks.prompts
+    total = sum(prompt.num_tokens for prompt in prompts)
+    reusable = sum(prompt.num_known for prompt in prompts) * blocks.block_size
+    return {
+        "block_size": blocks.block_size,
+        "prompt_tokens": total,
+        "reusable_tokens": reusable,
+        "reusable": round(reusable / total, 4),
+        "breaks": [_break(one, blocks, tokenizer) for one in blocks.breaks()[:MAX_BREAKS]],
+    }
+
+
+def _break(one: Break, blocks: PrefixBlocks, tokenizer: Tokenizer) -> dict[str, Any]:
+    texts = []
+    for index in (one.first, one.other):
+        ids = blocks.tokens_of(index)[one.token : one.token + SHOWN_TOKENS]
+        can_decode = blocks.prompts[index].is_text or not isinstance(tokenizer, ByteTokenizer)
+        texts.append(tokenizer.decode(ids) if can_decode else str(ids.tolist()))
+    return {
+        "block": one.block,
+        "token": one.token,
+        "shared_tokens": one.block * blocks.block_size,
+        "requests": one.num_prompts,
+        "first": blocks.prompts[one.first].name,
+        "differs_from": blocks.prompts[one.other].name,
+        "text": texts[0],
+        "other_text": texts[1],
+        "equal_after": round(one.equal_after),
+    }

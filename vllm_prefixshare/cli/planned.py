@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm_prefixshare.cli.estimate import LAYER_US, reading_time
+from vllm_prefixshare.cli.attention_time import LAYER_US, reading_time
 from vllm_prefixshare.cli.gpus import cost_source, kernel_on
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import Forest, PrefixShareError

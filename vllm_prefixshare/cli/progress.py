@@ -21,10 +21,16 @@ class Progress:
         self._shown = self._stream is not None and self._stream.isatty()
         self._began = time.monotonic()
 
-    def step(self) -> None:
-        """Count one step as done."""
-        self.done = min(self.total, self.done + 1)
-        if self._shown:
+    def step(self, count: int = 1) -> None:
+        """Count steps as done."""
+        before = self.done
+        self.done = min(self.total, self.done + count)
+        # at most a thousand times: files have many lines
+        if (
+            self._shown
+            and self.done
+            and self.done * 1000 // self.total > before * 1000 // self.total
+        ):
             full = WIDTH * self.done // self.total
             left = (time.monotonic() - self._began) * (self.total - self.done) / self.done
             bar = "#" * full + "." * (WIDTH - full)

@@ -12,12 +12,14 @@ import pytest
 
 from tests.support.cli_runs import run
 from tests.support.embedded_model import embedded_model_path
+from vllm_prefixshare.cli.attention_time import estimator
 from vllm_prefixshare.cli.batches import tree_batch
 from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times
-from vllm_prefixshare.cli.estimate import _prompt_tokens, batch_of, estimator
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.prompts import MAX_LINE, byte_tokens, read_prompts
+from vllm_prefixshare.cli.prefixes import DecodeBatch, PrefixBlocks, decode_batch
+from vllm_prefixshare.cli.prompts import MAX_LINE, Source, open_source, read_requests
+from vllm_prefixshare.cli.tokenization import ByteTokenizer
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.costs.gpus import GPUS
@@ -30,6 +32,19 @@ DOCUMENT = [(7 * i) % 1000 for i in range(4096)]
 def write(path: Path, lines: list[object]) -> Path:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
+
+
+def read(path: Path) -> list[np.ndarray]:
+    source = Source(path)
+    with open_source(source) as file:
+        return [request.tokens for request in read_requests(source, file, ByteTokenizer())]
+
+
+def batch_of(prompts: list[np.ndarray], block_size: int, generated: int = 0) -> DecodeBatch:
+    blocks = PrefixBlocks(block_size)
+    for i, prompt in enumerate(prompts):
+        blocks.add(f"prompt {i}", prompt.astype(np.int32))
+    return decode_batch(blocks.prompts, blocks, generated)
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: object, gpu: str = "H200") -> dict:
@@ -88,10 +103,10 @@ def test_estimates_of_latents_are_near_what_was_measured():
 def test_every_form_gives_the_same_tokens(tmp_path):
     ids, text = [1, 2, 3], "one two three"
     for line in (ids, {"prompt": ids}, {"prompt": "x", "prompt_token_ids": ids}):
-        (tokens,) = read_prompts(write(tmp_path / "p", [line]), byte_tokens)
+        (tokens,) = read(write(tmp_path / "p", [line]))
         assert tokens.tolist() == ids
     for line in (text, {"prompt": text, "max_tokens": 5}):
-        (tokens,) = read_prompts(write(tmp_path / "p", [line]), byte_tokens)
+        (tokens,) = read(write(tmp_path / "p", [line]))
         assert len(tokens) == 4
         assert tokens.tobytes().rstrip(b"\0").decode() == text
 
@@ -118,14 +133,14 @@ def test_the_log_of_a_server_is_read(tmp_path, capsys):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    prompts = [p.tolist() for p in read_prompts(path, byte_tokens)]
+    prompts = [tokens.tolist() for tokens in read(path)]
     assert prompts == [[*DOCUMENT[:64], i] for i in range(3)]
     assert report(capsys, path)["requests"] == 3
 
 
 def test_blocks_are_shared_as_vllm_shares_them():
     same, other = np.arange(32, dtype=np.int32), np.arange(40, dtype=np.int32)
-    batch = batch_of([same, same, other, other + 1], 16, generated=20)
+    batch = batch_of([same, same, other, other + 1], 16, generated=20).batch
     assert batch.seq_lens.tolist() == [53, 53, 61, 61]
     table = batch.block_table
     # the second block of 32 equal tokens is computed for each request: it holds the prompt's last
@@ -144,8 +159,8 @@ def test_batches_are_planned_one_after_the_other(tmp_path, capsys):
     assert (found["requests"], found["batches"]) == (10, 3)
     assert main(["estimate", str(path), "--gpu", "H200", "--batch", "4"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("10 prompts, up to 4 at a time; text counts as tokens of 4 bytes each\n")
-    assert f"us shared, {found['attention_gain']:.2f} times as fast\n" in said
+    assert "10 requests, 256 output tokens each; text counts as tokens of 4 bytes each\n" in said
+    assert f"us shared, {found['attention_gain']:.2f} times as fast, from" in said
 
 
 def test_a_tokenizer_and_a_model_are_taken(tmp_path):
@@ -154,6 +169,7 @@ def test_a_tokenizer_and_a_model_are_taken(tmp_path):
     done = run("estimate", path, "--gpu", "H100", "--tokenizer", model, "--model", model)
     assert done.returncode == 0, done.stderr
     assert f"text counts as tokens of {model}" in done.stdout
+    assert run("estimate", path, "--gpu", "H100", "--model", model).stdout == done.stdout
     assert "attention of 30 layers on H100" in done.stdout
     assert "scaled from an H200 by data sheet, not measured" in done.stdout
     done = run("estimate", path, "--gpu", "H100", "--tokenizer", tmp_path)
@@ -170,7 +186,7 @@ def test_what_a_tokenizer_does_not_take_is_one_sentence(tmp_path):
     assert "line 1 of" in done.stderr and "the tokenizer does not take it" in done.stderr
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
-    (broken / "tokenizer_config.json").write_text("[]")
+    (broken / "tokenizer.json").write_text("[]")
     done = run("estimate", path, "--gpu", "H100", "--tokenizer", broken)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "cannot be loaded" in done.stderr
@@ -199,7 +215,8 @@ def test_layers_that_gain_nothing_are_not_counted(tmp_path, capsys):
     gpt_oss = write_model(
         tmp_path / "gpt-oss", model_type="gpt_oss", num_hidden_layers=24, **windows
     )
-    one, some = report(capsys, path), report(capsys, path, "--model", gpt_oss)
+    one = report(capsys, path, "--num-layers", 1)
+    some = report(capsys, path, "--model", gpt_oss)
     assert some["layers"] == 12
     assert some["layers_left_out"] == {"a sliding window of 128 tokens": 12}
     assert some["attention_us_shared"] == pytest.approx(12 * one["attention_us_shared"], abs=0.1)
@@ -214,7 +231,7 @@ def test_layers_of_several_shapes_are_added_up(tmp_path, capsys):
     path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(32)])
     fields = {"num_hidden_layers": 3, "per_layer_config": {"1": {"num_key_value_heads": 4}}}
     found = report(capsys, path, "--model", write_model(tmp_path / "model", **fields))
-    eight, four = (report(capsys, path, "--num-kv-heads", n) for n in (8, 4))
+    eight, four = (report(capsys, path, "--num-kv-heads", n, "--num-layers", 1) for n in (8, 4))
     for side in ("attention_us_unshared", "attention_us_shared"):
         assert found[side] == pytest.approx(2 * eight[side] + four[side], abs=0.1)
     assert found["layers"] == 3
@@ -270,7 +287,7 @@ def test_an_fp8_cache_of_latents_has_blocks_of_its_own(tmp_path, capsys):
 
 def test_a_cache_that_a_gpu_does_not_serve_is_refused(tmp_path, capsys):
     path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(4)])
-    assert report(capsys, path, "--kv-cache-dtype", "fp8")["layers"] == 1
+    assert report(capsys, path, "--kv-cache-dtype", "fp8")["layers"] == 32
     # FlashAttention-4 takes it, too
     assert main(["estimate", str(path), "--gpu", "B200", "--kv-cache-dtype", "fp8"]) == 0
     assert main(["estimate", str(path), "--gpu", "L40S", "--kv-cache-dtype", "fp8"]) == 2
@@ -331,7 +348,7 @@ def test_only_new_text_is_tokenized_and_hashed_again():
     # of 33 tokens two blocks are shared; the last token is computed in any case
     new = [33, 1, 17, 4]
     attended = sum(sum(range(n - k + 1, n + 1)) for n, k in zip((33, 33, 49, 20), new, strict=True))
-    assert _prompt_tokens(batch, 5) == (135, sum(new), attended)
+    assert batch[1:] == (135, sum(new), attended)
     work, attention = Work(1000, 100, 1e5, 10), Attention(50.0, 5.0, 4096.0)
     known = call_times(work, attention, 0, GPUS["H200"])
     assert list(known) == [*MEASURED.new_us, "sum"], "no weights, no prefill and decode"
@@ -352,11 +369,11 @@ def cells(said: str) -> list[list[str]]:
 def test_the_table_says_where_the_time_goes(tmp_path, capsys):
     path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(8)])
     words = ["estimate", str(path), "--gpu", "H200"]
-    assert main(words) == 0
+    assert main([*words, "--num-layers", "1"]) == 0
     said = capsys.readouterr().out
-    assert "where the time goes, ms of a batch, one thing after the other:\n" in said
+    assert "where the time goes, ms of a batch of 256, one thing after the other:\n" in said
     assert ["tokenization", "83.2", "83.2", "10.7"] in cells(said)
-    assert said.endswith("name a --model that has them, or --weights-gb\n")
+    assert said.endswith("name a --model that has them, or --weights-gb and --num-layers\n")
     model = write_model(tmp_path / "model", num_hidden_layers=2)
     (model / "model.safetensors").write_bytes(bytes(1000))
     assert main([*words, "--model", str(model), "--host-costs", "tokenization=0.06,copies=0"]) == 0
@@ -398,7 +415,7 @@ def test_memory_is_bounded(tmp_path):
         file.truncate(1 << 40)  # sparse, and one line
     tracemalloc.start()
     with pytest.raises(PrefixShareError, match="longer than the 8 MiB"):
-        list(read_prompts(path, byte_tokens))
+        read(path)
     assert tracemalloc.get_traced_memory()[1] < 4 * MAX_LINE
     tracemalloc.stop()
     long = np.zeros(1 << 20, np.int32)
@@ -406,12 +423,15 @@ def test_memory_is_bounded(tmp_path):
         batch_of([long] * 300, 16)
 
 
-def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vllm_prefixshare.cli.estimate.MAX_TOKENS", 1000)
-    path = write(tmp_path / "p", [DOCUMENT[:400]] * 3)
+def test_too_many_blocks_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vllm_prefixshare.cli.prefixes.MAX_BLOCKS", 50)
+    path = write(tmp_path / "p", [[*DOCUMENT[i : i + 400]] for i in range(3)])
     assert main(["estimate", str(path), "--gpu", "H200"]) == 2
-    assert "3 prompts have more than 1000 tokens: lower --batch" in capsys.readouterr().err
-    assert report(capsys, path, "--batch", "2")["batches"] == 2
+    error = capsys.readouterr().err
+    assert (
+        "line 3 and the prompts before it have more than 50 different blocks: read fewer" in error
+    )
+    assert report(capsys, path, "--limit", "2")["requests"] == 2
 
 
 @pytest.mark.parametrize(
@@ -425,7 +445,10 @@ def test_a_batch_of_too_many_tokens_is_refused(tmp_path, monkeypatch, capsys):
         (["{path}", "--host-costs", "copies"], "--host-costs has 'copies': give PART="),
         (["{path}", "--host-costs", "prefill=1"], "--host-costs has 'prefill=1': give PART="),
         (["{path}", "--host-costs", "copies=nan"], "with a part of tokenization, "),
-        (["{path}", "--weights-gb", "16"], "--weights-gb needs --model"),
+        (
+            ["{path}", "--weights-gb", "16", "--num-kv-heads", "4"],
+            "--weights-gb needs the number of layers",
+        ),
         (["{path}", "--weights-gb", "-1"], "--weights-gb must be above 0"),
         (["{path}", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype must be one of auto, "),
     ],

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from vllm_prefixshare.cli.prompts import byte_tokens, read_prompts
+from vllm_prefixshare.cli.prompts import Source, open_source, read_requests
+from vllm_prefixshare.cli.tokenization import ByteTokenizer
 from vllm_prefixshare.core import PrefixShareError
 
 LOGGED = "INFO 11-22 04:00:00 [logger.py:55] Request r1: prompt: 'x', prompt_token_ids: [1, 2]\n"
@@ -14,7 +15,10 @@ QUOTING = "why does it say prompt_token_ids: [1, 2]?"
 
 def prompts_of(path, content: str) -> list[list[int]]:
     path.write_bytes(content.encode())
-    return [tokens.tolist() for tokens in read_prompts(path, byte_tokens)]
+    source = Source(path)
+    with open_source(source) as file:
+        requests = read_requests(source, file, ByteTokenizer())
+        return [request.tokens.tolist() for request in requests]
 
 
 @pytest.mark.parametrize("first", ["[1]", '"text"', '{"prompt": [1]}'])

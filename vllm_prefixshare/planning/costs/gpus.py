@@ -10,6 +10,7 @@ class NamedGpu(NamedTuple):
     """A GPU as its vendor describes it.
 
     device: its CUDA name. gb_per_s: memory bandwidth. tflops: dense bfloat16.
+    memory_gb: memory in units of 10**9 bytes.
     """
 
     device: str
@@ -17,6 +18,7 @@ class NamedGpu(NamedTuple):
     multiprocessors: int
     gb_per_s: float
     tflops: float
+    memory_gb: int
 
     @property
     def portable_blocks(self) -> int:
@@ -28,20 +30,20 @@ class NamedGpu(NamedTuple):
 
 #: From NVIDIA's data sheets.
 GPUS = {
-    "A10": NamedGpu("NVIDIA A10", (8, 6), 72, 600, 125),
-    "A100": NamedGpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2039, 312),
-    "A100-40GB": NamedGpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1555, 312),
-    "A100-PCIE": NamedGpu("NVIDIA A100 80GB PCIe", (8, 0), 108, 1935, 312),
-    "H100": NamedGpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 3350, 989),
-    "H100-NVL": NamedGpu("NVIDIA H100 NVL", (9, 0), 132, 3938, 835),
-    "H100-PCIE": NamedGpu("NVIDIA H100 PCIe", (9, 0), 114, 2039, 756),
-    "H20": NamedGpu("NVIDIA H20", (9, 0), 78, 4000, 148),
-    "H200": NamedGpu("NVIDIA H200", (9, 0), 132, 4800, 989),
-    "B200": NamedGpu("NVIDIA B200", (10, 0), 148, 8000, 2250),
-    "L4": NamedGpu("NVIDIA L4", (8, 9), 58, 300, 121),
-    "L40S": NamedGpu("NVIDIA L40S", (8, 9), 142, 864, 362),
-    "RTX4090": NamedGpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 1008, 165),
-    "RTX5090": NamedGpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 1792, 209),
+    "A10": NamedGpu("NVIDIA A10", (8, 6), 72, 600, 125, 24),
+    "A100": NamedGpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2039, 312, 80),
+    "A100-40GB": NamedGpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1555, 312, 40),
+    "A100-PCIE": NamedGpu("NVIDIA A100 80GB PCIe", (8, 0), 108, 1935, 312, 80),
+    "H100": NamedGpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 3350, 989, 80),
+    "H100-NVL": NamedGpu("NVIDIA H100 NVL", (9, 0), 132, 3938, 835, 94),
+    "H100-PCIE": NamedGpu("NVIDIA H100 PCIe", (9, 0), 114, 2039, 756, 80),
+    "H20": NamedGpu("NVIDIA H20", (9, 0), 78, 4000, 148, 96),
+    "H200": NamedGpu("NVIDIA H200", (9, 0), 132, 4800, 989, 141),
+    "B200": NamedGpu("NVIDIA B200", (10, 0), 148, 8000, 2250, 180),
+    "L4": NamedGpu("NVIDIA L4", (8, 9), 58, 300, 121, 24),
+    "L40S": NamedGpu("NVIDIA L40S", (8, 9), 142, 864, 362, 48),
+    "RTX4090": NamedGpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 1008, 165, 24),
+    "RTX5090": NamedGpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 1792, 209, 32),
 }
 #: The GPU on which tables and rooflines were measured.
 MEASURED = GPUS["H200"]

@@ -1,0 +1,241 @@
+"""Prefixes of a file's prompts: the blocks that vLLM's prefix caching would share, and what breaks
+a shared prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_prefixshare.cli.batches import MAX_ENTRIES, Batch
+from vllm_prefixshare.core import IntArray, PrefixShareError
+from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks
+
+#: Maximum number of different blocks of a file; each takes some 300 bytes.
+MAX_BLOCKS = 1 << 22
+#: Requests that are compared token by token at each place where a prefix breaks.
+MAX_COMPARED = 16
+#: Tokens that are shown where a prefix breaks.
+SHOWN_TOKENS = 8
+
+
+class Prompt(NamedTuple):
+    """A prompt as blocks.
+
+    blocks: int32 ids of the full blocks that may be shared; equal ids are equal prefixes.
+    num_known: leading blocks that an earlier prompt of the file has.
+    rest: int32 token ids after these blocks, at least one.
+    """
+
+    name: str
+    blocks: IntArray
+    num_known: int
+    rest: IntArray
+    num_tokens: int
+    is_text: bool
+
+
+@dataclass(slots=True)
+class Break:
+    """A place where prompts leave a prefix that they share with an earlier prompt.
+
+    block: the first block that differs; ``block * block_size`` tokens are shared before it.
+    token: the first token that differs, in ``first``.
+    first, other: indices of the first prompt that leaves there, and of the one that it leaves.
+    num_prompts: prompts that leave there.
+    equal_after: mean number of later tokens of such a prompt that ``other`` has after the break as
+        well: they would be shared if the prompts did not differ before them.
+    """
+
+    block: int
+    token: int
+    first: int
+    other: int
+    num_prompts: int = 0
+    equal_after: float = 0.0
+    compared: int = 0
+
+
+@dataclass
+class PrefixBlocks:
+    """The blocks of all prompts of a file, as an unlimited prefix cache would hold them.
+
+    prompts: in the order in which they were added.
+    """
+
+    block_size: int
+    prompts: list[Prompt] = field(default_factory=list)
+    #: a block is identified by the block before it, 0 for none, and its own tokens
+    _ids: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    #: by block id: its tokens, and the first prompt that continues after it
+    _tokens: list[bytes] = field(default_factory=lambda: [b""])
+    _continued: list[int] = field(default_factory=lambda: [-1])
+    _breaks: dict[int, Break] = field(default_factory=dict)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of different blocks."""
+        return len(self._tokens) - 1
+
+    def add(self, name: str, tokens: IntArray, samples: int = 1, is_text: bool = True) -> None:
+        """Add a prompt.
+
+        Args:
+            tokens: int32, at least one.
+            samples: how often it is added.
+            is_text: whether the ids were made from text here.
+
+        Raises:
+            PrefixShareError: the prompts have too many different blocks.
+        """
+        # vLLM computes the last token of a prompt in any case, so its block is not shared
+        shareable = (len(tokens) - 1) // self.block_size
+        ids = np.empty(shareable, np.int32)
+        before = 0
+        known = shareable
+        for i in range(shareable):
+            key = before, tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
+            block = self._ids.get(key, 0)
+            if block == 0:
+                known = min(known, i)
+                block = self._ids[key] = len(self._tokens)
+                self._tokens.append(key[1])
+                self._continued.append(-1)
+                if self._continued[before] < 0:
+                    self._continued[before] = len(self.prompts)
+            ids[i] = before = block
+        if self.num_blocks > MAX_BLOCKS:
+            raise PrefixShareError(
+                f"{name} and the prompts before it have more than {MAX_BLOCKS} different blocks: "
+                "give --limit a smaller number of prompts."
+            )
+        rest = tokens[shareable * self.block_size :].copy()
+        self.prompts.append(Prompt(name, ids, known, rest, len(tokens), is_text))
+        if known < shareable:
+            self._note_break(len(self.prompts) - 1)
+        self.prompts += [self.prompts[-1]._replace(num_known=shareable)] * (samples - 1)
+
+    def tokens_of(self, index: int) -> IntArray:
+        """Int32 token ids of a prompt."""
+        prompt = self.prompts[index]
+        data = b"".join(self._tokens[block] for block in prompt.blocks.tolist())
+        return np.concatenate([np.frombuffer(data, np.int32), prompt.rest])
+
+    def _note_break(self, index: int) -> None:
+        """Count a prompt that leaves a known prefix."""
+        prompt = self.prompts[index]
+        block = prompt.num_known
+        place = int(prompt.blocks[block - 1]) if block else 0
+        other = self._continued[place]
+        if other in (-1, index):  # it goes on where earlier prompts ended
+            return
+        found = self._breaks.get(place)
+        if found is None:
+            mine, theirs = (
+                np.frombuffer(self._tokens[self.prompts[i].blocks[block]], np.int32)
+                for i in (index, other)
+            )
+            token = block * self.block_size + int(np.flatnonzero(mine != theirs)[0])
+            found = self._breaks[place] = Break(block, token, index, other)
+        found.num_prompts += 1
+        if found.compared < MAX_COMPARED:
+            after = (block + 1) * self.block_size
+            equal = _num_equal(
+                self.tokens_of(index)[after:],
+                self.tokens_of(found.other)[found.token + 1 :],
+                self.block_size,
+            )
+            found.compared += 1
+            found.equal_after += (equal - found.equal_after) / found.compared
+
+    def breaks(self) -> list[Break]:
+        """Places where a prefix breaks although later tokens are equal, most such tokens first."""
+        found = [one for one in self._breaks.values() if one.equal_after >= self.block_size]
+        return sorted(found, key=lambda one: -one.equal_after * one.num_prompts)
+
+    def depth_first_order(self) -> list[int] | None:
+        """Indices of the prompts in the depth-first order of their prefix forest, in which prompts
+        with a common prefix are neighbours; None if there are too many to sort.
+        """
+        counts = np.array([len(prompt.blocks) for prompt in self.prompts], np.int32)
+        width = max(1, int(counts.max(initial=0)))
+        if len(counts) * width > MAX_ENTRIES:
+            return None
+        table = np.zeros((len(counts), width), np.int32)
+        for row, prompt in zip(table, self.prompts, strict=True):
+            row[: len(prompt.blocks)] = prompt.blocks
+        return forest_from_blocks(table, counts, self.block_size).request_rows.tolist()
+
+
+def _num_equal(tokens: IntArray, others: IntArray, width: int) -> int:
+    """Tokens of ``tokens``, in pieces of ``width`` from its start on, that are in ``others`` at any
+    place.
+    """
+    if min(len(tokens), len(others)) < width:
+        return 0
+    found = np.isin(_hashes(tokens, width)[::width], _hashes(others, width))
+    return int(found.sum()) * width
+
+
+def _hashes(tokens: IntArray, width: int) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash of the ``width`` tokens from each place on."""
+    factors = np.random.default_rng(0).integers(1, 1 << 63, width, np.uint64) * np.uint64(2) + 1
+    wide = tokens.astype(np.uint64) + 1
+    size = len(tokens) - width + 1
+    total = np.zeros(size, np.uint64)
+    for i, factor in enumerate(factors):
+        total += wide[i : i + size] * factor
+    return total
+
+
+class DecodeBatch(NamedTuple):
+    """Prompts that decode together.
+
+    batch: block tables and lengths half way through their outputs.
+    prompt_tokens, new_tokens: tokens of the prompts, and of these the tokens that no earlier prompt
+        of the batch has in its prefix.
+    attended: KV tokens to which each new token attends, summed.
+    """
+
+    batch: Batch
+    prompt_tokens: int
+    new_tokens: int
+    attended: int
+
+
+def decode_batch(prompts: Sequence[Prompt], blocks: PrefixBlocks, generated: int) -> DecodeBatch:
+    """The block tables that vLLM's prefix caching would give these prompts.
+
+    Args:
+        generated: tokens that each has generated, besides the one to be computed.
+
+    Raises:
+        PrefixShareError: they are too many.
+    """
+    size = blocks.block_size
+    num_tokens = np.array([prompt.num_tokens for prompt in prompts])
+    lens = (num_tokens + generated + 1).astype(np.int32)
+    counts = -(-lens // size)
+    width = int(counts.max())
+    if len(prompts) * width > MAX_ENTRIES:
+        raise PrefixShareError(
+            f"{len(prompts)} requests of up to {int(lens.max())} tokens are too many at a time: "
+            "lower --batch."
+        )
+    table = np.zeros((len(prompts), width), np.int32)
+    new = num_tokens.astype(np.int64)
+    seen: set[int] = set()
+    last = blocks.num_blocks
+    for i, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
+        ids = prompt.blocks
+        listed = ids.tolist()
+        new[i] -= size * sum(map(seen.__contains__, listed))
+        seen.update(listed)
+        table[i, : len(ids)] = ids
+        table[i, len(ids) : count] = np.arange(last + 1, last + 1 + count - len(ids))
+        last += count - len(ids)
+    attended = new * num_tokens - new * (new - 1) // 2
+    batch = Batch("prompts", table, lens, size)
+    return DecodeBatch(batch, int(num_tokens.sum()), int(new.sum()), int(attended.sum()))
