@@ -14,6 +14,8 @@ SHOWN = 32
 def print_report(found: dict[str, Any]) -> None:
     """Print what ``estimate --json`` has."""
     print(_verdict(found))
+    if (advice := _advice(found)) is not None:
+        print(advice)
     if found["memory"]["too_long"] and not found["batches"]:
         _print_prefixes(found)
         return
@@ -47,6 +49,19 @@ def _verdict(found: dict[str, Any]) -> str:
         f"PREFIX_SHARE; decode {_number(per_token['vllm'])} and "
         f"{_number(per_token['parts_on'])} ms a token (batch {found['batch']})."
     )
+
+
+def _advice(found: dict[str, Any]) -> str | None:
+    """What another order would gain, if it is much."""
+    for row in found["estimates"]:
+        if (row["batch"], row["order"]) != (found["batch"], "sorted by prefix"):
+            continue
+        if "seconds" in row and found["seconds"]["parts_on"] > 1.1 * row["seconds"]["parts_on"]:
+            return (
+                f"Sorted by prefix, PREFIX_SHARE takes {_number(row['seconds']['parts_on'])} s: "
+                "sort the file, or set VLLM_PREFIXSHARE_ORDER=prefix."
+            )
+    return None
 
 
 def _gain(gain: float, found: dict[str, Any]) -> str:

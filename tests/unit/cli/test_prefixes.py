@@ -156,6 +156,11 @@ def test_sorting_brings_documents_together(tmp_path, capsys):
     assert ordered["share_factor"] <= tokens / (2992 + 16 * (10 + 129)) + 0.01
     assert ordered["share_factor"] > 2 * shuffled["share_factor"]
     assert found["batch"] == 64
+    assert main(["estimate", str(path), "--gpu", "H200", "--batch", "16"]) == 0
+    seconds = ordered["seconds"]["parts_on"]
+    assert (
+        f"\nSorted by prefix, PREFIX_SHARE takes {seconds:.3g} s: sort" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(("gpus", "status"), [(1, 1), (2, 0)])
@@ -180,6 +185,17 @@ def test_what_does_not_fit_is_told(tmp_path, capsys, gpus, status):
         said = capsys.readouterr().out
         assert said.startswith("Does not fit: 4 of 4 requests need more KV cache than the 6.0 GB")
         assert " ms a token" not in said
+
+
+def test_the_other_requests_are_estimated_where_one_does_not_fit(tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f"{[*range(tokens)]}\n" for tokens in (100, 200_000, 300)))
+    found = estimate(capsys, path, "--gpu", "A10", status=1)
+    assert (found["memory"]["too_long"], found["batches"]) == (1, 1)
+    assert found["tokens_per_second"]["vllm"] > 0
+    assert main(["estimate", str(path), "--gpu", "A10"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("Does not fit: 1 of 3 requests") and "where the time goes" in said
 
 
 def test_shared_blocks_need_room_once(tmp_path, capsys):

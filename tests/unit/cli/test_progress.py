@@ -35,6 +35,19 @@ def test_the_bar_fills_and_goes():
     assert drawn[5] == "\x1b[K"
 
 
+def test_steps_may_be_counted_together():
+    stream = Terminal()
+    with Progress(10_000, stream) as progress:
+        for _ in range(10_000):
+            progress.step()
+        progress.step(5)
+    assert progress.done == 10_000
+    assert len(stream.getvalue().split("\r")) <= 1 + 1000 + 1, "a thousand times at most"
+    with Progress(10, Terminal()) as progress:
+        progress.step(7)
+    assert progress.done == 7
+
+
 def test_nothing_is_written_into_a_file():
     stream = io.StringIO()
     with Progress(2, stream) as progress:
