@@ -16,6 +16,11 @@ HALF_YEAR = timedelta(days=180)
 MAX_ROUNDS = 8
 
 
+def has_time(line: str) -> bool:
+    """Whether a line begins as lines of logs do."""
+    return STAMP.search(line[:MAX_START]) is not None
+
+
 class LogClock:
     """Reads the times of a log's lines, which may have no year."""
 

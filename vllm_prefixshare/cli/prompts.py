@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from vllm_prefixshare.cli.log_times import LogClock
+from vllm_prefixshare.cli.log_times import LogClock, has_time
 from vllm_prefixshare.cli.tokenization import Tokenizer
 from vllm_prefixshare.core import IntArray, PrefixShareError
 
@@ -38,7 +38,7 @@ COLUMNS = ("prompt_token_ids", "messages", "prompt")
 #: Fields that name a request.
 NAMES = ("custom_id", "request_id", "id")
 FORMATS = ("auto", "json", "text", "csv", "parquet", "log", "trace")
-SUFFIXES = {".txt": "text", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+SUFFIXES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 FORMS = (
     'a JSON string, an object with "prompt" or "messages", or a list of token ids on each line, a '
     'JSON array, CSV or Parquet with a column "prompt", lines of text with --format text, or a log '
@@ -97,8 +97,8 @@ def open_source(source: Source) -> AbstractContextManager[BinaryIO]:
 def read_requests(source: Source, file: BinaryIO, tokenizer: Tokenizer) -> Iterator[Request]:
     """The requests of a file that has one of ``FORMS``.
 
-    The format is taken from the file's ending, else from its content: a log if its first line is
-    not JSON.
+    The format is taken from the file's ending, else from its content: if its first line is not
+    JSON it is a log, or text if its name ends in .txt and the line has no time.
 
     Args:
         file: the source, open.
@@ -183,12 +183,13 @@ def _prompts(data: Any, column: str | None, outer: _Prompt | None = None) -> Ite
             yield from _prompts(item, column, outer)
     elif isinstance(data, dict):
         name = next((str(data[key]) for key in NAMES if data.get(key) is not None), outer.name)
-        samples = data.get("n", outer.samples)
-        if type(samples) is not int or not 1 <= samples <= MAX_SAMPLES:
-            raise ValueError(f"n must be an integer from 1 to {MAX_SAMPLES}")
-        inner = _Prompt(None, data.get("tools", outer.tools), name, samples)
-        if isinstance(data.get("body"), dict):  # OpenAI's batch files
-            yield from _prompts(data["body"], column, inner)
+        inner = outer._replace(tools=data.get("tools", outer.tools), name=name)
+        body = data.get("body")
+        if isinstance(body, dict):  # OpenAI's batch files
+            samples = body.get("n") or 1
+            if type(samples) is not int or not 1 <= samples <= MAX_SAMPLES:
+                raise ValueError(f"n must be an integer from 1 to {MAX_SAMPLES}")
+            yield from _prompts(body, column, inner._replace(samples=samples))
             return
         columns = COLUMNS if column is None else (column,)
         found = next((data[key] for key in columns if data.get(key) is not None), None)
@@ -213,7 +214,12 @@ def _json_or_log(source: Source, file: BinaryIO, form: str) -> Iterator[_Row]:
     lines = _lines(source, file)
     number, first = next(lines, (1, ""))
     is_json = _is_json(first)
-    if form == "log" or not (is_json or form == "json" or ARRAY_START.match(first)):
+    is_other = not (is_json or form == "json" or ARRAY_START.match(first))
+    is_text = source.path.suffix.lower() == ".txt" and not has_time(first)
+    if form == "auto" and is_other and is_text and first:
+        for place, line in chain([(number, first)], lines):
+            yield _Row(f"line {place}", line)
+    elif form == "log" or is_other:
         yield from _logged(source, chain([(number, first)], lines), form)
     elif is_json:
         yield _json_row(source, number, first)

@@ -252,6 +252,10 @@ def test_a_text_is_tokenized_once():
     for _ in range(8):
         tokenizer.encode("one question")
     assert counting.characters == len("one question")
+    document = CheckpointTokenizer(str(embedded_model_path()))
+    document.encode(TEXTS[0])
+    _, known = document._memo.encode(TEXTS[2], True)
+    assert known > len(TEXTS[2]) - 1024
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ def test_a_text_is_tokenized_once():
         ("p.txt", "\n\n", [], "has no prompts"),
         ("p.json", '[\n"one",\n', [], "line 1 of"),
         ("p.jsonl", '{"text": "one"}\n', [], "neither text nor token ids"),
-        ("p.jsonl", '{"prompt": "one", "n": 0}\n', [], "n must be an integer from 1 to"),
+        ("p.jsonl", '{"body": {"prompt": "one", "n": -1}}\n', [], "n must be an integer from 1"),
         ("p.jsonl", '{"messages": [{"role": "user", "content": 7}]}\n', [], "the content of a"),
         ("p.jsonl", '"one"\n', ["--format", "csv"], "has no column"),
         ("p.jsonl", '"one"\n', ["--format", "trace"], "is not a block-table file"),
@@ -292,6 +296,8 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, name, content, options, sen
         ("p.jsonl", lines(*({"question": text} for text in TEXTS)), ["--column", "question"]),
         ("p.csv", "question\n" + "\n".join(TEXTS), ["--column", "question"]),
         ("p", "\n".join(TEXTS), ["--format", "text"]),
+        ("p.jsonl", lines(*({"n": i, "prompt": text} for i, text in enumerate(TEXTS))), []),
+        ("p.txt", lines(*TEXTS), []),
         ("p.jsonl", lines(TEXTS), []),
         ("p.jsonl", lines({"prompt": TEXTS}), []),
     ],

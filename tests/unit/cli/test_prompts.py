@@ -60,3 +60,8 @@ def test_json_is_not_skipped_for_its_first_line(tmp_path, first, then):
 def test_a_log_without_requests_has_no_prompts(tmp_path):
     with pytest.raises(PrefixShareError, match="has no prompts: give"):
         prompts_of(tmp_path / "p", "INFO\n[Gloo] Rank 0 is connected to 0 peer ranks.\n")
+
+
+def test_a_log_whose_name_ends_in_txt_is_no_text(tmp_path):
+    assert prompts_of(tmp_path / "p.txt", f"INFO 11-22 04:00:00 Started\n{LOGGED}") == [[1, 2]]
+    assert len(prompts_of(tmp_path / "p.txt", "one\ntwo\n")) == 2
