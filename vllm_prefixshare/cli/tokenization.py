@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -89,6 +90,8 @@ class CheckpointTokenizer:
     @cached_property
     def _transformers(self) -> Any:
         def load() -> Any:
+            # it advises to install PyTorch, which tokenizers do not need
+            os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(self._name, trust_remote_code=False)
