@@ -113,7 +113,7 @@ def _make_safe(numba_cache: Any) -> None:
 def _announce_compilation() -> None:
     """Say once why a program pauses."""
     logging.getLogger(__name__).info(
-        "Planning is compiled for this machine, once: this takes about half a minute."
+        "Planning is compiled for this machine, once: wait about half a minute."
     )
 
 

@@ -429,7 +429,7 @@ def test_too_many_blocks_are_refused(tmp_path, monkeypatch, capsys):
     assert main(["estimate", str(path), "--gpu", "H200"]) == 2
     error = capsys.readouterr().err
     assert (
-        "line 3 and the prompts before it have more than 50 different blocks: read fewer" in error
+        "line 3 and the prompts before it have more than 50 different blocks: give --limit" in error
     )
     assert report(capsys, path, "--limit", "2")["requests"] == 2
 

@@ -64,7 +64,7 @@ def test_the_installed_vllm_is_patched_and_reverted(root, tmp_path):
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         assert (report["root"], report["release"]) == (str(root), RELEASE)
-        assert len(report["patches"]) == 21
+        assert len(report["patches"]) == 22
         return report["state"]
 
     assert command("status") == "released"
