@@ -4,12 +4,15 @@ Each test also asserts that its subject took place: shared steps, reused plans. 
 ``test_chaos.py``.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tests.engine.conftest import DOCUMENT, ENVIRONMENT, SETTINGS
 from tests.support.dummy_model import write_small_gemma3
 from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, STOCK, Batch, EngineProcess, divergences
+from tests.support.new_weights import pack_output_layer, update_weights, write_changed_copy
 from vllm_prefixshare import PrefixShareError
 
 pytestmark = pytest.mark.engine
@@ -100,6 +103,41 @@ def test_several_samples_of_one_prompt(both):
     assert len({a.token_ids for a in ours.answers}) > 1
     assert_same_tokens(ours, stock)
     assert_shared(ours, factor=2.0)
+
+
+def next_tokens(checkpoint: Path, prompt: str, count: int) -> tuple[int, ...]:
+    """The greedy tokens of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    inputs = AutoTokenizer.from_pretrained(checkpoint)(prompt, return_tensors="pt")
+    tokens = model.generate(
+        **inputs, do_sample=False, min_new_tokens=count, max_new_tokens=count, eos_token_id=-1
+    )
+    return tuple(tokens[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def test_new_weights_in_a_live_engine(both, ours, stock, model, tmp_path):
+    prompts = [ask(q, DOCUMENT[:600]) for q in QUESTIONS[:3]]
+    before, _ = both(prompts, 12, ignore_eos=True)
+    changed = write_changed_copy(model, tmp_path / "changed")
+    try:
+        for engine in (ours, stock):
+            engine.call(update_weights, changed, 1)
+            engine.call(pack_output_layer)
+        batch, expected = both(prompts, 12, ignore_eos=True)
+    finally:  # other tests have the same engines
+        for engine in (ours, stock):
+            engine.call(update_weights, model, 1)
+            engine.call(pack_output_layer)
+    assert batch.answers[0].num_cached_tokens == 0, "the sleep has not emptied the prefix cache"
+    assert_same_tokens(batch, expected)
+    assert_shared(batch)
+    assert batch.answers[0].token_ids == next_tokens(changed, prompts[0], 12)
+    again, _ = both(prompts, 12, ignore_eos=True)
+    tokens = [[answer.token_ids for answer in b.answers] for b in (before, batch, again)]
+    assert tokens[0] == tokens[2] != tokens[1]
 
 
 def test_speculative_rows_share_too(model, stock):

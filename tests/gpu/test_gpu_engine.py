@@ -33,6 +33,7 @@ from tests.support.gpu_engines import (
     engines,
 )
 from tests.support.gpu_layer import ON_GPU
+from tests.support.new_weights import update_weights
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.planning.planner import MIN_STEPS
 
@@ -229,6 +230,19 @@ def test_the_prefix_cache_is_reset_under_running_requests(engine, stock, text):
     again = engine.call(drive, prompts, tokens(16))
     assert_as_stock(again, stock)
     assert again.stats["shared_steps"] > 0  # the steps that compute the document count, too
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_new_weights_after_a_sleep(random_model, level, tmp_path):
+    other = write_small_llama(tmp_path / "other", seed=1)
+    options = {**cases.QUICK, "enable_sleep_mode": True}
+    prompts = Text(random_model).asking(DOCUMENT, PRIVATE)
+    with engines(cases.stock(other), cases.ours(random_model, **options)) as (stock, engine):
+        assert_shared(drive_primed(engine, prompts, tokens(48)))
+        engine.call(update_weights, other, level)
+        run = drive_primed(engine, prompts, tokens(48))
+        assert_as_stock(run, stock)
+        assert_shared(run)
 
 
 def test_aborted_requests_leave_the_others_right(engine, stock, text):
