@@ -4,6 +4,7 @@
 
 VENV := .venv
 RAY := .venv-ray
+TRL := .venv-trl
 # Python compiles what is imported, a third of the files, and must keep it: many images say not to,
 # and then each process compiles PyTorch and vLLM again
 unexport PYTHONDONTWRITEBYTECODE
@@ -61,6 +62,10 @@ soak: model
 ray: model $(RAY)/.locked
 	PREFIXSHARE_RAY=full $(PY) -m pytest tests/examples/test_ray.py $(PYTEST_ARGS)
 
+# GRPO training with TRL, which gets such an environment as well: a minute.
+trl: model $(TRL)/.locked
+	$(PY) -m pytest tests/examples/test_trl.py $(PYTEST_ARGS)
+
 # The hook tests on the files of every vLLM release that is supported: 5 GB of downloads, once.
 releases: venv
 	PREFIXSHARE_RELEASES=all $(PY) -m pytest tests/unit/vllm_plugin/test_other_releases.py tests/patches $(PYTEST_ARGS)
@@ -84,7 +89,7 @@ model: venv
 
 # The converted model stays in its cache.
 clean:
-	rm -rf $(VENV) $(RAY) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(RAY) $(TRL) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A new lock or interpreter starts over, so that the environment holds what the lock says and
@@ -101,10 +106,10 @@ $(VENV)/.project: setup.py pyproject.toml vllm_prefixshare/__init__.py $(VENV)/.
 	$(PY) $(PIP) --no-build-isolation -e .
 	touch $@
 
-$(RAY)/.locked: requirements/ray.lock $(VENV)/.locked
-	rm -rf $(RAY)
-	$(INTERPRETER) -m venv $(RAY)
-	$(RAY)/bin/python $(PIP) -r $<
+$(VENV)-%/.locked: requirements/%.lock $(VENV)/.locked
+	rm -rf $(@D)
+	$(INTERPRETER) -m venv $(@D)
+	$(@D)/bin/python $(PIP) -r $<
 	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
-		> $$($(RAY)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
+		> $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
 	touch $@

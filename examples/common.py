@@ -139,18 +139,27 @@ def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Fill in the model and the log file.
+    """Check the options of ``options``; fill in the model and the log file.
 
     Raises:
-        PrefixShareError: an option of ``options``, or one of our settings, is not usable.
+        PrefixShareError: an option, or one of our settings, is not usable.
     """
-    unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES]
-    if unknown:
-        raise PrefixShareError(f"{unknown[0]} is not a known variable: unset it.")
     at_least(args, 0, "pairs")
     at_least(args, 16, "max_model_len")
     if args.block_size is not None:
         at_least(args, 1, "block_size")
+    fill_in(args)
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Fill in ``args.model`` and ``args.log``, which may be None.
+
+    Raises:
+        PrefixShareError: one of them, or one of our settings, is not usable.
+    """
+    unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES]
+    if unknown:
+        raise PrefixShareError(f"{unknown[0]} is not a known variable: unset it.")
     args.model = find_model(args.model)
     if args.log is None:
         handle, name = tempfile.mkstemp(prefix=f"{Path(sys.argv[0]).stem}-", suffix=".log")
@@ -578,13 +587,12 @@ def show_gain(found: Comparison) -> int:
     Returns:
         exit status: 1 if tokens differ and rounding does not explain it.
     """
-    show_reads(found)
+    show_reads(found.ours.stats)
     return show_calls(found)
 
 
-def show_reads(found: Comparison) -> None:
-    """Print the KV tokens that decode read, which are counts and no times."""
-    stats = found.ours.stats
+def show_reads(stats: Mapping[str, Any]) -> None:
+    """Print the KV tokens that decode read, of ``prefix_share_stats``: counts and no times."""
     print(
         f"\nKV tokens that decode read in each layer, by count: {stats['kv_tokens_read']:,}; "
         f"{stats['kv_tokens_stock']:,} without sharing"

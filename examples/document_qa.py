@@ -180,7 +180,7 @@ def main() -> int:
     args.trace = common.new_trace()
     found = common.compare(args, work)
     common.draw_tree(args.trace)
-    common.show_reads(found)
+    common.show_reads(found.ours.stats)
     status = common.show_calls(found)
     show_published(args.compare)
     show_answers(document, questions, found.first[common.OURS].shown)

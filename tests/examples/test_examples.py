@@ -143,7 +143,7 @@ def show(monkeypatch, capsys, seconds: dict[str, list[float]]) -> str:
         for backend, found in seconds.items()
     }
     found = common.Comparison({backend: passes[0] for backend, passes in timed.items()}, timed)
-    common.show_reads(found)
+    common.show_reads(found.ours.stats)
     assert common.show_calls(found) == 0
     demo["show_published"]("baseline" in seconds)
     return capsys.readouterr().out

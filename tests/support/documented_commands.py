@@ -61,7 +61,7 @@ def check(line: str, config: pytest.Config) -> None:
     if not words:
         return
     program, *arguments = words
-    if program == ".venv/bin/python":
+    if re.fullmatch(r"\.venv(-\w+)?/bin/python", program):
         program = "python"
     if program == "python" and arguments[:2] == ["-m", "pytest"]:
         program, arguments = "pytest", arguments[2:]

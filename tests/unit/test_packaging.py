@@ -64,9 +64,9 @@ def test_entry_points_lead_to_functions(point):
 def test_no_extra_replaces_the_users_vllm():
     project = SETTINGS["project"]
     extras = project["optional-dependencies"]
-    wanted = [Requirement(r) for r in (*project["dependencies"], *extras["ray"])]
-    # ray[llm] pins a vLLM
-    assert not [r for r in wanted if r.name == "vllm" or "llm" in r.extras]
+    named = (*project["dependencies"], *extras["ray"], *extras["trl"])
+    pinned = {"llm", "vllm"}  # ray[llm] and trl[vllm] pin a vLLM
+    assert not [r for r in map(Requirement, named) if r.name == "vllm" or r.extras & pinned]
 
 
 def test_urls_are_complete_or_placeholders():
