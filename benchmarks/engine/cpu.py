@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import write
-from tests.support.embedded_model import embedded_model_path
+from examples.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
 from vllm_prefixshare import __version__
 from vllm_prefixshare.planning.costs.lookup import processor

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from benchmarks.engine.workloads import kv_bytes_per_token
+from examples.embedded_model import embedded_model_path
 from tests.support.dummy_model import write_llama_8b
-from tests.support.embedded_model import embedded_model_path
 
 #: engine argument: the benchmarks' worker extension
 WORKER = {"worker_extension_cls": "benchmarks.engine.worker.BenchWorker"}

@@ -34,8 +34,8 @@ from benchmarks.engine.launch import RANDOM_WEIGHTS
 from benchmarks.quality import accuracy
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
+from examples.embedded_model import embedded_model_path
 from tests.support.dummy_model import write_llama_8b
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess
 from tests.support.engine_steps import (
     FORCED_TOKENS,

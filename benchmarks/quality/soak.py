@@ -28,9 +28,9 @@ from typing import Any
 
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
+from examples.embedded_model import embedded_model_path
 from tests.support import chaos
 from tests.support.dummy_model import SMALL_VOCAB, write_eagle, write_lora, write_small_llama
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import (
     DEFAULT_ENVIRONMENT,
     PREFIX_SHARE,

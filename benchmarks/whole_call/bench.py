@@ -59,8 +59,8 @@ from benchmarks.whole_call.workloads import (
     Run,
     Workloads,
 )
+from examples.embedded_model import embedded_model_path
 from tests.support.dummy_model import write_llama_8b
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import ONE_PROCESS, EngineProcess
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.planning.costs.lookup import gpu, has_gpu, processor

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.embedded_model import embedded_model_path
+from examples.embedded_model import embedded_model_path
 from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, STOCK, Batch, EngineProcess
 
 #: The start of a text; the length is limited by max_model_len and the time of a test.

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.embedded_model import embedded_model_path
 from tests.support.documentation import ROOT, blocks_of
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import DEFAULT_ENVIRONMENT, ONE_PROCESS
 from tests.support.serving import serving
 

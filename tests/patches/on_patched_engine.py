@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from examples.embedded_model import embedded_model_path
 from tests.engine.conftest import DOCUMENT, SETTINGS
 from tests.engine.test_engine import MAX_GAP, QUESTIONS, ask
 from tests.patches.on_patched import hooked_functions
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import STOCK, EngineProcess, divergences
 from vllm_prefixshare.vllm_plugin.hooks import registry
 

@@ -13,8 +13,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
+from examples.embedded_model import embedded_model_path
 from tests.support import tokenizers as families
-from tests.support.embedded_model import embedded_model_path
 from tests.support.shared_prefixes import active
 
 _SPACE = "\u2581"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.embedded_model import embedded_model_path
 from tests.support.cli_runs import run, write_model
-from tests.support.embedded_model import embedded_model_path
 from vllm_prefixshare import __version__
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.embedded_model import embedded_model_path
 from tests.support.cli_runs import run
-from tests.support.embedded_model import embedded_model_path
 from vllm_prefixshare.cli.attention_time import estimator
 from vllm_prefixshare.cli.batches import tree_batch
 from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times

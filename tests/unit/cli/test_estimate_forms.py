@@ -166,7 +166,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize("tokenizer", [False, True])
 def test_neither_torch_nor_vllm_is_needed(tmp_path, tokenizer):
-    from tests.support.embedded_model import embedded_model_path
+    from examples.embedded_model import embedded_model_path
 
     path = tmp_path / "p.jsonl"
     path.write_text(FORMS["text_lines"][1])
@@ -213,7 +213,7 @@ def test_parquet_has_the_output_of_json_lines(tmp_path, capsys):
 def test_messages_are_tokenized_by_the_chat_template(tmp_path):
     from transformers import AutoTokenizer
 
-    from tests.support.embedded_model import embedded_model_path
+    from examples.embedded_model import embedded_model_path
     from vllm_prefixshare.cli.tokenization import CheckpointTokenizer
 
     folder = str(embedded_model_path())
@@ -235,7 +235,7 @@ def test_messages_are_tokenized_by_the_chat_template(tmp_path):
 
 
 def test_a_text_is_tokenized_once():
-    from tests.support.embedded_model import embedded_model_path
+    from examples.embedded_model import embedded_model_path
     from vllm_prefixshare.cli.tokenization import CheckpointTokenizer
 
     class Counting:

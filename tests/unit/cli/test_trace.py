@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.embedded_model import embedded_model_path
 from tests.support.cli_runs import PROGRAM, run
-from tests.support.embedded_model import embedded_model_path
 from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
 from tests.support.traced_plans import LENS, TABLE, Group, record_in
 from vllm_prefixshare.cli.batches import read_batch

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.renderers import base, renderer_from_config
 from vllm.renderers.params import ChatParams, TokenizeParams
 
-from tests.support.embedded_model import embedded_model_path
+from examples.embedded_model import embedded_model_path
 from tests.support.tokenizers import corpus
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.hooks.tokenization import hook_tokenization
