@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up all they need from a fresh clone, each step once.
-# The first set-up takes a few minutes and 3.3 GiB, 0.6 GiB more for `make test`, which brings Ray;
-# pip must be able to find PyTorch's CPU wheels.
+# The first set-up takes a few minutes and 3.3 GiB, 0.7 GiB more for `make test`, which brings Ray
+# and TRL; pip must be able to find PyTorch's CPU wheels.
 
 VENV := .venv
 RAY := .venv-ray
@@ -32,7 +32,7 @@ check: lint
 
 # In several processes of one thread each; a file's tests stay together, for the engines they share,
 # in the order of tests/conftest.py.
-test: lint model $(RAY)/.locked
+test: lint model $(RAY)/.locked $(TRL)/.locked
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The documentation as a site, in site/.
