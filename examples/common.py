@@ -594,8 +594,8 @@ def show_gain(found: Comparison) -> int:
 def show_reads(stats: Mapping[str, Any]) -> None:
     """Print the KV tokens that decode read, of ``prefix_share_stats``: counts and no times."""
     print(
-        f"\nKV tokens that decode read in each layer, by count: {stats['kv_tokens_read']:,}; "
-        f"{stats['kv_tokens_stock']:,} without sharing"
+        f"\nKV tokens that decode read in each layer, by count: {stats['kv_tokens_read']:,.0f}; "
+        f"{stats['kv_tokens_stock']:,.0f} without sharing"
     )
 
 

@@ -135,7 +135,7 @@ def show(monkeypatch, capsys, seconds: dict[str, list[float]]) -> str:
     monkeypatch.syspath_prepend(EXAMPLES)
     demo = runpy.run_path(str(EXAMPLES / "document_qa.py"))
     common = demo["common"]
-    stats = {"kv_tokens_read": 500, "kv_tokens_stock": 6000}
+    stats = {"kv_tokens_read": 500.0, "kv_tokens_stock": 6000.0}  # a server's counters are floats
     timed = {
         backend: [
             common.Pass([(1, 2)] * 4, [()] * 4, None, x, 10 * x, 0.4 * x, stats) for x in found
