@@ -39,20 +39,20 @@ class Question(NamedTuple):
 QUESTIONS = (
     Question("When was the museum founded?", "1952"),
     Question("Who is the director of the museum?", "Peter Lund"),
-    Question("When was the main house built?", "1880"),
-    Question("What are the walls made of?", "red brick"),
-    Question("What is the roof made of?", "copper"),
     Question("When does the museum open?", "10 in the morning"),
     Question("How much does an adult ticket cost?", "12 euros"),
-    Question("How much does a year's pass cost?", "40 euros"),
-    Question("What is the name of the ferry?", "Puffin"),
     Question("Who was the architect of the lighthouse?", "Henry Moss"),
+    Question("How high is the lighthouse?", "38 metres"),
     Question("When was the lighthouse switched off?", "1996"),
+    Question("Which island can visitors see from the gallery?", "Stour"),
+    Question("What was the Marigold made of?", "oak"),
+    Question("When did the Marigold sink?", "1919"),
     Question("What is the smallest boat?", "canoe"),
     Question("What is the hardest of the knots called?", "carrick bend"),
     Question("What does the garden grow?", "sea kale"),
     Question("How many books does the library have?", "12,000"),
-    Question("How much does a bowl of fish soup cost?", "7 euros"),
+    Question("Where is the café?", "boat shed"),
+    Question("Who was the first keeper?", "Thomas Harrow"),
 )
 
 
