@@ -91,7 +91,10 @@ def _written_out() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _notices_shown() -> Iterator[None]:
-    """Write what the package says of its work to standard error."""
+    """Write what the package says of its work to standard error, where that is a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
     logger = logging.getLogger(vllm_prefixshare.__name__)
     handler, level = logging.StreamHandler(), logger.level
     logger.addHandler(handler)

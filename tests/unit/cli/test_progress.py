@@ -1,15 +1,21 @@
 """The progress bar: shown on a terminal only, and erased at the end."""
 
 import io
+import logging
 import os
 import pty
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.cli_runs import PROGRAM
+from vllm_prefixshare.cli import doctor
+from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.profiling import cpu_table
+from vllm_prefixshare.utils import numba_cache
 
 
 class Terminal(io.StringIO):
@@ -53,6 +59,18 @@ def test_nothing_is_written_into_a_file():
     with Progress(2, stream) as progress:
         progress.step()
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_a_terminal_shows_what_the_package_says(stream, monkeypatch):
+    def run(_: object) -> int:
+        logging.getLogger(numba_cache.__name__).info("a notice")
+        return 0
+
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(doctor, "run", run)
+    assert main(["doctor"]) == 0
+    assert stream.getvalue() == ("a notice\n" if stream.isatty() else "")
 
 
 def test_every_step_of_a_profile_is_counted(monkeypatch):
