@@ -27,6 +27,7 @@ TESTS = (
     "test_mla_backend.py",
     "test_mla_fp8_backend.py",
     "test_order.py",
+    "test_external_prefixes.py",
     "test_background_compilation.py",
     "test_backend_choices.py",
 )
