@@ -67,7 +67,7 @@ def _written_out() -> Iterator[None]:
     """Write out here what is printed inside: as Python ends, an error would be a text of its own.
 
     Raises:
-        SystemExit: who read standard output has gone, which is said to nobody.
+        SystemExit: the reader of standard output has gone, which needs no message.
         PrefixShareError: it cannot be written for another reason.
     """
     try:
@@ -91,7 +91,7 @@ def _written_out() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _notices_shown() -> Iterator[None]:
-    """Write what the package says of its work to standard error, where that is a terminal."""
+    """Write the package's log messages to standard error, where that is a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield
         return

@@ -16,7 +16,7 @@ from vllm_prefixshare.vllm_plugin.eligibility.layer import USUAL_BLOCK
 
 #: Maximum ``--block-size``: a number must not make a command take all memory.
 MAX_BLOCK_SIZE = 1 << 16
-#: The attention shape without options: that of Llama-3.1-8B.
+#: The attention shape without options, as in Llama-3.1-8B.
 DEFAULT_SHAPE = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
 
@@ -106,10 +106,10 @@ def attention_of(
 
     Args:
         block_size: without ``--block-size``.
-        mla_reason: why the command does not take a model with latents.
+        mla_reason: why the command takes no model with MLA.
 
     Raises:
-        PrefixShareError: a number is out of range, the model cannot be read or has latents, or no
+        PrefixShareError: a number is out of range, the model cannot be read or has MLA, or no
             layer with such a cache would be served.
     """
     check_block_size(args)

@@ -264,7 +264,7 @@ class _Checkpoint:
             "kv_lora_rank": self.get("kv_lora_rank", 0) if arch.is_deepseek_mla else 0,
         }
         if self.get("kv_lora_rank") and not arch.is_deepseek_mla:
-            # MiniCPM3: vLLM expands latents into keys and values for each head
+            # MiniCPM3: vLLM expands the compressed KV into keys and values of each head
             shape["head_size"] = self.text.qk_nope_head_dim + self.text.qk_rope_head_dim
             shape["num_kv_heads"] = shape["num_heads"]
         return shape | self._own_shape(name)
@@ -340,7 +340,7 @@ class _Checkpoint:
 
         quantization = self.arch.quantization_config or {}
         if quantization.get("quant_method") == "compressed-tensors":
-            # read by the layers; layers with latents do not look at it
+            # read by the layers, but not by MLA layers
             has_scheme = quantization.get("kv_cache_scheme") and not self.arch.is_deepseek_mla
             return "fp8" if has_scheme else "auto"
         model: Any = SimpleNamespace(hf_config=self.whole)
