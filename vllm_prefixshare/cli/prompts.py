@@ -9,8 +9,8 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -87,6 +87,10 @@ def open_source(source: Source) -> AbstractContextManager[BinaryIO]:
         PrefixShareError: it cannot be read.
     """
     if str(source.path) == "-":
+        if sys.stdin is None:
+            raise PrefixShareError(
+                "standard input is closed: pipe the prompts to it, or name a file."
+            )
         return nullcontext(sys.stdin.buffer)
     try:
         return source.path.open("rb")
@@ -109,6 +113,7 @@ def read_requests(source: Source, file: BinaryIO, tokenizer: Tokenizer) -> Itera
     form = source.format
     if form == "auto":
         form = SUFFIXES.get(source.path.suffix.lower(), "auto")
+    rows: Rows
     if form == "parquet":
         rows = _parquet_rows(source, file)
     elif form == "csv":
@@ -118,10 +123,11 @@ def read_requests(source: Source, file: BinaryIO, tokenizer: Tokenizer) -> Itera
     else:
         rows = _json_or_log(source, file, form)
     found = False
-    for row in rows:
-        for request in _requests(source, row, tokenizer):
-            found = True
-            yield request
+    with closing(rows):  # before the file is closed
+        for row in rows:
+            for request in _requests(source, row, tokenizer):
+                found = True
+                yield request
     if not found:
         raise PrefixShareError(f"{source} has no prompts: give {FORMS}.")
 
@@ -136,6 +142,9 @@ class _Row(NamedTuple):
     data: Any
     name: str | None = None
     arrival: float | None = None
+
+
+Rows = Generator[_Row, None, None]
 
 
 class _Prompt(NamedTuple):
@@ -154,6 +163,8 @@ def _requests(source: Source, row: _Row, tokenizer: Tokenizer) -> Iterator[Reque
     try:
         for prompt in _prompts(row.data, source.column):
             content = prompt.content
+            if not content:  # of which some tokenizers make a token
+                raise ValueError("it is empty")
             if isinstance(content, str):
                 tokens = tokenizer.encode(content)
             elif _is_chat(content):
@@ -210,7 +221,7 @@ def _is_chat(data: Any) -> bool:
     return all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in data)
 
 
-def _json_or_log(source: Source, file: BinaryIO, form: str) -> Iterator[_Row]:
+def _json_or_log(source: Source, file: BinaryIO, form: str) -> Rows:
     lines = _lines(source, file)
     number, first = next(lines, (1, ""))
     is_json = _is_json(first)
@@ -311,7 +322,7 @@ def _lines(source: Source, file: BinaryIO) -> Iterator[tuple[int, str]]:
         raise PrefixShareError(f"{source} cannot be read ({e.strerror}).") from None
 
 
-def _csv_rows(source: Source, file: BinaryIO) -> Iterator[_Row]:
+def _csv_rows(source: Source, file: BinaryIO) -> Rows:
     csv.field_size_limit(MAX_LINE)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
     delimiter = "\t" if source.path.suffix.lower() == ".tsv" else ","
@@ -344,7 +355,7 @@ def _cell(text: str) -> Any:
     return text
 
 
-def _parquet_rows(source: Source, file: BinaryIO) -> Iterator[_Row]:
+def _parquet_rows(source: Source, file: BinaryIO) -> Rows:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:

@@ -1,11 +1,15 @@
 """Which files of prompts are JSON, and which are logs."""
 
+import gc
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.prompts import Source, open_source, read_requests
-from vllm_prefixshare.cli.tokenization import ByteTokenizer
+from vllm_prefixshare.cli.tokenization import ByteTokenizer, Tokenizer
 from vllm_prefixshare.core import PrefixShareError
 
 LOGGED = "INFO 11-22 04:00:00 [logger.py:55] Request r1: prompt: 'x', prompt_token_ids: [1, 2]\n"
@@ -13,11 +17,11 @@ LOGGED = "INFO 11-22 04:00:00 [logger.py:55] Request r1: prompt: 'x', prompt_tok
 QUOTING = "why does it say prompt_token_ids: [1, 2]?"
 
 
-def prompts_of(path, content: str) -> list[list[int]]:
+def prompts_of(path: Path, content: str, tokenizer: Tokenizer | None = None) -> list[list[int]]:
     path.write_bytes(content.encode())
     source = Source(path)
     with open_source(source) as file:
-        requests = read_requests(source, file, ByteTokenizer())
+        requests = read_requests(source, file, tokenizer or ByteTokenizer())
         return [request.tokens.tolist() for request in requests]
 
 
@@ -65,3 +69,33 @@ def test_a_log_without_requests_has_no_prompts(tmp_path):
 def test_a_log_whose_name_ends_in_txt_is_no_text(tmp_path):
     assert prompts_of(tmp_path / "p.txt", f"INFO 11-22 04:00:00 Started\n{LOGGED}") == [[1, 2]]
     assert len(prompts_of(tmp_path / "p.txt", "one\ntwo\n")) == 2
+
+
+class BosTokenizer(ByteTokenizer):
+    """Begins each text with a token, as Llama's does."""
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.append(np.int32(1), super().encode(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [("p.jsonl", '{"prompt": ""}\n', "line 1"), ("p.csv", "prompt,id\nabc,1\n,2\n", "row 2")],
+)
+def test_an_empty_prompt_is_one_sentence_with_every_tokenizer(tmp_path, name, content, place):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(PrefixShareError, match=rf"^{place} of .* is not a prompt \(it is empty\)"):
+        prompts_of(path, content, BosTokenizer())
+
+
+def test_a_table_is_left_before_its_file_is_closed(tmp_path, capsys, monkeypatch):
+    """An error in a generator that is freed too late reaches only Python's hook, and is printed."""
+    unraisable: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", unraisable.append)
+    path = tmp_path / "p.csv"
+    path.write_text("prompt,id\nabc,1\n,2\nabc,3\n")
+    assert main(["estimate", str(path), "--gpu", "H200"]) == 2
+    gc.collect()
+    assert not unraisable
+    assert capsys.readouterr().err.count("\n") == 1
