@@ -1,9 +1,9 @@
 """Requests read from a file in any of the forms in which people keep prompts.
 
-Lines, rows and batches are read one after the other; only a JSON array over several lines is read
-as a whole.
+Lines, rows and batches are read one after the other; only a JSON array is read as a whole.
 """
 
+import codecs
 import csv
 import io
 import json
@@ -22,7 +22,7 @@ from vllm_prefixshare.cli.tokenization import Tokenizer
 from vllm_prefixshare.core import IntArray, PrefixShareError
 
 MAX_LINE = 8 << 20
-#: Maximum size of a JSON array over several lines.
+#: Maximum size of a JSON array that is the whole file.
 MAX_ARRAY = 256 << 20
 #: Maximum number of samples of a prompt.
 MAX_SAMPLES = 4096
@@ -197,16 +197,16 @@ def _prompts(data: Any, column: str | None, outer: _Prompt | None = None) -> Ite
         inner = outer._replace(tools=data.get("tools", outer.tools), name=name)
         body = data.get("body")
         if isinstance(body, dict):  # OpenAI's batch files
-            samples = body.get("n") or 1
-            if type(samples) is not int or not 1 <= samples <= MAX_SAMPLES:
-                raise ValueError(f"n must be an integer from 1 to {MAX_SAMPLES}")
-            yield from _prompts(body, column, inner._replace(samples=samples))
+            yield from _prompts(body, column, inner)
             return
         columns = COLUMNS if column is None else (column,)
         found = next((data[key] for key in columns if data.get(key) is not None), None)
         if found is None or (isinstance(found, dict) and column is None):
             raise ValueError("neither text nor token ids")
-        yield from _prompts(found, column, inner)
+        samples = data.get("n") or outer.samples
+        if type(samples) is not int or not 1 <= samples <= MAX_SAMPLES:
+            raise ValueError(f"n must be an integer from 1 to {MAX_SAMPLES}")
+        yield from _prompts(found, column, inner._replace(samples=samples))
     else:
         raise ValueError("neither text nor token ids")
 
@@ -247,14 +247,18 @@ def _json_row(source: Source, number: int, text: str) -> _Row:
         raise _no_prompt(source, f"line {number}", e) from None
 
 
+def _long_array(source: Source) -> PrefixShareError:
+    return PrefixShareError(
+        f"{source} is longer than the {MAX_ARRAY >> 20} MiB that are read of a JSON array: write "
+        "one request on each line."
+    )
+
+
 def _array(source: Source, number: int, first: str, file: BinaryIO) -> Iterator[_Row]:
     """The items of JSON over several lines, of which the first is read."""
     rest = file.read(MAX_ARRAY + 1)
     if len(rest) > MAX_ARRAY:
-        raise PrefixShareError(
-            f"{source} is longer than the {MAX_ARRAY >> 20} MiB that are read of a JSON array: "
-            "write one request on each line."
-        )
+        raise _long_array(source)
     source.read(len(rest))
     row = _json_row(source, number, f"{first}\n{rest.decode('utf-8', 'replace')}")
     if not isinstance(row.data, list) or _is_ids(row.data) or _is_chat(row.data):
@@ -302,17 +306,22 @@ def _is_json(line: str) -> bool:
 
 
 def _lines(source: Source, file: BinaryIO) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, with their numbers from 1 on."""
+    """Lines that are not empty, with their numbers from 1 on. The first may be a JSON array."""
     number = 0
     try:
         while line := file.readline(MAX_LINE + 1):
             number += 1
-            source.read(len(line))
-            if len(line) > MAX_LINE:
+            is_long = len(line) > MAX_LINE and not line.endswith(b"\n")
+            if is_long and number == 1 and line.startswith((b"[", codecs.BOM_UTF8 + b"[")):
+                line += file.readline(MAX_ARRAY - MAX_LINE)
+                if len(line) > MAX_ARRAY:
+                    raise _long_array(source)
+            elif is_long:
                 raise PrefixShareError(
                     f"line {number} of {source} is longer than the {MAX_LINE >> 20} MiB that are "
                     "read."
                 )
+            source.read(len(line))
             # programs for Windows begin a file with a mark
             if text := line.decode("utf-8-sig").strip():
                 yield number, text

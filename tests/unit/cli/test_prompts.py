@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_prefixshare.cli import prompts
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.prompts import Source, open_source, read_requests
 from vllm_prefixshare.cli.tokenization import ByteTokenizer, Tokenizer
@@ -99,3 +100,33 @@ def test_a_table_is_left_before_its_file_is_closed(tmp_path, capsys, monkeypatch
     gc.collect()
     assert not unraisable
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"prompt": [1], "n": 8},
+        {"messages": [{"role": "user", "content": "hi"}], "n": 8},
+        {"body": {"prompt": [1], "n": 8}},
+    ],
+)
+def test_n_counts_next_to_the_prompt(tmp_path, capsys, data):
+    path = tmp_path / "p.jsonl"
+    path.write_text(f"{json.dumps(data)}\n")
+    assert main(["estimate", str(path), "--gpu", "H200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 8
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_an_array_on_one_line_may_be_longer_than_a_line(tmp_path, monkeypatch, mark):
+    monkeypatch.setattr(prompts, "MAX_LINE", 64)
+    monkeypatch.setattr(prompts, "MAX_ARRAY", 1024)
+    ids = [[i] * 20 for i in range(1, 10)]
+    assert prompts_of(tmp_path / "p", f"{mark}{json.dumps(ids)}\n") == ids
+    for content, sentence in (
+        (json.dumps(ids * 2), "write one request on each line"),
+        (f"[1]\n{ids}\n", "line 2 of .* is longer than"),
+        (json.dumps({"prompt": ids}), "line 1 of .* is longer than"),
+    ):
+        with pytest.raises(PrefixShareError, match=sentence):
+            prompts_of(tmp_path / "p", content)
