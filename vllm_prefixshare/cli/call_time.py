@@ -1,5 +1,6 @@
 """Estimates of a whole call: host work on the prompts, prefill and decode."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,9 +10,14 @@ from typing import NamedTuple
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.costs.gpus import NamedGpu
 from vllm_prefixshare.settings import PROMPT_PARTS
+from vllm_prefixshare.utils.trusted_files import read_text
 
 #: Files that hold a checkpoint's weights.
 WEIGHTS = ("*.safetensors", "*.bin")
+#: Lists which of them vLLM loads; it has up to 9 MB for the largest models.
+INDEX, MAX_INDEX_BYTES = "model.safetensors.index.json", 64 << 20
+#: The same weights in Mistral's own format.
+COPY = "consolidated*"
 #: Parts that take as long as vLLM's own code for text that is new. The others never walk a prompt.
 PER_TEXT = ("tokenization", "hashes")
 
@@ -35,7 +41,10 @@ class CallCosts:
 
     def with_new_us(self, changes: Mapping[str, float]) -> "CallCosts":
         """These costs with other microseconds per prompt token for some parts."""
-        return replace(self, new_us={**self.new_us, **changes})
+        if not changes:
+            return self
+        source = f"{', '.join(changes)} as given, the rest {self.source}"
+        return replace(self, new_us={**self.new_us, **changes}, source=source)
 
 
 #: Of a request with 34,400 prompt tokens, in milliseconds: tokenization 87.5 (64 to 111) and 0.3,
@@ -132,15 +141,36 @@ def parse_costs(text: str) -> dict[str, float]:
 
 
 def weight_bytes(folder: Path | None) -> int:
-    """Bytes of the weights in a checkpoint folder; 0 if it has none."""
+    """Bytes of the weights in a checkpoint folder; 0 if it has none.
+
+    Raises:
+        PrefixShareError: the folder or its index of weights cannot be read.
+    """
     if folder is None:
         return 0
     try:
-        return next(
-            filter(None, (sum(p.stat().st_size for p in folder.glob(kind)) for kind in WEIGHTS)), 0
-        )
+        return sum(path.stat().st_size for path in _weight_files(folder))
     except OSError as e:
         raise PrefixShareError(f"{folder} cannot be read ({e.strerror}).") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that vLLM loads. Mistral's folders hold the weights a second time."""
+    files = next(filter(None, (list(folder.glob(kind)) for kind in WEIGHTS)), [])
+    index = folder / INDEX
+    names = _indexed(index) if index.is_file() else set()
+    indexed = [path for path in files if path.name in names]
+    return indexed or [path for path in files if not path.match(COPY)] or files
+
+
+def _indexed(index: Path) -> set[str]:
+    """Names of the files in an index of weights."""
+    try:
+        return set(json.loads(read_text(index, MAX_INDEX_BYTES))["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise PrefixShareError(
+            f"{index} is not an index of weights: download it again, or give --weights-gb."
+        ) from None
 
 
 def call_times(

@@ -98,13 +98,14 @@ class Totals:
 
     unshared_us, shared_us: attention of all layers in one decode step of each batch.
     times: milliseconds of each row of the whole call.
+    kv_tokens, kv_tokens_read: of the mean layer in one decode step of each batch.
     kv_bytes: of the largest batch, on one GPU.
     """
 
     requests: int = 0
     batches: int = 0
     kv_tokens: int = 0
-    kv_tokens_read: int = 0
+    kv_tokens_read: float = 0.0
     unshared_us: float = 0.0
     shared_us: float = 0.0
     times: dict[str, Times] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class Estimator:
         unshared = shared = 0.0
         for attention, estimate in self._layers.items():
             layer: LayerTimes = estimate(batch)
-            read = layer.kv_tokens_read
+            read += model.layers[attention] * layer.kv_tokens_read
             unshared += model.layers[attention] * layer.unshared_us
             shared += model.layers[attention] * layer.shared_us
         attention_times = Attention(unshared, shared, model.attention_flops)
@@ -173,7 +174,7 @@ class Estimator:
         totals.requests += len(batch.seq_lens)
         totals.batches += 1
         totals.kv_tokens += int(batch.seq_lens.sum())
-        totals.kv_tokens_read += read
+        totals.kv_tokens_read += read / model.layers.total()
         totals.unshared_us += unshared
         totals.shared_us += shared
         for row, found in times.items():
@@ -270,8 +271,9 @@ def _estimate_trace(
     totals = Estimator(model, args.output_tokens, costs).of_batches(batches)
     row = _row(args, model, max(len(b.seq_lens) for b in batches), "as recorded", totals)
     too_long = sum(batch_bytes(b, model.memory) > model.memory.kv_room for b in batches)
-    found = _report(args, model, [row], "recorded batches", too_long)
-    return found | {"requests": len(batches), "arrivals": None, "prefix_cache": None}
+    found = _report(args, model, [row], "recorded batches", too_long, costs)
+    # a request is in several batches, and a trace does not name it
+    return found | {"requests": None, "arrivals": None, "prefix_cache": None}
 
 
 def _estimate_prompts(
@@ -321,7 +323,7 @@ def _estimate_prompts(
                     continue
                 rows.append(_row(args, model, size, name, totals(size, name, progress)))
     too_long = len(prompts) - totals(sizes[0], "as ordered", progress).requests
-    return _report(args, model, rows, tokenizer.description, too_long) | {
+    return _report(args, model, rows, tokenizer.description, too_long, costs) | {
         "requests": len(prompts),
         "arrivals": times or None,
         "prefix_cache": _prefix_cache(blocks, tokenizer),
@@ -411,6 +413,7 @@ def _report(
     rows: list[dict[str, Any]],
     tokens: str,
     too_long: int,
+    costs: CallCosts,
 ) -> dict[str, Any]:
     """All that is found. The fields of the best row are repeated at the top."""
     asked = [row for row in rows if row["order"] != "sorted by prefix"]
@@ -424,7 +427,7 @@ def _report(
         "num_gpus": model.num_gpus,
         "output_tokens": args.output_tokens,
         "cost": model.cost_source,
-        "host_cost": MEASURED.source,
+        "host_cost": costs.source,
         "layers": model.layers.total(),
         "layers_left_out": dict(model.left_out),
         "memory": {

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from vllm_prefixshare.cli.call_time import MEASURED
 from vllm_prefixshare.cli.output import print_table
 
 #: Ratio below which nothing is gained.
@@ -20,6 +19,8 @@ def print_report(found: dict[str, Any]) -> None:
         _print_prefixes(found)
         return
     print(_workload(found))
+    if "seconds" in found and found["prefix_cache"] is not None:
+        print("of the whole file, if each batch starts with an empty prefix cache:")
     print_table(_estimates(found))
     _print_notes(found)
     _print_prefixes(found)
@@ -75,9 +76,9 @@ def _gpus(found: dict[str, Any]) -> str:
 
 
 def _count(found: dict[str, Any]) -> str:
-    what = "request" if found["prefix_cache"] is not None else "recorded batch"
-    plural = "es" if what.endswith("ch") else "s"
-    count = found["requests"]
+    is_trace = found["prefix_cache"] is None
+    what, plural = ("recorded batch", "es") if is_trace else ("request", "s")
+    count = found["batches"] if is_trace else found["requests"]
     return f"{count} {what}{plural if count != 1 else ''}"
 
 
@@ -191,7 +192,7 @@ def _print_call(found: dict[str, Any]) -> None:
         (row, *(f"{ms:.1f}" for ms in times.values())) for row, times in found["call_ms"].items()
     ]
     print_table(rows)
-    print(f"from {MEASURED.source}")
+    print(f"from {found['host_cost']}")
     if "prefill" not in found["call_ms"]:
         print(
             "prefill and decode need the weights: name a --model that has them, or --weights-gb"

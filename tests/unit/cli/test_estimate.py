@@ -14,7 +14,7 @@ from examples.embedded_model import embedded_model_path
 from tests.support.cli_runs import run
 from vllm_prefixshare.cli.attention_time import estimator
 from vllm_prefixshare.cli.batches import tree_batch
-from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times
+from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times, weight_bytes
 from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.cli.prefixes import DecodeBatch, PrefixBlocks, decode_batch
@@ -237,6 +237,19 @@ def test_layers_of_several_shapes_are_added_up(tmp_path, capsys):
     assert found["layers"] == 3
 
 
+def test_tokens_read_are_of_the_mean_layer(tmp_path, capsys):
+    """Where a layer gains nothing it reads all KV tokens, so shapes differ in what they read."""
+    path = write(tmp_path / "p", [[*DOCUMENT[:128], *range(5000 + i, 7000 + i)] for i in range(64)])
+    shapes = {str(i): {"num_key_value_heads": 32} for i in range(3)}
+    fields = {"num_hidden_layers": 4, "per_layer_config": shapes}
+    found = report(capsys, path, "--model", write_model(tmp_path / "model", **fields))
+    many, few = (report(capsys, path, "--num-kv-heads", n, "--num-layers", 1) for n in (32, 8))
+    assert many["kv_tokens_read"] != few["kv_tokens_read"]
+    mean = (3 * many["kv_tokens_read"] + few["kv_tokens_read"]) / 4
+    assert found["kv_tokens_read"] == round(mean)
+    assert found["share_factor"] == round(found["kv_tokens"] / mean, 3)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -381,6 +394,33 @@ def test_the_table_says_where_the_time_goes(tmp_path, capsys):
     assert "\nprefill " in said and "\ndecode " in said and "--weights-gb" not in said
     assert ["tokenization", "2.0", "2.0", "0.5"] in cells(said)
     assert ["copies", "0.0", "0.0", "0.0"] in cells(said)
+    assert said.endswith(f"\nfrom tokenization, copies as given, the rest {MEASURED.source}\n")
+
+
+def test_weights_that_a_folder_has_twice_count_once(tmp_path):
+    model = write_model(tmp_path / "model")
+    for name in ("consolidated", "model-1", "model-2"):
+        (model / f"{name}.safetensors").write_bytes(bytes(1000))
+        (model / f"{name}.bin").write_bytes(bytes(5000))
+    assert weight_bytes(model) == 2000
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors", "b": "../c"}}))
+    assert weight_bytes(model) == 1000
+    for wrong in (
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": [1]}',
+        '{"weight_map": {"a": [1]}}',
+        "[" * 10**6,
+    ):
+        index.write_text(wrong)
+        with pytest.raises(PrefixShareError, match="is not an index of weights: download it"):
+            weight_bytes(model)
+    index.unlink()
+    for name in ("model-1", "model-2"):
+        (model / f"{name}.safetensors").unlink()
+    assert weight_bytes(model) == 1000
 
 
 @pytest.mark.parametrize(

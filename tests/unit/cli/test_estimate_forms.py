@@ -125,6 +125,14 @@ def test_every_form_has_its_golden_output(tmp_path, capsys, form):
     assert said == golden.read_text()
 
 
+def test_a_trace_has_batches_and_no_number_of_requests(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(trace())
+    assert main(["estimate", str(path), "--gpu", "H200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["batches"], found["batch"]) == (None, 2, 24)
+
+
 def test_golden_outputs_are_of_forms():
     assert {path.stem for path in GOLDEN.iterdir()} == {f"estimate_{form}" for form in FORMS}
 
