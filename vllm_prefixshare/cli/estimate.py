@@ -26,7 +26,7 @@ from vllm_prefixshare.cli.estimated_model import (
 )
 from vllm_prefixshare.cli.gpu_memory import batch_bytes, groups_that_fit
 from vllm_prefixshare.cli.log_times import concurrency
-from vllm_prefixshare.cli.options import add_cache_argument, add_shape_arguments
+from vllm_prefixshare.cli.options import DEFAULT_SHAPE, add_cache_argument, add_shape_arguments
 from vllm_prefixshare.cli.prefixes import (
     SHOWN_TOKENS,
     Break,
@@ -267,13 +267,42 @@ def _estimate_trace(
         raise PrefixShareError(
             f"--block-size must be {batches[0].block_size}, as in {args.file}, or left out."
         )
-    model = estimated_model(args)  # with this block size
+    _take_recorded_shape(args, batches)
+    model = estimated_model(args)
     totals = Estimator(model, args.output_tokens, costs).of_batches(batches)
     row = _row(args, model, max(len(b.seq_lens) for b in batches), "as recorded", totals)
     too_long = sum(batch_bytes(b, model.memory) > model.memory.kv_room for b in batches)
     found = _report(args, model, [row], "recorded batches", too_long, costs)
     # a request is in several batches, and a trace does not name it
     return found | {"requests": None, "arrivals": None, "prefix_cache": None}
+
+
+def _take_recorded_shape(args: argparse.Namespace, batches: list[Batch]) -> None:
+    """Give options of the attention shape that are left out the values of the engine that recorded
+    the batches, on each of its GPUs.
+
+    Raises:
+        PrefixShareError: options do not describe its layers.
+    """
+    names = list(DEFAULT_SHAPE)
+    shapes = {batch.recorded.engine.attention for batch in batches if batch.recorded is not None}
+    if not shapes or args.model is not None or all(getattr(args, name) for name in names):
+        return
+    shape = shapes.pop()
+    if shapes or shape.kv_lora_rank is not None or shape.sliding_window is not None:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise PrefixShareError(
+            f"{args.file} has layers of several shapes, with a window or with latents: name their "
+            f"--model, or give one shape by {options}."
+        )
+    for name in names:
+        value = getattr(shape, name)
+        if name.endswith("heads"):
+            value *= args.tensor_parallel_size
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.kv_cache_dtype == "auto" and shape.kv_dtype is not None:
+        args.kv_cache_dtype = "fp8"
 
 
 def _estimate_prompts(
