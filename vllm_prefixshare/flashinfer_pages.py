@@ -18,13 +18,14 @@ def flashinfer_batch(
     paged_kv_last_page_len: ArrayLike | torch.Tensor,
     page_size: int,
 ) -> tuple[IntArray, IntArray]:
-    """Block table and lengths of a batch, from the first arguments of FlashInfer's
-    ``BatchDecodeWithPagedKVCacheWrapper.plan``. A tensor on a GPU is copied to the host.
+    """Block table and lengths of a batch, from the first three arguments of FlashInfer's
+    ``BatchDecodeWithPagedKVCacheWrapper.plan`` in their order. A tensor on a GPU is copied to the
+    host.
 
     Args:
         paged_kv_indptr: ``[num_reqs + 1]`` where the pages of each request begin in
             ``paged_kv_indices``.
-        paged_kv_indices: ``[at least paged_kv_indptr[-1]]`` page ids.
+        paged_kv_indices: ``[at least paged_kv_indptr[-1]]`` page ids, 0 or more.
         paged_kv_last_page_len: ``[num_reqs]`` tokens in the last page of each request, from 1 to
             ``page_size``. It is ignored for a request without pages, which has 0 tokens.
         page_size: tokens of a page, the wrapper's ``block_size``.
@@ -54,6 +55,11 @@ def flashinfer_batch(
         raise PrefixShareError(
             f"paged_kv_indices has {len(indices)} entries, but paged_kv_indptr ends at "
             f"{indptr[-1]}: pass the indices of all requests."
+        )
+    negative = np.flatnonzero(indices[: indptr[-1]] < 0)
+    if len(negative):
+        raise PrefixShareError(
+            f"paged_kv_indices[{negative[0]}] must be 0 or more, got {indices[negative[0]]}."
         )
     wrong = np.flatnonzero((counts > 0) & ((last < 1) | (last > page_size)))
     if len(wrong):

@@ -72,7 +72,7 @@ def test_attention_of_flashinfers_batch_and_cache(layout, combined, kind):
 
 def test_longer_buffers_and_requests_without_pages():
     """As FlashInfer has them for CUDA graphs."""
-    table, lens = flashinfer_batch([0, 2, 2, 3], [5, 6, 7, 99, 99], [3, 0, 16], PAGE)
+    table, lens = flashinfer_batch([0, 2, 2, 3], [5, 6, 7, -1, 99], [3, 0, 16], PAGE)
     assert table.tolist() == [[5, 6], [0, 0], [7, 0]]
     assert lens.tolist() == [19, 0, 16]
     table, lens = flashinfer_batch([0], [], [], PAGE)
@@ -88,6 +88,7 @@ def test_longer_buffers_and_requests_without_pages():
         ([0, 1.5], [5, 6], [3], 16, "paged_kv_indptr must be 1-dimensional integers"),
         ([[0, 1]], [5], [3], 16, "paged_kv_indptr must be 1-dimensional integers"),
         ([0, 3], [5, 6], [3], 16, "paged_kv_indices has 2 entries, but paged_kv_indptr ends at 3"),
+        ([0, 1], [-7], [5], 16, r"paged_kv_indices\[0\] must be 0 or more, got -7"),
         ([0, 1], [2**40], [3], 16, "paged_kv_indices has entries beyond 32 bits"),
         ([0, 1, 2], [5, 6], [3], 16, "must have an entry for each of 2 requests, got 1"),
         ([0, 1, 2], [5, 6], [3, 17], 16, r"last_page_len\[1\] must be from 1 to 16, got 17"),
