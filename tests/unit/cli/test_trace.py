@@ -47,6 +47,9 @@ def test_each_new_plan_is_recorded_once(tmp_path, monkeypatch):
     assert [line["kv_lens"] for line in lines] == [[60, 52, 40], [60, 52], [40, 60]]
     assert lines[0]["block_tables"] == [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
     assert lines[2]["block_tables"] == [[1, 2, 6], [1, 2, 3, 4]]
+    named = {"kv_tokens", "kv_tokens_read", "divider", "default_divider", "unshared"}
+    times = {"merge_us", "unshared_us", "plan_ms", "tile_us"}
+    assert lines[0]["plan"].keys() == {*tracing.PLAN_ARRAYS, *named, *times}
     assert lines[0]["plan"]["kv_tokens_read"] == plan.kv_tokens_read(LENS)
     batch = read_batch(path, 0)
     np.testing.assert_array_equal(batch.block_table, TABLE)
@@ -65,6 +68,21 @@ def test_a_trace_ends_at_its_limit_with_whole_lines(tmp_path, monkeypatch):
     assert text.endswith("}\n")
     for line in text.splitlines():
         json.loads(line)
+
+
+def test_a_trace_that_has_ended_costs_no_step_anything(tmp_path, monkeypatch):
+    made = planner(monkeypatch, tmp_path / "t.jsonl")
+    trace, _ = made.planner._trace
+    monkeypatch.setattr(tracing, "MAX_BYTES", 100)
+    made.update(TABLE, LENS)
+    assert not trace.is_open
+
+    def is_priced(*_):
+        raise AssertionError("priced for a trace that has ended")
+
+    monkeypatch.setattr(made.planner.decode_planner, "unshared_us", is_priced)
+    monkeypatch.setattr(trace, "record", is_priced)
+    assert made.update(TABLE + 1, LENS).num_reqs == 3
 
 
 def test_a_disk_that_is_full_ends_the_trace_and_no_step(tmp_path, monkeypatch):

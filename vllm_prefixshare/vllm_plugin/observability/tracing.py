@@ -69,7 +69,7 @@ class TracedPlan:
     kv_tokens, kv_tokens_read: KV tokens per layer that the baseline reads, and those that the plan
         reads.
     merge_us: merging partial results, spread over the work queues.
-    unshared_us: a kernel without sharing, its work spread over the work queues.
+    unshared_us: a kernel without sharing, its work balanced over the work queues.
     unshared: why the plan shares nothing; None if it shares.
     seconds: time that making the plan took.
     """
@@ -131,12 +131,13 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._size = 0
-        self._open = True
+        #: Whether plans are still recorded.
+        self.is_open = True
         self._file = open_file(path)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as long as the process lasts
         except BlockingIOError:
-            self._open = False
+            self.is_open = False
             return
         except OSError:  # a file system without locks
             pass
@@ -169,13 +170,9 @@ class Trace:
                 "plan": {
                     "divider": engine.divider,
                     "default_divider": engine.default_divider,
-                    "workers": plan.num_workers,
                     "kv_tokens": made.kv_tokens,
                     "kv_tokens_read": made.kv_tokens_read,
                     "unshared": made.unshared,
-                    "tiles": plan.num_tiles,
-                    "partials": plan.num_partials,
-                    "busiest_worker_us": round(float(plan.worker_us.max()), 2),
                     "merge_us": round(made.merge_us, 2),
                     "unshared_us": round(made.unshared_us, 2),
                     "plan_ms": round(made.seconds * 1e3, 3),
@@ -187,7 +184,7 @@ class Trace:
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a line. If the trace is full or cannot be written, it ends; the engine continues."""
-        if not self._open:
+        if not self.is_open:
             return
         line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
         try:
@@ -196,7 +193,7 @@ class Trace:
             if os.pwrite(self._file, line, self._size) != len(line):
                 raise OSError("the disk is full")
         except OSError as e:
-            self._open = False
+            self.is_open = False
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)  # drop a partial line
             logger().warning("The trace %s ends here: %s.", self._path, e)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from vllm_prefixshare.vllm_plugin.observability import metrics
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.observability.tracing import (
+    Trace,
     TracedEngine,
     TracedPlan,
     trace_to,
@@ -191,12 +191,12 @@ class StepPlanner:
         self._gqa_group_size = attention.gqa_group_size
         self._kv_tokens_saved = 0
         self._used_row_ids = 0
-        self._trace = self._recorder(executor, attention)
+        self._trace = self._traced(executor, attention)
 
-    def _recorder(
+    def _traced(
         self, executor: Executor, attention: AttentionConfig
-    ) -> Callable[[TracedPlan], None] | None:
-        """Adds a plan to the trace of this process; None if nothing is recorded."""
+    ) -> tuple[Trace, TracedEngine] | None:
+        """The trace of this process, and what it records of the engine; None if there is none."""
         path = settings().trace
         trace = None if path is None else trace_to(path)
         if trace is None:
@@ -209,7 +209,7 @@ class StepPlanner:
             self.decode_planner.config.divider,
             executor.planner_config().divider,
         )
-        return partial(trace.record, engine)
+        return trace, engine
 
     def forget(self) -> None:
         """Make a new plan in the next step: the plan on the device is lost."""
@@ -304,6 +304,9 @@ class StepPlanner:
         """Add a new plan to the trace, if there is one."""
         if self._trace is None:
             return
+        trace, engine = self._trace
+        if not trace.is_open:
+            return
         plan, lens, table = update.plan, rows.max_seq_lens, rows.block_table
         baseline = self._baseline_tokens(lens, tokens)
         # query tokens of one request, each a row of the plan, read its KV together in the baseline
@@ -319,7 +322,7 @@ class StepPlanner:
             None if update.unshared is None else STATS.reason_of(update.unshared),
             update.seconds,
         )
-        self._trace(made)
+        trace.record(engine, made)
 
     def _baseline_tokens(self, seq_lens: IntArray, tokens: TokenRows | None) -> int:
         """KV tokens that FLASH_ATTN would read for the rows of a plan, of these lengths."""
