@@ -1,7 +1,6 @@
 """Estimated times of decode attention, with and without sharing."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, Batch
 from vllm_prefixshare.cli.gpus import GpuPlanning
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import Forest
+from vllm_prefixshare.planning.plan import DecodePlan
 
 #: Microseconds of a layer beside its busiest worker: launches, start and merging. On an H200, in 28
 #: published cells, 4 to 26 and 10 in the median; taken for both sides.
@@ -43,30 +43,31 @@ def estimator(gpu: GpuPlanning, attention: AttentionConfig) -> Callable[[Batch],
     from vllm_prefixshare.planning.planner import DecodePlanner
     from vllm_prefixshare.planning.sharing import shareable_forest
 
-    planners = [
-        DecodePlanner(
-            replace(gpu.config, share=share),
-            gpu.cost,
-            attention.block_size,
-            attention.gqa_group_size,
-        )
-        for share in ("never", gpu.config.share)
-    ]
+    planner = DecodePlanner(gpu.config, gpu.cost, attention.block_size, attention.gqa_group_size)
 
     def estimate(batch: Batch) -> LayerTimes:
         lens = batch.seq_lens
-        unshared, shared = (p.update(batch.block_table, lens).plan for p in planners)
+        plan = planner.update(batch.block_table, lens).plan
         forest = shareable_forest(
             batch.block_table, lens, batch.block_size, null_block_id=NULL_BLOCK_ID
         )
         reading = reading_time(forest, int(lens.sum()), attention)
         return LayerTimes(
-            shared.kv_tokens_read(lens),
-            LAYER_US + reading * float(unshared.worker_us.max()),
-            LAYER_US + float(shared.worker_us.max()),
+            plan.kv_tokens_read(lens),
+            LAYER_US + reading * planner.unshared_us(lens),
+            plan_time(plan, reading),
         )
 
     return estimate
+
+
+def plan_time(plan: DecodePlan, reading: float) -> float:
+    """Microseconds of a layer's attention by a plan on a GPU.
+
+    Args:
+        reading: the batch's ``reading_time``, which also applies to a plan that shares nothing.
+    """
+    return LAYER_US + float(plan.worker_us.max()) * (1.0 if plan.shares else reading)
 
 
 def reading_time(forest: Forest, kv_tokens: int, attention: AttentionConfig) -> float:

@@ -141,7 +141,7 @@ def _report(args: argparse.Namespace) -> Report:
         forest = _forest(batch, layer.attention)
         names = [args.divider or layer.config.divider]
         names += _others(*names) if args.compare else []
-        plans = [layer.plan(batch, name) for name in names]
+        plans = [layer.plan(batch, forest, name) for name in names]
         unshared = layer.without_sharing(batch, forest)
         return Report(batch, forest, plans, unshared, layer.attention, _priced(layer))
     _refuse_other_engines(args)
@@ -154,7 +154,7 @@ def _report(args: argparse.Namespace) -> Report:
     plans, prices = [], None
     if names:
         layer = Layer.of_engine(engine)
-        plans = [layer.plan(batch, name) for name in names]
+        plans = [layer.plan(batch, forest, name) for name in names]
         prices = f"planned here for the same engine, {_priced(layer)}"
     if args.divider is not None:
         made_by = str(prices)

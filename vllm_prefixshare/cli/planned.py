@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm_prefixshare.cli.attention_time import LAYER_US, reading_time
+from vllm_prefixshare.cli.attention_time import LAYER_US, plan_time, reading_time
 from vllm_prefixshare.cli.gpus import cost_source, kernel_on
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import Forest, PrefixShareError
@@ -102,27 +102,31 @@ class Layer:
             on_gpu=gpu is not None,
         )
 
-    def plan(self, batch: "Batch", divider: str | None = None) -> Planned:
+    def plan(self, batch: "Batch", forest: Forest, divider: str | None = None) -> Planned:
         """Plan a batch with this divider, or the default one."""
         planner = self._planner(divider or self.config.divider)
         planner.warm_up()
         update = planner.update(batch.block_table, batch.seq_lens, self.query_len)
         merge_us = planner.merge_us(update.plan, self.query_len)
+        reading = reading_time(forest, self._tokens_seen(batch), self.attention)
         return Planned(
             planner.config.divider,
             self.config.divider,
             update.plan,
             update.plan.kv_tokens_read(batch.seq_lens),
-            _attention_us(update.plan, merge_us, self.on_gpu),
+            _attention_us(update.plan, merge_us, reading, self.on_gpu),
             None if update.unshared is None else update.unshared.reason,
             update.seconds,
         )
 
     def without_sharing(self, batch: "Batch", forest: Forest) -> Unshared:
         """The batch in a kernel without sharing."""
-        seen = tokens_seen(batch.seq_lens, self.attention.sliding_window, self.query_len)
         us = self._planner(self.config.divider).unshared_us(batch.seq_lens, self.query_len)
-        return _unshared(seen, us, forest, self.attention, self.on_gpu)
+        seen = self._tokens_seen(batch)
+        return _unshared(seen, us, reading_time(forest, seen, self.attention), self.on_gpu)
+
+    def _tokens_seen(self, batch: "Batch") -> int:
+        return tokens_seen(batch.seq_lens, self.attention.sliding_window, self.query_len)
 
     def _planner(self, divider: str) -> DecodePlanner:
         attention = self.attention
@@ -134,8 +138,9 @@ def as_run(recorded: "Recorded", forest: Forest) -> tuple[Planned, Unshared]:
     """A plan as an engine ran it, and its batch without sharing, by the engine's own prices."""
     engine, made = recorded.engine, recorded.made
     on_gpu = is_on_gpu(engine)
-    unshared = _unshared(made.kv_tokens, made.unshared_us, forest, engine.attention, on_gpu)
-    us = _attention_us(made.plan, made.merge_us, on_gpu)
+    reading = reading_time(forest, made.kv_tokens, engine.attention)
+    unshared = _unshared(made.kv_tokens, made.unshared_us, reading, on_gpu)
+    us = _attention_us(made.plan, made.merge_us, reading, on_gpu)
     if made.unshared is not None and not on_gpu:
         us = unshared.attention_us  # vLLM's own kernel runs requests that share nothing
     planned = Planned(
@@ -158,15 +163,10 @@ def is_on_gpu(engine: TracedEngine) -> bool:
     return engine.kernel in GPU_KERNELS
 
 
-def _attention_us(plan: DecodePlan, merge_us: float, on_gpu: bool) -> float:
-    busiest = float(plan.worker_us.max())
-    return LAYER_US + busiest if on_gpu else busiest + merge_us
+def _attention_us(plan: DecodePlan, merge_us: float, reading: float, on_gpu: bool) -> float:
+    return plan_time(plan, reading) if on_gpu else float(plan.worker_us.max()) + merge_us
 
 
-def _unshared(
-    kv_tokens: int, us: float, forest: Forest, attention: AttentionConfig, on_gpu: bool
-) -> Unshared:
+def _unshared(kv_tokens: int, us: float, reading: float, on_gpu: bool) -> Unshared:
     """A batch without sharing; ``us`` as of ``DecodePlanner.unshared_us``."""
-    if on_gpu:
-        us = LAYER_US + us * reading_time(forest, kv_tokens, attention)
-    return Unshared(kv_tokens, us)
+    return Unshared(kv_tokens, LAYER_US + us * reading if on_gpu else us)

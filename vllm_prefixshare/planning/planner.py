@@ -32,6 +32,8 @@ from vllm_prefixshare.planning.unshared import (
 from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.utils.numba_cache import compiled, one_process_at_a_time
 
+#: The divider that stands for a kernel without sharing, whose work is balanced over the workers.
+UNSHARED_DIVIDER = "depth_first"
 #: Minimum steps between replans for balance; replanning costs host time even if the plan is
 #: unbalanced.
 MIN_STEPS = 16
@@ -218,15 +220,20 @@ class DecodePlanner:
         return plan.num_partials * each / self.config.num_workers
 
     def unshared_us(self, seq_lens: IntArray, query_len: int = 1) -> float:
-        """Estimated microseconds of a layer's attention in a kernel without sharing, spread over
-        the workers: what ``plan.worker_us.max()`` compares with.
+        """Estimated microseconds of a layer's attention in a kernel without sharing that splits
+        and balances its work: what ``plan.worker_us.max()`` compares with.
 
         Args:
             seq_lens: ``[num_reqs]`` tokens of each request, its queries included.
         """
-        lens = seq_lens - first_in_window(seq_lens, self.config.sliding_window, query_len)
-        each = self.cost.unshared(self.gqa_group_size * query_len, lens)
-        return float(each.sum()) / self.config.num_workers
+        if self.config.num_workers == 1:
+            lens = seq_lens - first_in_window(seq_lens, self.config.sliding_window, query_len)
+            return float(self.cost.unshared(self.gqa_group_size * query_len, lens).sum())
+        lens = seq_lens.astype(np.int32)
+        problem = self._problem(Forest.alone(len(lens)), lens, query_len)
+        forest = problem.forest._replace(private_start=problem.kv_starts.astype(np.int32))
+        tiles = get_divider(UNSHARED_DIVIDER).divide(replace(problem, forest=forest))
+        return float(self._plan_of(tiles, lens).worker_us.max())
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
         """Whether the last plan is right, and balanced enough, for this batch."""

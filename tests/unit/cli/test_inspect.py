@@ -226,6 +226,26 @@ def test_the_plan_comes_first_and_attention_without_sharing_next(capsys):
     ]
 
 
+@pytest.mark.parametrize("tree", ["1,3_4096,64", "1,16_8192,64", "1,2_64,8", "4_400"])
+def test_inspect_and_estimate_give_one_time(tmp_path, capsys, tree):
+    batch = tree_batch(tree, 16)
+    tables = {
+        "block_size": 16,
+        "block_tables": batch.block_table.tolist(),
+        "kv_lens": batch.seq_lens.tolist(),
+    }
+    path = write(tmp_path / "t.json", tables)
+    inspected = report(capsys, path, "--gpu", "H200")
+    words = ["estimate", "--json", str(path), "--gpu", "H200", "--num-layers", "1"]
+    assert main(words) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    shared = inspected["dividers"][0]["attention_us"]
+    assert inspected["attention_us_unshared"] == estimated["attention_us_unshared"]
+    assert shared == estimated["attention_us_shared"]
+    if inspected["dividers"][0]["share_factor"] == 1:  # so L2 serves both kernels
+        assert inspected["attention_gain"] == estimated["attention_gain"] == 1
+
+
 def test_a_plan_without_sharing_says_why(capsys):
     assert main(["inspect", "--tree", "4_400"]) == 0
     verdict = capsys.readouterr().out.splitlines()[-1]

@@ -601,3 +601,19 @@ def test_checking_plans_calls_the_invariants(monkeypatch):
         planner = DecodePlanner(config, COSTS["h200"], 16, 4)
         planner.update(batch.block_table, batch.seq_lens)
         assert len(calls) == check_plans
+
+
+@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_time_without_sharing_is_the_busiest_worker_of_a_plan_that_shares_nothing(
+    sliding_window, query_len
+):
+    """Whatever the divider, and not the mean over the workers, which 3 requests do not fill."""
+    batch = document_qa(documents=1, readers=3, document_blocks=70, tail=40)
+    options = {"num_workers": 16, "sliding_window": sliding_window}
+    never = make_planner(**options, divider="depth_first", share="never")
+    plan = never.update(batch.block_table, batch.seq_lens, query_len).plan
+    assert not plan.shares
+    for divider in ("depth_first", "deft_node"):
+        us = make_planner(**options, divider=divider).unshared_us(batch.seq_lens, query_len)
+        assert us == pytest.approx(plan.worker_us.max())
