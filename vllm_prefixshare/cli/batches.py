@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.cli.recorded_plans import Recorded, recorded
+from vllm_prefixshare.cli.recorded_plans import Recorded, is_count, recorded
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.utils.trusted_files import read_text
 from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
@@ -132,16 +132,16 @@ def _batch(name: str, data: Any) -> Batch:
     if not isinstance(data, dict) or any(key not in data for key in keys):
         raise ValueError(f"it must be an object with {', '.join(keys)}")
     size, tables, lens = (data[key] for key in keys)
-    if not _is_count(size, 1 << 16):
+    if not is_count(size, 1 << 16) or size == 0:
         raise ValueError("block_size must be an integer from 1 to 65536")
     if not isinstance(tables, list) or not isinstance(lens, list) or len(tables) != len(lens):
         raise ValueError("block_tables and kv_lens must be lists, one entry for each request")
     if not 1 <= len(lens) <= MAX_REQUESTS:
         raise ValueError(f"it must have from 1 to {MAX_REQUESTS} requests, not {len(lens)}")
     for i, (row, length) in enumerate(zip(tables, lens, strict=True)):
-        if not _is_count(length, MAX_TOKENS):
+        if not is_count(length, MAX_TOKENS) or length == 0:
             raise ValueError(f"kv_lens[{i}] must be an integer from 1 to {MAX_TOKENS}")
-        if not isinstance(row, list) or not all(_is_count(n + 1, 1 << 31) for n in _numbers(row)):
+        if not isinstance(row, list) or not all(is_count(n, (1 << 31) - 1) for n in row):
             raise ValueError(f"block_tables[{i}] must be a list of integers, 0 or more")
         if len(row) < -(-length // size):
             raise ValueError(
@@ -165,12 +165,3 @@ def _number(text: str) -> int:
     if not text.isdecimal():
         return 0
     return int(text) if len(text) < 12 else 1 << 40
-
-
-def _is_count(value: Any, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
-
-
-def _numbers(row: list[Any]) -> list[Any]:
-    """The entries of a row; -2, an invalid id, in place of each that is not an integer."""
-    return [n if type(n) is int else -2 for n in row]

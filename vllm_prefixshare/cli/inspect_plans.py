@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ TREE = "1,4,16_1024,256,64"
 #: Multiprocessors and rows of a tile without a GPU or a trace: those of an H200.
 MULTIPROCESSORS, TILE_ROWS = 132, 128
 PICTURES = ("svg", "png")
+#: Times below are taken for this one: a trace rounds its times, to 0 if need be.
+MIN_US = 0.01
 #: Most lines printed of a forest.
 MAX_LINES = 24
 #: Options whose values a trace has.
@@ -91,7 +94,7 @@ class Report:
     @property
     def gain(self) -> float:
         """Estimated attention time without sharing over the first plan's."""
-        return self.unshared.attention_us / max(1e-3, self.plans[0].attention_us)
+        return max(MIN_US, self.unshared.attention_us) / max(MIN_US, self.plans[0].attention_us)
 
     def share_factor(self, planned: "Planned") -> float:
         """KV tokens without sharing over those that a plan reads."""
@@ -249,18 +252,20 @@ def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
     from vllm_prefixshare.cli.picture import DARK, LIGHT, encoded, picture
 
     first, unshared = report.plans[0], report.unshared
-    figure = picture(
-        f"Prefix forest of {report.batch.name}",
-        f"{_requests(report.forest)}, {unshared.kv_tokens:,} KV tokens one by one, "
-        f"{first.kv_tokens_read:,} as planned ({report.share_factor(first):.2f} times less)",
-        f"divider {first.title}; {report.made_by}",
-        report.forest,
-        first.plan,
-        report.batch.seq_lens,
-        DARK if args.dark else LIGHT,
-    )
-    for kind, path in files.items():
-        write_file(path, encoded(figure, kind))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters of a name that the font has not
+        figure = picture(
+            f"Prefix forest of {report.batch.name}",
+            f"{_requests(report.forest)}, {unshared.kv_tokens:,} KV tokens one by one, "
+            f"{first.kv_tokens_read:,} as planned ({report.share_factor(first):.2f} times less)",
+            f"divider {first.title}; {report.made_by}",
+            report.forest,
+            first.plan,
+            report.batch.seq_lens,
+            DARK if args.dark else LIGHT,
+        )
+        for kind, path in files.items():
+            write_file(path, encoded(figure, kind))
     return list(files.values())
 
 

@@ -2,7 +2,6 @@
 
 import io
 import math
-import warnings
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -139,7 +138,8 @@ def picture(
     figure = NewFigure((WIDTH / DPI, height / DPI), dpi=DPI, facecolor=theme.background)
     FigureCanvasAgg(figure)  # measures texts
     page = _Page(figure, theme, height)
-    title = title.encode(errors="replace").decode()  # names of files may be no text
+    # names of files may have characters that are no text, or not allowed in XML
+    title = "".join(x if x.isprintable() else "?" for x in title)
     page.heading(0, title, f"{summary}; height by requests, length by KV tokens")
     axes = page.axes(TITLE, forest_height, MARGIN, MARGIN)
     _draw_forest(page, axes, forest, seq_lens[forest.request_rows])
@@ -164,8 +164,7 @@ def encoded(figure: Figure, kind: str, title: str | None = None) -> bytes:
     }  # fmt: skip
     metadata = dict.fromkeys(("Creator", "Date") if kind == "svg" else ("Software",))
     metadata |= {"Title": title} if title else {}
-    with rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font has not
+    with rc_context(settings):
         figure.savefig(data, format=kind, dpi=DPI * SCALE, metadata=metadata)
     return data.getvalue()
 

@@ -44,10 +44,10 @@ def recorded(data: dict[str, Any], block_table: IntArray, seq_lens: IntArray) ->
     if not isinstance(engine, dict) or not isinstance(plan, dict):
         raise ValueError("engine and plan must be objects")
     query_len: Any = engine.get("query_len")
-    if not _is_count(query_len, 1 << 16) or query_len == 0:
+    if not is_count(query_len, 1 << 16) or query_len == 0:
         raise ValueError("query_len must be a number of tokens")
     for name in ("kv_tokens", "kv_tokens_read"):
-        if not _is_count(plan.get(name), 1 << 62):
+        if not is_count(plan.get(name), 1 << 62) or plan[name] == 0:
             raise ValueError(f"{name} must be a number of tokens")
     reason = plan.get("unshared")
     return Recorded(
@@ -127,7 +127,7 @@ def _require(condition: bool | np.bool_, what: str) -> None:
 def _require_indptr(arrays: dict[str, IntArray], name: str, total: int) -> IntArray:
     """Sizes of the groups of an indptr."""
     indptr = arrays[name]
-    sizes = np.diff(indptr)
+    sizes = np.diff(indptr.astype(np.int64))  # differences of 32 bits may overflow
     ok = len(indptr) > 1 and indptr[0] == 0 and indptr[-1] == total and (sizes >= 0).all()
     _require(ok, name)
     return sizes
@@ -154,11 +154,13 @@ def _time(record: dict[str, Any], name: str) -> float:
 
 
 def _text(record: dict[str, Any], name: str) -> str:
+    """A text of a trace, without codes for the terminal."""
     value = record.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a string")
-    return value
+    return ascii(value)[1:-1]
 
 
-def _is_count(value: Any, limit: int) -> bool:
+def is_count(value: Any, limit: int) -> bool:
+    """Whether ``value`` is an integer from 0 to ``limit``."""
     return type(value) is int and 0 <= value <= limit

@@ -308,6 +308,16 @@ def test_a_file_is_drawn_under_its_name_whatever_it_is(tmp_path, draw):
     assert "Prefix forest of $a_b$ ?<&.json" in found
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["a\x01b\x1b.json", "\u6587\u66f8.json"])
+def test_a_name_that_is_not_plain_text_is_drawn_without_a_warning(tmp_path, capsys, name):
+    path = write(tmp_path / name, TABLES)
+    png, svg = tmp_path / "p.png", tmp_path / "p.svg"
+    assert main(["inspect", str(path), "--svg", str(svg), "--png", str(png)]) == 0
+    found = [text.text for text in ElementTree.parse(svg).iter(f"{SVG}text")]
+    assert f"Prefix forest of {name.translate({1: '?', 27: '?'})}" in found
+
+
 def test_equal_pictures_are_equal_files(tmp_path):
     for name in ("a.svg", "b.svg", "dark.svg"):
         dark = ["--dark"] if name == "dark.svg" else []

@@ -153,6 +153,28 @@ def test_why_nothing_is_shared_is_the_engines_reason(trace, monkeypatch, capsys)
     assert report(capsys, trace)["attention_gain"] == 1, "vLLM's own kernel ran the batch"
 
 
+def test_a_time_of_nothing_is_no_division_by_zero(trace, capsys):
+    Group(LLAMA).step(DOCUMENT, LONG)
+    line = json.loads(trace.read_text())
+    line["plan"]["unshared_us"] = 0.0
+    trace.write_text(json.dumps(line))
+    assert main(["inspect", str(trace)]) == 0
+    assert " times the attention time; " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_text_of_a_trace_is_no_code_for_the_terminal(trace, capsys):
+    Group(LLAMA).step(DOCUMENT, LONG)
+    line = json.loads(trace.read_text())
+    line["engine"] |= {"device": "\x1b[2Ja", "kernel": "\x1b[2Jb"}
+    line["plan"] |= dict.fromkeys(("divider", "default_divider", "unshared"), "\x1b[2Jc")
+    trace.write_text(json.dumps(line))
+    assert main(["inspect", str(trace)]) == 0
+    assert main(["inspect", str(trace), "--compare"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "\x1b" not in printed and printed.isascii()
+    assert all(text in printed for text in ("\\x1b[2Ja", "\\x1b[2Jb", "\\x1b[2Jc"))
+
+
 def test_a_trace_without_engines_is_planned_here(trace, capsys):
     """As traces of earlier versions are."""
     Group(LLAMA).step(DOCUMENT, LONG)
@@ -203,6 +225,7 @@ def test_options_that_a_trace_answers_are_refused(trace, capsys, options):
         ({"engine.attention.head_dim": "64"}, "a layer: head_dim must be"),
         ({"plan.divider": None}, "divider must be a string"),
         ({"plan.kv_tokens": -1}, "kv_tokens must be a number of tokens"),
+        ({"plan.kv_tokens": 0}, "kv_tokens must be a number of tokens"),
         ({"plan.unshared": 3}, "unshared must be a string"),
         ({"plan.unshared_us": float("nan")}, "unshared_us must be times, 0 or more"),
         ({"plan.tile_us": [1.0]}, "its plan has work_indptr that do not fit together"),
@@ -215,6 +238,10 @@ def test_options_that_a_trace_answers_are_refused(trace, capsys, options):
         ({"plan.run_kv_start": [0, 32, 70, 32, 48]}, "its plan has KV tokens that do not fit"),
         ({"plan.run_kv_end": [32, 1000, -1, -1, -1]}, "its plan has KV tokens that do not fit"),
         ({"plan.run_reader_end": [4, 2, 1, 1, 1]}, "its plan has readers that do not fit"),
+        (
+            {"plan.tile_run_indptr": [0, (1 << 31) - 1, -2, 3, 4, 5]},
+            "its plan has tile_run_indptr that do not fit",
+        ),
         ({"plan.work_indptr": []}, "its plan has work_indptr that do not fit"),
         ({"plan.work_indptr": [0] * ((1 << 16) + 1) + [5]}, "its plan has work queues that"),
         ({"plan.tile_req_indptr": [0, 3, 5, 6, 8]}, "its plan has work tiles that do not fit"),
