@@ -459,6 +459,7 @@ def _report(
         "host_cost": costs.source,
         "layers": model.layers.total(),
         "layers_left_out": dict(model.left_out),
+        "special_weights": list(model.special_weights),
         "memory": {
             "gpu_gb": model.gpu.memory_gb,
             "usable_gb": round(memory.total / 1e9, 2),

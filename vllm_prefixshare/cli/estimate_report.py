@@ -140,6 +140,9 @@ def _print_notes(found: dict[str, Any]) -> None:
     )
     for reason, count in found["layers_left_out"].items():
         print(f"not counted: {count} with {reason}")
+    if found["special_weights"] and "decode" in found["call_ms"]:
+        what = " and ".join(found["special_weights"])
+        print(f"not counted: {what}; arithmetic is that of dense weights of 16 bits")
     print(
         f"memory of one {found['gpu']}: {memory['weights_gb']:.1f} GB of weights and up to "
         f"{found['kv_gb']:.1f} GB of KV cache, of {memory['usable_gb']:.1f} GB"

@@ -22,6 +22,7 @@ from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import (
     MAX_LAYERS,
     LayerKind,
     layer_kinds,
+    special_weights,
 )
 
 MAX_WEIGHTS_GB = 10_000
@@ -39,6 +40,7 @@ class EstimatedModel:
     layers: number of layers of each shape, with the heads of one GPU, whose attention is estimated.
     left_out: number of other layers with attention, by the reason.
     num_bytes: of the weights on one GPU, 16 bits each; 0 if unknown.
+    special_weights: what makes them other than dense ones of 16 bits, which is not counted.
     """
 
     name: str | None
@@ -49,6 +51,7 @@ class EstimatedModel:
     planning: dict[AttentionConfig, GpuPlanning]
     num_bytes: int
     memory: GpuMemory
+    special_weights: tuple[str, ...] = ()
 
     @property
     def block_size(self) -> int:
@@ -110,6 +113,7 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
         {attention: planning_for(args.gpu, attention) for attention in layers},
         num_bytes,
         GpuMemory(gpu.memory_gb * 1e9 * UTILIZATION, num_bytes, tuple(kv_layers)),
+        () if args.model is None else tuple(special_weights(args.model)),
     )
 
 

@@ -397,6 +397,26 @@ def test_the_table_says_where_the_time_goes(tmp_path, capsys):
     assert said.endswith(f"\nfrom tokenization, copies as given, the rest {MEASURED.source}\n")
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, None),
+        ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, "experts"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    ],
+)
+def test_weights_that_are_not_dense_or_not_of_16_bits_are_named(tmp_path, capsys, fields, words):
+    path = write(tmp_path / "p", [[*DOCUMENT, i] for i in range(8)])
+    model = write_model(tmp_path / "model", num_hidden_layers=2, **fields)
+    words_of = ["estimate", str(path), "--gpu", "H200", "--model", str(model)]
+    assert main(words_of) == 0
+    assert "of 16 bits" not in capsys.readouterr().out, "without weights there is no arithmetic"
+    assert main([*words_of, "--weights-gb", "1"]) == 0
+    said = capsys.readouterr().out
+    note = f"not counted: {words}; arithmetic is that of dense weights of 16 bits\n"
+    assert note in said if words else "of 16 bits" not in said
+
+
 def test_weights_that_a_folder_has_twice_count_once(tmp_path):
     model = write_model(tmp_path / "model")
     for name in ("consolidated", "model-1", "model-2"):

@@ -10,11 +10,11 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from packaging.version import Version
 
@@ -22,6 +22,8 @@ from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.utils.trusted_files import read_text
 from vllm_prefixshare.vllm_plugin.compat import vllm_version
 from vllm_prefixshare.vllm_plugin.eligibility.layer import LayerSpec
+
+_T = TypeVar("_T")
 
 #: Maximum size of a ``config.json``, and maximum number of kinds of layers.
 MAX_BYTES, MAX_KINDS = 1 << 20, 64
@@ -113,10 +115,25 @@ def layer_kinds(folder: Path, release: Version | None = None) -> list[LayerKind]
     Raises:
         PrefixShareError: vLLM is not installed, or the files do not describe a model.
     """
+    return _described(folder, release, lambda checkpoint: checkpoint.layer_kinds())
+
+
+def special_weights(folder: Path) -> list[str]:
+    """What makes the weights of a checkpoint other than dense ones of 16 bits, in words.
+
+    Raises:
+        PrefixShareError: as ``layer_kinds``.
+    """
+    return _described(folder, None, lambda checkpoint: checkpoint.special_weights())
+
+
+def _described(
+    folder: Path, release: Version | None, description: Callable[["_Checkpoint"], _T]
+) -> _T:
     fields = _checked_fields(folder)
     try:
         with _quiet():
-            return _Checkpoint(folder, fields, release).layer_kinds()
+            return description(_Checkpoint(folder, fields, release))
     except PrefixShareError:
         raise
     except ImportError as e:
@@ -229,6 +246,14 @@ class _Checkpoint:
         if len(counts) > MAX_KINDS:
             raise ValueError(f"it has {len(counts)} kinds of layers, more than {MAX_KINDS}")
         return [self._kind(name, dict(shape), n) for (name, shape), n in counts.items()]
+
+    def special_weights(self) -> list[str]:
+        """What makes the weights other than dense ones of 16 bits, in words."""
+        found = {
+            "experts": self.arch.num_experts,
+            "quantised weights": self.arch.quantization_config,
+        }
+        return [name for name, value in found.items() if value]
 
     def _layer_types(self) -> list[str]:
         """A name for each layer, in the words of transformers' ``layer_types``."""
