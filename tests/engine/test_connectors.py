@@ -63,5 +63,5 @@ def test_requests_on_a_stored_prompt_share_its_blocks(connector, small, expected
         ours = ask(engine)
     assert_same_tokens(ours, expected)
     assert all(a.num_cached_tokens == len(DOCUMENT) for a in ours.answers)
-    # with blocks of its own, each request would read the document alone
+    # with separate blocks, each request would read the document separately
     assert ours.stats["kv_tokens_stock"] > 3 * ours.stats["kv_tokens_read"]

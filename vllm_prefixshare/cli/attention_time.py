@@ -11,8 +11,8 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import Forest
 from vllm_prefixshare.planning.plan import DecodePlan
 
-#: Microseconds of a layer beside its busiest worker: launches, start and merging. On an H200, in 28
-#: published cells, 4 to 26 and 10 in the median; taken for both sides.
+#: Microseconds of a layer in addition to its busiest work queue: launches, start and merging.
+#: On an H200, in 28 published cells, 4 to 26 and 10 in the median; taken for both sides.
 LAYER_US = 10.0
 #: Time without sharing of a token that another request reads as well, over that of a token from
 #: memory: 0.60 to 0.67 with FlashAttention-3 on an H200, where documents of 2k tokens and more are

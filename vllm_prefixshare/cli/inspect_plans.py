@@ -30,7 +30,7 @@ of your own: docs/cli.md describes its form. --compare adds the other dividers."
 
 #: The batch without a file.
 TREE = "1,4,16_1024,256,64"
-#: Multiprocessors and rows of a tile without a GPU or a trace: those of an H200.
+#: Multiprocessors and rows of a tile without a GPU or a trace, as on an H200.
 MULTIPROCESSORS, TILE_ROWS = 132, 128
 PICTURES = ("svg", "png")
 #: Times below are taken for this one: a trace rounds its times, to 0 if need be.
@@ -61,7 +61,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--compare", action="store_true", help="plan with all dividers, too")
     command.add_argument("--gpu", help="plan as on this GPU, such as H200")
     command.add_argument(
-        "--workers", type=int, help="work queues, without --gpu (default: those of an H200)"
+        "--workers", type=int, help="work queues, without --gpu (default: as on an H200)"
     )
     command.add_argument(
         "--tile-rows", type=int, help=f"rows of a Q tile, without --gpu (default: {TILE_ROWS})"

@@ -56,7 +56,7 @@ def test_a_request_waits_for_at_least_half_of_what_it_would_load(
     assert connector.get_num_new_matched_tokens(other, computed) == expected
 
 
-def test_nobody_waits_for_a_load_that_has_ended(connector):
+def test_no_request_waits_for_a_load_that_has_ended(connector):
     first, other = request("1", "abcdef"), request("2", "abcdef")
     start(connector, first)
     first.status = RequestStatus.FINISHED_ABORTED
