@@ -37,7 +37,8 @@ from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenArray, TokenIds
 PART = "tokenization"
 #: Characters of windows, large to small.
 WINDOW_CHARS = (32768, 2048)
-#: Minimum characters of a piece, and of the pieces after the last full-size piece.
+#: Minimum characters of a piece, and of the pieces near the end of a prompt: where a question
+#: begins inside a piece, the text before it is encoded again.
 PIECE_CHARS = 512
 LAST_PIECE_CHARS = 64
 #: Minimum characters of a prompt; a shorter one is tokenized as fast as it is looked up.
@@ -148,7 +149,7 @@ class TextTokenizer:
             salt: texts of different salts share no entry.
         """
         plan = _Plan(text, salt)
-        end = self._cover(plan, 0, len(text), WINDOW_CHARS)
+        end = self._cover(plan, 0, len(text) - PIECE_CHARS, WINDOW_CHARS)
         end = self._add_pieces(plan, end, len(text), LAST_PIECE_CHARS)
         plan.add_new(self._stretch(plan, end, len(text)))
         encoded = self._encode(plan.new_pieces)
@@ -159,8 +160,9 @@ class TextTokenizer:
             self._keep(window.key, _joined(spans[window.first : window.last]))
         if add_special_tokens:
             spans = [self._prefix, *spans, self._suffix]
-        whole = _joined(spans)
-        return TokenIds(whole.ids, whole.array), len(text) - sum(span.chars for span in encoded)
+        ids = TokenIds(array=_joined_arrays(spans))
+        _extend(ids, spans)
+        return ids, len(text) - sum(span.chars for span in encoded)
 
     def _stretch(self, plan: _Plan, start: int, end: int, is_window: bool = False) -> Stretch:
         return Stretch(self._number, plan.salt, start == 0, plan.text[start:end], is_window)
@@ -243,9 +245,18 @@ def _special(ids: Iterable[int]) -> Span:
 
 def _joined(spans: list[Span]) -> Span:
     ids: list[int] = []
+    _extend(ids, spans)
+    return Span(ids, _joined_arrays(spans), sum(span.chars for span in spans))
+
+
+def _joined_arrays(spans: list[Span]) -> TokenArray:
+    return np.concatenate([span.array for span in spans])
+
+
+def _extend(ids: list[int], spans: list[Span]) -> None:
+    """Append the ids of ``spans``. A `TokenIds` keeps its array."""
     for span in spans:
-        ids += span.ids
-    return Span(ids, np.concatenate([span.array for span in spans]), sum(s.chars for s in spans))
+        list.extend(ids, span.ids)
 
 
 @dataclass(slots=True)
