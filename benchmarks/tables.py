@@ -134,10 +134,10 @@ PAGES = {
             for title, name, write in (
                 ("How calls were measured", "whole_call", report.whole_call_how),
                 ("Calls", "whole_call", report.table),
-                ("Host time per request by part", "whole_call", report.parts_table),
+                ("Server", "whole_call", report.server_table),
                 ("Answers with equal tokens", "whole_call", report.equal_answers),
-                ("How the server was measured", "whole_call_serving", report.whole_call_how),
-                ("Server", "whole_call_serving", report.server_table),
+                ("How host time was measured", "whole_call_host", report.whole_call_how),
+                ("Host time per request by part", "whole_call_host", report.parts_table),
             )
         ),
     ),
@@ -187,7 +187,8 @@ EMBEDDED = {
     "engine": ("docs/performance.md", "engine", engine.engine_short_table),
     "kernel": ("docs/performance.md", "kernel", kernel.kernel_short_table),
     "whole call": ("docs/whole-call.md", "engine", report.whole_call_table),
-    "serving": ("docs/whole-call.md", "whole_call_serving", report.serving_table),
+    "serving": ("docs/whole-call.md", "whole_call", report.serving_table),
+    "host": ("docs/whole-call.md", "whole_call_host", report.host_table),
     "peers": ("README.md", "kernel", kernel.peers_table),
 }
 

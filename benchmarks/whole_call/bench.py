@@ -73,8 +73,10 @@ Entry = dict[str, Any]
 TOGETHER, ALONE = "together", "server_alone"
 NUM_TOGETHER, TOGETHER_TOKENS = 16, 32
 CHOICES = (*OFFLINE, *HOST, SERVER)
-#: Workloads whose batches have the same composition in every row.
-SAME_BATCHES = (TOGETHER, ALONE, *HOST)
+#: Workloads whose batches have the same composition in every row; those of one process, in which
+#: rows of the same backend also give the same tokens. Two servers of stock vLLM do not.
+SAME_TOKENS = (TOGETHER, *HOST)
+SAME_BATCHES = (ALONE, *SAME_TOKENS)
 #: Length of the built-in documents in tokens, on a GPU and on a CPU.
 GPU_TOKENS, CPU_TOKENS = 34_000, 1_000
 #: Tokens by which a prompt may be longer than the one that the context length is computed from.
@@ -254,10 +256,11 @@ class Bench:
                     if outcomes and isinstance(outcomes[0], Served):
                         compared = compare_served(outcomes, theirs)
                     else:
-                        strict = workload in SAME_BATCHES
-                        same_tokens = strict and key == "same_backend"
                         compared = compare(
-                            outcomes, theirs, same_tokens=same_tokens, same_cached=strict
+                            outcomes,
+                            theirs,
+                            same_tokens=workload in SAME_TOKENS and key == "same_backend",
+                            same_cached=workload in SAME_BATCHES,
                         )
                     entry[key] = compared.described()
 

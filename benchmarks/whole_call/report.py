@@ -31,12 +31,14 @@ CALLS = ("cached", "cold", "token_ids", "chat", "multi_turn", "agents", "beams4"
 
 
 def table(result: Result) -> str:
-    """Rows by workloads: the measured time, and how many times faster than the baseline."""
+    """Rows by workloads: the measured time, and how many times faster than the baseline. The loads
+    of the server have a table of their own.
+    """
     names = list(result["rows"])
     rows = []
     for workload in result["workloads"]:
         entries = {n: result["rows"][n]["workloads"].get(workload["name"]) for n in names}
-        if any(entries.values()):
+        if any(entry and "requests_per_second" not in entry for entry in entries.values()):
             reference = entries.get(result["baseline"])
             cells = (_cell(entry, reference) for entry in entries.values())
             rows.append((workload["title"], *cells))
@@ -200,9 +202,14 @@ def whole_call_section(name: str, write: Callable[[Result], str]) -> str:
 
 
 def serving_table() -> str:
-    """The server under load, with the address of its run."""
-    result = published.load("whole_call_serving")
+    """The server under load, in the published run."""
+    return server_table(published.load("whole_call"))
+
+
+def host_table() -> str:
+    """Host time per request, with the address of its run."""
+    result = published.load("whole_call_host")
     return (
-        f"{result['device']}; {result['model']}; {versions(result)}; one API server. "
-        f"[Command](../benchmarks/published/whole_call.md#server).\n\n{server_table(result)}"
+        f"{result['model']}. [Command](../benchmarks/published/whole_call.md"
+        f"#how-host-time-was-measured).\n\n{parts_table(result)}"
     )
