@@ -102,7 +102,11 @@ def _end_with_parent() -> None:
 def _wait_for(url: str, process: subprocess.Popen, log: Path, patience: int) -> None:
     for _ in range(patience):
         if process.poll() is not None:
-            pytest.fail(f"the server ended:\n{log.read_text()[-3000:]}")
+            text = log.read_text()
+            # the cause comes long before the end, where each process reports the failure of another
+            errors = [line for line in text.splitlines() if " ERROR " in line]
+            cause = "\n".join(errors[:80])
+            pytest.fail(f"the server ended:\n{cause}\n...\n{text[-3000:]}")
         try:
             urllib.request.urlopen(f"{url}/health", timeout=2).close()
             return
