@@ -102,7 +102,9 @@ def planner_of(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[Dec
     """
     attention = layer_of(w, heads)
     kernel = h200_kernel(method.kernel, attention, w.query_len)
-    config = planner_config(kernel, attention, method.divider, method.share, **method.options)
+    config = planner_config(
+        kernel.limits, attention, method.divider, method.share, **method.options
+    )
     cost = costs(method, attention, kernel.name, PLANNED_GPU)
     return DecodePlanner(config, cost, w.block_size, attention.gqa_group_size), kernel.row_tiles
 

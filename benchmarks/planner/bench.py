@@ -76,7 +76,7 @@ def kernel_of(name: str) -> Kernel:
 
 
 def planner(kernel: Kernel, divider: str, share: str = "always") -> DecodePlanner:
-    config = planner_config(kernel, ATTENTION, divider, share, null_block_id=0)
+    config = planner_config(kernel.limits, ATTENTION, divider, share, null_block_id=0)
     cost = analytic_cost(ATTENTION, kernel.name)
     return DecodePlanner(config, cost, 16, ATTENTION.gqa_group_size)
 

@@ -160,7 +160,7 @@ def assert_the_same_bits(decoder: Decoder, tolerance: float, batches: int) -> No
     requests, random = decoder.requests, Random(1)
     everybody = list(range(len(requests.texts)))
     outs = decoder.run(everybody)
-    assert decoder.shares() == (decoder.executor.max_tile_requests > 1)
+    assert decoder.shares() == (decoder.executor.limits.max_tile_requests > 1)
     requests.check(everybody, outs[..., :-1], tolerance)
     chosen = [[i] for i in everybody[: 2 * batches]]
     chosen += [random.sample(everybody, random.randint(2, len(everybody))) for _ in range(batches)]
@@ -196,7 +196,7 @@ def test_on_a_gpu(kernel, dtype, heads, head_dim):
     requests = some_requests(attention, 100, 512, 3000, "cuda")
     decoder = Decoder(requests, GpuExecutor(attention, "cuda", kernel=kernel), 512)
     assert_the_same_bits(decoder, 8e-3, batches=12)
-    if decoder.executor.max_tile_requests > 1:
+    if decoder.executor.limits.max_tile_requests > 1:
         assert_other_bits_by_default(decoder)
 
 

@@ -51,13 +51,13 @@ def test_the_walk_of_the_hopper_kernel():
         kernel = executor._kernel
         out, _ = emulate(
             kernel.layout(plan),
-            kernel.num_workers,
+            kernel.limits.num_workers,
             *(t.double().numpy() for t in (q, k, v)),
             case.block_table(),
             case.true_lens,
             case.query_start_loc,
             case.query_len,
-            kernel.max_tile_runs,
+            kernel.limits.max_tile_runs,
             kernel.shape.kv_tile,
         )
         if case.values == "overflow":

@@ -114,8 +114,8 @@ def test_refuses_a_plan_for_other_workers(kernel):
     layer = Layer(tree(SMALL))
     plan = layer.planned(kernel).last_plan
     one = GpuExecutor(AttentionConfig(1024, 1024, 128, 16), DEVICE, kernel=kernel)
-    assert one.num_workers != plan.num_workers
-    with pytest.raises(PrefixShareError, match=f"plan with num_workers={one.num_workers}"):
+    assert one.limits.num_workers != plan.num_workers
+    with pytest.raises(PrefixShareError, match=f"plan with num_workers={one.limits.num_workers}"):
         one.prepare(plan)
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.catalog import (
+    CATALOG,
     SHARED_MEMORY,
     Gpu,
     KernelLimits,
     candidates,
-    kernel_limits,
 )
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.planning.costs.gpus import GPUS, MEASURED, NamedGpu, data_sheet
@@ -84,4 +84,4 @@ def kernel_on(
     """
     here = Gpu(gpu.capability, gpu.multiprocessors, SHARED_MEMORY[gpu.capability] << 10)
     name = name or candidates(attention, here, "auto", query_len)[0]
-    return name, kernel_limits(name, attention, query_len, here)
+    return name, CATALOG[name].limits(attention, query_len, here)

@@ -2,8 +2,9 @@
 the limits of its plans.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_prefixshare.config import (
     AttentionConfig,
@@ -58,46 +59,17 @@ class Gpu(NamedTuple):
         )
 
 
-class PlanLimits(Protocol):
-    """What plans for a kernel are made with.
-
-    divider: the divider that measures best with this kernel.
-    geometry, num_workers, max_tile_requests, max_tile_runs: see ``PlannerConfig``.
-    """
-
-    @property
-    def divider(self) -> str:
-        """Name of a divider."""
-        ...
-
-    @property
-    def geometry(self) -> TileGeometry:
-        """The tiles."""
-        ...
-
-    @property
-    def num_workers(self) -> int:
-        """Work queues that fill the GPU."""
-        ...
-
-    @property
-    def max_tile_requests(self) -> int:
-        """Maximum number of requests of a work tile."""
-        ...
-
-    @property
-    def max_tile_runs(self) -> int:
-        """Maximum number of KV ranges of a work tile."""
-        ...
-
-
 class KernelLimits(NamedTuple):
-    """``PlanLimits`` of a kernel for one layer and GPU."""
+    """What plans for a kernel are made with, for one layer and GPU.
+
+    geometry, num_workers, max_tile_requests, max_tile_runs: see ``PlannerConfig``.
+    divider: name of the divider that measures best with this kernel.
+    """
 
     geometry: TileGeometry
     num_workers: int
     max_tile_requests: int
-    max_tile_runs: int
+    max_tile_runs: int = 1 << 30
     divider: str = "depth_first"
 
 
@@ -267,36 +239,45 @@ def requests_of_a_tile(rows: int) -> int:
     return max(1, LATENT_TILE.rows // rows)
 
 
-def hopper_limits(shape: HopperShape, gpu: Gpu) -> KernelLimits:
+def hopper_limits(attention: AttentionConfig, query_len: int, gpu: Gpu) -> KernelLimits:
     """Limits of plans for the Hopper kernel."""
-    per_worker = shape.num_kv_heads * shape.chunks
-    workers = max(1, gpu.multi_processor_count // per_worker)
+    shape = hopper_shape(attention, query_len)
+    workers = max(1, gpu.multi_processor_count // (shape.num_kv_heads * shape.chunks))
     return KernelLimits(HOPPER, workers, shape.max_tile_requests, shape.max_tile_runs)
 
 
-def portable_limits(
-    attention: AttentionConfig, query_len: int, gpu: Gpu
-) -> tuple[QTile, KernelLimits]:
-    """The portable kernel's tile, and limits of its plans."""
+def portable_limits(attention: AttentionConfig, query_len: int, gpu: Gpu) -> KernelLimits:
+    """Limits of plans for the portable kernel."""
     tile = q_tile(attention.head_dim, gpu, attention.kv_dtype is not None)
     rows = query_len * attention.gqa_group_size
     workers = tile.num_workers(gpu.multi_processor_count, attention.num_kv_heads, rows)
-    return tile, KernelLimits(PORTABLE, workers, max(1, tile.rows // rows), 1 << 30)
+    return KernelLimits(PORTABLE, workers, max(1, tile.rows // rows))
 
 
-def latent_limits(rows: int, gpu: Gpu) -> KernelLimits:
-    """Limits of plans for the MLA kernel; rows: query rows of a request."""
+def latent_limits(attention: AttentionConfig, query_len: int, gpu: Gpu) -> KernelLimits:
+    """Limits of plans for the MLA kernel."""
+    rows = query_len * attention.num_qo_heads
     workers = LATENT_TILE.num_workers(gpu.multi_processor_count, 1, rows)
-    return KernelLimits(MLA_HOPPER, workers, requests_of_a_tile(rows), 1 << 30)
+    return KernelLimits(MLA_HOPPER, workers, requests_of_a_tile(rows))
 
 
-def kernel_limits(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu) -> KernelLimits:
-    """Limits of plans for the kernel of this name."""
-    if name == "hopper":
-        return hopper_limits(hopper_shape(attention, query_len), gpu)
-    if name == "mla_hopper":
-        return latent_limits(query_len * attention.num_qo_heads, gpu)
-    return portable_limits(attention, query_len, gpu)[1]
+class CatalogEntry(NamedTuple):
+    """What is known of a kernel.
+
+    class_name: its class in the module ``launch`` of its folder.
+    limits: limits of its plans, by layer, maximum number of query tokens and GPU.
+    """
+
+    class_name: str
+    limits: Callable[[AttentionConfig, int, Gpu], KernelLimits]
+
+
+#: By the name of the kernel's folder.
+CATALOG = {
+    "hopper": CatalogEntry("HopperKernel", hopper_limits),
+    "portable": CatalogEntry("PortableKernel", portable_limits),
+    "mla_hopper": CatalogEntry("LatentHopperKernel", latent_limits),
+}
 
 
 def candidates(
@@ -320,17 +301,18 @@ def candidates(
         )
     if attention.kv_lora_rank is not None:
         return _latent_candidates(attention, gpu, kernel, query_len)
-    hopper = hopper_serves(attention, gpu.capability)
-    if kernel == "hopper" and not hopper:
+    serving = ["hopper"] if hopper_serves(attention, gpu.capability) else []
+    serving.append("portable")
+    if kernel == "auto":
+        return serving
+    if kernel not in serving:
         raise PrefixShareError(
             "kernel 'hopper' needs compute capability 9.0 and blocks of a multiple of "
             f"{MIN_PIECE} tokens, got {major}.{minor} and {attention.block_size}, and has no "
             f"ALiBi, no head_dim above {MAX_HEAD_DIM} and no quantised KV cache with other "
             "queries: use kernel='auto'."
         )
-    if kernel != "auto":
-        return [kernel]
-    return ["hopper", "portable"] if hopper else ["portable"]
+    return [kernel]
 
 
 def _latent_candidates(

@@ -39,7 +39,7 @@ class GpuExecutor:
     Attributes:
         name: the kernel's name.
         passed_over: why a kernel that "auto" prefers does not serve; None if it does.
-        num_workers, max_tile_requests, max_tile_runs: what a plan must be made for.
+        limits: what a plan must be made for.
         row_tiles: as in ``interface.Executor``.
 
     Raises:
@@ -67,9 +67,7 @@ class GpuExecutor:
         self._mask_words = -(-query_len // 32)
         self._kernel, self.passed_over = choose_kernel(attention, self.device, kernel, query_len)
         self.name = self._kernel.name
-        self.num_workers = self._kernel.num_workers
-        self.max_tile_requests = self._kernel.max_tile_requests
-        self.max_tile_runs = self._kernel.max_tile_runs
+        self.limits = self._kernel.limits
         self.row_tiles = self._kernel.row_tiles
         shape = attention.num_qo_heads, attention.v_head_dim
         self.workspace = Workspace(
@@ -91,7 +89,7 @@ class GpuExecutor:
         Args:
             options: other fields of ``PlannerConfig``.
         """
-        config = planner_config(self._kernel, self.attention, divider, share, **options)
+        config = planner_config(self.limits, self.attention, divider, share, **options)
         room = self._capacity
         if room is None:
             return config
@@ -114,10 +112,11 @@ class GpuExecutor:
             PrefixShareError: the plan was made for another executor, or it exceeds a
                 workspace that a CUDA graph holds.
         """
-        if plan.num_workers != self.num_workers:
+        num_workers = self.limits.num_workers
+        if plan.num_workers != num_workers:
             raise PrefixShareError(
                 f"the plan is for {plan.num_workers} workers, this executor has "
-                f"{self.num_workers}: plan with num_workers={self.num_workers}."
+                f"{num_workers}: plan with num_workers={num_workers}."
             )
         queries = None
         if batch is not None and self.query_len > 1:

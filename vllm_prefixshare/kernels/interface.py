@@ -8,7 +8,7 @@ import torch
 
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.core import IntArray, PieceLimits
-from vllm_prefixshare.kernels.catalog import PlanLimits
+from vllm_prefixshare.kernels.catalog import KernelLimits
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.window import tokens_seen
@@ -169,15 +169,17 @@ class Capacity(NamedTuple):
     sizes: dict[str, int]
 
 
-class Kernel(PlanLimits, Protocol):
+class Kernel(Protocol):
     """A GPU kernel for partial attention.
 
+    limits: what plans for the kernel are made with.
     row_tiles: see ``Executor.row_tiles``.
     starts_merging: the launch that follows may begin before this kernel has ended, see
         ``dependent`` of ``merge_states``.
     """
 
     name: str
+    limits: KernelLimits
     starts_merging: bool
     row_tiles: int
 

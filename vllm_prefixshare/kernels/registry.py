@@ -10,7 +10,7 @@ import torch
 from vllm_prefixshare.config import AttentionConfig, require_launchable
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.aot.compilation import CompileError, compile_launches
-from vllm_prefixshare.kernels.catalog import Gpu, candidates
+from vllm_prefixshare.kernels.catalog import CATALOG, Gpu, candidates
 from vllm_prefixshare.kernels.interface import Kernel
 
 
@@ -22,15 +22,6 @@ class Choice(NamedTuple):
 
     kernel: Kernel
     passed_over: str | None
-
-
-#: where each kernel lives, in the order in which "auto" takes them. Imported one at a time: with
-#: a Triton whose Gluon does not suit the Hopper kernel, the portable one serves.
-KERNEL_CLASSES = {
-    "hopper": "HopperKernel",
-    "portable": "PortableKernel",
-    "mla_hopper": "LatentHopperKernel",
-}
 
 
 @cache
@@ -60,9 +51,10 @@ def kernels_that_may_serve(
         PrefixShareError: see ``choose_kernel``.
     """
     chosen = choose_kernel(attention, device, kernel, query_len).kernel
-    if kernel != "auto" or chosen.name != "hopper":
-        return [chosen]
-    return [chosen, make_kernel("portable", attention, query_len, Gpu.of(device))]
+    gpu = Gpu.of(device)
+    names = candidates(attention, gpu, kernel, query_len)
+    after = names[names.index(chosen.name) + 1 :]
+    return [chosen, *(make_kernel(name, attention, query_len, gpu) for name in after)]
 
 
 def first_that_compiles(
@@ -96,7 +88,8 @@ def make_kernel(name: str, attention: AttentionConfig, query_len: int, gpu: Gpu)
     Raises:
         CompileError: this Triton lacks what the kernel imports.
     """
-    kernel: Kernel = getattr(import_kernel(name), KERNEL_CLASSES[name])(attention, query_len, gpu)
+    kernel_class = getattr(import_kernel(name), CATALOG[name].class_name)
+    kernel: Kernel = kernel_class(attention, query_len, gpu)
     return kernel
 
 

@@ -14,6 +14,7 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import FloatArray, IntArray
+from vllm_prefixshare.kernels.catalog import KernelLimits
 from vllm_prefixshare.kernels.interface import Executor, HostBatch
 from vllm_prefixshare.planning.costs.lookup import fingerprint
 from vllm_prefixshare.planning.costs.table import CostTable, Grid
@@ -48,8 +49,7 @@ class TileExecutor(Executor, Protocol):
     """The executor that is measured: ``kernels.gpu_executor.GpuExecutor``."""
 
     device: torch.device
-    num_workers: int
-    max_tile_requests: int
+    limits: KernelLimits
 
     def prepare(self, plan: DecodePlan, batch: HostBatch | None = None) -> None:
         """As ``Executor.prepare``; without a batch each request has one query token."""
@@ -113,9 +113,9 @@ class TileBench:
         executor = self.make_executor()
         self.name = executor.name
         self.device = executor.device
-        self.num_workers = executor.num_workers
+        self.num_workers = executor.limits.num_workers
         group = self.attention.gqa_group_size
-        self.requests = sorted({min(n // group, executor.max_tile_requests) for n in ROWS})
+        self.requests = sorted({min(n // group, executor.limits.max_tile_requests) for n in ROWS})
         max_tokens = self.num_workers * max(n * tile_counts(n)[1] for n in tokens)
         a = self.attention
         shape = (max_tokens // BLOCK_SIZE, BLOCK_SIZE, a.num_kv_heads, a.head_dim)

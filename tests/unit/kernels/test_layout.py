@@ -52,8 +52,8 @@ def test_large_blocks_are_read_and_cut_in_parts(block_size, part):
         for name in ("hopper", "portable")
     )
     assert hopper.shape.piece == portable.tiling.unit == part
-    assert planner_config(hopper, attention).cut_size == part
-    assert planner_config(portable, attention).cut_size == part
+    assert planner_config(hopper.limits, attention).cut_size == part
+    assert planner_config(portable.limits, attention).cut_size == part
 
 
 def kind(run: tuple, half: int, rows: int) -> int:

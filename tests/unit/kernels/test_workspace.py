@@ -38,10 +38,10 @@ def config_for(kernel: Kernel, **options: object) -> PlannerConfig:
     return gpu_config(
         **{
             "share": "always",
-            "num_workers": kernel.num_workers,
-            "max_tile_requests": kernel.max_tile_requests,
-            "max_tile_runs": kernel.max_tile_runs,
-            "spread": kernel.geometry.spread,
+            "num_workers": kernel.limits.num_workers,
+            "max_tile_requests": kernel.limits.max_tile_requests,
+            "max_tile_runs": kernel.limits.max_tile_runs,
+            "spread": kernel.limits.geometry.spread,
             **options,
         }
     )
@@ -257,7 +257,7 @@ def test_reserved_room_holds_plans_with_more_workers_than_requests(
         plan = planner.update(work.block_table, work.seq_lens, query_len).plan
         most = max(most, plan.num_tiles)
         assert_room(capacity, k, plan)
-    assert most > k.num_workers + num_reqs or kernel is PortableKernel
+    assert most > k.limits.num_workers + num_reqs or kernel is PortableKernel
 
 
 @pytest.mark.parametrize("kernel", [HopperKernel, PortableKernel])

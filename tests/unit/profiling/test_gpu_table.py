@@ -19,8 +19,9 @@ from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.core import OPEN_END
 from vllm_prefixshare.kernels import gpu_executor
-from vllm_prefixshare.kernels.catalog import Gpu
+from vllm_prefixshare.kernels.catalog import Gpu, KernelLimits
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
+from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.kernels.reference import reference_attention
@@ -114,7 +115,8 @@ class ModelledGpu:
     merged row 0.03 us.
     """
 
-    name, num_workers, max_tile_requests = "hopper", 2, 32
+    name = "hopper"
+    limits = KernelLimits(HOPPER, num_workers=2, max_tile_requests=32)
     device = torch.device("cpu")
     noise = 0.0
 
@@ -135,13 +137,13 @@ class ModelledGpu:
         of_each = a.of_queries, a.of_cache, a.of_cache, a.dtype
         assert names == [f"torch.{name}" for name in of_each]
         assert len(q) == self.plan.num_reqs == len(seq_lens)
-        tiles, group = self.plan.num_tiles // self.num_workers, self.attention.gqa_group_size
-        rows = group * self.plan.num_reqs // self.num_workers
+        tiles, group = self.plan.num_tiles // self.limits.num_workers, self.attention.gqa_group_size
+        rows = group * self.plan.num_reqs // self.limits.num_workers
         tokens = int(self.plan.run_kv_end[0])
         shared = bool((block_table[0] == block_table[-1]).all())
         bits = 8 * k_cache.element_size()
         tile = 2 + tokens * bits / 16 * (0.006 if shared else 0.01) + 0.02 * rows
-        merged = group * self.plan.num_partials / self.num_workers
+        merged = group * self.plan.num_partials / self.limits.num_workers
         self.us = 6 + tiles * tile + 0.03 * merged
         self.us += self.noise * math.sin(self.us * 1e3)
 

@@ -31,7 +31,7 @@ from vllm_prefixshare.utils.numba_cache import is_kept
 
 def warm_up_planning(kernel: Kernel, attention: AttentionConfig) -> None:
     """Compile the planning and layout functions for the default divider of ``kernel``."""
-    config = planner_config(kernel, attention)
+    config = planner_config(kernel.limits, attention)
     cost = analytic_cost(attention, "hopper")
     planner = DecodePlanner(config, cost, attention.block_size, attention.gqa_group_size)
     planner.warm_up(then=kernel.layout)

@@ -3,6 +3,7 @@
 import torch
 
 from vllm_prefixshare.core import PieceLimits
+from vllm_prefixshare.kernels.catalog import KernelLimits
 from vllm_prefixshare.kernels.common.arrays import sizes
 from vllm_prefixshare.kernels.common.constants import LOG2E
 from vllm_prefixshare.kernels.common.layout import KvTiling, max_parts_of
@@ -10,9 +11,7 @@ from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.interface import Capacity
 
 
-def plan_limits(
-    num_reqs: int, num_workers: int, max_tile_requests: int, pieces: PieceLimits | None
-) -> tuple[int, int]:
+def plan_limits(num_reqs: int, limits: KernelLimits, pieces: PieceLimits | None) -> tuple[int, int]:
     """Maximum number of work tiles and of partial results of a plan.
 
     Args:
@@ -20,29 +19,23 @@ def plan_limits(
     """
     # depth first makes a tile for every request at worst, and at most two for each work queue
     # where windows are split: only those leave partial results
-    max_tiles = num_reqs + 2 * num_workers
-    max_partials = 2 * num_workers * max_tile_requests
+    max_tiles = num_reqs + 2 * limits.num_workers
+    max_partials = 2 * limits.num_workers * limits.max_tile_requests
     if pieces is not None:
-        max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, max_tile_requests))
+        max_tiles = max(max_tiles, pieces.max_tiles(num_reqs, limits.max_tile_requests))
         max_partials = max(max_partials, num_reqs * pieces.per_request)
     return max_tiles, max_partials
 
 
 def walk_capacity(
-    num_reqs: int,
-    num_workers: int,
-    max_tile_requests: int,
-    tiling: KvTiling,
-    pieces: PieceLimits | None = None,
-    spread: bool = False,
+    num_reqs: int, limits: KernelLimits, tiling: KvTiling, pieces: PieceLimits | None = None
 ) -> Capacity:
-    """Room for plans of up to ``num_reqs`` requests in ``common.arrays.PlanArrays``; spread: as in
-    ``TileGeometry``.
-    """
-    max_tiles, max_partials = plan_limits(num_reqs, num_workers, max_tile_requests, pieces)
+    """Room for plans of up to ``num_reqs`` requests in ``common.arrays.PlanArrays``."""
+    num_workers = limits.num_workers
+    max_tiles, max_partials = plan_limits(num_reqs, limits, pieces)
     # n requests share at most n - 1 nodes, and a cut divides a KV range; one of a spread window
     # divides two, and where windows are cut there are at most two tiles for each work queue
-    max_runs = 2 * num_reqs + max(max_tiles, 4 * num_workers if spread else 0)
+    max_runs = 2 * num_reqs + max(max_tiles, 4 * num_workers if limits.geometry.spread else 0)
     max_parts = max_parts_of(tiling, max_runs, max_tiles)
     slots = num_reqs + max_partials
     room = sizes(num_workers, max_tiles, slots, max_runs, max_parts, num_reqs)

@@ -12,7 +12,6 @@ from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels.aot.dispatch import launch
 from vllm_prefixshare.kernels.catalog import Gpu, hopper_limits, hopper_shape
 from vllm_prefixshare.kernels.common.launch import plan_limits, scales_and_strides, score_factors
-from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
@@ -70,36 +69,27 @@ class HopperKernel:
     """``kernels.hopper.kernel``, for compute capability 9.0."""
 
     name = "hopper"
-    divider = "depth_first"
-    geometry = HOPPER
     starts_merging = True
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
         self.shape = hopper_shape(attention, query_len)
-        limits = hopper_limits(self.shape, gpu)
-        self.num_workers = limits.num_workers
-        self.max_tile_requests = limits.max_tile_requests
-        self.max_tile_runs = limits.max_tile_runs
+        self.limits = hopper_limits(attention, query_len, gpu)
         self.row_tiles = self.shape.chunks
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``interface.Kernel.layout``."""
+        shape = self.shape
         return linked_layout(
-            plan,
-            self.shape.rows,
-            self.max_tile_requests,
-            self.max_tile_runs,
-            self.shape.kv_tile,
+            plan, shape.rows, shape.max_tile_requests, shape.max_tile_runs, shape.kv_tile
         )._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``interface.Kernel.capacity``."""
-        max_tiles, max_partials = plan_limits(
-            num_reqs, self.num_workers, self.max_tile_requests, pieces
-        )
-        places = max_tiles + self.num_workers  # an idle work queue has a tile, too
-        room = sizes(places, self.max_tile_requests, self.max_tile_runs, num_reqs)
-        return Capacity(max_tiles, places * self.max_tile_runs, max_partials, room._asdict())
+        limits = self.limits
+        max_tiles, max_partials = plan_limits(num_reqs, limits, pieces)
+        places = max_tiles + limits.num_workers  # an idle work queue has a tile, too
+        room = sizes(places, limits.max_tile_requests, limits.max_tile_runs, num_reqs)
+        return Capacity(max_tiles, places * limits.max_tile_runs, max_partials, room._asdict())
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``interface.Kernel.launch``."""
@@ -111,7 +101,7 @@ class HopperKernel:
         small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
         launch(
             partial_attention,
-            (self.num_workers * shape.chunks * shape.num_kv_heads,),
+            (self.limits.num_workers * shape.chunks * shape.num_kv_heads,),
             k_view.descriptor,
             v_view.descriptor,
             t.q,

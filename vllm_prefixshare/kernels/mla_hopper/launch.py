@@ -20,7 +20,6 @@ from vllm_prefixshare.kernels.catalog import (
 from vllm_prefixshare.kernels.common.arrays import WORDS, PlanArrays
 from vllm_prefixshare.kernels.common.launch import score_factors, walk_capacity
 from vllm_prefixshare.kernels.common.layout import KvTiling
-from vllm_prefixshare.kernels.geometry import MLA_HOPPER
 from vllm_prefixshare.kernels.interface import Capacity, Tensors
 from vllm_prefixshare.kernels.mla_hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.mla_hopper.layout import latent_layout
@@ -128,34 +127,28 @@ class LatentHopperKernel:
     """``kernels.mla_hopper.kernel``, for compute capability 9.0."""
 
     name = "mla_hopper"
-    divider = "depth_first"
-    geometry = MLA_HOPPER
     starts_merging = True
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
-        rows = query_len * attention.num_qo_heads
         self.query_len = query_len
-        limits = latent_limits(rows, gpu)
-        self.num_workers = limits.num_workers
-        self.max_tile_requests = limits.max_tile_requests
-        self.max_tile_runs = limits.max_tile_runs
-        self.row_tiles = LATENT_TILE.chunks(rows)
+        self.limits = latent_limits(attention, query_len, gpu)
+        self.row_tiles = LATENT_TILE.chunks(query_len * attention.num_qo_heads)
         self.tiling = kv_tiling(attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
         """As ``interface.Kernel.layout``."""
-        return latent_layout(plan, self.tiling, self.max_tile_requests)._asdict()
+        return latent_layout(plan, self.tiling, self.limits.max_tile_requests)._asdict()
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``interface.Kernel.capacity``, for KV ranges of up to 64k tokens."""
         long = self.tiling._replace(long=1024)
-        room = walk_capacity(num_reqs, self.num_workers, self.max_tile_requests, long, pieces)
-        tiles = room.max_tiles + self.num_workers  # an empty work queue has an empty tile
+        room = walk_capacity(num_reqs, self.limits, long, pieces)
+        tiles = room.max_tiles + self.limits.num_workers  # an empty work queue has an empty tile
         slots = dict.fromkeys(
-            ("slot_row", "slot_partial", "slot_end"), tiles * self.max_tile_requests
+            ("slot_row", "slot_partial", "slot_end"), tiles * self.limits.max_tile_requests
         )
         return room._replace(sizes={**room.sizes, "tile_info": tiles * WORDS, **slots})
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``interface.Kernel.launch``."""
-        latent_partial_attention((self.num_workers, self.query_len), plan, t, sm_scale)
+        latent_partial_attention((self.limits.num_workers, self.query_len), plan, t, sm_scale)

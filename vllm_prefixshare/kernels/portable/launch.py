@@ -8,7 +8,7 @@ import torch
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.core import IntArray, PieceLimits
 from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
-from vllm_prefixshare.kernels.catalog import Gpu, QTile, portable_limits, shifts_bits
+from vllm_prefixshare.kernels.catalog import Gpu, QTile, portable_limits, q_tile, shifts_bits
 from vllm_prefixshare.kernels.common.arrays import PlanArrays
 from vllm_prefixshare.kernels.common.launch import (
     scales_and_strides,
@@ -16,7 +16,6 @@ from vllm_prefixshare.kernels.common.launch import (
     walk_capacity,
 )
 from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
-from vllm_prefixshare.kernels.geometry import PORTABLE
 from vllm_prefixshare.kernels.interface import Capacity, Tensors
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -109,21 +108,16 @@ class PortableKernel:
     """``kernels.portable.kernel``, for every NVIDIA GPU from compute capability 8.0 on."""
 
     name = "portable"
-    divider = "depth_first"
-    geometry = PORTABLE
     starts_merging = False
 
     def __init__(self, attention: AttentionConfig, query_len: int, gpu: Gpu) -> None:
-        self.rows = query_len * attention.gqa_group_size
         self.query_len = query_len
         self.sliding_window = attention.sliding_window
         quantised = attention.kv_dtype is not None
         self.takes_bits = quantised and shifts_bits(gpu)
-        self.tile, limits = portable_limits(attention, query_len, gpu)
-        self.num_workers = limits.num_workers
-        self.max_tile_requests = limits.max_tile_requests
-        self.max_tile_runs = limits.max_tile_runs
-        self.row_tiles = self.tile.chunks(self.rows)
+        self.limits = portable_limits(attention, query_len, gpu)
+        self.tile = q_tile(attention.head_dim, gpu, quantised)
+        self.row_tiles = self.tile.chunks(query_len * attention.gqa_group_size)
         self.tiling = KvTiling.of(self.tile.kv_tile, attention.block_size, query_len)
 
     def layout(self, plan: DecodePlan) -> dict[str, IntArray]:
@@ -132,14 +126,7 @@ class PortableKernel:
 
     def capacity(self, num_reqs: int, pieces: PieceLimits | None = None) -> Capacity:
         """As ``interface.Kernel.capacity``."""
-        return walk_capacity(
-            num_reqs,
-            self.num_workers,
-            self.max_tile_requests,
-            self.tiling,
-            pieces,
-            self.geometry.spread,
-        )
+        return walk_capacity(num_reqs, self.limits, self.tiling, pieces)
 
     def launch(self, plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float) -> None:
         """As ``interface.Kernel.launch``."""
@@ -147,5 +134,5 @@ class PortableKernel:
             q = t.q.view(torch.uint8) if t.q.element_size() == 1 else t.q
             caches = t.k_cache.view(torch.uint8), t.v_cache.view(torch.uint8)
             t = t._replace(q=q, k_cache=caches[0], v_cache=caches[1])
-        fixed = self.tile, self.num_workers, self.query_len
+        fixed = self.tile, self.limits.num_workers, self.query_len
         portable_partial_attention(*fixed, plan, t, sm_scale, self.sliding_window)

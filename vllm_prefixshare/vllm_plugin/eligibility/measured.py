@@ -26,9 +26,9 @@ def shortest_window(attention: AttentionConfig) -> int | None:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.
     """
     kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
+    limits = kernel.limits
     cost = cost_model(attention, kernel.name, logger().info_once)
-    rows = attention.gqa_group_size
-    return min_window(cost, rows, kernel.max_tile_requests, kernel.geometry)
+    return min_window(cost, attention.gqa_group_size, limits.max_tile_requests, limits.geometry)
 
 
 @cache

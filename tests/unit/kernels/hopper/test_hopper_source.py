@@ -80,7 +80,7 @@ def check(work, query_len, kv_heads, workers, lengths, group, extras=PLAIN):
     attention = AttentionConfig(heads, kv_heads, DIM, block_size, "float16", features=features)
     blocks = workers * kv_heads * -(-query_len * group // 128)
     kernel = hopper.HopperKernel(attention, query_len, Gpu((9, 0), blocks, 227 << 10))
-    config = planner_config(kernel, attention)
+    config = planner_config(kernel.limits, attention)
     cost = analytic_cost(attention, "hopper")
     plan = (
         DecodePlanner(config, cost, block_size, group)
