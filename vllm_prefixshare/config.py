@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import NamedTuple
 
 from vllm_prefixshare.core import PrefixShareError
 
@@ -192,8 +193,7 @@ def part_size(block_size: int) -> int:
     return math.gcd(32, block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class TileGeometry:
+class TileGeometry(NamedTuple):
     """Properties of a kernel's work tiles that plans depend on.
 
     half_rows: query rows of half a tile. The halves work in parallel: KV that both read is
@@ -202,7 +202,7 @@ class TileGeometry:
         tokens per iteration of the kernel's loop.
     query_cut_size: a tile with several queries of one request has a multiple of this number of KV
         tokens, rounded up, because the rest of a loop iteration would be masked for each query;
-        None: a multiple of ``PlannerConfig.cut_size``.
+        0: a multiple of ``PlannerConfig.cut_size``.
     spread: each KV split of a window may get a part of the KV that all of its requests share and a
         part of the rest, so that splits take equal times whatever the relative costs.
     spread_gain: time saved by spreading, as a fraction of the finish.
@@ -219,7 +219,7 @@ class TileGeometry:
 
     half_rows: int
     kv_tile: int
-    query_cut_size: int | None
+    query_cut_size: int
     spread: bool
     spread_gain: float
     lockstep_gain: float

@@ -176,7 +176,7 @@ def gpu_config(**options: object) -> PlannerConfig:
         options: fields of ``PlannerConfig``, and ``spread`` and ``query_cut_size`` of its geometry.
     """
     of_tiles = {name: options.pop(name) for name in ("spread", "query_cut_size") if name in options}
-    return PlannerConfig(geometry=replace(GPU, **of_tiles), **options)
+    return PlannerConfig(geometry=GPU._replace(**of_tiles), **options)
 
 
 def make_planner(

@@ -15,6 +15,7 @@ from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.batch_invariant import last_split
+from vllm_prefixshare.planning.dividers.depth_first import depth_first
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem, one_tile_each
 from vllm_prefixshare.planning.dividers.registry import get_divider
 from vllm_prefixshare.planning.forest.prefix_tree import first_difference
@@ -32,8 +33,6 @@ from vllm_prefixshare.planning.unshared import (
 from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.utils.numba_cache import compiled, one_process_at_a_time
 
-#: The divider that stands for a kernel without sharing, whose work is balanced over the workers.
-UNSHARED_DIVIDER = "depth_first"
 #: Minimum steps between replans for balance; replanning costs host time even if the plan is
 #: unbalanced.
 MIN_STEPS = 16
@@ -232,7 +231,7 @@ class DecodePlanner:
         lens = seq_lens.astype(np.int32)
         problem = self._problem(Forest.alone(len(lens)), lens, query_len)
         forest = problem.forest._replace(private_start=problem.kv_starts.astype(np.int32))
-        tiles = get_divider(UNSHARED_DIVIDER).divide(replace(problem, forest=forest))
+        tiles = depth_first(replace(problem, forest=forest))
         return float(self._plan_of(tiles, lens).worker_us.max())
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:

@@ -230,7 +230,7 @@ def test_reserved_room_holds_plans_that_are_spread(gpu, heads, head_dim):
                 DecodePlanner(c, cost, 16, attention.gqa_group_size)
                 .update(work.block_table, work.seq_lens)
                 .plan
-                for c in (config, replace(config, geometry=replace(config.geometry, spread=False)))
+                for c in (config, replace(config, geometry=config.geometry._replace(spread=False)))
             ]
             spread += plans[0].run_row.size > plans[1].run_row.size
             assert_room(capacity, k, plans[0])

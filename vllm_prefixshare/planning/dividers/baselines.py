@@ -64,9 +64,10 @@ def deft_flatten(problem: DivisionProblem) -> WorkTiles:
     across node borders. Depth-first order turns each bit mask into one interval.
     """
     limits = Limits.of(problem, kv_tile=1)
+    half_rows = problem.config.geometry.half_rows
     ends, _ = window_ends(problem.forest, limits.max_tile_requests, TOKENS)
     runs = list_runs(
-        problem.forest, problem.planned_seq_lens, ends, 1, limits.half_rows, limits.cut_size, TOKENS
+        problem.forest, problem.planned_seq_lens, ends, 1, half_rows, limits.cut_size, TOKENS
     )
     chunk = problem.round_up(-(-int(runs.tokens.sum()) // limits.num_workers))
     tiles = np.zeros((len(runs.tokens) + limits.num_workers, COLUMNS), np.int32)

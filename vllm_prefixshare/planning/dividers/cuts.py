@@ -66,7 +66,6 @@ class Limits(NamedTuple):
         one KV head.
     cut_size, kv_tile: tokens; long runs are cut at multiples of kv_tile, short ones of cut_size.
     query_cut_size: as in ``TileGeometry`` if tiles hold several queries of one request, else 0.
-    half_rows: as in ``TileGeometry``.
     """
 
     num_workers: int
@@ -77,7 +76,6 @@ class Limits(NamedTuple):
     cut_size: int
     kv_tile: int
     query_cut_size: int
-    half_rows: int
 
     @classmethod
     def of(cls, problem: DivisionProblem, kv_tile: int | None = None) -> "Limits":
@@ -92,7 +90,7 @@ class Limits(NamedTuple):
         max_tile_requests = min(config.max_tile_requests, problem.forest.num_reqs)
         query_cut_size = 0
         if max_tile_requests == 1 and problem.query_len > 1:
-            query_cut_size = _round_up(geometry.query_cut_size or 0, cut_size)
+            query_cut_size = _round_up(geometry.query_cut_size, cut_size)
         return cls(
             num_workers=config.num_workers,
             max_tile_requests=max_tile_requests,
@@ -102,30 +100,6 @@ class Limits(NamedTuple):
             cut_size=cut_size,
             kv_tile=_round_up(kv_tile, cut_size),
             query_cut_size=query_cut_size,
-            half_rows=geometry.half_rows,
-        )
-
-
-class Gains(NamedTuple):
-    """Gains of even cuts, as in ``TileGeometry``; separate from ``Limits``, which is copied at each
-    call of a compiled function.
-    """
-
-    spread: bool
-    spread_gain: float
-    lockstep_gain: float
-    uncached_lockstep_gain: float
-    cached_tokens: int
-
-    @classmethod
-    def of(cls, geometry: TileGeometry) -> "Gains":
-        """The gains of a kernel."""
-        return cls(
-            spread=geometry.spread,
-            spread_gain=geometry.spread_gain,
-            lockstep_gain=geometry.lockstep_gain,
-            uncached_lockstep_gain=geometry.uncached_lockstep_gain,
-            cached_tokens=geometry.cached_tokens,
         )
 
 
@@ -488,7 +462,12 @@ def _cut_through_at_best(runs: Runs, limits: Limits, rates: TileRates, known: fl
 
 @compiled
 def best_cut(
-    runs: Runs, limits: Limits, gains: Gains, rates: TileRates, lockstep: float, known: float
+    runs: Runs,
+    limits: Limits,
+    geometry: TileGeometry,
+    rates: TileRates,
+    lockstep: float,
+    known: float,
 ) -> Cut:
     """The best cut of the list, its finish without its advantage; one with infinite finish if none
     finishes before ``known``.
@@ -502,9 +481,9 @@ def best_cut(
     min_finish = (runs.before[-1] + len(ends) * rates.overhead) / workers
     if min_finish >= known:
         return best
-    spread = gains.spread and _some_can_spread(runs, limits, ends)
+    spread = geometry.spread and _some_can_spread(runs, limits, ends)
     handicap = 1 + lockstep
-    alike = lockstep > gains.lockstep_gain
+    alike = lockstep > geometry.lockstep_gain
     for num_tiles in (workers, 2 * workers, workers // 2, 0):
         at_once = min(max(num_tiles, len(ends)), workers)
         if runs.before[-1] >= known * at_once:
@@ -516,7 +495,7 @@ def best_cut(
                 best = cut
             if spread:
                 cut = _cut_evenly(runs, limits, rates, ends, num_tiles, alike, True)
-                finish = cut.finish * (1 - gains.spread_gain)
+                finish = cut.finish * (1 - geometry.spread_gain)
                 if cut.tiles[:, HEAD_END].any() and finish < known:
                     known = finish
                     best = Cut(finish, cut.tiles, cut.cost)

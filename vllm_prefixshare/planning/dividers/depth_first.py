@@ -17,9 +17,10 @@ tile in addition to its tokens is taken from the cost table at the tile's size (
 
 import numpy as np
 
+from vllm_prefixshare.config import TileGeometry
 from vllm_prefixshare.core import FloatArray, Forest, IntArray, WorkTiles
 from vllm_prefixshare.planning.costs.rates import TileRates
-from vllm_prefixshare.planning.dividers.cuts import Gains, Limits, as_tiles, best_cut
+from vllm_prefixshare.planning.dividers.cuts import Limits, as_tiles, best_cut
 from vllm_prefixshare.planning.dividers.kv_list import (
     Runs,
     ends_of_windows,
@@ -40,11 +41,11 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
     limits = Limits.of(problem)
     rates = problem.rates or TileRates.of(problem.cost, geometry)
     lens = problem.planned_seq_lens
-    return WorkTiles(*_divide(problem.forest, lens, limits, Gains.of(geometry), rates))
+    return WorkTiles(*_divide(problem.forest, lens, limits, geometry, rates))
 
 
 @compiled
-def _lockstep_gain(forest: Forest, runs: Runs, limits: Limits, gains: Gains) -> float:
+def _lockstep_gain(forest: Forest, runs: Runs, limits: Limits, geometry: TileGeometry) -> float:
     """Time saved by an even cut, whose windows read in lockstep, as a fraction of the finish."""
     if not len(forest.node_start):
         return 0.0
@@ -53,16 +54,20 @@ def _lockstep_gain(forest: Forest, runs: Runs, limits: Limits, gains: Gains) -> 
     before = np.searchsorted(begins, forest.node_reader_start, "right")
     several = before < np.searchsorted(begins, forest.node_reader_end, "left")
     tokens = ((forest.node_end - forest.node_start) * several).sum()
-    if tokens <= gains.cached_tokens * limits.num_workers:
-        return gains.lockstep_gain
-    gain = gains.uncached_lockstep_gain
-    is_half = limits.max_tile_requests * limits.rows_per_request <= limits.half_rows
+    if tokens <= geometry.cached_tokens * limits.num_workers:
+        return geometry.lockstep_gain
+    gain = geometry.uncached_lockstep_gain
+    is_half = limits.max_tile_requests * limits.rows_per_request <= geometry.half_rows
     return 2 * gain if is_half else gain
 
 
 @compiled
 def _divide(
-    forest: Forest, planned_seq_lens: IntArray, limits: Limits, gains: Gains, rates: TileRates
+    forest: Forest,
+    planned_seq_lens: IntArray,
+    limits: Limits,
+    geometry: TileGeometry,
+    rates: TileRates,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray, FloatArray, IntArray]:
     """The arrays of ``WorkTiles``, for windows of as many requests as a tile takes, a half, or
     a quarter.
@@ -77,13 +82,13 @@ def _divide(
         ways = window_ends(forest, size, rates)
         for way in range(1 if np.array_equal(*ways) else 2):
             runs = list_runs(
-                forest, planned_seq_lens, ways[way], limits.rows_per_request, limits.half_rows,
+                forest, planned_seq_lens, ways[way], limits.rows_per_request, geometry.half_rows,
                 limits.cut_size, rates,
             )  # fmt: skip
-            lockstep = _lockstep_gain(forest, runs, limits, gains)
-            if way > 0 and lockstep > gains.lockstep_gain:
+            lockstep = _lockstep_gain(forest, runs, limits, geometry)
+            if way > 0 and lockstep > geometry.lockstep_gain:
                 continue  # windows that take unlike times do not stay in lockstep
-            cut = best_cut(runs, limits, gains, rates, lockstep, finish)
+            cut = best_cut(runs, limits, geometry, rates, lockstep, finish)
             if cut.finish < finish:
                 finish = cut.finish
                 best_runs = runs

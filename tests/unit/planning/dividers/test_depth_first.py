@@ -337,7 +337,7 @@ def test_one_request_is_cut_for_all_workers_that_it_is_worth(length):
     assert lengths.max() <= lengths.mean() + KV_TILE
 
 
-@pytest.mark.parametrize(("query_cut_size", "num_tiles"), [(None, 8), (KV_TILE, 6)])
+@pytest.mark.parametrize(("query_cut_size", "num_tiles"), [(0, 8), (KV_TILE, 6)])
 def test_a_token_tree_is_divided_although_it_has_many_rows(query_cut_size, num_tiles):
     """Its tokens are merged side by side: 64 of them take hardly longer than one."""
     work = tree("1_1300")
