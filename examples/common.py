@@ -252,7 +252,7 @@ class Engine:
 
     Args:
         args: options of ``options``, ``max_num_seqs``, and ``trace``: a file that records the
-            batches with PREFIX_SHARE, for ``draw_tree``.
+            batches with PREFIX_SHARE, for ``print_tree``.
         backend: ``OURS`` or ``BASELINE``.
         environment: further variables for this engine.
     """
@@ -697,11 +697,10 @@ def new_trace() -> Path:
     return Path(name)
 
 
-def draw_tree(trace: Path) -> None:
+def print_tree(trace: Path) -> None:
     """Print the prefix tree of the largest batch in ``trace``, and delete ``trace``."""
-    import numpy as np
-
     from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, read_batch
+    from vllm_prefixshare.cli.inspect_plans import forest_lines
     from vllm_prefixshare.planning.sharing import shareable_forest
 
     batch = read_batch(trace)
@@ -709,41 +708,6 @@ def draw_tree(trace: Path) -> None:
     forest = shareable_forest(
         batch.block_table, batch.seq_lens, batch.block_size, null_block_id=NULL_BLOCK_ID
     )
-    lens = batch.seq_lens[forest.request_rows]
-    deepest = np.full(forest.num_reqs, -1)
-    children: dict[int, list[int]] = {-1: []}
-    for node in range(forest.num_nodes):
-        deepest[forest.node_reader_start[node] : forest.node_reader_end[node]] = node
-        children[node] = []
-        children[int(forest.node_parent[node])].append(node)
-    column = max(16, -(-int(lens.max()) // 64))  # tokens
-
-    def bar(tokens: int, sign: str) -> str:
-        return sign * max(1, round(tokens / column))
-
-    def draw(node: int, indent: str) -> None:
-        alone = np.flatnonzero(deepest == node)
-        own = (lens - forest.private_start)[alone]
-        below = [(child, None) for child in children[node]]
-        if len(alone) > 4:
-            below.append((None, f"{len(alone)} requests with {_range(own)} tokens of their own"))
-        else:
-            below += [(None, f"{tokens} tokens of one request") for tokens in own]
-        for i, (child, says) in enumerate(below):
-            last = i == len(below) - 1
-            branch = "" if node < 0 else indent + ("└─ " if last else "├─ ")
-            if child is None:
-                print(f"{branch}{bar(int(own.max()), '░')} {says}")
-                continue
-            tokens = int(forest.node_end[child] - forest.node_start[child])
-            readers = int(forest.node_reader_end[child] - forest.node_reader_start[child])
-            print(f"{branch}{bar(tokens, '█')} {tokens:,} tokens, read once for {readers} requests")
-            draw(child, "" if node < 0 else indent + ("   " if last else "│  "))
-
     print(f"\nthe prefix tree of a decode step with {forest.num_reqs} requests:")
-    draw(-1, "")
-
-
-def _range(values: Any) -> str:
-    low, high = int(values.min()), int(values.max())
-    return f"{low}" if low == high else f"{low} to {high}"
+    for line in forest_lines(forest, batch.seq_lens):
+        print(line)

@@ -179,7 +179,7 @@ def main() -> int:
     args.max_num_seqs = len(questions)
     args.trace = common.new_trace()
     found = common.compare(args, work)
-    common.draw_tree(args.trace)
+    common.print_tree(args.trace)
     common.show_reads(found.ours.stats)
     status = common.show_calls(found)
     show_published(args.compare)

@@ -139,7 +139,7 @@ def main() -> int:
     args.trace = common.new_trace()
     found = common.compare(args, work)
     show_search(found.first[common.OURS].shown)
-    common.draw_tree(args.trace)
+    common.print_tree(args.trace)
     return common.show_gain(found)
 
 

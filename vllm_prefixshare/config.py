@@ -43,7 +43,7 @@ CACHE_DTYPES = (
 #: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
 #: maximum number of tokens, and of workers, in plans: they are integers of 32 bits
-MAX_TOKENS, MAX_WORKERS = 2**31 - 1, 2**20
+MAX_TOKENS, MAX_WORKERS = 2**31 - 1, 2**16
 SHARE_POLICIES = ("auto", "always", "never")
 #: names of GPU kernels, and "auto" for the first that serves
 KERNELS = ("auto", "hopper", "portable")

@@ -11,7 +11,7 @@ from tests.docs.test_snippets import RUN
 from tests.support.documentation import files_of
 from vllm_prefixshare.cli.batches import MAX_BYTES, MAX_ENTRIES, MAX_REQUESTS, MAX_TOKENS
 from vllm_prefixshare.cli.main import COMMANDS, main
-from vllm_prefixshare.cli.picture import MAX_WORKERS
+from vllm_prefixshare.cli.picture import MAX_ROWS
 from vllm_prefixshare.cli.prompts import MAX_LINE
 from vllm_prefixshare.planning.costs.gpus import GPUS
 
@@ -41,6 +41,6 @@ def test_limits_are_those_of_the_code():
     assert limits in PAGE
     assert f"{MAX_ENTRIES:,} entries" in PAGE
     assert f"A line may have {MAX_LINE >> 20} MiB" in PAGE
-    assert f"At most {MAX_WORKERS} workers are shown" in PAGE
+    assert f"At most {MAX_ROWS} workers are shown" in PAGE
     *most, last = GPUS
     assert f"{', '.join(most)} and {last}" in PAGE

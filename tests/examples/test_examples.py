@@ -90,7 +90,7 @@ def test_the_demo_beside_stock(document, tmp_path):
     parts = ("prefix tree", "KV tokens that", "whole calls", "on an NVIDIA", "answers:")
     places = [printed.index(part) for part in parts]
     assert places == sorted(places)
-    assert re.search(r"^█+ \d{3} tokens, read once for 4 requests$", printed, re.M)
+    assert re.search(r"^  node 0: \d{3} tokens x 4 requests$", printed, re.M)
     assert 'the text: "It was founded in 1952 by the teacher' in " ".join(printed.split())
     assert "NO, the text does not say it" in printed
     assert re.search(r"^[012] of 3 answers stand in the text$", printed, re.M)

@@ -60,7 +60,7 @@ def wrapper(**changes: object) -> PrefixShareDecodeWrapper:
         ({"divider": ["fasttree"]}, "divider .'fasttree'. is unknown"),
         ({"sliding_window": 2**63 - 1}, "sliding_window must be at most 2147483647, got 9"),
         ({"block_size": 2**40}, "block_size must be at most 2147483647"),
-        ({"num_workers": 2**40}, "num_workers must be at most 1048576"),
+        ({"num_workers": 2**40}, "num_workers must be at most 65536"),
         ({"cost": "table.json"}, "cost must be a cost model, got 'table.json': name the file"),
     ],
 )

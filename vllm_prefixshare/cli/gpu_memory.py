@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_prefixshare.cli.batches import Batch
-from vllm_prefixshare.cli.prefixes import PrefixBlocks, Prompt
+from vllm_prefixshare.cli.prefixes import PrefixBlocks, Prompt, num_held
 
 #: Part of a GPU's memory that vLLM takes by default (``gpu_memory_utilization``).
 UTILIZATION = 0.92
@@ -79,22 +79,22 @@ def groups_that_fit(
     held: set[int] = set()
     used = 0.0
     for prompt in prompts:
-        ids = prompt.blocks.tolist()
         num_tokens = prompt.num_tokens + output_tokens
         in_blocks = -(-num_tokens // blocks.block_size) * blocks.block_size
         alone = memory.kv_bytes(in_blocks, num_tokens)
         if alone > memory.kv_room:
             continue
-        shared = sum(map(held.__contains__, ids)) * blocks.block_size
-        more = memory.kv_bytes(in_blocks - shared, num_tokens)
+        shared = num_held(prompt.blocks, held)
+        more = memory.kv_bytes(in_blocks - shared * blocks.block_size, num_tokens)
         if group and (len(group) == size or used + more > memory.kv_room):
             yield Group(group, used, len(group) < size)
             group = []
             held.clear()
             used = 0.0
             more = alone
+            shared = 0
         group.append(prompt)
-        held.update(ids)
+        held.update(prompt.blocks[shared:].tolist())
         used += more
     if group:
         yield Group(group, used, False)

@@ -11,8 +11,8 @@ import numpy as np
 
 from vllm_prefixshare.cli.options import add_cache_argument, add_shape_arguments, attention_of
 from vllm_prefixshare.cli.output import print_table, write_file
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
-from vllm_prefixshare.core import Forest, PrefixShareError
+from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
 
 if TYPE_CHECKING:
     from vllm_prefixshare.cli.batches import Batch
@@ -30,8 +30,8 @@ of your own: docs/cli.md describes its form. --compare adds the other dividers."
 
 #: The batch without a file.
 TREE = "1,4,16_1024,256,64"
-#: Multiprocessors and rows of a tile without a GPU or a trace, as on an H200.
-MULTIPROCESSORS, TILE_ROWS = 132, 128
+#: The GPU that is planned for without a trace.
+GPU = "H200"
 PICTURES = ("svg", "png")
 #: Times below are taken for this one: a trace rounds its times, to 0 if need be.
 MIN_US = 0.01
@@ -59,13 +59,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_cache_argument(command)
     command.add_argument("--divider", help="plan with this one (default: the kernel's)")
     command.add_argument("--compare", action="store_true", help="plan with all dividers, too")
-    command.add_argument("--gpu", help="plan as on this GPU, such as H200")
-    command.add_argument(
-        "--workers", type=int, help="work queues, without --gpu (default: as on an H200)"
-    )
-    command.add_argument(
-        "--tile-rows", type=int, help=f"rows of a Q tile, without --gpu (default: {TILE_ROWS})"
-    )
+    command.add_argument("--gpu", help=f"plan as on this GPU (default: {GPU})")
+    command.add_argument("--workers", type=int, help="work queues (default: the kernel's)")
+    command.add_argument("--tile-rows", type=int, help="rows of a Q tile (default: the kernel's)")
     for kind in PICTURES:
         command.add_argument(
             f"--{kind}", type=Path, metavar="FILE", help="draw the forest and the schedule"
@@ -213,35 +209,20 @@ def _forest(batch: "Batch", attention: AttentionConfig, query_len: int = 1) -> F
 
 def _layer(args: argparse.Namespace, block_size: int) -> "Layer":
     """The layer that the options describe."""
+    from vllm_prefixshare.cli.gpus import planning_for
     from vllm_prefixshare.cli.planned import Layer
 
     attention = replace(attention_of(args), block_size=block_size)
-    if args.gpu is not None:
-        from vllm_prefixshare.cli.gpus import planning_for
-
-        gpu = planning_for(args.gpu, attention)
-        return Layer(attention, gpu.config, gpu.cost, gpu.cost_source)
-    from vllm_prefixshare.kernels.geometry import GPU
-    from vllm_prefixshare.planning.costs.roofline import analytic_cost
-
-    workers = max(1, MULTIPROCESSORS // attention.num_kv_heads)
+    gpu = planning_for(GPU if args.gpu is None else args.gpu, attention)
+    config = gpu.config
     if args.workers is not None:
-        workers = args.workers
-    tile_rows = TILE_ROWS if args.tile_rows is None else args.tile_rows
-    if workers > 1 << 16:
-        raise PrefixShareError(f"--workers must be at most {1 << 16}, got {workers}.")
-    if tile_rows < 1:
-        raise PrefixShareError(f"--tile-rows must be at least 1, got {tile_rows}.")
-    config = PlannerConfig(
-        geometry=GPU,
-        divider="depth_first",
-        share="always",
-        num_workers=workers,
-        max_tile_requests=max(1, tile_rows // attention.gqa_group_size),
-        null_block_id=0,
-    )
-    source = "analytic cost of an H200's multiprocessor"
-    return Layer(attention, config, analytic_cost(attention, "hopper"), source)
+        config = replace(config, num_workers=args.workers)
+    if args.tile_rows is not None:
+        if args.tile_rows < 1:
+            raise PrefixShareError(f"--tile-rows must be at least 1, got {args.tile_rows}.")
+        requests = max(1, args.tile_rows // attention.gqa_group_size)
+        config = replace(config, max_tile_requests=requests)
+    return Layer(attention, config, gpu.cost, gpu.cost_source)
 
 
 def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
@@ -342,7 +323,7 @@ def _print(report: Report) -> None:
     print(f"{batch.name}, {report.made_by}")
     print(_shape(report.attention))
     print(f"{_requests(forest)}, {unshared.kv_tokens} KV tokens read one by one")
-    for line in _forest_lines(forest, batch):
+    for line in forest_lines(forest, batch.seq_lens):
         print(line)
     print()
     columns = ("KV read", "share", "attention us", "tiles", "partials", "busiest us", "mean us")
@@ -379,8 +360,12 @@ def _shape(a: AttentionConfig) -> str:
     return f"{text}, blocks of {a.block_size} tokens"
 
 
-def _forest_lines(forest: Forest, batch: "Batch") -> list[str]:
-    """A line for each node, indented below its parent, and one for the private parts."""
+def forest_lines(forest: Forest, seq_lens: IntArray) -> list[str]:
+    """A line for each node, indented below its parent, and one for the private parts.
+
+    Args:
+        seq_lens: ``[num_reqs]`` tokens of each batch row.
+    """
     depth = np.zeros(forest.num_nodes, int)
     for i, parent in enumerate(forest.node_parent.tolist()):
         depth[i] = depth[parent] + 1 if parent >= 0 else 0
@@ -397,7 +382,7 @@ def _forest_lines(forest: Forest, batch: "Batch") -> list[str]:
     ][:MAX_LINES]
     if more := forest.num_nodes - len(lines):
         lines.append(f"  and {more} nodes more")
-    private = batch.seq_lens[forest.request_rows] - forest.private_start
+    private = seq_lens[forest.request_rows] - forest.private_start
     low, high = int(private.min()), int(private.max())
     of = f"{low}" if low == high else f"{low} to {high}"
     return [*lines, f"  private parts of {of} tokens"]

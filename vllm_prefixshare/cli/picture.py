@@ -48,7 +48,7 @@ DPI = 100
 #: PNG pixels per pixel of the page.
 SCALE = 2
 #: Maximum number of workers drawn; if there are more, a sample from the busiest to the least busy.
-MAX_WORKERS = 32
+MAX_ROWS = 32
 
 
 class Piece(NamedTuple):
@@ -306,11 +306,11 @@ def _shown(workers: list[list[Tile]]) -> tuple[list[int], str]:
     busy = [w for w, tiles in enumerate(workers) if tiles]
     idle = len(workers) - len(busy)
     note = f", {idle} of them idle" if idle else ""
-    if len(busy) <= MAX_WORKERS:
+    if len(busy) <= MAX_ROWS:
         return busy, note
     busy.sort(key=lambda w: -sum(tile.us for tile in workers[w]))
-    places = np.linspace(0, len(busy) - 1, MAX_WORKERS).astype(int)
-    return [busy[i] for i in places], f"{note}, {MAX_WORKERS} shown from the busiest on"
+    places = np.linspace(0, len(busy) - 1, MAX_ROWS).astype(int)
+    return [busy[i] for i in places], f"{note}, {MAX_ROWS} shown from the busiest on"
 
 
 def _draw_schedule(page: _Page, axes: Axes, workers: list[list[Tile]], shown: list[int]) -> None:

@@ -2,6 +2,7 @@
 a shared prefix.
 """
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks
 MAX_BLOCKS = 1 << 22
 #: Requests that are compared token by token at each place where a prefix breaks.
 MAX_COMPARED = 16
+#: Base of the hashes of tokens, odd: it has an inverse modulo 2**64.
+HASH_BASE = 0x9E3779B97F4A7C15
 #: Tokens that are shown where a prefix breaks.
 SHOWN_TOKENS = 8
 
@@ -180,14 +183,21 @@ def _num_equal(tokens: IntArray, others: IntArray, width: int) -> int:
 
 
 def _hashes(tokens: IntArray, width: int) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of the ``width`` tokens from each place on."""
-    factors = np.random.default_rng(0).integers(1, 1 << 63, width, np.uint64) * np.uint64(2) + 1
-    wide = tokens.astype(np.uint64) + 1
-    size = len(tokens) - width + 1
-    total = np.zeros(size, np.uint64)
-    for i, factor in enumerate(factors):
-        total += wide[i : i + size] * factor
-    return total
+    """A 64-bit hash of the ``width`` tokens from each place on: a polynomial, of which running sums
+    give each window's part.
+    """
+    powers = np.cumprod(np.full(len(tokens), HASH_BASE, np.uint64))
+    sums = np.cumsum((tokens.astype(np.uint64) + 1) * powers)
+    sums[width:] -= sums[:-width].copy()
+    inverse = np.uint64(pow(HASH_BASE, -1, 1 << 64))
+    return sums[width - 1 :] * np.cumprod(np.full(len(tokens) - width + 1, inverse))
+
+
+def num_held(blocks: IntArray, held: set[int]) -> int:
+    """How many blocks of a prompt are in ``held``, which has all blocks of other prompts: they are
+    its first ones, because a block stands for all tokens up to its end.
+    """
+    return bisect.bisect(blocks, False, key=lambda block: block not in held)
 
 
 class DecodeBatch(NamedTuple):
@@ -230,9 +240,9 @@ def decode_batch(prompts: Sequence[Prompt], blocks: PrefixBlocks, generated: int
     last = blocks.num_blocks
     for i, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
         ids = prompt.blocks
-        listed = ids.tolist()
-        new[i] -= size * sum(map(seen.__contains__, listed))
-        seen.update(listed)
+        num_seen = num_held(ids, seen)
+        new[i] -= size * num_seen
+        seen.update(ids[num_seen:].tolist())
         table[i, : len(ids)] = ids
         table[i, len(ids) : count] = np.arange(last + 1, last + 1 + count - len(ids))
         last += count - len(ids)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import MAX_WORKERS, AttentionConfig
 from vllm_prefixshare.core import OPEN_END, FloatArray, IntArray, PrefixShareError, WorkTiles
 from vllm_prefixshare.planning.plan import DecodePlan, build_plan
 from vllm_prefixshare.vllm_plugin.observability.tracing import (
@@ -14,8 +14,7 @@ from vllm_prefixshare.vllm_plugin.observability.tracing import (
     TracedPlan,
 )
 
-#: Largest number of work queues, and of microseconds.
-MAX_WORKERS = 1 << 16
+#: Largest number of microseconds.
 MAX_US = 1e12
 
 

@@ -253,7 +253,7 @@ def test_a_plan_without_sharing_says_why(capsys):
 
 
 def test_a_loss_is_called_a_loss(capsys):
-    assert main(["inspect", "--tree", "1,2_64,64", "--divider", "fixed", "--workers", "1"]) == 0
+    assert main(["inspect", "--tree", "1,2_64,1024", "--divider", "fixed", "--workers", "1"]) == 0
     verdict = capsys.readouterr().out.splitlines()[-1]
     assert re.search(r"estimated 1\.\d\d times the attention time; planned by fixed$", verdict)
 
@@ -291,7 +291,7 @@ def boxes(figure: Figure) -> dict[str, tuple[float, float]]:
 def test_the_command_draws(tmp_path):
     done = run("inspect", "--divider", "fixed", "--svg", tmp_path / "p.svg")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("tree 1,4,16_1024,256,64, priced by the analytic cost of an")
+    assert done.stdout.startswith("tree 1,4,16_1024,256,64, priced by the cost table measured on")
     assert "\n16 requests, 21504 KV tokens read one by one\n  node 0: 1024 tokens" in done.stdout
     assert done.stdout.endswith(f"\nwrote {tmp_path / 'p.svg'}\n")
     svg = ElementTree.parse(tmp_path / "p.svg").getroot()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.prefixes import PrefixBlocks, decode_batch
+from vllm_prefixshare.cli.prefixes import PrefixBlocks, _hashes, decode_batch
 
 BLOCK = 4
 #: Prompts of few different tokens share prefixes of every length.
@@ -67,6 +67,16 @@ def test_neighbours_in_depth_first_order_share_the_most(prompts):
         for block in blocks.prompts[i].blocks.tolist():
             places = [n for n, j in enumerate(order) if block in blocks.prompts[j].blocks.tolist()]
             assert places == list(range(places[0], places[0] + len(places)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 40))
+def test_windows_of_tokens_have_the_same_hash_only_if_they_are_equal(tokens, width):
+    width = min(width, len(tokens))
+    windows = [tuple(tokens[i : i + width]) for i in range(len(tokens) - width + 1)]
+    hashes = _hashes(np.array(tokens, np.int32), width).tolist()
+    assert len(hashes) == len(windows)
+    assert len(set(zip(hashes, windows, strict=True))) == len(set(hashes)) == len(set(windows))
 
 
 @settings(max_examples=200, deadline=None)
