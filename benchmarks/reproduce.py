@@ -361,7 +361,7 @@ def check_recordings(folder: Path) -> None:
             f"{folder} has no JSON files: name the folder of DeFT's *ToT.json and tree_size*.json."
         )
     from benchmarks.peers import first_line
-    from vllm_prefixshare.workloads.sets import recorded_step, token_tree_parents
+    from benchmarks.support.workload_sets import recorded_step, token_tree_parents
 
     for file in runs + trees:
         try:

@@ -48,8 +48,10 @@ import torch
 
 from benchmarks.kernel import report
 from benchmarks.peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
+from benchmarks.support.machine_rates import MachineRates, measure_rates
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
+from benchmarks.support.workload_sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare import LayerExtras
 from vllm_prefixshare.config import LATENT_SHAPE
 from vllm_prefixshare.core import PrefixShareError
@@ -57,12 +59,9 @@ from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.window import first_in_window, tokens_seen
 from vllm_prefixshare.profiling.gpu_timing import (
     GpuTimer,
-    MachineRates,
     Timing,
     capture,
-    measure_rates,
 )
-from vllm_prefixshare.workloads.sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare.workloads.trees import Workload, tree
 
 PROGRAM = "benchmarks.kernel"

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from benchmarks.support import published
-from benchmarks.support.published import Result, table, versions
-from vllm_prefixshare.distributed.scaling import (
+from benchmarks.kernel.scaling import (
     Cluster,
     Layer,
     Link,
@@ -15,6 +13,8 @@ from vllm_prefixshare.distributed.scaling import (
     ring_us,
     tree_us,
 )
+from benchmarks.support import published
+from benchmarks.support.published import Result, table, versions
 
 #: tokens from which on the goals hold
 LONG = 512 << 10

@@ -142,7 +142,7 @@ def main(layers: list[Layer]) -> None:
     from benchmarks.papers.timing import layer_options
     from benchmarks.papers.token_trees import token_tree
     from benchmarks.peers import Options
-    from vllm_prefixshare.workloads.sets import flashforge
+    from benchmarks.support.workload_sets import flashforge
     from vllm_prefixshare.workloads.trees import tree
 
     by_title = {m.title: m for m in (*methods.COUNTED, *methods.OF_TOKEN_TREES)}

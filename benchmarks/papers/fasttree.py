@@ -21,7 +21,7 @@ from benchmarks.papers.experiment import (
 )
 from benchmarks.papers.flashforge import against, time_series, time_table
 from benchmarks.support.published import table
-from vllm_prefixshare.workloads.sets import ANCHORS
+from benchmarks.support.workload_sets import ANCHORS
 from vllm_prefixshare.workloads.trees import Workload, tree
 
 accounting = Lazily("accounting")
@@ -183,8 +183,8 @@ EXPERIMENTS = (
         "algorithm 1 and equations 3 to 11: grouping, in bytes",
         "grouping trades KV that is read again for fewer partial results; no bytes are given",
         "Counted from plans as an H200 would have them, for the trees of figure 9. Edges are "
-        "assigned by the paper's equations (`costs/padding.py`), or by our costs, which are an "
-        "estimate: no table is shipped for the portable kernel.",
+        "assigned by the paper's equations (`benchmarks/papers/padding.py`), or by our costs, "
+        "which are an estimate: no table is shipped for the portable kernel.",
         CPU,
         count_trees,
         count_sentence,

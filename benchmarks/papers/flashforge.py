@@ -21,7 +21,7 @@ from benchmarks.papers.experiment import (
     span,
 )
 from benchmarks.support.published import table
-from vllm_prefixshare.workloads.sets import flashforge
+from benchmarks.support.workload_sets import flashforge
 from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 accounting = Lazily("accounting")

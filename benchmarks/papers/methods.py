@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.papers.merging import Serially, merge_on_gpu
+from benchmarks.papers.padding import PaddingCost
 from benchmarks.peers import Case, Launch, Options, UnavailableError
 from benchmarks.planner.bench import H200
 from vllm_prefixshare.config import AttentionConfig
@@ -21,7 +22,6 @@ from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import choose_kernel, make_kernel
 from vllm_prefixshare.planning.costs.lookup import cost_model
 from vllm_prefixshare.planning.costs.model import CostModel
-from vllm_prefixshare.planning.costs.padding import PaddingCost
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.planner import DecodePlanner

@@ -12,7 +12,8 @@ from benchmarks.kernel.bench import CpuTimer, parse, run_cell
 from benchmarks.papers.experiment import Figures, Setting
 from benchmarks.papers.methods import Method, Planned
 from benchmarks.peers import Options, Peer, UnavailableError, make
-from vllm_prefixshare.profiling.gpu_timing import GpuTimer, MachineRates, measure_rates
+from benchmarks.support.machine_rates import MachineRates, measure_rates
+from vllm_prefixshare.profiling.gpu_timing import GpuTimer
 from vllm_prefixshare.workloads.trees import Workload
 
 

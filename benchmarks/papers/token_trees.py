@@ -20,7 +20,7 @@ def tree_parents(size: int, recordings: Path | None) -> object:
 
     import numpy as np
 
-    from vllm_prefixshare.workloads.sets import token_tree_parents
+    from benchmarks.support.workload_sets import token_tree_parents
 
     if file := recorded_tree(size, recordings):
         return token_tree_parents(json.loads(file.read_text())["Tree_Structure"])

@@ -30,7 +30,7 @@ MINUTES = 3
 
 
 def layer(tokens: int, heads: int = HEADS) -> object:
-    from vllm_prefixshare.distributed.scaling import Layer
+    from benchmarks.kernel.scaling import Layer
 
     return Layer(1, tokens, 0, heads, heads, 128)
 
@@ -39,7 +39,7 @@ def cluster() -> object:
     """DGX H100: data sheets; the fixed time of a launch is that of our H200s
     (``benchmarks.tables``), latencies are assumed.
     """
-    from vllm_prefixshare.distributed.scaling import Cluster, Link
+    from benchmarks.kernel.scaling import Cluster, Link
 
     return Cluster(3.35e6, 7e8, 14.0, 8, Link(10.0, 4.5e5), Link(20.0, 5e4))
 
@@ -48,7 +48,7 @@ def count_volume(setting: Setting) -> Iterator[Point]:
     for gpus in (2, 8, 64, 128):
 
         def run(gpus=gpus) -> Figures:
-            from vllm_prefixshare.distributed import scaling
+            from benchmarks.kernel import scaling
 
             whole, machines = layer(EXAMPLE), cluster()
             shard = whole.kv_bytes / gpus
@@ -108,7 +108,7 @@ def count_peaks(setting: Setting) -> Iterator[Point]:
     for hidden in (2048, 4096):
 
         def run(hidden=hidden) -> Figures:
-            from vllm_prefixshare.distributed import scaling
+            from benchmarks.kernel import scaling
 
             whole = layer(2 * SHARD, hidden // 128)
             return {
@@ -133,7 +133,7 @@ def model_latency(setting: Setting) -> Iterator[Point]:
     for gpus in (8, 64, 128):
 
         def run(gpus=gpus) -> Figures:
-            from vllm_prefixshare.distributed import scaling
+            from benchmarks.kernel import scaling
 
             whole, machines = layer(LONGEST), cluster()
             return {
@@ -257,9 +257,9 @@ EXPERIMENTS = (
         "equations 10 to 14: communication volume",
         "tree reduction sends what does not depend on the context; 640k tokens on 8 GPUs: about "
         "1e-5 s of attention and 1e-3 s to send a shard",
-        "By `distributed/scaling.py`, whose bytes `benchmarks.kernel.scale` compares with what "
-        "ranks send. The last round of the ring, which nobody needs, is not counted; numerators "
-        "are float32.",
+        "By `benchmarks/kernel/scaling.py`, whose bytes `benchmarks.kernel.scale` compares with "
+        "what ranks send. The last round of the ring, which nobody needs, is not counted; "
+        "numerators are float32.",
         CPU,
         count_volume,
         volume_sentence,
@@ -289,7 +289,7 @@ EXPERIMENTS = (
         "6.1",
         "figure 3, at the paper's size",
         "close to 8 times as fast as ring attention on 128 GPUs at 5.12M tokens",
-        "By `distributed/scaling.py`, with data sheets of a DGX H100; latencies are assumed.",
+        "By `benchmarks/kernel/scaling.py`, with data sheets of a DGX H100; latencies are assumed.",
         CPU,
         model_latency,
         model_sentence,

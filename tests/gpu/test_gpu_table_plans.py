@@ -113,7 +113,8 @@ def test_profile_measures_a_table_for_layers_with_an_fp8_cache_only(kernel, tmp_
 
 @on_gpu
 def test_tiles_from_memory_are_as_fast_as_memory_and_those_from_cache_faster(measured):
-    from vllm_prefixshare.profiling.gpu_timing import GpuTimer, measure_rates
+    from benchmarks.support.machine_rates import measure_rates
+    from vllm_prefixshare.profiling.gpu_timing import GpuTimer
 
     table, tokens = measured.table, 4096
     bandwidth = measure_rates(GpuTimer()).bytes_per_second

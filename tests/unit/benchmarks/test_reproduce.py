@@ -33,6 +33,7 @@ from benchmarks.papers import (
 from benchmarks.papers import tables as papers_tables
 from benchmarks.papers.experiment import CPU, Experiment, Point, Series, Setting
 from benchmarks.support import program, published
+from benchmarks.support import workload_sets as sets
 from benchmarks.support.charts import colours_of
 from tests.support import decode_paths as paths
 from tests.support import processes
@@ -44,7 +45,6 @@ from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads import sets
 from vllm_prefixshare.workloads.trees import forest, tree
 
 ROOT = Path(__file__).parents[3]

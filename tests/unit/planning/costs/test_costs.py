@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.padding import PaddingCost
 from tests.support.planning_cases import (
     LLAMA,
     LinearCost,
@@ -19,7 +20,6 @@ from tests.support.planning_cases import (
 from vllm_prefixshare.config import DTYPES, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.geometry import GPU
-from vllm_prefixshare.planning.costs.padding import PaddingCost
 from vllm_prefixshare.planning.costs.rates import TileRates
 from vllm_prefixshare.planning.costs.roofline import AnalyticCost, analytic_cost
 from vllm_prefixshare.planning.costs.table import CostTable, Fingerprint, Grid

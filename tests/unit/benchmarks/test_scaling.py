@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.kernel import scaling
+from benchmarks.kernel.scaling import Cluster, Layer, Link
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.distributed import scaling
-from vllm_prefixshare.distributed.scaling import Cluster, Layer, Link
 
 #: 16 heads of 128, as in section 6.1; one request
 PAPER = Layer(1, 5_120_000, 0, 16, 16, 128, 2)
