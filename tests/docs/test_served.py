@@ -10,8 +10,8 @@ from packaging.version import Version
 
 from tests.support.documentation import ROOT
 from tests.support.package_messages import reasons
-from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.cli.planned import Layer
 from vllm_prefixshare.cli.served import on_one_gpu
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -49,7 +49,7 @@ def rows_of(model: str) -> list[tuple[str, ...]]:
 
 def min_window_on(gpu: str, attention: AttentionConfig) -> int | None:
     """The least window that is served on a GPU without a measured cost table."""
-    planning = planning_for(gpu, attention)
+    planning = Layer.on(gpu, attention)
     config = planning.config
     rows = attention.gqa_group_size
     return min_window(planning.cost, rows, config.max_tile_requests, config.geometry)

@@ -1,12 +1,7 @@
 """Estimated times of decode attention, with and without sharing."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 
-from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, Batch
-from vllm_prefixshare.cli.gpus import GpuPlanning
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import Forest
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -21,44 +16,6 @@ READ_AGAIN = 0.63
 #: The same for MLA caches, where arithmetic decides: with it gains are 0.88 to 1.02 of the measured
 #: ones on an H200, in 16 published cells with 8 to 32 heads.
 LATENT_AGAIN = 0.85
-
-
-class LayerTimes(NamedTuple):
-    """Attention of one layer in a decode step.
-
-    kv_tokens_read: with sharing. unshared_us, shared_us: microseconds.
-    """
-
-    kv_tokens_read: int
-    unshared_us: float
-    shared_us: float
-
-
-def estimator(gpu: GpuPlanning, attention: AttentionConfig) -> Callable[[Batch], LayerTimes]:
-    """A function that estimates a layer's attention in a decode step of a batch.
-
-    Without sharing every request reads its own KV tokens, balanced over the workers; a token that
-    several read comes from memory once, and from the cache for all others.
-    """
-    from vllm_prefixshare.planning.planner import DecodePlanner
-    from vllm_prefixshare.planning.sharing import shareable_forest
-
-    planner = DecodePlanner(gpu.config, gpu.cost, attention.block_size, attention.gqa_group_size)
-
-    def estimate(batch: Batch) -> LayerTimes:
-        lens = batch.seq_lens
-        plan = planner.update(batch.block_table, lens).plan
-        forest = shareable_forest(
-            batch.block_table, lens, batch.block_size, null_block_id=NULL_BLOCK_ID
-        )
-        reading = reading_time(forest, int(lens.sum()), attention)
-        return LayerTimes(
-            plan.kv_tokens_read(lens),
-            LAYER_US + reading * planner.unshared_us(lens),
-            plan_time(plan, reading),
-        )
-
-    return estimate
 
 
 def plan_time(plan: DecodePlan, reading: float) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vllm_prefixshare.cli.attention_time import LayerTimes, estimator
 from vllm_prefixshare.cli.batches import MAX_REQUESTS, Batch, read_batches
 from vllm_prefixshare.cli.call_time import (
     MEASURED,
@@ -124,9 +123,6 @@ class Estimator:
         self._model = model
         self._output_tokens = output_tokens
         self._costs = costs
-        self._layers = {
-            attention: estimator(gpu, attention) for attention, gpu in model.planning.items()
-        }
 
     def of_prompts(
         self, prompts: Iterable[Prompt], blocks: PrefixBlocks, size: int, progress: Progress
@@ -164,11 +160,13 @@ class Estimator:
         model = self._model
         read = 0
         unshared = shared = 0.0
-        for attention, estimate in self._layers.items():
-            layer: LayerTimes = estimate(batch)
-            read += model.layers[attention] * layer.kv_tokens_read
-            unshared += model.layers[attention] * layer.unshared_us
-            shared += model.layers[attention] * layer.shared_us
+        for attention, layer in model.planning.items():
+            forest = layer.forest(batch)
+            planned = layer.plan(batch, forest)
+            alone = layer.without_sharing(batch, forest)
+            read += model.layers[attention] * planned.kv_tokens_read
+            unshared += model.layers[attention] * alone.attention_us
+            shared += model.layers[attention] * planned.attention_us
         attention_times = Attention(unshared, shared, model.attention_flops)
         times = call_times(work, attention_times, model.num_bytes, model.gpu, self._costs)
         totals.requests += len(batch.seq_lens)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from vllm_prefixshare.cli.call_time import weight_bytes
 from vllm_prefixshare.cli.gpu_memory import UTILIZATION, GpuMemory, KvLayers
-from vllm_prefixshare.cli.gpus import GpuPlanning, gpu_named, planning_for
+from vllm_prefixshare.cli.gpus import gpu_named
 from vllm_prefixshare.cli.options import (
     DEFAULT_SHAPE,
     attention_of,
@@ -14,7 +14,8 @@ from vllm_prefixshare.cli.options import (
     check_cache_argument,
     shape_option,
 )
-from vllm_prefixshare.cli.served import falls_back_on, on_one_gpu, shape_of
+from vllm_prefixshare.cli.planned import Layer
+from vllm_prefixshare.cli.served import on_one_gpu, shape_of
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.costs.gpus import NamedGpu
@@ -48,7 +49,7 @@ class EstimatedModel:
     num_gpus: int
     layers: Counter[AttentionConfig]
     left_out: Counter[str]
-    planning: dict[AttentionConfig, GpuPlanning]
+    planning: dict[AttentionConfig, Layer]
     num_bytes: int
     memory: GpuMemory
     special_weights: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class EstimatedModel:
     @property
     def cost_source(self) -> str:
         """Where the costs of attention come from."""
-        return "; ".join(dict.fromkeys(gpu.cost_source for gpu in self.planning.values()))
+        return "; ".join(dict.fromkeys(layer.cost_source for layer in self.planning.values()))
 
     @property
     def attention_flops(self) -> float:
@@ -110,7 +111,7 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
         args.tensor_parallel_size,
         layers,
         left_out,
-        {attention: planning_for(args.gpu, attention) for attention in layers},
+        {attention: Layer.on(args.gpu, attention) for attention in layers},
         num_bytes,
         GpuMemory(gpu.memory_gb * 1e9 * UTILIZATION, num_bytes, tuple(kv_layers)),
         () if args.model is None else tuple(special_weights(args.model)),
@@ -176,6 +177,8 @@ def _checkpoint(
     """
     from vllm_prefixshare.vllm_plugin import invariance
     from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
+    from vllm_prefixshare.vllm_plugin.eligibility.platform import gpu_of
+    from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 
     if args.num_layers is not None:
         raise PrefixShareError(
@@ -198,7 +201,7 @@ def _checkpoint(
             kind = replace(kind, kv_cache_dtype=args.kv_cache_dtype)
         kind = on_one_gpu(kind, args.tensor_parallel_size)
         kv_layers.append(_kv_layers(kind))
-        reason = falls_back_on(kind, gpu.capability, engine)
+        reason = refusal(replace(kind, engine=engine), gpu_of(gpu.capability))
         if reason is None and kind.has_sliding_window:
             length = kind.sliding_window  # None: the file does not say
             reason = "a sliding window" + (f" of {length} tokens" if length else "")

@@ -1,8 +1,6 @@
 """GPUs by name, to plan for one that this machine may not have."""
 
-from dataclasses import dataclass
-
-from vllm_prefixshare.config import AttentionConfig, PlannerConfig
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.catalog import (
     CATALOG,
@@ -11,23 +9,9 @@ from vllm_prefixshare.kernels.catalog import (
     KernelLimits,
     candidates,
 )
-from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.planning.costs.gpus import GPUS, MEASURED, NamedGpu, data_sheet
-from vllm_prefixshare.planning.costs.lookup import cost_model
 from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.costs.roofline import AnalyticCost
-
-
-@dataclass(frozen=True, slots=True)
-class GpuPlanning:
-    """Planner limits and costs for a GPU.
-
-    cost_source: where the costs come from.
-    """
-
-    config: PlannerConfig
-    cost: CostModel
-    cost_source: str
 
 
 def gpu_named(name: str) -> NamedGpu:
@@ -40,22 +24,6 @@ def gpu_named(name: str) -> NamedGpu:
     if gpu is None:
         raise PrefixShareError(f"GPU {name!r} is not known: use one of {', '.join(GPUS)}.")
     return gpu
-
-
-def planning_for(name: str, attention: AttentionConfig) -> GpuPlanning:
-    """The kernel's limits and the cost model that an engine would have on this GPU.
-
-    Args:
-        name: one of ``GPUS``.
-
-    Raises:
-        PrefixShareError: an unknown GPU, or a shape that no kernel serves.
-    """
-    gpu = gpu_named(name)
-    kernel, limits = kernel_on(gpu, None, attention)
-    config = planner_config(limits, attention, null_block_id=0)
-    cost = cost_model(attention, kernel, device_name=f"{gpu.device} x{gpu.multiprocessors}")
-    return GpuPlanning(config, cost, cost_source(cost, gpu.device))
 
 
 def cost_source(cost: CostModel, device: str) -> str:

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> Report:
     """Plan what is not recorded."""
-    from vllm_prefixshare.cli.planned import Layer, as_run
+    from vllm_prefixshare.cli.planned import Layer, as_run, forest_of
 
     if args.file is None and args.step is not None:
         raise PrefixShareError("--step is a line of a FILE: name one, or leave it out.")
@@ -137,7 +137,7 @@ def _report(args: argparse.Namespace) -> Report:
     batch = _batch(args)
     if batch.recorded is None:
         layer = _layer(args, batch.block_size)
-        forest = _forest(batch, layer.attention)
+        forest = layer.forest(batch)
         names = [args.divider or layer.config.divider]
         names += _others(*names) if args.compare else []
         plans = [layer.plan(batch, forest, name) for name in names]
@@ -145,7 +145,7 @@ def _report(args: argparse.Namespace) -> Report:
         return Report(batch, forest, plans, unshared, layer.attention, _priced(layer))
     _refuse_other_engines(args)
     engine = batch.recorded.engine
-    forest = _forest(batch, engine.attention, engine.query_len)
+    forest = forest_of(batch, engine.attention, engine.query_len)
     ran, unshared = as_run(batch.recorded, forest)
     made_by = f"as the engine ran it: {engine.kernel} kernel on {engine.device}"
     names = [] if args.divider is None else [args.divider]
@@ -193,28 +193,13 @@ def _refuse_other_engines(args: argparse.Namespace) -> None:
         )
 
 
-def _forest(batch: "Batch", attention: AttentionConfig, query_len: int = 1) -> Forest:
-    from vllm_prefixshare.cli.batches import NULL_BLOCK_ID
-    from vllm_prefixshare.planning.sharing import shareable_forest
-
-    return shareable_forest(
-        batch.block_table,
-        batch.seq_lens,
-        batch.block_size,
-        query_len,
-        NULL_BLOCK_ID,
-        sliding_window=attention.sliding_window,
-    )
-
-
 def _layer(args: argparse.Namespace, block_size: int) -> "Layer":
     """The layer that the options describe."""
-    from vllm_prefixshare.cli.gpus import planning_for
     from vllm_prefixshare.cli.planned import Layer
 
     attention = replace(attention_of(args), block_size=block_size)
-    gpu = planning_for(GPU if args.gpu is None else args.gpu, attention)
-    config = gpu.config
+    layer = Layer.on(GPU if args.gpu is None else args.gpu, attention)
+    config = layer.config
     if args.workers is not None:
         config = replace(config, num_workers=args.workers)
     if args.tile_rows is not None:
@@ -222,7 +207,7 @@ def _layer(args: argparse.Namespace, block_size: int) -> "Layer":
             raise PrefixShareError(f"--tile-rows must be at least 1, got {args.tile_rows}.")
         requests = max(1, args.tile_rows // attention.gqa_group_size)
         config = replace(config, max_tile_requests=requests)
-    return Layer(attention, config, gpu.cost, gpu.cost_source)
+    return replace(layer, config=config)
 
 
 def _draw(args: argparse.Namespace, report: Report) -> list[Path]:

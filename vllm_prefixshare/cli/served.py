@@ -69,17 +69,6 @@ def falls_back(layer: LayerKind, on_cpu: bool | None, engine: Engine | None = No
     return refusal(spec, somewhere._replace(extras=platform.gpu_extras(), is_here=True))
 
 
-def falls_back_on(
-    layer: LayerKind, capability: tuple[int, int], engine: Engine | None = None
-) -> str | None:
-    """As ``falls_back``, on a GPU that this machine may not have, whatever the length of a window.
-
-    Args:
-        capability: the GPU's compute capability.
-    """
-    return refusal(replace(layer, engine=engine or Engine()), platform.gpu_of(capability))
-
-
 def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -> AttentionConfig:
     """The shape of a layer with the heads of one GPU, as the plugin makes it from vLLM's.
 

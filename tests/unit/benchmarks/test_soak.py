@@ -13,7 +13,7 @@ from benchmarks.quality import tables as quality_tables
 from benchmarks.support import results
 from tests.support import chaos
 from tests.support.processes import Held
-from vllm_prefixshare.cli.gpus import planning_for
+from vllm_prefixshare.cli.planned import Layer
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.planning.planner import DecodePlanner
 
@@ -117,7 +117,7 @@ def test_what_chaos_runs_at_once_is_shared_by_default_on_a_gpu(gpu, variant):
     prompts = chaos.prompts(range(20_000), 24, Random(0))
     size, query_len = chaos.BLOCK_SIZE, 4 if variant == "drafts" else 1
     attention = AttentionConfig(8, 2, 64, size)
-    planning, shared, random = planning_for(gpu, attention), 0, Random(1)
+    planning, shared, random = Layer.on(gpu, attention), 0, Random(1)
     for _ in range(40):
         running = [p for p in random.choices(prompts, k=10) if len(p) + 8 <= chaos.MAX_LEN]
         lens = np.array([len(p) + random.randint(4, 8) for p in running], np.int32)

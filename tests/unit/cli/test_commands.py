@@ -20,7 +20,7 @@ from vllm_prefixshare import __version__
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
 from vllm_prefixshare.cli.options import HelpFormatter, attention_of
-from vllm_prefixshare.cli.served import falls_back, falls_back_on, on_one_gpu, shape_of
+from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
@@ -32,6 +32,7 @@ from vllm_prefixshare.vllm_plugin import compat, signatures
 from vllm_prefixshare.vllm_plugin.eligibility import checkpoint
 from vllm_prefixshare.vllm_plugin.eligibility import platform as platforms
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
+from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 
 #: of the user, not of a test
 CACHE = read(os.environ).cache
@@ -567,7 +568,7 @@ def latents(folder: Path, heads: int = 16, **fields: object) -> LayerKind:
 )
 def test_doctor_knows_which_caches_of_latents_are_served(tmp_path, cache, capability, expected):
     kind = replace(latents(tmp_path), kv_cache_dtype=cache)
-    assert falls_back_on(kind, capability) == expected
+    assert refusal(kind, platforms.gpu_of(capability)) == expected
 
 
 @pytest.mark.parametrize("takes", [True, False])

@@ -12,11 +12,10 @@ import pytest
 
 from examples.embedded_model import embedded_model_path
 from tests.support.cli_runs import run
-from vllm_prefixshare.cli.attention_time import estimator
-from vllm_prefixshare.cli.batches import tree_batch
+from vllm_prefixshare.cli.batches import Batch, tree_batch
 from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times, weight_bytes
-from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.cli.planned import Layer
 from vllm_prefixshare.cli.prefixes import DecodeBatch, PrefixBlocks, decode_batch
 from vllm_prefixshare.cli.prompts import MAX_LINE, Source, open_source, read_requests
 from vllm_prefixshare.cli.tokenization import ByteTokenizer
@@ -66,6 +65,14 @@ def test_a_shared_document_is_found_and_gains(tmp_path, capsys):
     assert (found["share_factor"], found["attention_gain"]) == (1.0, 1.0)
 
 
+def estimated(attention: AttentionConfig, batch: Batch) -> tuple[float, float]:
+    """Microseconds of a layer on an H200, without and with sharing."""
+    layer = Layer.on("H200", attention)
+    forest = layer.forest(batch)
+    unshared = layer.without_sharing(batch, forest)
+    return unshared.attention_us, layer.plan(batch, forest).attention_us
+
+
 def test_estimates_are_near_what_was_measured():
     """Over all cells of the published kernel benchmark. What FlashAttention-3 takes for short
     contexts is underestimated, so gains are, too.
@@ -73,8 +80,7 @@ def test_estimates_are_near_what_was_measured():
     ours, gains = [], []
     for cell in json.loads((PUBLISHED / "kernel.json").read_text())["cells"]:
         attention = AttentionConfig(*map(int, cell["heads"].split(":")), 128, 16)
-        estimate = estimator(planning_for("H200", attention), attention)
-        _, unshared, shared = estimate(tree_batch(cell["workload"], 16))
+        unshared, shared = estimated(attention, tree_batch(cell["workload"], 16))
         measured = {name: cell["peers"][name]["ms"] * 1e3 for name in ("ours", "fa3")}
         ours.append(shared / measured["ours"])
         gains.append(unshared / shared / (measured["fa3"] / measured["ours"]))
@@ -92,8 +98,7 @@ def test_estimates_of_latents_are_near_what_was_measured():
             if heads > 32:
                 continue  # not served
             attention = AttentionConfig(heads, 1, 576, 64, kv_lora_rank=512)
-            estimate = estimator(planning_for("H200", attention), attention)
-            _, unshared, shared = estimate(tree_batch(cell["workload"], 64))
+            unshared, shared = estimated(attention, tree_batch(cell["workload"], 64))
             ours, stock = (cell["peers"][name]["ms"] for name in ("ours", "fa3"))
             gains.append(unshared / shared * ours / stock)
     assert len(gains) == 16

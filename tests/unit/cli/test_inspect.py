@@ -18,8 +18,8 @@ from matplotlib.text import Text
 from tests.support.cli_runs import run
 from vllm_prefixshare.cli import batches, picture
 from vllm_prefixshare.cli.batches import tree_batch
-from vllm_prefixshare.cli.gpus import planning_for
 from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.cli.planned import Layer
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.catalog import SHARED_MEMORY, Gpu, q_tile
@@ -424,17 +424,17 @@ def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path, option):
 
 def test_a_gpu_that_was_measured_has_its_table():
     shape = AttentionConfig(32, 8, 128, 16)
-    found = planning_for("h200", shape)
+    found = Layer.on("h200", shape)
     assert isinstance(found.cost, CostTable)
     assert (found.config.num_workers, found.config.divider) == (16, "depth_first")
     with pytest.raises(PrefixShareError, match="'H300' is not known: use one of A10, A100"):
-        planning_for("H300", shape)
+        Layer.on("H300", shape)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("name", [name for name in GPUS if name != "H200"])
 def test_another_gpu_has_a_roofline_scaled_by_its_memory(name, head_dim):
-    found = planning_for(name, AttentionConfig(32, 8, head_dim, 16))
+    found = Layer.on(name, AttentionConfig(32, 8, head_dim, 16))
     assert isinstance(found.cost, AnalyticCost)
     assert "not measured" in found.cost_source
     gpu = GPUS[name]
@@ -448,6 +448,6 @@ def test_another_gpu_has_a_roofline_scaled_by_its_memory(name, head_dim):
 
 
 def test_an_estimate_on_the_gpu_that_was_measured_is_not_scaled():
-    found = planning_for("H200", AttentionConfig(32, 8, 64, 16))
+    found = Layer.on("H200", AttentionConfig(32, 8, 64, 16))
     assert found.cost == analytic_cost(AttentionConfig(32, 8, 64, 16), "hopper")
     assert found.cost_source == "roofline of NVIDIA H200"
