@@ -18,6 +18,7 @@ from vllm_prefixshare.cli.options import (
     add_cache_argument,
     add_model_argument,
     check_cache_argument,
+    check_range,
 )
 from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
 from vllm_prefixshare.config import AttentionConfig
@@ -165,10 +166,7 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
             f"--decode-context-parallel-size must divide --tensor-parallel-size {gpus}, got "
             f"{shards}."
         )
-    if not 0 <= drafts <= MAX_DRAFTS:
-        raise PrefixShareError(
-            f"--num-speculative-tokens must be from 0 to {MAX_DRAFTS}, got {drafts}."
-        )
+    check_range(args, "num-speculative-tokens", 0, MAX_DRAFTS)
     if gpus > 1 and args.model is None:  # without GPUs to divide them, there are no shards
         raise PrefixShareError(
             f"--tensor-parallel-size {gpus} needs --model: name the folder of the model whose "

@@ -25,7 +25,12 @@ from vllm_prefixshare.cli.estimated_model import (
 )
 from vllm_prefixshare.cli.gpu_memory import batch_bytes, groups_that_fit
 from vllm_prefixshare.cli.log_times import concurrency
-from vllm_prefixshare.cli.options import DEFAULT_SHAPE, add_cache_argument, add_shape_arguments
+from vllm_prefixshare.cli.options import (
+    DEFAULT_SHAPE,
+    add_cache_argument,
+    add_shape_arguments,
+    check_range,
+)
 from vllm_prefixshare.cli.prefixes import (
     SHOWN_TOKENS,
     Break,
@@ -182,12 +187,10 @@ class Estimator:
 def run(args: argparse.Namespace) -> int:
     """Print the estimate; the exit status is 1 if the GPU's memory is too small."""
     sizes = _sizes(args.batch)
-    _check(args, "output-tokens", 0, 1 << 20)
-    _check(args, "samples", 1, MAX_SAMPLES)
-    if args.limit is not None:
-        _check(args, "limit", 1, 1 << 30)
-    if args.price is not None and not 0 <= args.price < 1e6:
-        raise PrefixShareError(f"--price must be from 0 to 1000000, got {args.price}.")
+    check_range(args, "output-tokens", 0, 1 << 20)
+    check_range(args, "samples", 1, MAX_SAMPLES)
+    check_range(args, "limit", 1, 1 << 30)
+    check_range(args, "price", 0, 1_000_000)
     costs = MEASURED.with_new_us(parse_costs(args.host_costs))
     source = Source(args.file, args.format, args.column)
     model = estimated_model(args)
@@ -217,12 +220,6 @@ def _sizes(text: str | None) -> list[int]:
             f"commas, got {text[:40]}."
         )
     return sorted(set(map(int, items)))
-
-
-def _check(args: argparse.Namespace, option: str, low: int, high: int) -> None:
-    value = getattr(args, option.replace("-", "_"))
-    if not low <= value <= high:
-        raise PrefixShareError(f"--{option} must be from {low} to {high}, got {value}.")
 
 
 def _tokenizer(args: argparse.Namespace) -> Tokenizer:

@@ -12,6 +12,7 @@ from vllm_prefixshare.cli.options import (
     attention_of,
     check_block_size,
     check_cache_argument,
+    check_range,
     shape_option,
 )
 from vllm_prefixshare.cli.planned import Layer
@@ -90,10 +91,7 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
     check_block_size(args)
     check_cache_argument(args)
     gpu = gpu_named(args.gpu)
-    if not 1 <= args.tensor_parallel_size <= MAX_GPUS:
-        raise PrefixShareError(
-            f"--tensor-parallel-size must be from 1 to {MAX_GPUS}, got {args.tensor_parallel_size}."
-        )
+    check_range(args, "tensor-parallel-size", 1, MAX_GPUS)
     if args.weights_gb is not None and not 0 < args.weights_gb <= MAX_WEIGHTS_GB:
         raise PrefixShareError(
             f"--weights-gb must be above 0 and at most {MAX_WEIGHTS_GB}, got {args.weights_gb}."
@@ -148,11 +146,10 @@ def _numbered(
         None,
         DEFAULT_LAYERS,
     )
+    check_range(args, "num-layers", 1, MAX_LAYERS)
     count = args.num_layers
     if count is None:
         count = DEFAULT_LAYERS if is_default else 1
-    elif not 1 <= count <= MAX_LAYERS:
-        raise PrefixShareError(f"--num-layers must be from 1 to {MAX_LAYERS}, got {count}.")
     kind = LayerKind(
         name="attention",
         count=count,

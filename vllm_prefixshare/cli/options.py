@@ -82,6 +82,15 @@ def add_device_argument(command: argparse.ArgumentParser) -> None:
     )
 
 
+def check_range(args: argparse.Namespace, option: str, low: int, high: int) -> None:
+    """Raise ``PrefixShareError`` if the number of an option is not from ``low`` to ``high``; it may
+    be left out.
+    """
+    value = getattr(args, option.replace("-", "_"))
+    if value is not None and not low <= value <= high:
+        raise PrefixShareError(f"--{option} must be from {low} to {high}, got {value}.")
+
+
 def check_cache_argument(args: argparse.Namespace) -> None:
     """Raise ``PrefixShareError`` if vLLM does not know the type of KV cache."""
     if args.kv_cache_dtype not in CACHE_DTYPES:

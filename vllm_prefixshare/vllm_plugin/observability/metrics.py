@@ -37,16 +37,6 @@ from vllm_prefixshare.vllm_plugin.observability.metric_sources import (
 )
 from vllm_prefixshare.vllm_plugin.prompts import parts
 
-__all__ = [
-    "PREFIX",
-    "SHARED",
-    "VARIABLE",
-    "Publisher",
-    "expose",
-    "named_folder",
-    "start_for_engine",
-    "start_in_worker",
-]
 VARIABLE = "VLLM_PREFIXSHARE_METRICS"
 #: If it is set, as with several API servers, ``/metrics`` shows only the folder that it names.
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
