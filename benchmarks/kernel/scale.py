@@ -44,11 +44,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernel import scaling
 from benchmarks.peers import UnavailableError
+from benchmarks.peers.ring import RingDecode
 from benchmarks.peers.vllm_fa3 import require_fa3
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
-from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import COLLECTIVES, REDUCTIONS, TreeDecode
 

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from benchmarks.peers.ring import RingDecode, RingRanks
 from tests.support.gpu_layer import ON_GPU
 from tests.support.paged_batches import PagedBatch, paged_batch
 from tests.support.rank_process import own_part, timed_sentence
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.distributed.one_shot import OneShot
-from vllm_prefixshare.distributed.ranks import Ranks
-from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
 
@@ -117,7 +116,7 @@ def alone(rank: int, port: int, began: float, results: Any, kind: str) -> None:
     say = started(rank, port, began)
     device = torch.device("cuda", rank)
     x = torch.ones(1024, device=device)
-    other, ranks = (Ranks(device, {}, timeout=SOON) for _ in range(2))
+    other, ranks = (RingRanks(device, {}, timeout=SOON) for _ in range(2))
     other.all_reduce(x)
     ranks.all_reduce(x)
     calls: dict[str, Callable[[], Any]] = {

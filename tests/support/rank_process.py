@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.kernel import scaling, tree_reduction
+from benchmarks.kernel import scaling
+from benchmarks.peers.ring import RingDecode
 from tests.support.paged_batches import PagedBatch, paged_batch
 from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.distributed import tree_reduction
 from vllm_prefixshare.distributed.ranks import Ranks
-from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import COLLECTIVES, TreeDecode
 

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -387,34 +387,3 @@ class Ranks:
         self._wait_for_gpu("an all-gather")
         self.bytes_sent += (self.size - 1) * x.nbytes
         return gathered
-
-    def pass_on(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
-        """Send tensors to the next rank and receive the previous rank's, of the same shapes.
-
-        Returns:
-            The tensors received, and a function to call before reading them.
-
-        Raises:
-            PrefixShareError: a rank is missing.
-        """
-        received = [torch.empty_like(t) for t in tensors]
-        to = self._members[(self.rank + 1) % self.size]
-        source = self._members[self.rank - 1]
-        operations = []
-        for tag, (mine, theirs) in enumerate(zip(tensors, received, strict=True)):
-            operations.append(dist.P2POp(dist.isend, mine, to, self.group, tag))
-            operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
-        num_bytes = sum(t.nbytes for t in tensors)
-        with self._launching("passing KV on", num_bytes):
-            works = dist.batch_isend_irecv(operations)
-        self.bytes_sent += num_bytes
-        # given a time, nccl would block the host instead of the stream
-        patience = () if received[0].is_cuda else (self.timeout,)
-
-        def wait() -> None:
-            with self.within_time("passing KV on"):
-                for work in works:
-                    work.wait(*patience)
-            self._wait_for_gpu("passing KV on")
-
-        return received, wait

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.peers.ring import RingDecode
 from tests.support.rank_process import CASES, FINE, SOON, WAYS, rank_at_work
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.distributed.backends import one_line
-from vllm_prefixshare.distributed.ring import RingDecode
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 

@@ -15,6 +15,41 @@ from vllm_prefixshare.merging import merge_states
 from vllm_prefixshare.wrapper import PrefixShareDecodeWrapper
 
 
+class RingRanks(Ranks):
+    """Ranks in a ring."""
+
+    def pass_on(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        """Send tensors to the next rank and receive the previous rank's, of the same shapes.
+
+        Returns:
+            The tensors received, and a function to call before reading them.
+
+        Raises:
+            PrefixShareError: a rank is missing.
+        """
+        received = [torch.empty_like(t) for t in tensors]
+        to = self._members[(self.rank + 1) % self.size]
+        source = self._members[self.rank - 1]
+        operations = []
+        for tag, (mine, theirs) in enumerate(zip(tensors, received, strict=True)):
+            operations.append(dist.P2POp(dist.isend, mine, to, self.group, tag))
+            operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
+        num_bytes = sum(t.nbytes for t in tensors)
+        with self._launching("passing KV on", num_bytes):
+            works = dist.batch_isend_irecv(operations)
+        self.bytes_sent += num_bytes
+        # given a time, nccl would block the host instead of the stream
+        patience = () if received[0].is_cuda else (self.timeout,)
+
+        def wait() -> None:
+            with self.within_time("passing KV on"):
+                for work in works:
+                    work.wait(*patience)
+            self._wait_for_gpu("passing KV on")
+
+        return received, wait
+
+
 class RingDecode:
     """The result of ``tree_reduction.TreeDecode``, by passing the shards around a ring. The next
     shard is sent while one is attended to.
@@ -37,7 +72,9 @@ class RingDecode:
     ) -> None:
         first = make_wrapper()
         describe = {**shape_of(first), "reduction": "ring"}
-        self.ranks = Ranks(first.device, describe, group=group, timeout=timeout, backend=backend)
+        self.ranks = RingRanks(
+            first.device, describe, group=group, timeout=timeout, backend=backend
+        )
         self._wrappers = [first, *(make_wrapper() for _ in range(self.ranks.size - 1))]
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._agreed: object = None
