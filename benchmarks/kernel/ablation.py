@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import write
+from benchmarks.support.trees import tree
 from benchmarks.support.workload_sets import ANCHORS
 from vllm_prefixshare import PrefixShareError, __version__
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
@@ -36,7 +37,6 @@ from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.cpu_table import median_seconds
 from vllm_prefixshare.profiling.gpu_table import measure_gpu
-from vllm_prefixshare.workloads.trees import tree
 
 PROGRAM = "benchmarks.kernel.ablation"
 

@@ -51,6 +51,7 @@ from benchmarks.peers import PEERS, Case, Launch, Options, Peer, UnavailableErro
 from benchmarks.support.machine_rates import MachineRates, measure_rates
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
+from benchmarks.support.trees import Workload, tree
 from benchmarks.support.workload_sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare import LayerExtras
 from vllm_prefixshare.config import LATENT_SHAPE
@@ -62,7 +63,6 @@ from vllm_prefixshare.profiling.gpu_timing import (
     Timing,
     capture,
 )
-from vllm_prefixshare.workloads.trees import Workload, tree
 
 PROGRAM = "benchmarks.kernel"
 

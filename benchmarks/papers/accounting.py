@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from benchmarks.papers.methods import Method, layer_of, planner_of
-from vllm_prefixshare.workloads.trees import Workload
+from benchmarks.support.trees import Workload
 
 #: bytes of an element of queries, KV cache and output; of a partial result; of a mask word
 ITEM, PARTIAL, WORD = 2, 4, 4

@@ -142,8 +142,8 @@ def main(layers: list[Layer]) -> None:
     from benchmarks.papers.timing import layer_options
     from benchmarks.papers.token_trees import token_tree
     from benchmarks.peers import Options
+    from benchmarks.support.trees import tree
     from benchmarks.support.workload_sets import flashforge
-    from vllm_prefixshare.workloads.trees import tree
 
     by_title = {m.title: m for m in (*methods.COUNTED, *methods.OF_TOKEN_TREES)}
     by_name = {w.name: w for w in flashforge(16)}

@@ -29,9 +29,9 @@ from benchmarks.papers.experiment import (
 from benchmarks.papers.flashforge import against, methods_of, ratios, time_series, time_table
 from benchmarks.papers.token_trees import kind_of_tree, token_tree
 from benchmarks.support.published import table
+from benchmarks.support.trees import Workload, forest, tree
 from benchmarks.support.workload_sets import deft, recorded_step, recorded_tree
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 accounting = Lazily("accounting")
 methods = Lazily("methods")

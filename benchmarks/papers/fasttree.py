@@ -21,8 +21,8 @@ from benchmarks.papers.experiment import (
 )
 from benchmarks.papers.flashforge import against, time_series, time_table
 from benchmarks.support.published import table
+from benchmarks.support.trees import Workload, tree
 from benchmarks.support.workload_sets import ANCHORS
-from vllm_prefixshare.workloads.trees import Workload, tree
 
 accounting = Lazily("accounting")
 methods = Lazily("methods")

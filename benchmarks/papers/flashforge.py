@@ -21,8 +21,8 @@ from benchmarks.papers.experiment import (
     span,
 )
 from benchmarks.support.published import table
+from benchmarks.support.trees import Workload, forest, tree
 from benchmarks.support.workload_sets import flashforge
-from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 accounting = Lazily("accounting")
 estimator = Lazily("estimator")

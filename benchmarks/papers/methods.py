@@ -13,6 +13,7 @@ from benchmarks.papers.merging import Serially, merge_on_gpu
 from benchmarks.papers.padding import PaddingCost
 from benchmarks.peers import Case, Launch, Options, UnavailableError
 from benchmarks.planner.bench import H200
+from benchmarks.support.trees import Workload
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.catalog import candidates
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
@@ -25,7 +26,6 @@ from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads.trees import Workload
 
 #: the GPU whose plans are counted where there is none
 PLANNED_GPU = "NVIDIA H200 x132"

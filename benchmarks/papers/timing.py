@@ -13,8 +13,8 @@ from benchmarks.papers.experiment import Figures, Setting
 from benchmarks.papers.methods import Method, Planned
 from benchmarks.peers import Options, Peer, UnavailableError, make
 from benchmarks.support.machine_rates import MachineRates, measure_rates
+from benchmarks.support.trees import Workload
 from vllm_prefixshare.profiling.gpu_timing import GpuTimer
-from vllm_prefixshare.workloads.trees import Workload
 
 
 @cache

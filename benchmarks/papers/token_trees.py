@@ -29,7 +29,7 @@ def tree_parents(size: int, recordings: Path | None) -> object:
 
 def token_tree(size: int, batch: int, context: int, recordings: Path | None) -> object:
     """Requests that each verify a token tree over a context of their own."""
-    from vllm_prefixshare.workloads.trees import forest
+    from benchmarks.support.trees import forest
 
     lengths = [context + size] * batch
     name = f"{size} tokens x {batch}, context {context}"

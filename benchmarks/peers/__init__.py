@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from benchmarks.support.trees import Workload
 from vllm_prefixshare import LayerExtras
-from vllm_prefixshare.workloads.trees import Workload
 
 
 class UnavailableError(Exception):

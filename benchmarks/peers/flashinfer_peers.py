@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from benchmarks.peers import Case, Launch, Options, UnavailableError
+from benchmarks.support.trees import Workload
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
-from vllm_prefixshare.workloads.trees import Workload
 
 WORKSPACE_BYTES = 1 << 30
 #: requests [first, last), block-table columns [start, end)

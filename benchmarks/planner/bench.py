@@ -18,6 +18,7 @@ from importlib.metadata import version
 
 from benchmarks.support.program import add_out, make_parser, recorded_command
 from benchmarks.support.results import write
+from benchmarks.support.trees import Workload, forest, tree
 from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.catalog import Gpu
@@ -30,7 +31,6 @@ from vllm_prefixshare.planning.costs.lookup import processor
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 PROGRAM = "benchmarks.planner"
 

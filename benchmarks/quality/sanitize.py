@@ -47,6 +47,7 @@ from benchmarks.support.program import (
     recorded_command,
 )
 from benchmarks.support.results import versions, write
+from benchmarks.support.trees import tree
 from tests.gpu import test_gpu_extras as extra_cases
 from tests.gpu.test_gpu_mla import LatentLayer
 from tests.support.gpu_layer import FP16, KERNELS, Layer, poison, random_trees
@@ -54,7 +55,6 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import PLAIN
 from vllm_prefixshare.planning.costs.lookup import gpu
-from vllm_prefixshare.workloads.trees import tree
 
 PROGRAM = "benchmarks.quality.sanitize"
 

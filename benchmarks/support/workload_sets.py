@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.support.trees import Workload, forest, tree
 from vllm_prefixshare.core import IntArray, PrefixShareError
-from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 #: Trees of the FastTree, PAT and vLLM cascade papers and benchmarks, a forest, a long document.
 ANCHORS = (

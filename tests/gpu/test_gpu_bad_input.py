@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from benchmarks.support.trees import tree
 from tests.support.gpu_layer import BF16, DEVICE, HOPPER, KERNELS, ON_GPU, Layer
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = ON_GPU
 SMALL = "1,4_64,32"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.trees import tree
 from benchmarks.support.workload_sets import workload_set
 from tests.support.gpu_layer import (
     BF16,
@@ -26,7 +27,6 @@ from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.profiling.gpu_timing import capture
-from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = [*ON_GPU, pytest.mark.parametrize("kernel", KERNELS)]
 

@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 
+from benchmarks.support.trees import tree
 from tests.support.gpu_layer import BF16, DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from tests.support.paged_batches import relative_error
 from vllm_prefixshare import LayerExtras, PrefixShareError
 from vllm_prefixshare.kernels.extras import PLAIN
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.profiling.gpu_timing import capture
-from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = ON_GPU
 FP8 = torch.float8_e4m3fn

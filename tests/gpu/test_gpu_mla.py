@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.trees import Workload, tree
 from tests.support.gpu_layer import (
     BF16,
     DEVICE,
@@ -23,7 +24,6 @@ from vllm_prefixshare.kernels.aot.compilation import load_cache_write
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.profiling.gpu_timing import capture
-from vllm_prefixshare.workloads.trees import Workload, tree
 
 FP8 = torch.float8_e4m3fn
 #: tensor cores add up products of eight bits with about 14 bits; of one query token, a head whose

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.kernel import ablation
+from benchmarks.support.trees import tree
 from tests.support.exhaustive_plans import dealt, flattened_plans, node_plans, plan_with
 from tests.support.gpu_layer import KERNELS
 from tests.support.planning_cases import gpu_config
@@ -21,7 +22,6 @@ from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.settings import settings
-from vllm_prefixshare.workloads.trees import tree
 
 LAYER = AttentionConfig(32, 8, 128, 16)
 ROWS = LAYER.gqa_group_size

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.trees import tree
 from tests.gpu.test_gpu_extras import check, extras_of, prepared
 from tests.support.gpu_layer import DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from vllm_prefixshare import LayerExtras
 from vllm_prefixshare.planning.window import first_in_window
 from vllm_prefixshare.profiling.gpu_timing import capture
-from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = ON_GPU
 SPECS = ["1,8,64_1024,200,128", "1,40_2000,77", "1,4,16_64,32,1", "5_17", "3_4096"]

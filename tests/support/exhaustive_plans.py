@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.support.trees import Workload
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.planning.costs.model import CostModel
 from vllm_prefixshare.planning.plan import DecodePlan, longest_first
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads.trees import Workload
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SHORTEST_PIECE = 128  # tokens; cutting finer gains nothing

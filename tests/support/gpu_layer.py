@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.trees import Workload
 from tests.support.paged_batches import batch_at_boundaries
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.core import IntArray
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.profiling.gpu_timing import capture
-from vllm_prefixshare.workloads.trees import Workload
 
 THERE = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an NVIDIA GPU")]

@@ -44,7 +44,6 @@ FLOORS = {
     "settings": ({"core"}, set()),
     "utils.trusted_files": (set(), set()),
     "config": ({"core"}, set()),
-    "workloads": ({"core"}, {"numpy"}),
     "planning.forest": ({"core", "utils.numba_cache"}, {"numpy"}),
     "planning.costs": (BASE | {"utils.trusted_files"}, {"numpy"}),
     "planning.costs.lookup": (
@@ -92,7 +91,7 @@ FLOORS = {
     ),
     "cli": (
         RUNS
-        | {"workloads", "vllm_plugin", "__init__", "planning.costs.lookup", "profiling"}
+        | {"vllm_plugin", "__init__", "planning.costs.lookup", "profiling"}
         | {"profiling.gpu_timing"},
         {"numpy", "matplotlib", "packaging", "pyarrow", "tokenizers", "torch", "transformers"},
     ),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from vllm_prefixshare.cli.recorded_plans import Recorded, is_count, recorded
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.utils.trusted_files import read_text
 from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
-from vllm_prefixshare.workloads.trees import tree
 
 #: Largest batch that is read or made; a file is at most ``MAX_BYTES``, as a trace.
 MAX_REQUESTS = 16384
@@ -40,7 +40,8 @@ class Batch:
 
 
 def tree_batch(spec: str, block_size: int) -> Batch:
-    """The requests of a tree such as ``1,4,16_1024,256,64``: see ``workloads.trees.tree``.
+    """The requests of a tree such as ``1,4,16_1024,256,64``: nodes per level, then tokens per node
+    of that level. The nodes of the last level are the requests. Blocks lie scattered over a cache.
 
     Raises:
         PrefixShareError: not a tree, or one that is too large.
@@ -56,8 +57,44 @@ def tree_batch(spec: str, block_size: int) -> Batch:
             f"{MAX_TOKENS} tokens, or a block table of more than {MAX_ENTRIES} entries: describe "
             "a smaller one."
         )
-    work = tree(spec, block_size)
-    return Batch(f"tree {spec}", work.block_table, work.seq_lens, work.block_size)
+    counts, lengths = np.array(tree_levels(spec)).T
+    num_reqs = int(counts[-1])
+    ends = lengths.cumsum()
+    columns = np.arange(-(-ends[-1] // block_size))
+    # a block belongs to a node of the first level that has all of its tokens
+    level = np.searchsorted(ends[:-1], (columns + 1) * block_size)
+    node_of = [np.arange(num_reqs)]  # on each level, the node above each request
+    for below, above in pairwise(counts[::-1]):
+        node_of.insert(0, node_of[0] * above // below)
+    first = counts[level].cumsum() - counts[level]
+    ids = np.random.default_rng(0).permutation(counts[level].sum()).astype(np.int32) + 1
+    table = ids[first + np.array(node_of)[level].T]
+    return Batch(f"tree {spec}", table, np.full(num_reqs, ends[-1], np.int32), block_size)
+
+
+def tree_levels(spec: str) -> list[tuple[int, int]]:
+    """Nodes, and tokens of each node, of the levels of a tree.
+
+    Raises:
+        PrefixShareError: with the rule that the description breaks.
+    """
+    parts = [part.split(",") for part in spec.split("_")]
+    if len(parts) != 2 or not all(x.isdecimal() for part in parts for x in part):
+        raise _not_a_tree(
+            spec, "write nodes per level, '_', tokens per node, such as 1,4,16_1024,256,64"
+        )
+    counts, lengths = ([int(x) for x in part] for part in parts)
+    if len(counts) != len(lengths):
+        raise _not_a_tree(spec, "name as many levels before '_' as after it")
+    if min(counts + lengths) < 1:
+        raise _not_a_tree(spec, "each level needs at least 1 node, and each node 1 token")
+    if counts != sorted(counts):
+        raise _not_a_tree(spec, "no level can have fewer nodes than the one above it")
+    return list(zip(counts, lengths, strict=True))
+
+
+def _not_a_tree(spec: str, rule: str) -> PrefixShareError:
+    return PrefixShareError(f"tree {spec!r} is not valid: {rule}.")
 
 
 def read_batch(path: Path, step: int | None = None) -> Batch:

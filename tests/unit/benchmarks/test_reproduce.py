@@ -35,6 +35,7 @@ from benchmarks.papers.experiment import CPU, Experiment, Point, Series, Setting
 from benchmarks.support import program, published
 from benchmarks.support import workload_sets as sets
 from benchmarks.support.charts import colours_of
+from benchmarks.support.trees import forest, tree
 from tests.support import decode_paths as paths
 from tests.support import processes
 from tests.support.gpu_layer import KERNELS, ON_GPU
@@ -45,7 +46,6 @@ from vllm_prefixshare.kernels.hopper.launch import HopperKernel
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads.trees import forest, tree
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 
+from benchmarks.support.trees import tree
 from tests.support.cli_runs import run
 from vllm_prefixshare.cli import batches, picture
 from vllm_prefixshare.cli.batches import tree_batch
@@ -172,6 +173,20 @@ def test_a_wrong_tree_is_told_which_rule_it_breaks(spec, rule):
     with pytest.raises(PrefixShareError) as error:
         tree_batch(spec, 16)
     assert str(error.value).startswith(f"tree '{spec}' is not valid: {rule}")
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100])
+@pytest.mark.parametrize(
+    "spec", ["1_7", "5_40", "1,4_64,32", "1,4,16_1024,256,64", "1,2,7_33,15,20", "2,2,5_5,9,30"]
+)
+def test_a_tree_shares_the_blocks_that_a_forest_of_its_nodes_shares(spec, block_size):
+    batch, work = tree_batch(spec, block_size), tree(spec, block_size)
+    np.testing.assert_array_equal(batch.seq_lens, work.seq_lens)
+    table, expected = batch.block_table, work.block_table
+    assert table.dtype == np.int32 and table.shape == expected.shape
+    assert set(np.unique(table)) == {*range(1, int(table.max()) + 1)}
+    pairs = set(zip(table.ravel().tolist(), expected.ravel().tolist(), strict=True))
+    assert len(pairs) == table.max() == len(np.unique(expected))
 
 
 @pytest.mark.parametrize(

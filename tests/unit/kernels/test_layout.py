@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.support.trees import tree
 from tests.support.paged_batches import paged_batch
 from tests.support.plan_oracle import tile_rows, tile_runs
 from tests.support.planning_cases import make_planner
@@ -19,7 +20,6 @@ from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import make_kernel
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.workloads.trees import tree
 
 
 def tile_in_plan(plan: DecodePlan, tile: int) -> tuple:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.trees import tree
 from tests.support.planning_cases import COSTS, NULL_BLOCK, gpu_config
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PieceLimits, PrefixShareError
@@ -23,7 +24,6 @@ from vllm_prefixshare.planning.costs.lookup import cost_model
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads.trees import tree
 
 CPU = torch.device("cpu")
 H100 = Gpu((9, 0), 132, 227 << 10)

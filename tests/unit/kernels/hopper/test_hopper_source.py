@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.trees import tree
 from tests.support.gluon_interpreter import launch_before, load_kernel
 from tests.support.paged_batches import relative_error
 from vllm_prefixshare.config import AttentionConfig
@@ -19,7 +20,6 @@ from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads.trees import tree
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernel"),

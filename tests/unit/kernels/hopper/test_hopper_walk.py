@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.trees import tree
 from tests.support.hopper_emulator import emulate, kv_tiles
 from tests.support.planning_cases import document_qa, gpu_config, make_planner
 from vllm_prefixshare.config import AttentionConfig, part_size
@@ -16,7 +17,6 @@ from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.planner import DecodePlanner
-from vllm_prefixshare.workloads.trees import tree
 
 GROWTH = 20  # tokens by which every request outgrows its plan
 

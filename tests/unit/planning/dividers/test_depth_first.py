@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.support.trees import Workload, forest, tree
 from tests.support.plan_oracle import tile_rows, tile_runs
 from tests.support.planning_cases import COSTS, LinearCost, make_planner, quick
 from vllm_prefixshare.core import OPEN_END
@@ -17,7 +18,6 @@ from vllm_prefixshare.planning.dividers.kv_list import ends_of_windows, list_run
 from vllm_prefixshare.planning.dividers.prices import tile_us
 from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 COST = COSTS["h200"]
 KV_TILE = GPU.kv_tile

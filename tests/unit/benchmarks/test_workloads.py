@@ -18,6 +18,7 @@ from benchmarks.kernel import bench as bench_kernel
 from benchmarks.kernel import report as kernel_report
 from benchmarks.peers import Case, Options, UnavailableError, make
 from benchmarks.peers.flashinfer_peers import levels_of, page_arrays, token_tree_mask
+from benchmarks.support.trees import Workload, forest, tree
 from benchmarks.support.workload_sets import (
     ANCHORS,
     WORKLOAD_SETS,
@@ -27,7 +28,6 @@ from benchmarks.support.workload_sets import (
 )
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.reference import reference_attention
-from vllm_prefixshare.workloads.trees import Workload, forest, tree
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_prefixshare.cli.batches import tree_levels
 from vllm_prefixshare.core import IntArray, PrefixShareError
 
 
@@ -195,10 +196,7 @@ def tree(spec: str, block_size: int = 16, spare: int = 0, seed: int = 0) -> Work
     Raises:
         PrefixShareError: the description is not of that form.
     """
-    try:
-        counts, lengths = _levels(spec)
-    except ValueError as e:
-        raise PrefixShareError(f"tree {spec!r} is not valid: {e}.") from None
+    counts, lengths = zip(*tree_levels(spec), strict=True)
     parents = [-1] * counts[0]
     begin = 0
     for above, count in pairwise(counts):
@@ -206,18 +204,3 @@ def tree(spec: str, block_size: int = 16, spare: int = 0, seed: int = 0) -> Work
         begin += above
     tokens = [length for n, length in zip(counts, lengths, strict=True) for _ in range(n)]
     return forest(spec, parents, tokens, block_size, spare=spare, seed=seed)
-
-
-def _levels(spec: str) -> tuple[list[int], list[int]]:
-    """Nodes and tokens per level. Raises ValueError with the rule that is broken."""
-    parts = [part.split(",") for part in spec.split("_")]
-    if len(parts) != 2 or not all(x.isdecimal() for part in parts for x in part):
-        raise ValueError("write nodes per level, '_', tokens per node, such as 1,4,16_1024,256,64")
-    counts, lengths = ([int(x) for x in part] for part in parts)
-    if len(counts) != len(lengths):
-        raise ValueError("name as many levels before '_' as after it")
-    if min(counts + lengths) < 1:
-        raise ValueError("each level needs at least 1 node, and each node 1 token")
-    if counts != sorted(counts):
-        raise ValueError("no level can have fewer nodes than the one above it")
-    return counts, lengths

@@ -1,1 +1,0 @@
-"""Batches with shared prefixes to plan, test and measure with."""
