@@ -77,7 +77,7 @@ class PrefixShareCUDAImpl(PlannedLayer, FlashAttentionImpl):
             super().forward(layer, query[n:], k, v, kv_cache, metadata.prefill_metadata, output[n:])
         if n:
             assert metadata.executor is not None
-            assert metadata.kv_table is not None and metadata.kv_lens is not None
+            assert metadata.kv_table is not None and metadata.local_seq_lens is not None
             if metadata.rows is not None:
                 metadata.rows.fill()
             if metadata.executor.attention.kv_dtype is not None:
@@ -91,7 +91,7 @@ class PrefixShareCUDAImpl(PlannedLayer, FlashAttentionImpl):
                 k_cache,
                 v_cache,
                 metadata.kv_table,
-                metadata.kv_lens,
+                metadata.local_seq_lens,
                 out,
                 self.scale,
                 metadata.query_start_loc if metadata.executor.query_len > 1 else None,

@@ -37,10 +37,11 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     num_planned_tokens: query tokens of the decodes, and of the requests that ``first_step`` adds to
         them; they come first in the batch. (FLASH_ATTN's ``num_decode_tokens`` says how it divides
         a batch itself.)
-    rows: where ``kv_table`` and ``kv_lens`` have a row for each query token: what fills them.
+    rows: where ``kv_table`` and ``local_seq_lens`` have a row for each query token: what fills
+        them.
     kv_table: int32 ``[rows, max_blocks]`` block table of the plan's rows.
-    kv_lens: int32 ``[rows]`` KV tokens of each row on this rank: its shard under decode context
-        parallelism, else all.
+    local_seq_lens: int32 ``[rows]`` KV tokens of each row on this rank: its shard under decode
+        context parallelism, else all.
     prefill_metadata: FLASH_ATTN's metadata of the other requests; None if there are none.
     single_prefills, single_rows: under batch invariance, FLASH_ATTN's metadata of prefills of one
         token among the decodes, and their rows ``[num_single]``; None if there are none.
@@ -50,7 +51,7 @@ class PrefixShareCUDAMetadata(FlashAttentionMetadata):
     num_planned_tokens: int = 0
     rows: DeviceRows | None = None
     kv_table: torch.Tensor | None = None
-    kv_lens: torch.Tensor | None = None
+    local_seq_lens: torch.Tensor | None = None
     prefill_metadata: FlashAttentionMetadata | None = None
     single_prefills: FlashAttentionMetadata | None = None
     single_rows: torch.Tensor | None = None
@@ -126,7 +127,9 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder,
         assert self.executor is not None and self.planner is not None
         block_size = self.executor.attention.block_size
         kv_table = common.block_table_tensor
-        kv_lens = common.seq_lens if self.planner.shard.size == 1 else common.dcp_local_seq_lens
+        local_seq_lens = (
+            common.seq_lens if self.planner.shard.size == 1 else common.dcp_local_seq_lens
+        )
         rows = self._graph_rows(common, block_size)
         tokens = self._token_rows(batch, every=rows is not None)
         step = self.planner.plan(batch, tokens)
@@ -134,7 +137,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder,
         if tokens is not None and rows is None:
             rows = DeviceRows.allocate(common, num_tokens, block_size)
         if rows is not None:
-            kv_table, kv_lens = rows.table, rows.lens
+            kv_table, local_seq_lens = rows.table, rows.lens
         prefill = None
         # tokens after those of the last request are padding
         if num_tokens < min(batch.num_tokens, int(batch.query_start_loc[-1])):
@@ -151,7 +154,7 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder,
             num_planned_tokens=num_tokens,
             rows=rows,
             kv_table=kv_table,
-            kv_lens=kv_lens,
+            local_seq_lens=local_seq_lens,
             prefill_metadata=prefill,
             single_prefills=singles,
             single_rows=single_rows,
@@ -204,12 +207,12 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder,
         self, common: CommonAttentionMetadata, num_decodes: int, num_tokens: int
     ) -> FlashAttentionMetadata:
         """FLASH_ATTN's metadata of the requests after the first ``num_decodes``."""
-        bound = common.seq_lens_cpu_upper_bound
+        max_seq_lens = common.seq_lens_cpu_upper_bound
         part = common.replace(
             query_start_loc=common.query_start_loc[num_decodes:] - num_tokens,
             query_start_loc_cpu=common.query_start_loc_cpu[num_decodes:] - num_tokens,
             seq_lens=common.seq_lens[num_decodes:],
-            seq_lens_cpu_upper_bound=None if bound is None else bound[num_decodes:],
+            seq_lens_cpu_upper_bound=None if max_seq_lens is None else max_seq_lens[num_decodes:],
             num_reqs=common.num_reqs - num_decodes,
             num_actual_tokens=common.num_actual_tokens - num_tokens,
             block_table_tensor=common.block_table_tensor[num_decodes:],
@@ -228,13 +231,13 @@ class PrefixShareMetadataBuilder(PlanningBuilder, FlashAttentionMetadataBuilder,
             return None, None
         found = common.is_prefilling[:num_decodes].nonzero().flatten()
         starts = torch.arange(len(found) + 1, dtype=torch.int32, device="cpu")
-        bound = common.seq_lens_cpu_upper_bound
+        max_seq_lens = common.seq_lens_cpu_upper_bound
         rows = found.to(self.device, non_blocking=True)
         part = common.replace(
             query_start_loc=starts.to(self.device, non_blocking=True),
             query_start_loc_cpu=starts,
             seq_lens=common.seq_lens[rows],
-            seq_lens_cpu_upper_bound=None if bound is None else bound[found],
+            seq_lens_cpu_upper_bound=None if max_seq_lens is None else max_seq_lens[found],
             num_reqs=len(found),
             num_actual_tokens=len(found),
             max_query_len=1,

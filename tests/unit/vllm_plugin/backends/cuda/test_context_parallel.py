@@ -198,7 +198,7 @@ def test_padding_of_a_full_graph_is_no_request(monkeypatch):
     whole = whole_batch(2, [70, 90, 61])
     metadata = World(monkeypatch, 2, 1, whole).metadata(0, padding=2)
     assert metadata.num_planned_tokens == 5
-    assert metadata.kv_lens.tolist() == [35, 45, 31, 0, 0]
+    assert metadata.local_seq_lens.tolist() == [35, 45, 31, 0, 0]
     assert metadata.seq_lens.tolist() == [70, 90, 61, 0, 0]
 
 

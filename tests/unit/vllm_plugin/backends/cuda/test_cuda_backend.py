@@ -673,7 +673,7 @@ def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypat
     metadata = group.builder.build(0, group.common(batch))
     assert metadata.num_planned_tokens == 6
     metadata.rows.fill()
-    assert metadata.kv_lens.tolist() == [70, 57, 58, 59, 60, 61]
+    assert metadata.local_seq_lens.tolist() == [70, 57, 58, 59, 60, 61]
     prefill = metadata.prefill_metadata
     assert prefill.query_start_loc.tolist() == [0, 25, 27]
     assert prefill.seq_lens.tolist() == [76, 55]
@@ -693,14 +693,14 @@ def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
     assert metadata.num_planned_tokens == sum(counts)
     out = group.forward(batch, metadata, 80)
     assert relative_error(out[: sum(counts)], batch.expected()[0]) < 2e-3
-    assert metadata.kv_table.shape[0] == len(metadata.kv_lens) == 80
-    assert not metadata.kv_lens[sum(counts) :].any()
+    assert metadata.kv_table.shape[0] == len(metadata.local_seq_lens) == 80
+    assert not metadata.local_seq_lens[sum(counts) :].any()
     # a decode step reads the same buffers: they are what a graph has captured
     decodes = shared_batch([72, 93])
     group.start(decodes)
     later = group.builder.build(0, group.common(decodes))
     assert later.kv_table.data_ptr() == metadata.kv_table.data_ptr()
-    assert later.kv_lens.data_ptr() == metadata.kv_lens.data_ptr()
+    assert later.local_seq_lens.data_ptr() == metadata.local_seq_lens.data_ptr()
     assert relative_error(group.forward(decodes, later, 2), decodes.expected()[0]) < 2e-3
     # larger steps are in no graph
     large = replace(common, num_actual_tokens=97)
@@ -1251,7 +1251,7 @@ def test_a_graph_of_mixed_steps_holds_every_token(monkeypatch, counts):
     compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
     batch = shared_batch([70, 90, 61], counts=counts)
     metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
-    assert metadata.num_planned_tokens == len(metadata.kv_lens) == sum(counts)
+    assert metadata.num_planned_tokens == len(metadata.local_seq_lens) == sum(counts)
     assert metadata.prefill_metadata is None
 
 
