@@ -5,9 +5,8 @@ import re
 
 from tests.support.documentation import ROOT
 from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.kernels.catalog import CATALOG, Gpu
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
-from vllm_prefixshare.kernels.hopper.launch import HopperKernel
-from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning.costs.lookup import SHIPPED
 from vllm_prefixshare.planning.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
@@ -26,7 +25,9 @@ def test_defaults_are_those_of_the_code():
     (on_cpu,) = re.findall(r"^\| CPU \| `(\w+)` \|$", DIVIDERS_PAGE, re.M)
     assert TorchExecutor(attention, 1).planner_config(None, "always").divider == on_cpu
     (on_gpu,) = re.findall(r"^\| GPU, either kernel \| `(\w+)` \|$", DIVIDERS_PAGE, re.M)
-    assert {HopperKernel.divider, PortableKernel.divider} == {on_gpu}
+    h200 = Gpu((9, 0), 132, 227 << 10)
+    limits = [CATALOG[name].limits(attention, 1, h200) for name in ("hopper", "portable")]
+    assert {limit.divider for limit in limits} == {on_gpu}
 
 
 def test_fields_of_a_table_are_explained():
