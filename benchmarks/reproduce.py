@@ -52,6 +52,8 @@ REPEATS = 10
 OUT, TINY_OUT = Path("results/papers"), Path("results/papers-tiny")
 #: what the file of a kept point holds
 KEPT = {"setting": dict, "command": str, "date": str, "figures": dict}
+#: names of DeFT's recordings: trees of thoughts, token trees, and token trees of published runs
+RECORDINGS = ("*ToT.json", "tree_size*.json", "APPS_tree_size*.json")
 #: files of the package that a result may depend on: code, cost tables
 SOURCES = {".py", ".c", ".json"}
 
@@ -143,9 +145,7 @@ def described(setting: Setting, experiment: Experiment) -> dict:
 @cache
 def digest(recordings: Path) -> str:
     """Names and contents of a folder's recordings, as a short hash."""
-    return digest_of(
-        recordings, [*recordings.glob("*ToT.json"), *recordings.glob("tree_size*.json")]
-    )
+    return digest_of(recordings, [file for form in RECORDINGS for file in recordings.glob(form)])
 
 
 @cache
@@ -355,23 +355,27 @@ def check_recordings(folder: Path) -> None:
     Raises:
         PrefixShareError: it has none, or one has another format.
     """
-    runs, trees = sorted(folder.glob("*ToT.json")), sorted(folder.glob("tree_size*.json"))
-    if not runs + trees:
+    found = {form: sorted(folder.glob(form)) for form in RECORDINGS}
+    runs, trees, published = found.values()
+    if not any(found.values()):
         raise PrefixShareError(
-            f"{folder} has no JSON files: name the folder of DeFT's *ToT.json and tree_size*.json."
+            f"{folder} has no JSON files: name the folder of DeFT's {', '.join(RECORDINGS)}."
         )
+    from benchmarks.papers.recordings import contexts
     from benchmarks.peers import first_line
     from benchmarks.support.workload_sets import recorded_step, token_tree_parents
 
-    for file in runs + trees:
+    for file in (*runs, *trees, *published):
         try:
             recorded = json.loads(file.read_text())
-            if file in trees:
-                token_tree_parents(recorded["Tree_Structure"])
-            else:
+            if file in runs:
                 for run in recorded:
                     if nodes := list(run["data"].values()):
                         recorded_step(file.stem, nodes, max(n["end"] for n in nodes), 16)
+                continue
+            token_tree_parents(recorded["Tree_Structure"])
+            if file in published:
+                contexts(recorded["Records"][0]["Accept_length"])
         except Exception as e:  # the user's own file may hold anything
             raise PrefixShareError(
                 f"{file} does not have the format of DeFT's recordings ({first_line(e)})."
