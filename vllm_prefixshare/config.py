@@ -252,7 +252,8 @@ class PlannerConfig:
     cut_size: ``depth_first`` may split a KV range at multiples of this number of tokens, a divisor
         of the block size; None for whole blocks.
     num_splits: KV splits of each group, for the divider ``fixed``.
-    kv_chunk_size: tokens of a KV split, for ``deft_node_chunk`` and ``batch_invariant``.
+    kv_chunk_size: tokens of a KV split, for ``deft_node_chunk``, ``deft_flatten_chunk`` and
+        ``batch_invariant``.
     rebalance_factor: replan once the estimated load of the busiest worker exceeds this factor of
         what it would be with all tokens after the plan spread over all workers; not in the first 16
         steps.

@@ -60,17 +60,34 @@ def deft_node_chunk(problem: DivisionProblem) -> WorkTiles:
 
 
 def deft_flatten(problem: DivisionProblem) -> WorkTiles:
-    """DeFT-Flatten (section 3.3): the tree laid out depth first and cut into equal chunks,
-    across node borders. Depth-first order turns each bit mask into one interval.
+    """DeFT-Flatten (section 3.3): the tree laid out depth first and cut into equal chunks, one per
+    worker, across node borders. Depth-first order turns each bit mask into one interval.
     """
+    return _flattened(problem, None)
+
+
+def deft_flatten_chunk(problem: DivisionProblem) -> WorkTiles:
+    """As ``deft_flatten``, with chunks of ``kv_chunk_size`` tokens. DeFT's programs take 128,
+    whatever the number of workers.
+    """
+    return _flattened(problem, problem.config.kv_chunk_size)
+
+
+def _flattened(problem: DivisionProblem, chunk_tokens: int | None) -> WorkTiles:
+    """The tree laid out depth first, in chunks of so many tokens; None for one per worker."""
     limits = Limits.of(problem, kv_tile=1)
     half_rows = problem.config.geometry.half_rows
     ends, _ = window_ends(problem.forest, limits.max_tile_requests, TOKENS)
     runs = list_runs(
         problem.forest, problem.planned_seq_lens, ends, 1, half_rows, limits.cut_size, TOKENS
     )
-    chunk = problem.round_up(-(-int(runs.tokens.sum()) // limits.num_workers))
-    tiles = np.zeros((len(runs.tokens) + limits.num_workers, COLUMNS), np.int32)
+    # chunks are equal in tokens, also where a list prices what half of a tile reads at half
+    before = np.concatenate([[0.0], np.cumsum(runs.tokens)])
+    runs = runs._replace(rate=np.ones(len(runs.tokens)), before=before)
+    total = int(before[-1])
+    chunk = problem.round_up(chunk_tokens or -(-total // limits.num_workers))
+    # a tile that does not end with its range has more than half a chunk, for cuts are rounded
+    tiles = np.zeros((len(runs.tokens) + 2 * -(-total // chunk), COLUMNS), np.int32)
     tokens = np.empty(len(tiles))
     count = 0
     run = 0

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.dividers.baselines import (
     deft_flatten,
+    deft_flatten_chunk,
     deft_node,
     deft_node_chunk,
     fasttree,
@@ -50,6 +51,7 @@ DIVIDERS = {
         Divider(deft_node),
         Divider(deft_node_chunk),
         Divider(deft_flatten),
+        Divider(deft_flatten_chunk),
         Divider(fixed),
         Divider(per_request, shares=False),
         # Unshared KV is read by the same kernel, and shared and private KV are weighed at every

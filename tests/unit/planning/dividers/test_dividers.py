@@ -44,6 +44,7 @@ SHARING = (
     "deft_node",
     "deft_node_chunk",
     "deft_flatten",
+    "deft_flatten_chunk",
     "fixed",
     "batch_invariant",
 )
@@ -261,6 +262,19 @@ def test_deft_flatten_tiles_are_equal_but_the_last_of_each_window(batch, num_wor
     sizes = [tile_blocks(plan, batch, t) for t in range(plan.num_tiles)]
     windows = 2 * ceil(len(batch.seq_lens) / limit)  # two windows in a row exceed a tile
     assert sum(n < max(sizes) for n in sizes) <= windows
+
+
+@quick(80)
+@given(batches(), st.integers(1, 200), st.integers(1, 4))
+def test_deft_flatten_chunk_bounds_the_chunks_whatever_the_workers(batch, chunk, limit):
+    config = {"divider": "deft_flatten_chunk", "kv_chunk_size": chunk, "max_tile_requests": limit}
+    plans = [plan_of(batch, num_workers=n, **config) for n in (1, 7)]
+    sizes = [[tile_blocks(p, batch, t) for t in range(p.num_tiles)] for p in plans]
+    assert sorted(sizes[0]) == sorted(sizes[1])
+    bound = ceil(chunk / batch.block_size)
+    assert max(sizes[0]) <= bound
+    windows = 2 * ceil(len(batch.seq_lens) / limit)  # two windows in a row exceed a tile
+    assert sum(n < bound for n in sizes[0]) <= windows
 
 
 def test_deft_flatten_crosses_node_borders():
