@@ -994,11 +994,34 @@ def test_points_of_token_trees_say_whose_they_are(tmp_path, monkeypatch):
     assert deft.trees_table(results)[0].endswith(f" Quaternary token trees: {names[1]}.")
     assert deft.trees_table({names[0]: results[names[0]]})[0].endswith(" trees are Medusa's.")
     chunks = {p.name: p.run() for p in deft.time_chunks(setting)}
-    assert [f.get("tree") for f in chunks.values()] == [None, "quaternary", "Medusa's"]
+    assert [f.get("tree") for f in chunks.values()] == [None, None, "quaternary", "Medusa's"]
     del chunks["token tree 64"]["tree"]
     assert " did not note whether " in deft.trees_table(chunks)[0]
     for figures in papers_tables.ran("deft-table-16")["points"].values():
         assert figures["tree"] == "Medusa's"
+
+
+def test_figure_15_compares_both_strategies_at_each_size():
+    figures = deft.chunk_bytes(tree("1,50_4000,200"))
+    for tokens in deft.CHUNKS:
+        node, flat = (figures[title(tokens)] for title in (deft.node_chunk, deft.flatten))
+        assert flat["kv"] == node["kv"]
+        assert node["partial"] / flat["partial"] == pytest.approx(1, abs=0.06)
+    said = deft.chunks_sentence({"few-shot 50": figures})
+    assert "bytes of Node-Chunk over Flatten at equal sizes: 0.99 to 1.0" in said
+
+    def peers(**ms: float) -> dict:
+        return {"peers": {title: {"status": "ok", "ms": x} for title, x in ms.items()}}
+
+    both = {"128 tokens": 3.0, "256 tokens": 2.0, "Flatten, 128 tokens": 1.5, "ours": 1.0}
+    said = deft.chunk_times_sentence({"a": peers(**both)})
+    assert "fastest chunk of Node-Chunk, in tokens: a 256" in said
+    assert "time of Node-Chunk over Flatten at equal sizes: 2.00 to 2.00 times" in said
+    series = deft.chunk_times_series({"a": peers(**both)}).values
+    assert series["a, Flatten"]["128 tokens"] == 1.5 and series["a, Node-Chunk"]["ours"] == 1.0
+    del both["Flatten, 128 tokens"]  # a run from before Flatten took a size
+    assert "Flatten" not in deft.chunk_times_sentence({"a": peers(**both)})
+    assert list(deft.chunk_times_series({"a": peers(**both)}).values) == ["a, Node-Chunk"]
 
 
 def test_the_page_names_the_recordings():
