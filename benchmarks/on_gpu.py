@@ -48,9 +48,21 @@ PARTS = {
 ON_TWO = ("test_gpu_ranks", "test_gpu_ray", "test_gpu_engine_mla", "two_gpus")
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
 ENGINE = "-m benchmarks.engine --start-together"
+#: FastTree's workloads: 512 requests of Llama-2-7B need a GPU for each engine
+ENGINES_APART = (
+    "-m benchmarks.engine --apart --memory 0.9 --breakdown --tokens 256 --repeats 2 "
+    "--workloads fasttree_a,fasttree_b,fasttree_c,fasttree_d"
+)
 #: figures that were not published yet; later their commands are in their files
 NEW = {
     "engine_long": f"{ENGINE} --workloads doc32k,few,single --tokens 512 --repeats 2",
+    "kernel_fasttree": (
+        "-m benchmarks.kernel --workloads fasttree --heads 16:1,32:8,32:32 --fasttree FASTTREE "
+        "--deft DEFT --peers ours,portable,fa2,fa3,fa3_cascade,flashinfer,flashinfer_cascade,"
+        "fasttree,deft"
+    ),
+    "engine_fasttree_llama2": f"{ENGINES_APART} --shape llama2-7b",
+    "engine_fasttree_mistral": f"{ENGINES_APART} --shape mistral-7b",
 }
 CHAOS = "-m benchmarks.quality.soak engine --requests 1440 --minutes 1.6 --longest 48"
 

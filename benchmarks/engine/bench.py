@@ -51,6 +51,7 @@ from benchmarks.support.program import (
     recorded_command,
     visible_gpus,
 )
+from benchmarks.support.prompt_trees import FASTTREE, PromptTree
 from benchmarks.support.results import versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import (
@@ -69,9 +70,11 @@ PROGRAM = "benchmarks.engine"
 Engines = dict[str, EngineProcess]
 
 RECORDED = ("mooncake", "deft")
-WORKLOADS = (*work.FIXED, *work.QUESTIONS, *work.SWEEP, "grpo", *RECORDED)
 #: workloads in which all requests decode at once
-DECODED = {**work.FIXED, **work.SWEEP}
+DECODED: dict[str, work.SharedDocuments | PromptTree] = {**work.FIXED, **work.SWEEP, **FASTTREE}
+WORKLOADS = (*DECODED, *work.QUESTIONS, "grpo", *RECORDED)
+#: workloads that run only if they are named
+ON_REQUEST = {*work.QUESTIONS, *work.SWEEP, *FASTTREE}
 #: the KV cache's part of an engine's memory where both start together: they would count each
 #: other's memory if they measured what is free
 KV_PART = 0.65
@@ -109,7 +112,7 @@ class Bench:
         measures = {"grpo": self.grpo, "mooncake": self.mooncake, "deft": self.deft}
         return measures[name]()
 
-    def fixed(self, w: work.SharedDocuments) -> Row:
+    def fixed(self, w: work.SharedDocuments | PromptTree) -> Row:
         """Decode time with all requests running."""
         tokens = self.args.tokens
         documents = w.cached_prompts(self.vocab)
@@ -409,7 +412,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    usual = "all but questions and sweep, recorded ones with their files given"
+    usual = "all but questions, sweep and fasttree, recorded ones with their files given"
     add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")
@@ -451,7 +454,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.workloads:
         args.workloads = args.workloads.split(",")
     else:
-        others = [n for n in WORKLOADS if n not in {*work.QUESTIONS, *work.SWEEP}]
+        others = [n for n in WORKLOADS if n not in ON_REQUEST]
         args.workloads = [n for n in others if n not in RECORDED or given[n]]
     for name in args.workloads:
         if name not in WORKLOADS:

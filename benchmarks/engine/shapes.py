@@ -13,8 +13,15 @@ class Shape(NamedTuple):
     fields: dict[str, Any]
 
 
+LLAMA_2_TOKENS = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2}
 SHAPES = {
     "8b": Shape("Llama-3.1-8B's shape", {}),
+    # the models of FastTree's section 6.2
+    "llama2-7b": Shape(
+        "Llama-2-7B's shape",
+        {"intermediate_size": 11008, "num_key_value_heads": 32, **LLAMA_2_TOKENS},
+    ),
+    "mistral-7b": Shape("Mistral-7B's shape", dict(LLAMA_2_TOKENS)),
     "70b": Shape(
         "Llama-3.1-70B's shape",
         {

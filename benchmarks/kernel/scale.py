@@ -45,7 +45,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.kernel import scaling
 from benchmarks.peers import UnavailableError
 from benchmarks.peers.ring import RingDecode
-from benchmarks.peers.vllm_fa3 import require_fa3
+from benchmarks.peers.vllm_fa3 import require_fa
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
@@ -390,7 +390,7 @@ def flash_attention_3(
     and by blocks; none without vLLM's FlashAttention 3.
     """
     try:
-        require_fa3(q.device)
+        require_fa(3, q.device)
     except (ImportError, UnavailableError):
         return {}
     from vllm.vllm_flash_attn import flash_attn_varlen_func

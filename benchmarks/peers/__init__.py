@@ -154,6 +154,7 @@ PEERS = {
     "invariant": ("ours", "Invariant", "ours, invariant"),
     "portable_invariant": ("ours", "PortableInvariant", "ours, portable, invariant"),
     "fa3_invariant": ("vllm_fa3", "FA3Invariant", "FA3, invariant"),
+    "fa2": ("vllm_fa3", "FA2", "FA2"),
     "fa3": ("vllm_fa3", "FA3", "FA3"),
     "fa3_cascade": ("vllm_fa3", "FA3Cascade", "FA3 cascade"),
     "flashmla": ("vllm_flashmla", "FlashMLA", "FlashMLA"),

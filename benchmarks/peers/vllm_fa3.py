@@ -1,5 +1,5 @@
-"""vLLM's FlashAttention 3, as its FLASH_ATTN backend calls it for decode, and the cascade that
-vLLM had up to 0.29.
+"""vLLM's FlashAttention 2 and 3, as its FLASH_ATTN backend calls them for decode, and the cascade
+that vLLM had up to 0.29.
 
 vLLM makes the scheduler metadata once per step, so it is made in ``prepare`` here.
 """
@@ -12,14 +12,15 @@ from benchmarks.peers import Case, Launch, Options, UnavailableError
 SPLITS = (32, 0)
 
 
-def require_fa3(device: torch.device) -> None:
-    """Import vLLM's FlashAttention 3 or raise ``UnavailableError``."""
+def require_fa(version: int, device: torch.device) -> None:
+    """Import vLLM's FlashAttention of this version or raise ``UnavailableError``."""
     if device.type != "cuda":
         raise UnavailableError("needs a GPU")
     from vllm.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
 
-    if not is_fa_version_supported(3):
-        raise UnavailableError(fa_version_unsupported_reason(3) or "no FlashAttention 3")
+    if not is_fa_version_supported(version):
+        reason = fa_version_unsupported_reason(version)
+        raise UnavailableError(reason or f"no FlashAttention {version}")
 
 
 def schedule(
@@ -62,10 +63,11 @@ class FA3:
     """Paged attention with variable lengths, which reads the KV of each request separately."""
 
     serves = ("sinks", "soft_cap", "fp8", "mla", "windows")
+    version = 3
     splits = SPLITS
 
     def __init__(self, options: Options) -> None:
-        require_fa3(options.device)
+        require_fa(self.version, options.device)
 
     def prepare(self, case: Case) -> list[Launch]:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -87,7 +89,9 @@ class FA3:
         }
 
         def launch(splits: int) -> Launch:
-            metadata = schedule(case, starts, w.query_len, case.seq_lens, longest, True, splits)
+            metadata = None
+            if self.version > 2:
+                metadata = schedule(case, starts, w.query_len, case.seq_lens, longest, True, splits)
 
             def call() -> torch.Tensor:
                 flash_attn_varlen_func(
@@ -104,7 +108,7 @@ class FA3:
                     window_size=list(window_of(case)),
                     block_table=case.block_table,
                     scheduler_metadata=metadata,
-                    fa_version=3,
+                    fa_version=self.version,
                     num_splits=splits,
                     softcap=case.extras.soft_cap,
                     s_aux=sinks,
@@ -124,6 +128,14 @@ class FA3Invariant(FA3):
     splits = (1,)
 
 
+class FA2(FA3):
+    """FlashAttention 2, which chooses its splits itself."""
+
+    serves = ("soft_cap", "windows")
+    version = 2
+    splits = (0,)
+
+
 class FA3Cascade:
     """The cascade of vLLM 0.29 to 0.31 (``cascade_attention``; 0.32 has none): one pass over the
     prefix that the whole batch shares, one over the rest of each request, and a merge. Used
@@ -131,7 +143,7 @@ class FA3Cascade:
     """
 
     def __init__(self, options: Options) -> None:
-        require_fa3(options.device)
+        require_fa(3, options.device)
 
     def prepare(self, case: Case) -> list[Launch]:
         from vllm.v1.attention.ops.merge_attn_states import merge_attn_states

@@ -29,6 +29,26 @@ ANCHORS = (
     "1,32_122880,256",
 )
 
+#: The 15 trees of FastTree's kernel benchmark (figure 9), as its artifact has them in
+#: ``kernel_bench/run_benchmark.sh``; its children are distributed like those of ``tree``.
+FASTTREE = (
+    "1,2,64_8,256,32",
+    "1,4,256_8,256,32",
+    "1,4,8,256_8,256,256,32",
+    "1,256_256,32",
+    "1,1024_2048,32",
+    "1,16,64_1024,256,32",
+    "1,4,16,512_1024,256,128,32",
+    "1,4,16,64,256,1024_256,8,256,64,32,256",
+    "1,10_4000,400",
+    "1,2,4,8,16,32,64,128,1024_16,16,16,16,16,16,16,16,16",
+    "1,2,4,8,16,32,64,128,1024_256,128,64,16,16,16,16,16,16",
+    "1,8,16,32,64,128,1024_256,128,64,16,16,16,16",
+    "1,8,16,32,64,256,1024_256,128,64,16,16,16,16",
+    "1,16,32,64,128,1024_256,128,64,16,16,16",
+    "1,16,32,64,256,1024_256,128,64,16,16,16",
+)
+
 #: FlashForge's context length, "120k" (section 6.1)
 LONG = 122880
 
@@ -36,6 +56,12 @@ LONG = 122880
 def anchors(block_size: int) -> Iterator[Workload]:
     """The trees of ``ANCHORS``."""
     for spec in ANCHORS:
+        yield tree(spec, block_size)
+
+
+def fasttree(block_size: int) -> Iterator[Workload]:
+    """The trees of ``FASTTREE``. Nodes of 8 tokens are no whole block: each child holds a copy."""
+    for spec in FASTTREE:
         yield tree(spec, block_size)
 
 
@@ -182,6 +208,7 @@ def token_tree_parents(paths: list[list[int]]) -> IntArray:
 
 WORKLOAD_SETS: dict[str, Callable[..., Iterator[Workload]]] = {
     "anchors": anchors,
+    "fasttree": fasttree,
     "flashforge": flashforge,
     "deft": deft,
     "medusa": medusa,

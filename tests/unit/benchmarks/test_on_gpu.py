@@ -14,6 +14,7 @@ import pytest
 from benchmarks import on_gpu
 from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.catalog import Gpu, candidates
+from vllm_prefixshare.workloads.sets import FASTTREE
 
 STEPS = {"right": "print('3 passed')", "wrong": "raise SystemExit('1 failed')"}
 
@@ -185,17 +186,20 @@ def test_the_list_has_commands_that_a_shell_takes(tmp_path, capsys):
 
 
 def test_figures_that_were_not_published_yet_have_commands_too(tmp_path):
-    steps = [on_gpu.figure(name, tmp_path, {}) for name in on_gpu.NEW]
+    steps = [on_gpu.figure(name, tmp_path, CHECKOUTS) for name in on_gpu.NEW]
     assert all(step.command.endswith(f"--out {tmp_path}/{step.name}.json") for step in steps)
     published = {path.stem for path in on_gpu.PUBLISHED.glob("*.json")}
-    assert {step.name for step in steps} == {*ENGINES, *KERNELS} - published
+    assert {step.name for step in steps} == {*ENGINES, *KERNELS, *OF_FASTTREE} - published
 
 
 def arguments_of(name: str) -> list[str]:
     """What the program of a figure is given."""
-    return shlex.split(on_gpu.figure(name, Path("results"), {}).command)[2:]
+    return shlex.split(on_gpu.figure(name, Path("results"), CHECKOUTS).command)[2:]
 
 
+CHECKOUTS = {"FASTTREE": "fasttree", "DEFT": "deft"}
+#: FastTree's figures 9 and 10
+OF_FASTTREE = ("kernel_fasttree", "engine_fasttree_llama2", "engine_fasttree_mistral")
 #: figures of engines -> the shape of the model
 ENGINES = {
     "engine_long": "8b",
@@ -213,6 +217,23 @@ KERNELS = {
     "kernel_mla_fp8": (64, LATENT_SHAPE[0], [(16, 1), (8, 1), (32, 1)], "mla_hopper"),
     "kernel_mla_drafts": (64, LATENT_SHAPE[0], [(16, 1), (8, 1)], "mla_hopper"),
 }
+
+
+def test_fasttrees_figures_have_its_trees_workloads_and_models(monkeypatch):
+    from benchmarks.engine import bench as bench_engine
+    from benchmarks.kernel import bench as bench_kernel
+
+    kernel, llama, mistral = (arguments_of(name) for name in OF_FASTTREE)
+    args = bench_kernel.parse(kernel)
+    assert [w.name for w in bench_kernel.workloads(args)] == list(FASTTREE)
+    assert args.heads == [(16, 1), (32, 8), (32, 32)]
+    assert {"ours", "fasttree", "deft", "fa2", "fa3", "flashinfer_cascade"} <= set(args.peers)
+    monkeypatch.setattr(bench_engine, "visible_gpus", lambda: ["0", "1"])
+    for arguments, heads in ((llama, 32), (mistral, 8)):
+        args = bench_engine.parse(arguments)
+        assert args.workloads == [f"fasttree_{x}" for x in "abcd"] and args.breakdown
+        shape = bench_engine.SHAPES[args.shape].fields
+        assert shape.get("num_key_value_heads", 8) == heads
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -21,6 +21,7 @@ from benchmarks.peers.flashinfer_peers import levels_of, page_arrays, token_tree
 from benchmarks.support.trees import Workload, forest, tree
 from benchmarks.support.workload_sets import (
     ANCHORS,
+    FASTTREE,
     WORKLOAD_SETS,
     recorded_step,
     token_tree_parents,
@@ -130,7 +131,21 @@ def test_the_anchors_are_as_published():
     assert found["256_1024"].share_factor == 1
 
 
-@pytest.mark.parametrize("name", ["flashforge", "grpo", "unshared", "batches"])
+def test_the_trees_of_fasttree_are_those_of_its_artifact():
+    found = {w.name: w for w in workload_set("fasttree")}
+    assert tuple(found) == FASTTREE and len(found) == 15
+    # nodes of a level are distributed as ``tree_generation.py`` of the artifact does it
+    deep = "1,2,4,8,16,32,64,128,1024_16,16,16,16,16,16,16,16,16"
+    levels = [1, 2, 4, 8, 16, 32, 64, 128, 1024]
+    assert found[deep].kv_tokens == 16 * sum(levels)
+    readers = sorted({n.last - n.first for n in found[deep].nodes}, reverse=True)
+    assert readers == [1024 // n for n in levels]
+    # the root's 8 tokens are half a block: both of its children hold a copy
+    assert found["1,2,64_8,256,32"].kv_tokens == 2 * (8 + 256) + 64 * 32 + 62 * 8
+    assert {len(w.seq_lens) for w in found.values()} == {10, 64, 256, 512, 1024}
+
+
+@pytest.mark.parametrize("name", ["fasttree", "flashforge", "grpo", "unshared", "batches"])
 def test_every_set_has_valid_workloads_of_different_names(name):
     every = list(workload_set(name))
     assert len({w.name for w in every}) == len(every)
@@ -398,7 +413,7 @@ def test_a_workload_is_the_same_each_time():
     assert np.array_equal(first.block_table, again.block_table)
     assert not np.array_equal(first.block_table, tree("1,4_64,16", seed=4).block_table)
     recorded, others = {"deft", "medusa"}, {"grpo", "unshared", "batches", "first_step"}
-    assert set(WORKLOAD_SETS) == {"anchors", "flashforge"} | recorded | others
+    assert set(WORKLOAD_SETS) == {"anchors", "fasttree", "flashforge"} | recorded | others
 
 
 def test_first_steps_have_only_new_tokens_behind_the_document():

@@ -1,0 +1,87 @@
+"""Prompts that form a tree, and FastTree's workloads of whole engines."""
+
+import pytest
+
+from benchmarks.engine import bench
+from benchmarks.papers import fasttree
+from benchmarks.papers.experiment import Setting
+from benchmarks.support.prompt_trees import FASTTREE, PromptTree, document_paths, radix
+from vllm_prefixshare.workloads.trees import forest
+
+SMALL = PromptTree("small", (-1, 0, 0, 1), (32, 16, 48, 16), 3, 5)
+
+
+def test_requests_share_the_texts_above_them():
+    assert SMALL.leaves == [2, 3]
+    assert (SMALL.num_reqs, SMALL.document_tokens) == (6, 80)
+    texts = SMALL.cached_prompts(1000)
+    assert [len(text) for text in texts] == [32 + 48, 32 + 16 + 16]
+    assert texts[0][:32] == texts[1][:32] and texts[0][32:48] != texts[1][32:48]
+    prompts = SMALL.prompts(1000, seed=1)
+    assert [p[:-5] for p in prompts] == [texts[0]] * 3 + [texts[1]] * 3
+    assert len({tuple(p[-5:]) for p in prompts}) == 6
+    assert SMALL.prompts(1000, seed=2) != prompts
+    assert SMALL.prompts(1000, seed=1) == prompts
+
+
+def test_its_forest_has_the_tokens_of_its_cache():
+    w = forest("small", *SMALL.with_requests(11))
+    assert w.seq_lens.tolist() == [64 + 16] * 3 + [80 + 16] * 3
+    assert w.kv_tokens == SMALL.distinct_tokens(11) == 112 + 6 * 16
+    half = SMALL.scaled(0.5)
+    assert (half.tokens, half.per_leaf, half.own_tokens) == ((16, 16, 24, 16), 2, 16)
+    assert SMALL.scaled(1) is SMALL
+
+
+def test_a_radix_tree_has_each_common_beginning_once():
+    parents, tokens = radix([[0, 4], [0, 2], [1, 2], [0, 2]], 7)
+    assert parents == (-1, 0, 0, -1, 3)
+    assert tokens == (7,) * 5
+
+
+def test_fasttrees_workloads_are_those_of_its_artifact():
+    sizes = {name: (w.num_reqs, len(w.leaves)) for name, w in FASTTREE.items()}
+    assert sizes == {
+        "fasttree_a": (512, 4),
+        "fasttree_b": (128, 8),
+        "fasttree_c": (128, 32),
+        "fasttree_d": (128, 16),
+    }
+    # three countries below one root, and two languages below the first
+    assert FASTTREE["fasttree_a"].parents == (-1, 0, 0, 0, 1, 1, 2, 3)
+    assert FASTTREE["fasttree_a"].document_tokens == FASTTREE["fasttree_b"].tokens[0] == 3193
+    # random.seed(0) of bench_multi_document.py; a start that branches share is one node
+    paths = document_paths()
+    assert sorted(paths)[:2] == [[0, 2, 11, 13], [0, 4, 12, 13]]
+    starts = {tuple(path[:n]) for path in paths for n in range(1, 5)}
+    assert len(FASTTREE["fasttree_d"].parents) == len(starts)
+    assert all(len(set(path)) == 4 and max(path) < 17 for path in paths)
+
+
+def test_a_layer_has_the_requests_half_way_through_their_answers(monkeypatch):
+    seen = {}
+
+    def time_methods(setting, w, heads, ways) -> dict:
+        seen[w.name] = w
+        return {"peers": {}}
+
+    monkeypatch.setattr(fasttree.timing, "time_methods", time_methods, raising=False)
+    monkeypatch.setattr("benchmarks.papers.timing.time_methods", time_methods)
+    for point in fasttree.time_workloads(Setting("cuda")):
+        point.run()
+    assert {n: w.num_reqs for n, w in seen.items()} == {
+        w.title: w.num_reqs for w in FASTTREE.values()
+    }
+    assert seen["B, few-shot"].seq_lens.tolist() == [3193 + 3000 + 60 + 128] * 128
+
+
+@pytest.mark.parametrize("name", sorted(FASTTREE))
+def test_engines_run_them_when_they_are_named(name, capsys):
+    usual = bench.parse([])
+    assert name not in usual.workloads
+    args = bench.parse(["--workloads", name, "--tokens", "256"])
+    w = FASTTREE[name]
+    assert bench.longest(name, args) == w.document_tokens + w.own_tokens + 256
+    with pytest.raises(SystemExit):
+        bench.parse(["--workloads", name, "--max-model-len", "3000"])
+    assert f"{name} needs --max-model-len" in capsys.readouterr().err
