@@ -189,8 +189,8 @@ EXPERIMENTS = (
         "grouping trades KV that is read again for fewer partial results; no bytes are given",
         "Counted from plans as an H200 would have them, for the 15 trees of figure 9 and its three "
         "head shapes; of blocks of 16 tokens, so that nodes of 8 are copies. Edges are "
-        "assigned by the paper's equations (`benchmarks/papers/padding.py`), or by our costs, which are an "
-        "estimate: no table is shipped for the portable kernel.",
+        "assigned by the paper's equations (`benchmarks/papers/padding.py`), or by our costs, "
+        "which are an estimate: no table is shipped for the portable kernel.",
         CPU,
         count_trees,
         count_sentence,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import on_gpu
+from benchmarks.support.workload_sets import FASTTREE
 from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.catalog import Gpu, candidates
-from vllm_prefixshare.workloads.sets import FASTTREE
 
 STEPS = {"right": "print('3 passed')", "wrong": "raise SystemExit('1 failed')"}
 

@@ -6,7 +6,7 @@ from benchmarks.engine import bench
 from benchmarks.papers import fasttree
 from benchmarks.papers.experiment import Setting
 from benchmarks.support.prompt_trees import FASTTREE, PromptTree, document_paths, radix
-from vllm_prefixshare.workloads.trees import forest
+from benchmarks.support.trees import forest
 
 SMALL = PromptTree("small", (-1, 0, 0, 1), (32, 16, 48, 16), 3, 5)
 
