@@ -244,6 +244,7 @@ def test_an_mla_layer_extends_the_backend_that_the_platform_would_take(
 def test_a_backend_declines_nothing_and_counts_nothing_by_default():
     assert AttentionBackend.decline_layer(layer()) is None
     assert AttentionBackend.choose_mla_class is None
+    assert AttentionBackend.kv_layout_owner() is AttentionBackend
     assert not AttentionBackend.supports_cpu()
     assert AttentionBackend.take_stats() == {}
     assert ModelRunnerOutput(req_ids=[], req_id_to_index={}).attention_stats is None

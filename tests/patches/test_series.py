@@ -25,6 +25,7 @@ NEWEST = max(PATCHED, key=Version)
 HOOK_TESTS = [
     "tests/patches/on_patched.py",
     "tests/unit/vllm_plugin/hooks/test_hook_targets.py",
+    "tests/unit/vllm_plugin/hooks/test_nixl.py",
     "tests/unit/vllm_plugin/prompts/test_block_hashes.py",
     "tests/unit/vllm_plugin/backends/cuda/test_cuda_backend.py",
 ]

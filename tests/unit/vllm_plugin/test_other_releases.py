@@ -30,6 +30,7 @@ TESTS = (
     "test_external_prefixes.py",
     "test_background_compilation.py",
     "test_backend_choices.py",
+    "test_nixl.py",
 )
 #: What also runs on each of them, of the tests of prompts.
 PROMPT_TESTS = (

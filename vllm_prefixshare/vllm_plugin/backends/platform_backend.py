@@ -44,6 +44,13 @@ class BackendMethods:
         """The class that builds the metadata of a step."""
         return cls.builder_cls
 
+    @classmethod
+    def kv_layout_owner(cls) -> type[Any]:
+        """The backend of vLLM that this one derives from, and whose KV-cache layout it uses. A hook
+        and a vLLM with the patches of patches/ ask for it.
+        """
+        return next(base for base in cls.__mro__ if not issubclass(base, BackendMethods))
+
     # asked by a vLLM with the patches of patches/
 
     @classmethod

@@ -7,6 +7,7 @@ from vllm_prefixshare.vllm_plugin.hooks import (
     activation,
     beams,
     block_hashes,
+    connectors,
     copies,
     detokenization,
     runners,
@@ -69,6 +70,7 @@ HOOKS = (
     *block_hashes.HOOKS,
     *copies.HOOKS,
     *beams.HOOKS,
+    *connectors.HOOKS,
 )
 
 
