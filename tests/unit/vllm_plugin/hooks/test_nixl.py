@@ -2,7 +2,10 @@
 the functions of its worker run up to the hash, without NIXL itself.
 """
 
+import ast
+import inspect
 import os
+import textwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +56,19 @@ class Layer(AttentionLayerBase):
         return None
 
 
+def run_where_backends_are_found(worker: Any, config: Any) -> None:
+    """Run the statements of the worker's own ``__init__`` that find its backends and their name;
+    the others need NIXL and a distributed group.
+    """
+    source = inspect.getsource(base_worker.NixlBaseConnectorWorker.__init__)
+    (function,) = ast.parse(textwrap.dedent(source)).body
+    lines = [ast.unparse(statement) for statement in function.body]
+    first = next(i for i, line in enumerate(lines) if "get_current_attn_backends(" in line)
+    last = next(i for i, line in enumerate(lines) if line.startswith("self.backend_name = "))
+    found = compile("\n".join(lines[first : last + 1]), base_worker.__file__, "exec")
+    exec(found, {**vars(base_worker), "self": worker, "vllm_config": config})
+
+
 class Worker(base_worker.NixlBaseConnectorWorker):
     """A worker that has what its ``register_kv_caches`` reads before the hash."""
 
@@ -70,9 +86,7 @@ class Worker(base_worker.NixlBaseConnectorWorker):
         self.model_config = config.model_config
         self.use_mla = config.model_config.use_mla
         self._has_packed_cache = self._supports_pp_hma = packed
-        # as the worker's own __init__
-        self.attn_backends = base_worker.get_current_attn_backends(config)
-        self.backend_name = self.attn_backends[0].get_name()
+        run_where_backends_are_found(self, config)
 
     def _requires_layer_name_routing(self) -> bool:
         return False
@@ -161,10 +175,9 @@ def test_the_layout_is_the_owners(ours, theirs):
         assert all(name not in vars(c) for c in ours.__mro__[: ours.__mro__.index(theirs)]), name
 
 
-def test_other_backends_are_left_alone(monkeypatch):
-    found = base_worker.get_current_attn_backends(
-        config_of(FlashAttentionBackend, CPUAttentionBackend, FlashAttentionBackend)
-    )
+def test_other_backends_are_left_alone():
+    config = config_of(FlashAttentionBackend, CPUAttentionBackend, FlashAttentionBackend)
+    found = Worker(config, packed=False).attn_backends
     assert found == [FlashAttentionBackend, CPUAttentionBackend]
 
 
