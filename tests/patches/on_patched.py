@@ -48,9 +48,11 @@ from vllm_prefixshare.vllm_plugin.hooks import (
     block_hashes,
     copies,
     registry,
+    runners,
     selection,
     tokenization,
 )
+from vllm_prefixshare.vllm_plugin.observability.stats import warming_up
 from vllm_prefixshare.vllm_plugin.prompts import detokenization, parts
 from vllm_prefixshare.vllm_plugin.prompts.block_hashes import SharedBlockHasher
 from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
@@ -90,6 +92,7 @@ def test_no_hook_is_installed_that_a_patch_replaces(name):
 FILLING_LISTS = (
     selection.hook_backend_enum,
     selection.hook_engine_config,
+    runners.hook_warm_up,
     *(hook.install for hook in activation.HOOKS),
     block_hashes.hook_block_hasher,
     copies.hook_decoder,
@@ -392,6 +395,13 @@ def test_builders_are_told_of_wake_up():
     tell_builders_of_wake_up([[group], []], ["kv_cache"])
     assert told == [["kv_cache"]] * 2
     assert AttentionMetadataBuilder.after_wake_up(builder, None) is None
+
+
+def test_the_context_of_a_warm_up_is_registered_once():
+    from vllm.v1.worker.gpu_worker import warm_up_contexts
+
+    register.register()
+    assert warm_up_contexts == [warming_up]
 
 
 def groups_of_builders(*takes: bool) -> list[list[SimpleNamespace]]:

@@ -30,6 +30,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     f"{_V2_TABLES}.append_block_ids": ("self", "req_index", "new_block_ids", "overwrite"),
     f"{_V2_TABLES}.get_dummy_block_tables": ("self", "num_reqs"),
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn": ("self", "input_batch"),
+    "vllm.v1.worker.gpu_worker.Worker.compile_or_warm_up_model": ("self",),
     "vllm.v1.worker.gpu_worker.Worker.wake_up": ("self", "tags"),
     "vllm.config.scheduler.SchedulerConfig.get_scheduler_cls": ("self",),
     "vllm.v1.core.block_pool.BlockPool.get_cached_block": (

@@ -1,13 +1,20 @@
 """Hooks on vLLM's model runners and workers: block ids stay on the host, where plans are made;
-under batch invariance no step with prompt tokens replays a FULL graph of decodes; plans and KV
-cache are renewed after sleep.
+under batch invariance no step with prompt tokens replays a FULL graph of decodes; steps that warm
+up are not counted; plans and KV cache are renewed after sleep.
 """
 
 import sys
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, Hook, after, before, wrap
+from vllm_prefixshare.vllm_plugin.hooks.wrapping import (
+    Function,
+    Hook,
+    after,
+    before,
+    extend,
+    wrap,
+)
 
 #: Loaded only in workers whose configuration chose the backend.
 _PLANNING = "vllm_prefixshare.vllm_plugin.step.gpu_builder"
@@ -98,6 +105,23 @@ def hook_v2_graph_choice(module: ModuleType) -> None:
     wrap(module.GPUModelRunner, "gather_batch_req_state", wrapper)
 
 
+def hook_warm_up(module: ModuleType) -> None:
+    """Count no steps while a worker warms up."""
+    from vllm_prefixshare.vllm_plugin.observability.stats import warming_up
+
+    if extend(module, "warm_up_contexts", warming_up):
+        return
+
+    def wrapper(original: Function) -> Function:
+        def compile_or_warm_up_model(self: Any) -> Any:
+            with warming_up():
+                return original(self)
+
+        return compile_or_warm_up_model
+
+    wrap(module.Worker, "compile_or_warm_up_model", wrapper)
+
+
 def hook_wake_up(module: ModuleType) -> None:
     """Make a new plan and clean the KV cache after a worker has woken up."""
 
@@ -170,6 +194,13 @@ HOOKS = (
         _UNTIL_GRAPHS,
         hook_v2_graph_choice,
         _GRAPHS,
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.compile_or_warm_up_model",
+        "the V2 model runner warms up with requests of its own, which look like any other",
+        "CommonAttentionMetadata marks them",
+        hook_warm_up,
     ),
     Hook(
         "vllm.v1.worker.gpu_worker",

@@ -2,7 +2,8 @@
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
@@ -34,6 +35,7 @@ class BackendStats:
         in the last plan for which it expected no gain; None if there was none.
     kernels: names of the kernels in use, in the order in which they were chosen.
     causes: reason of the planner -> its cause in this engine, which is counted instead.
+    is_warming_up: whether steps and plans are not counted, see ``warming_up``.
     """
 
     decode_steps: int = 0
@@ -52,6 +54,7 @@ class BackendStats:
     expected_gain: float | None = None
     kernels: list[str] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
+    is_warming_up: bool = False
 
     def note_engine(self, kernel: str, causes: Mapping[str, str]) -> None:
         """Note a kernel in use, and causes that the planner does not know."""
@@ -61,6 +64,8 @@ class BackendStats:
 
     def note_plan(self, seconds: float, imbalance: float, unshared: Unshared | None = None) -> None:
         """Count a plan. unshared: why it shares nothing; None if it shares."""
+        if self.is_warming_up:
+            return
         self.plans += 1
         self.plan_seconds += seconds
         self.plans_by_time[bisect_left(PLAN_BUCKETS, seconds)] += 1
@@ -85,6 +90,8 @@ class BackendStats:
 
     def note_step(self, tokens: int, saved: int) -> None:
         """Count a step whose decodes have ``tokens`` of KV and read all but ``saved`` of them."""
+        if self.is_warming_up:
+            return
         self.decode_steps += 1
         self.shared_steps += saved > 0
         self.kv_tokens_stock += tokens
@@ -95,8 +102,9 @@ class BackendStats:
         return {f.name: getattr(self, f.name) for f in fields(self)[:9]}
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field but causes, and the derived kv_tokens_saved, share_factor, plans_reused."""
-        values = {f.name: copy(getattr(self, f.name)) for f in fields(self) if f.name != "causes"}
+        """Every count, and the derived kv_tokens_saved, share_factor, plans_reused."""
+        values = {f.name: copy(getattr(self, f.name)) for f in fields(self)}
+        del values["causes"], values["is_warming_up"]
         return {
             **values,
             "kv_tokens_saved": self.kv_tokens_stock - self.kv_tokens_read,
@@ -106,7 +114,9 @@ class BackendStats:
 
     def reset(self) -> None:
         """Set every counter to zero; what is known of the engine stays."""
-        fresh = BackendStats(kernels=self.kernels, causes=self.causes)
+        fresh = BackendStats(
+            kernels=self.kernels, causes=self.causes, is_warming_up=self.is_warming_up
+        )
         for f in fields(self):
             setattr(self, f.name, getattr(fresh, f.name))
 
@@ -118,6 +128,20 @@ def share_factor(stock: float, read: float) -> float:
 
 #: The counters of this process.
 STATS = BackendStats()
+
+
+@contextmanager
+def warming_up() -> Iterator[None]:
+    """While a worker warms up: the V2 model runner makes up requests, which it prefills and decodes
+    as any other, and steps and plans with them are not counted.
+    """
+    before = STATS.is_warming_up
+    STATS.is_warming_up = True
+    try:
+        yield
+    finally:
+        STATS.is_warming_up = before
+
 
 # A forked engine core or worker starts from zero.
 os.register_at_fork(after_in_child=lambda: STATS.reset())

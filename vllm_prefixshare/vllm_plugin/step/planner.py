@@ -302,7 +302,7 @@ class StepPlanner:
 
     def _record(self, update: PlanUpdate, rows: "_PlanRows", tokens: TokenRows | None) -> None:
         """Add a new plan to the trace, if there is one."""
-        if self._trace is None:
+        if self._trace is None or STATS.is_warming_up:
             return
         trace, engine = self._trace
         if not trace.is_open:

@@ -9,7 +9,9 @@ import pytest
 import vllm.version
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.block_table import BlockTable
+from vllm.v1.worker.gpu import warmup as gpu_warmup
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -17,6 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_prefixshare.vllm_plugin import compat, register, signatures
 from vllm_prefixshare.vllm_plugin.backends.cuda.metadata import PrefixShareCUDAMetadata
 from vllm_prefixshare.vllm_plugin.hooks import selection
+from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 
 
 def test_the_release_under_test_is_the_one_asked_for():
@@ -57,6 +60,30 @@ def test_hooks_are_in_force_unless_patches_do_their_work():
     ):
         assert hasattr(function, "__wrapped__") != patched
         assert patched or not hasattr(function.__wrapped__, "__wrapped__"), "once only"
+
+
+class ReachedError(Exception):
+    """Ends a function of vLLM once the test has seen what it wanted."""
+
+
+def test_a_worker_that_warms_up_counts_no_steps():
+    class Seen:
+        def __getattr__(self, name):
+            assert STATS.is_warming_up
+            raise ReachedError
+
+    register.register()
+    assert not STATS.is_warming_up
+    with pytest.raises(ReachedError):
+        Worker.compile_or_warm_up_model(Seen())
+    assert not STATS.is_warming_up
+
+
+def test_the_warm_up_of_the_v2_runner_makes_up_requests():
+    """Where this fails, the hook on ``Worker.compile_or_warm_up_model`` may not be needed."""
+    source = inspect.getsource(gpu_warmup)
+    assert "SchedulerOutput" in source and "dummy_run" not in source
+    assert "warmup_kernels(" in inspect.getsource(gpu_worker)
 
 
 def test_the_free_backend_is_left_to_other_plugins(monkeypatch):

@@ -89,6 +89,18 @@ def test_the_log_has_a_line_for_what_happened_and_none_for_nothing(counted):
     assert "1 decode steps, 0 of them shared KV; 10 KV tokens read" in source.log_line()
 
 
+def test_a_warm_up_is_not_counted(counted):
+    source = DecodeSteps()
+    zero = counted.as_dict()
+    with stats.warming_up():
+        counted.note_plan(0.0005, 1.25, Unshared(ONE_REQUEST))
+        counted.note_step(1000, 750)
+    assert counted.as_dict() == zero
+    assert source.log_line() is None
+    counted.note_step(10, 0)
+    assert counted.as_dict()["decode_steps"] == 1
+
+
 def test_the_log_has_the_kernel_and_the_reasons_of_plans_without_sharing(counted):
     source = DecodeSteps()
     counted.note_engine("native", {NO_COMMON_PREFIX: "prefix caching is off"})
