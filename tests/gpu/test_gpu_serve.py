@@ -1,4 +1,4 @@
-"""``vllm serve`` with VLLM_ATTENTION_BACKEND=PREFIX_SHARE on a GPU, driven over HTTP by the
+"""``vllm serve --attention-backend PREFIX_SHARE`` on a GPU, driven over HTTP by the
 ``openai`` package and by ``vllm bench serve``.
 
     python -m pytest -m gpu tests/gpu/test_gpu_serve.py
@@ -30,7 +30,6 @@ SERVER = {
     **os.environ,
     **DEFAULT_ENVIRONMENT,
     **ENVIRONMENT,
-    "VLLM_ATTENTION_BACKEND": "PREFIX_SHARE",
     "VLLM_SERVER_DEV_MODE": "1",  # enables /collective_rpc
 }
 
@@ -45,6 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    options += ["--attention-backend", "PREFIX_SHARE"]
     with serving(model, log, SERVER, *options) as url:
         yield url
 
@@ -83,8 +83,7 @@ def test_vllm_bench_serve_reports_no_failure(server, model, tmp_path):
         "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
     ]  # fmt: skip
     done = subprocess.run(
-        command, env={**SERVER, "VLLM_ATTENTION_BACKEND": ""}, capture_output=True, text=True,
-        timeout=300,
+        command, env=SERVER, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())

@@ -95,6 +95,36 @@ def write_small_llama(
     return _save(model, folder, torch.float16)
 
 
+def write_small_mixtral(folder: Path) -> Path:
+    """Write a small Mixtral checkpoint, float16: a mixture of experts, attention as
+    ``write_small_llama``. All experts take part, so that rounding selects no other expert.
+
+    Returns:
+        folder, created if missing.
+    """
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **SMALL,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=None,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= 2
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 1.5
+            layer.self_attn.k_proj.weight *= 1.5
+    return _save(model, folder, torch.float16)
+
+
 def write_small_gpt_oss(folder: Path) -> Path:
     """Write a small gpt-oss checkpoint, bfloat16: attention sinks in each layer, a sliding window
     in every second one. All experts take part, so that rounding selects no other expert.

@@ -116,7 +116,7 @@ def drive(
         for output in engine.step():
             for answer in output.outputs:
                 place = ids.index(output.request_id)
-                latest[place, answer.index] = _completion(output, answer, place)
+                latest[place, answer.index] = completion_of(output, answer, place)
         steps += 1
     stats = llm.collective_rpc("prefix_share_stats")[0] if shares else {}
     completions = tuple(latest[key] for key in sorted(latest))
@@ -154,7 +154,8 @@ def _adapters(folders: Sequence[str | None] | None, count: int) -> list[Any]:
     return found
 
 
-def _completion(output: Any, answer: Any, place: int) -> Completion:
+def completion_of(output: Any, answer: Any, place: int) -> Completion:
+    """An answer of vLLM's to the prompt with index ``place``, sampled with ``logprobs=2``."""
     tokens = tuple(answer.token_ids)
     steps = list(answer.logprobs or ())
     best = [sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in steps]
