@@ -35,6 +35,7 @@ PUBLISHED = Path(__file__).parent / "published"
 #: files whose tests start engines of their own, in parts of about five minutes; the tests that no
 #: part names are another one
 PARTS = {
+    "test_gpu_deployments": ("layouts", "modes", "sleep or wakes_up or connector"),
     "test_gpu_engine": (
         "speculative or draft or head_dim",
         "sliding or lora or synchronise or strict or wrong_setting",
@@ -45,7 +46,9 @@ PARTS = {
     "test_gpu_mixed_graphs": ("two_gpus",),
 }
 #: files with tests for two GPUs, and what such a part of a file has in its name
-ON_TWO = ("test_gpu_ranks", "test_gpu_ray", "test_gpu_engine_mla", "two_gpus")
+ON_TWO = (
+    "test_gpu_ranks", "test_gpu_ray", "test_gpu_data_parallel", "test_gpu_engine_mla", "two_gpus",
+)  # fmt: skip
 FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
 ENGINE = "-m benchmarks.engine --start-together"
 #: FastTree's workloads: 512 requests of Llama-2-7B need a GPU for each engine
@@ -95,7 +98,7 @@ class Running:
 
 def tests(out: Path) -> Iterator[Step]:
     """A step for each file, engines first: they take longest."""
-    engines = ("mixed", "engine", "serve", "ray", "bad_input")
+    engines = ("mixed", "engine", "serve", "ray", "bad_input", "deployments", "data_parallel")
     starts_engines = tuple(f"test_gpu_{name}" for name in engines)
     files = sorted(Path(ROOT, "tests/gpu").glob("test_*.py"))
     files.sort(key=lambda path: not path.stem.startswith(starts_engines))

@@ -25,10 +25,11 @@ from tests.support.gpu_layer import ON_GPU
 
 NEEDED = [name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 pytestmark = [
     *ON_GPU,
     pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}"),
-    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+    TWO_GPUS,
 ]
 if not NEEDED:
     from tests.support.serving import NAME, client_of, metrics, serving

@@ -130,7 +130,9 @@ def test_figures_have_the_threads_of_their_published_commands(tmp_path, monkeypa
 
 def test_what_needs_two_gpus_sees_all(tmp_path):
     several = {step.name for step in on_gpu.tests(tmp_path) if step.gpus > 1}
-    of_files = {"test_gpu_ranks", "test_gpu_ray", "test_gpu_engine_mla"}
+    of_files = {
+        "test_gpu_ranks", "test_gpu_ray", "test_gpu_data_parallel", "test_gpu_engine_mla",
+    }  # fmt: skip
     assert several == {*of_files, "test_gpu_engine_3", "test_gpu_mixed_graphs_1"}
     for path in Path(__file__).parents[2].glob("gpu/test_*.py"):
         if "two_gpus" in path.read_text() or "TWO_GPUS" in path.read_text():
