@@ -18,6 +18,7 @@ import pytest
 
 from tests.engine.conftest import DOCUMENT
 from tests.support.cli_runs import PROGRAM
+from tests.support.dummy_model import write_small_mixtral
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.load import Load, ends_cleanly, nonsense, server_faults
 from tests.support.serving import (
@@ -261,6 +262,47 @@ def test_each_of_two_data_parallel_ranks_has_its_own_counts(model, tmp_path):
                 break
             time.sleep(0.2)
         assert hashed == 33, "requests of both ranks, each once"
+
+
+@API_SERVERS
+def test_an_idle_rank_of_a_mixture_of_experts_counts_no_step(tmp_path):
+    """Such ranks run in lockstep: an idle one runs batches without requests."""
+    experts = write_small_mixtral(tmp_path / "mixtral")
+    options = ["--data-parallel-size", "2", "--enforce-eager", "--dtype", "bfloat16"]
+    options += ["--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)]
+    options += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 28)]
+    options += ["--worker-extension-cls", "tests.support.cpu_experts.ExpertsOnCpu"]
+    environment = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": str(ROOT)}
+    log = tmp_path / "log"
+    with server_process(experts, log, environment, *options, patience=900) as (url, _):
+        client = client_of(url)
+
+        def ask(rank: int, number: int) -> str:
+            answer = client.completions.create(
+                model=NAME, prompt=[*range(5, 405), number + 3], max_tokens=16, temperature=0,
+                extra_body={"ignore_eos": True},
+                extra_headers={"X-data-parallel-rank": str(rank)},
+            )  # fmt: skip
+            return str(answer.choices[0].text)
+
+        def steps() -> list[float]:
+            found, before = {}, None
+            while found != before:  # files are written once a second
+                before = found
+                time.sleep(2.5)
+                name = f"{PREFIX}decode_steps_total"
+                found = {s.labels["engine"]: s.value for s in metrics(url) if s.name == name}
+            return [found["0"], found["1"]]
+
+        assert steps() == [0, 0], "the start counts none"
+        with ThreadPoolExecutor(6) as pool:
+            first = list(pool.map(lambda number: ask(0, number), range(6)))
+        busy, idle = steps()
+        assert "EngineCore starting idle loop" in log.read_text()
+        assert busy >= 15 and idle == 0
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(lambda number: ask(1, number), range(6))) == first
+        assert steps()[0] == busy and steps()[1] >= 15
 
 
 @pytest.mark.parametrize(
