@@ -22,7 +22,7 @@ from tests.support.dummy_model import (
     write_small_qwen3_next,
 )
 from tests.support.engine import RUNNERS, EngineProcess
-from tests.support.engine_steps import Run, completion_of, drive
+from tests.support.engine_steps import drive, salted
 from tests.support.gpu_engines import (
     GREEDY,
     Text,
@@ -200,24 +200,6 @@ def test_several_adapters_in_a_batch(model, text, runner, tmp_path):
     assert_shared(runs[0], factor=1.5)
     found = [c.token_ids for c in runs[0].completions]
     assert all(len(set(found[i : i + 3])) == 3 for i in range(0, 30, 3)), "no effect"
-
-
-def salted(
-    llm: Any, prompts: Sequence[Sequence[int]], salts: Sequence[str | None], tokens: int
-) -> tuple[Run, list[int]]:
-    """Greedy answers to prompts with salts, and the cached tokens of each request."""
-    from vllm import SamplingParams
-
-    llm.collective_rpc("prefix_share_stats", args=(True,))
-    requests = [
-        {"prompt_token_ids": list(prompt), **({} if salt is None else {"cache_salt": salt})}
-        for prompt, salt in zip(prompts, salts, strict=True)
-    ]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2)
-    outputs = llm.generate(requests, params, use_tqdm=False)
-    completions = tuple(completion_of(o, o.outputs[0], i) for i, o in enumerate(outputs))
-    run = Run(completions, llm.collective_rpc("prefix_share_stats")[0])
-    return run, [output.num_cached_tokens or 0 for output in outputs]
 
 
 def test_salts_share_no_block(model, stock, text):

@@ -123,6 +123,33 @@ def drive(
     return Run(completions, stats, preemptions(llm) - preempted, steps)
 
 
+def salted(
+    llm: Any, prompts: Sequence[Sequence[int]], salts: Sequence[str | None], tokens: int
+) -> tuple[Run, list[int]]:
+    """Greedy answers of ``tokens`` tokens to prompts with salts, and the cached tokens of each
+    request. For ``EngineProcess.call``.
+
+    Args:
+        salts: ``cache_salt`` of each prompt, or None.
+    """
+    from vllm import SamplingParams
+
+    shares = _counts(llm)
+    if shares:
+        llm.collective_rpc("prefix_share_stats", args=(True,))
+    requests = [
+        {"prompt_token_ids": list(prompt), **({} if salt is None else {"cache_salt": salt})}
+        for prompt, salt in zip(prompts, salts, strict=True)
+    ]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2, detokenize=False
+    )
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    completions = tuple(completion_of(o, o.outputs[0], i) for i, o in enumerate(outputs))
+    stats = llm.collective_rpc("prefix_share_stats")[0] if shares else {}
+    return Run(completions, stats), [output.num_cached_tokens or 0 for output in outputs]
+
+
 def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
     """Log-probabilities of the generated tokens of ``sequences``, each read as one prompt: by the
     prefill of the engine, without decode. For ``EngineProcess.call``.
