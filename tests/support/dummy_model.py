@@ -1,6 +1,7 @@
 """Checkpoints with random weights, for tests and benchmarks that must run anywhere."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+ALTERNATING = ["sliding_attention", "full_attention"]
 
 
 def write_llama_8b(folder: Path, **changes: Any) -> Path:
@@ -67,32 +69,28 @@ def write_small_llama(
         sliding_window: window of every second layer, in tokens; None for none.
 
     Returns:
-        folder, created if missing.
+        folder, created if missing, as each function of this module.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     extra: dict[str, Any] = {}
     if sliding_window is not None:
-        kinds = ("sliding_attention", "full_attention")
-        extra["layer_types"] = [kinds[i % 2] for i in range(num_layers)]
+        extra["layer_types"] = [ALTERNATING[i % 2] for i in range(num_layers)]
         extra["sliding_window"] = sliding_window
-    config = LlamaConfig(
+
+    def sharpen(model: Any) -> None:
+        model.lm_head.weight *= 2
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 1.5
+            layer.self_attn.k_proj.weight *= 1.5
+
+    return _write(
+        folder, "LlamaConfig", "LlamaForCausalLM", "float16", sharpen, seed,
         **{**SMALL, "num_hidden_layers": num_layers},
         num_attention_heads=8,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         tie_word_embeddings=False,
         **extra,
-    )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 2
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= 1.5
-            layer.self_attn.k_proj.weight *= 1.5
-    return _save(model, folder, torch.float16)
+    )  # fmt: skip
 
 
 def write_small_mixtral(folder: Path) -> Path:
@@ -128,41 +126,36 @@ def write_small_mixtral(folder: Path) -> Path:
 def write_small_gpt_oss(folder: Path) -> Path:
     """Write a small gpt-oss checkpoint, bfloat16: attention sinks in each layer, a sliding window
     in every second one. All experts take part, so that rounding selects no other expert.
-
-    Returns:
-        folder, created if missing.
     """
     import torch
-    from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(
+    def set_sinks(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.linspace(-1, 6, 16))
+
+    return _write(
+        folder, "GptOssConfig", "GptOssForCausalLM", "bfloat16", set_sinks,
         **SMALL,
         num_attention_heads=16,
         num_key_value_heads=2,
         head_dim=64,
         num_local_experts=2,
         num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=ALTERNATING * 2,
         tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.sinks.copy_(torch.linspace(-1, 6, 16))
-    return _save(model, folder, torch.bfloat16)
+    )  # fmt: skip
 
 
 def write_small_bloom(folder: Path) -> Path:
-    """Write a small Bloom checkpoint, bfloat16: ALiBi slopes in each layer, head_dim 64.
+    """Write a small Bloom checkpoint, bfloat16: ALiBi slopes in each layer, head_dim 64."""
 
-    Returns:
-        folder, created if missing.
-    """
-    import torch
-    from transformers import BloomConfig, BloomForCausalLM
+    def sharpen(model: Any) -> None:
+        for layer in model.transformer.h:  # so that attention picks few tokens, and outweighs
+            layer.self_attention.query_key_value.weight *= 1.5  # the token before
+            layer.self_attention.dense.weight *= 8
 
-    config = BloomConfig(
+    return _write(
+        folder, "BloomConfig", "BloomForCausalLM", "bfloat16", sharpen,
         vocab_size=SMALL_VOCAB,
         hidden_size=512,
         n_layer=4,
@@ -171,27 +164,15 @@ def write_small_bloom(folder: Path) -> Path:
         initializer_range=SMALL["initializer_range"],
         bos_token_id=0,
         eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    model = BloomForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.transformer.h:  # so that attention picks few tokens, and outweighs
-            layer.self_attention.query_key_value.weight *= 1.5  # the token before
-            layer.self_attention.dense.weight *= 8
-    return _save(model, folder, torch.bfloat16)
+    )  # fmt: skip
 
 
 def write_small_gemma2(folder: Path, sliding_window: int = 256) -> Path:
     """Write a small Gemma 2 checkpoint, bfloat16: a soft cap in each layer, low enough to matter,
     and a sliding window in every second one.
-
-    Returns:
-        folder, created if missing.
     """
-    import torch
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
+    return _write(
+        folder, "Gemma2Config", "Gemma2ForCausalLM", "bfloat16",
         **SMALL,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -199,37 +180,29 @@ def write_small_gemma2(folder: Path, sliding_window: int = 256) -> Path:
         query_pre_attn_scalar=128,
         attn_logit_softcapping=2.0,
         sliding_window=sliding_window,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
-    torch.manual_seed(0)
-    return _save(Gemma2ForCausalLM(config), folder, torch.bfloat16)
+        layer_types=ALTERNATING * 2,
+    )  # fmt: skip
 
 
 def write_small_gemma3(folder: Path, sliding_window: int = 256) -> Path:
     """Write a small Gemma 3 checkpoint, float16: five layers with a sliding window and one with
     full attention, head_dim 256.
-
-    Returns:
-        folder, created if missing.
     """
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    config = Gemma3TextConfig(
+    def sharpen(model: Any) -> None:
+        for layer in model.model.layers:  # so that attention picks few tokens
+            layer.self_attn.q_norm.weight += 0.6
+            layer.self_attn.k_norm.weight += 0.6
+
+    return _write(
+        folder, "Gemma3TextConfig", "Gemma3ForCausalLM", "float16", sharpen,
         **{**SMALL, "num_hidden_layers": 6},
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=256,
         sliding_window=sliding_window,
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
-    )
-    torch.manual_seed(0)
-    model = Gemma3ForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:  # so that attention picks few tokens
-            layer.self_attn.q_norm.weight += 0.6
-            layer.self_attn.k_norm.weight += 0.6
-    return _save(model, folder, torch.float16)
+    )  # fmt: skip
 
 
 #: What Qwen3-Next and Qwen3.5 have in common: three layers of gated delta nets, then one with full
@@ -250,14 +223,9 @@ QWEN_HYBRID: dict[str, Any] = {
 def write_small_qwen3_next(folder: Path) -> Path:
     """Write a small Qwen3-Next checkpoint, bfloat16, 16 query and 2 KV heads, with a layer that
     drafts (MTP). All experts take part, so that rounding selects no other expert.
-
-    Returns:
-        folder, created if missing.
     """
-    import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
+    _write(
+        folder, "Qwen3NextConfig", "Qwen3NextForCausalLM", "bfloat16",
         **{**SMALL, **QWEN_HYBRID},
         num_attention_heads=16,
         num_key_value_heads=2,
@@ -265,55 +233,56 @@ def write_small_qwen3_next(folder: Path) -> Path:
         num_experts_per_tok=2,
         moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
-    )
-    torch.manual_seed(0)
-    _save(Qwen3NextForCausalLM(config), folder, torch.bfloat16)
+    )  # fmt: skip
     return _add_mtp(folder)
 
 
 def write_small_qwen3_5(folder: Path) -> Path:
     """Write a small Qwen3.5 checkpoint, bfloat16, 24 query and 4 KV heads, with a layer that drafts
     (MTP).
-
-    Returns:
-        folder, created if missing.
     """
-    import torch
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    config = Qwen3_5TextConfig(
+    _write(
+        folder, "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "bfloat16",
         **{**SMALL, **QWEN_HYBRID},
         num_attention_heads=24,
         num_key_value_heads=4,
         mtp_num_hidden_layers=1,
-    )
-    torch.manual_seed(0)
-    _save(Qwen3_5ForCausalLM(config), folder, torch.bfloat16)
+    )  # fmt: skip
     return _add_mtp(folder)
 
 
-def _add_mtp(folder: Path) -> Path:
-    """Add a drafting layer to a checkpoint of Qwen3-Next or Qwen3.5. Its attention and MLP add
-    nothing, so that it proposes the model's last choice again.
+def _silent_copy(tensors: dict[str, Any], layer: str, to: str) -> dict[str, Any]:
+    """The tensors of ``layer``, a prefix of their names, under the prefix ``to``. Attention and MLP
+    of the copy add nothing, so that a model that drafts with it proposes its last choice again.
     """
     import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
+
+    found = {}
+    for name in [name for name in tensors if name.startswith(layer)]:
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        copy = torch.zeros_like if adds else torch.clone
+        found[to + name.removeprefix(layer)] = copy(tensors[name])
+    return found
+
+
+def _second_half(hidden: int, dtype: Any) -> Any:
+    """A projection of twice ``hidden`` numbers to the second half of them: the model's output."""
+    import torch
+
+    return torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1).to(dtype)
+
+
+def _add_mtp(folder: Path) -> Path:
+    """Add a drafting layer to a checkpoint of Qwen3-Next or Qwen3.5."""
+    import torch
+    from safetensors.torch import load_file, save_file
 
     path = folder / "model.safetensors"
-    with safe_open(path, "pt") as weights:
-        tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+    tensors = load_file(path)
     layers = {name.split(".")[2] for name in tensors if ".self_attn." in name}
-    layer = f"model.layers.{min(layers)}."
-    for name in [name for name in tensors if name.startswith(layer)]:
-        tensor = tensors[name]
-        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-        tensors[name.replace(layer, "mtp.layers.0.")] = (
-            torch.zeros_like(tensor) if adds else tensor.clone()
-        )
+    tensors |= _silent_copy(tensors, f"model.layers.{min(layers)}.", "mtp.layers.0.")
     norm = tensors["model.norm.weight"]
-    nothing, same = torch.zeros(len(norm), len(norm)), torch.eye(len(norm))
-    tensors["mtp.fc.weight"] = torch.cat([nothing, same], dim=1).to(norm.dtype)
+    tensors["mtp.fc.weight"] = _second_half(len(norm), norm.dtype)
     for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
         tensors[f"mtp.{name}.weight"] = torch.zeros_like(norm)  # these norms scale by 1 + weight
     save_file(tensors, path)
@@ -339,42 +308,24 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def write_small_deepseek_v2(folder: Path, num_heads: int = 16) -> Path:
-    """Write a small DeepSeek V2 checkpoint, bfloat16, as ``DEEPSEEK``.
-
-    Returns:
-        folder, created if missing.
-    """
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-    config = DeepseekV2Config(**SMALL, **DEEPSEEK, **heads, topk_method="greedy")
-    return _save_deepseek(DeepseekV2ForCausalLM, config, folder)
+    """Write a small DeepSeek V2 checkpoint, bfloat16, as ``DEEPSEEK``."""
+    return _write_deepseek(folder, "DeepseekV2", num_heads, topk_method="greedy")
 
 
 def write_small_deepseek_v3(folder: Path, num_heads: int = 16) -> Path:
     """Write a small DeepSeek V3 checkpoint, bfloat16, as ``DEEPSEEK``, with a layer that drafts
-    (MTP). Its attention and MLP add nothing, so that it proposes the model's last choice again.
-
-    Returns:
-        folder, created if missing.
+    (MTP).
     """
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-    config = DeepseekV3Config(**SMALL, **DEEPSEEK, **heads, num_nextn_predict_layers=1)
-    path = _save_deepseek(DeepseekV3ForCausalLM, config, folder) / "model.safetensors"
+    _write_deepseek(folder, "DeepseekV3", num_heads, num_nextn_predict_layers=1)
+    path = folder / "model.safetensors"
     tensors = load_file(path)
     drafts = f"model.layers.{SMALL['num_hidden_layers']}."
-    for name in [name for name in tensors if name.startswith("model.layers.0.")]:
-        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-        tensors[name.replace("model.layers.0.", drafts)] = (
-            torch.zeros_like(tensors[name]) if adds else tensors[name].clone()
-        )
+    tensors |= _silent_copy(tensors, "model.layers.0.", drafts)
     norm = tensors["model.norm.weight"]
-    nothing, same = torch.zeros(len(norm), len(norm)), torch.eye(len(norm))
-    tensors[f"{drafts}eh_proj.weight"] = torch.cat([nothing, same], dim=1).to(norm.dtype)
+    tensors[f"{drafts}eh_proj.weight"] = _second_half(len(norm), norm.dtype)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{drafts}{name}.weight"] = torch.ones_like(norm)
     tensors[f"{drafts}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -383,20 +334,42 @@ def write_small_deepseek_v3(folder: Path, num_heads: int = 16) -> Path:
     return folder
 
 
-def _save_deepseek(made: Any, config: Any, folder: Path) -> Path:
-    import torch
-
-    torch.manual_seed(0)
-    model = made(config)
-    with torch.no_grad():
+def _write_deepseek(folder: Path, name: str, num_heads: int, **fields: Any) -> Path:
+    def sharpen(model: Any) -> None:
         model.lm_head.weight *= 2
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight *= 1.5
-    return _save(model, folder, torch.bfloat16)
+
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    fields = {**SMALL, **DEEPSEEK, **heads, **fields}
+    return _write(folder, f"{name}Config", f"{name}ForCausalLM", "bfloat16", sharpen, **fields)
 
 
-def _save(model: Any, folder: Path, dtype: Any) -> Path:
-    model.to(dtype).save_pretrained(folder)
+def _write(
+    folder: Path,
+    config: str,
+    model: str,
+    dtype: str,
+    change: Callable[[Any], None] | None = None,
+    seed: int = 0,
+    **fields: Any,
+) -> Path:
+    """Write a model with random weights, and a tokenizer.
+
+    Args:
+        config: name of a class of transformers; ``fields`` are its arguments. model: another one.
+        change: is called with the model before it is written.
+    """
+    import torch
+    import transformers
+
+    configuration = getattr(transformers, config)(**fields)
+    torch.manual_seed(seed)
+    made = getattr(transformers, model)(configuration)
+    if change is not None:
+        with torch.no_grad():
+            change(made)
+    made.to(getattr(torch, dtype)).save_pretrained(folder)
     _write_word_tokenizer(folder)
     return folder
 
@@ -421,13 +394,9 @@ def add_kv_scales(folder: Path, of_heads: bool = False, last: float | None = Non
     Args:
         of_heads: whether each head has scales of its own.
         last: v_scale of the last layer in place of its own.
-
-    Returns:
-        folder.
     """
     import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -442,8 +411,7 @@ def add_kv_scales(folder: Path, of_heads: bool = False, last: float | None = Non
     }
     path.write_text(json.dumps(config, indent=1) + "\n")
     weights = folder / "model.safetensors"
-    with safe_open(weights, "pt") as old:
-        tensors = {name: old.get_tensor(name) for name in old.keys()}  # noqa: SIM118
+    tensors = load_file(weights)
     queries, heads = config["num_attention_heads"], config["num_key_value_heads"]
     layers = config["num_hidden_layers"]
     for layer in range(layers):
@@ -459,29 +427,16 @@ def add_kv_scales(folder: Path, of_heads: bool = False, last: float | None = Non
 
 
 def write_eagle(folder: Path, model: Path) -> Path:
-    """Write an EAGLE drafter for ``model``, a folder from ``write_small_llama``. The drafter is one
-    layer whose attention and MLP add nothing, so that it proposes the model's last choice again.
-
-    Returns:
-        folder, created if missing.
-    """
+    """Write an EAGLE drafter of one layer for ``model``, a folder from ``write_small_llama``."""
     import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     config = json.loads((model / "config.json").read_text())
-    hidden = config["hidden_size"]
-    layer = "model.layers.0."
-    tensors = {}
-    with safe_open(model / "model.safetensors", "pt") as weights:
-        tensors["embed_tokens.weight"] = weights.get_tensor("model.embed_tokens.weight")
-        for name in weights.keys():  # noqa: SIM118  it is no mapping
-            if name.startswith(layer) and "input_layernorm" not in name:  # it has none
-                tensor = weights.get_tensor(name)
-                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-                tensors[name.removeprefix("model.")] = torch.zeros_like(tensor) if adds else tensor
-    nothing, same = torch.zeros(hidden, hidden), torch.eye(hidden)
-    tensors["fc.weight"] = torch.cat([nothing, same], dim=1).to(torch.float16)
+    weights = load_file(model / "model.safetensors")
+    layer = _silent_copy(weights, "model.layers.0.", "layers.0.")
+    tensors = {name: tensor for name, tensor in layer.items() if "input_layernorm" not in name}
+    tensors["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    tensors["fc.weight"] = _second_half(config["hidden_size"], torch.float16)
     config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
     config.pop("layer_types", None)
     folder.mkdir(parents=True, exist_ok=True)
