@@ -274,11 +274,12 @@ def show_list(experiments: list[Experiment]) -> None:
         print(f"{paper}")
         for e in of_paper:
             print(f"  {e.name} (needs {e.needs}): {e.item}, section {e.section}")
+            print(f"    {e.status}")
             print(f"    the paper: {e.claim}")
             print(f"    changed: {e.changed}")
         for left in LEFT_OUT:
             if left.paper == paper:
-                print(f"  not reproduced: {left.item}: {left.why}")
+                print(f"  {left.status}: {left.item}: {left.why}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -377,7 +377,7 @@ def parse(
         "--query-len", type=int, default=1, help="query tokens of each request of a --tree"
     )
     parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
-    special = ("tokens", "flashmla", "fa2")
+    special = ("tokens", "flashmla", "fa2", "medusa")
     usual = ",".join(x for x in PEERS if "invariant" not in x and x not in special)
     parser.add_argument("--peers", default=usual, help=f"of {','.join(PEERS)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])

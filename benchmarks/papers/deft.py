@@ -581,6 +581,31 @@ def time_token_trees(setting: Setting) -> Iterator[Point]:
         yield Point(f"{size} tokens x {batch}, context {context}", run)
 
 
+def time_stars(setting: Setting) -> Iterator[Point]:
+    """Token trees as DeFT's programs run them, at three steps of its published runs, and few-shot
+    prompts of width 10; Medusa's attention as a peer.
+    """
+    first, last = recordings.PROMPT_TOKENS, recordings.MAX_TOKENS - 1
+    specs = {
+        f"star of {size}": [f"1,{size}_{n},1" for n in (first, (first + last) // 2, last)]
+        for size in TOKEN_TREES
+    }
+    specs["few-shot 10"] = [f"1,10_{PROMPT},{step}" for step in (16, 200, DECODED)]
+    if setting.tiny:
+        specs = {"star of 4": ["1,4_100,1"]}
+    setting = replace(setting, peers=tuple(dict.fromkeys((*setting.peers, "medusa"))))
+    ways = [*strategies(), methods.FLASH_DECODING]
+    for name, every in specs.items():
+        for spec in every:
+            run = partial(timing.time_methods, setting, tree(spec), heads_of(setting), ways)
+            yield Point(f"{name}: {spec}", run)
+
+
+def stars_sentence(results: Results) -> str:
+    others = [n for n in methods_of(results) if n != "ours"]
+    return "time over ours: " + "; ".join(f"{n} {against(results, n, 'ours')}" for n in others)
+
+
 def count_walks(setting: Setting) -> Iterator[Point]:
     """Token trees of up to eight tiles of query rows, with Nsight Compute where it is installed."""
     if setting.device != "cuda" or setting.tiny or not counters.available():
@@ -830,6 +855,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-table-17",
         PAPER,
+        "the paper's runs of token trees are not published; those that DeFT publishes are counted",
         "A.7 (A.6 of the first version)",
         "table 17 (12): KV, partial results and masks",
         "73% to 99.6% less KV read than flash-decoding, 99.7% to 100% less partial results than "
@@ -858,6 +884,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-table-17-dram",
         PAPER,
+        "one layer, quaternary trees, one context",
         "A.7",
         "table 17: token trees, by the GPU's counters",
         "KV read 96.9% to 99.6% less than flash-decoding's, from 32 to 256 tokens: once for all",
@@ -878,6 +905,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-table-14",
         PAPER,
+        "another GPU; without the time in which multiprocessors are hardly used",
         "A.7",
         "table 14: how busy the GPU is",
         "DeFT-Node 961 us, 7.6% of the multiprocessors' throughput and 17.4% of the memory's; "
@@ -903,6 +931,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-table-6",
         PAPER,
+        "another GPU; three of 400 steps; without width 10 and Medusa's attention",
         "4.4",
         "tables 6, 20 and 21 and figure 14: splitting strategies, few-shot",
         "attention of Radix Attention over DeFT-Flatten 1.7 to 1.8 times, of DeFT-Node 1.8 to 3.1, "
@@ -921,6 +950,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-recorded",
         PAPER,
+        "another GPU; four steps of two runs of each file; token trees are in deft-table-16",
         "4.4",
         "table 6: splitting strategies, recorded tasks",
         "attention of Radix Attention over DeFT-Flatten 1.2 (document merging, keyword) to 1.4 "
@@ -938,6 +968,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-table-7",
         PAPER,
+        "another GPU; one step of one run",
         "4.4",
         "table 7: prompt lengths in sorting, attention",
         "attention of Radix Attention over DeFT-Flatten 1.39 (a prompt of 1k tokens), 1.71 (5k), "
@@ -959,6 +990,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-figure-13",
         PAPER,
+        "another GPU; attention of a layer instead of whole steps",
         "A.7",
         "figure 13: splitting strategies, step by step",
         "a step under DeFT-Node takes about 1.75 times as long as under DeFT-Flatten, and the "
@@ -982,6 +1014,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-table-16",
         PAPER,
+        "another GPU; without Medusa's attention and DeFT's own kernel",
         "A.7",
         "table 16 and figure 18: token trees, prompt lengths",
         "attention of Radix Attention over DeFT-Flatten 1.96 (32 tokens) to 3.59 times (256)",
@@ -1004,8 +1037,29 @@ EXPERIMENTS = (
         reads_recordings=True,
     ),
     Experiment(
+        "deft-stars",
+        PAPER,
+        "has not run on a GPU yet",
+        "4.4 and A.7",
+        "tables 6 and 16, columns of token trees, and figure 14, width 10",
+        "attention over DeFT-Flatten, 32 to 256 tokens: Radix Attention 1.96 to 3.59 times, "
+        "DeFT-Node 2.6 to 1.03, DeFT-Node-Chunk 1.1 to 1.4, Medusa's attention 1.6 to 1.7; with "
+        "width 10 Medusa's takes about as long as DeFT-Flatten, Radix Attention twice as long",
+        "A token tree is a star of as many requests with one token each, as in DeFT's programs, so "
+        "that all strategies run it, and its own kernel by `--peers deft`. Contexts of the first, "
+        "a middle and the last step of the published runs. Medusa's attention is DeFT's: products "
+        "in PyTorch with a dense mask, keys and values gathered beforehand.",
+        GPU,
+        time_stars,
+        stars_sentence,
+        "another GPU; the strategies share our kernel, which the paper's do not",
+        time_table,
+        time_series,
+    ),
+    Experiment(
         "deft-figure-15-bytes",
         PAPER,
+        "the paper counts no bytes",
         "A.7",
         "figure 15: chunk size, in bytes",
         "a larger chunk loads the queries less often; no figures",
@@ -1023,6 +1077,7 @@ EXPERIMENTS = (
     Experiment(
         "deft-figure-15",
         PAPER,
+        "another GPU; Flatten has not run at each chunk size",
         "A.7",
         "figure 15: chunk size, in time",
         "the best chunk depends on lengths and queries; DeFT-Flatten is faster than every chunk",
@@ -1039,12 +1094,17 @@ EXPERIMENTS = (
 )
 
 LEFT_OUT = (
-    LeftOut(PAPER, "tables 5, 8, 18, the second row of table 7, figures 4, 16, 17, and 13 of the "
-            "first version",
-            "latencies of a whole engine: "
-            "[the engine table](engine.md) has recorded trees, with vLLM itself on both sides"),
+    LeftOut(PAPER, "table 5 and figure 4", "latency of a whole engine: [the engine table]"
+            "(engine.md) has one of the four recorded tasks, keyword, with vLLM itself on both "
+            "sides; few-shot and the other three did not run", True),
+    LeftOut(PAPER, "tables 8 and 18, the second row of table 7, figures 16, 17, and 13 of the "
+            "first version", "latencies of a whole engine, as table 5", True),
+    LeftOut(PAPER, "table 6, columns of token trees; figure 14, width 10; Medusa's attention in "
+            "tables 6 and 16", "[deft-stars](#deft-stars) has them and did not run on a GPU yet",
+            True),
     LeftOut(PAPER, "table 14, the part of the time in which the multiprocessors are hardly used",
-            "it needs samples within a launch; Nsight Compute is asked for its totals"),
-    LeftOut(PAPER, "table 15", "accuracy: see [fidelity](../../docs/fidelity.md)"),
-    LeftOut(PAPER, "table 19", "another GPU"),
+            "it needs samples within a launch; Nsight Compute is asked for its totals", True),
+    LeftOut(PAPER, "table 15", "accuracy needs the paper's model and its weights: see "
+            "[fidelity](../../docs/fidelity.md) for another"),
+    LeftOut(PAPER, "table 19", "an RTX 4090"),
 )  # fmt: skip

@@ -66,7 +66,8 @@ class Series:
 class Experiment:
     """A figure or table of a paper, and what became of it here.
 
-    name: on the command line, and of its files. item: of the paper, such as "figure 5".
+    name: on the command line, and of its files. differs: what the published run has otherwise than
+    the paper, in a phrase; "" for nothing. item: of the paper, such as "figure 5".
     claim: what the paper found. changed: what differs here, and why. needs: of this machine.
     points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
     one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
@@ -78,6 +79,7 @@ class Experiment:
 
     name: str
     paper: str
+    differs: str
     section: str
     item: str
     claim: str
@@ -92,14 +94,27 @@ class Experiment:
     at_once: bool = False
     reads_recordings: bool = False
 
+    @property
+    def status(self) -> str:
+        """Whether the paper's figure is reproduced exactly, or what differs."""
+        return f"partial: {self.differs}" if self.differs else "exact"
+
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A figure or table that is not reproduced, with the reason."""
+    """A figure or table that is not reproduced, with the reason. possible: whether the machines
+    that this project has could reproduce it.
+    """
 
     paper: str
     item: str
     why: str
+    possible: bool = False
+
+    @property
+    def status(self) -> str:
+        """Whether it is missing or impossible here."""
+        return "missing" if self.possible else "impossible"
 
 
 def has_failed(figures: Figures) -> bool:

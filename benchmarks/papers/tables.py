@@ -39,7 +39,9 @@ def papers_table(paper: str) -> str:
         rows.append((f"[{e.item}](#{e.name}), section {e.section}", e.claim, ours, reason))
     lines = table(" | the paper | here | why they differ", rows)
     for e in of_paper:
-        lines += ["", f"### {e.name}", "", f"{e.item[0].upper()}{e.item[1:]}. {e.changed}", ""]
+        status = f"*{e.status[0].upper()}{e.status[1:]}.*"
+        title = f"{e.item[0].upper()}{e.item[1:]}"
+        lines += ["", f"### {e.name}", "", f"{title}. {status} {e.changed}", ""]
         result = results[e.name]
         if not result:
             lines.append(f"N{not_run(e)[1:]}.")
@@ -53,7 +55,7 @@ def papers_table(paper: str) -> str:
             lines += ["", f"![{e.item}](images/papers-{e.name}.svg)"]
         if e.table:
             lines += ["", *e.table(result["points"])]
-    left = [f"- {x.item}: {x.why}." for x in LEFT_OUT if x.paper == paper]
+    left = [f"- {x.item} ({x.status}): {x.why}." for x in LEFT_OUT if x.paper == paper]
     return "\n".join([*lines, "", "Not reproduced:", "", *left])
 
 

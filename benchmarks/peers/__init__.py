@@ -161,6 +161,7 @@ PEERS = {
     "flashinfer": ("flashinfer_peers", "FlashInfer", "FlashInfer"),
     "flashinfer_cascade": ("flashinfer_peers", "FlashInferCascade", "FI multi-level"),
     "xformers": ("xformers_peer", "XFormers", "xformers"),
+    "medusa": ("medusa", "Medusa", "Medusa"),
     "fasttree": ("fasttree", "FastTree", "FastTree"),
     "deft": ("deft", "DeFT", "DeFT"),
     "pat": ("pat", "PAT", "PAT"),

@@ -18,6 +18,7 @@ from benchmarks.engine import workloads as engine_workloads
 from benchmarks.kernel.bench import make_case, reference, relative_error
 from benchmarks.papers import (
     EXPERIMENTS,
+    LEFT_OUT,
     PAPERS,
     accounting,
     counters,
@@ -409,7 +410,9 @@ def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
     said = capsys.readouterr().out
     page = (ROOT / "benchmarks" / "published" / "papers.md").read_text()
     for name, e in EXPERIMENTS.items():
-        assert f"  {name} (needs {e.needs}): {e.item}, section {e.section}\n" in said
+        assert (
+            f"  {name} (needs {e.needs}): {e.item}, section {e.section}\n    {e.status}\n" in said
+        )
         assert e.changed in said
         assert f"\n### {name}\n" in page
     assert run("--list", "fasttree") == 0
@@ -417,6 +420,9 @@ def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
     assert "  fasttree-figure-9 " in said
     assert "flashforge" not in said
     assert len(PAPERS) == len({e.paper for e in EXPERIMENTS.values()})
+    assert EXPERIMENTS["tree-attention-volume"].status == "exact"
+    for left in LEFT_OUT:
+        assert f"({left.status})" in page and left.status in ("missing", "impossible")
     for name in EXPERIMENTS:
         published = papers_tables.ran(name)
         assert published is None or not published.get("tiny"), name
