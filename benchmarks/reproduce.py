@@ -41,7 +41,7 @@ from benchmarks.papers.experiment import (
 )
 from benchmarks.papers.tables import chart
 from benchmarks.support.charts import adaptive
-from benchmarks.support.program import make_parser, one_sentence
+from benchmarks.support.program import CHECKOUTS, make_parser, one_sentence
 from benchmarks.support.results import versions
 from vllm_prefixshare.core import PrefixShareError
 
@@ -303,6 +303,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", default="", help="further kernels to time, such as fa3,flashinfer"
     )
+    for name in CHECKOUTS:
+        parser.add_argument(f"--{name}", type=Path, help=f"your checkout of {name}, for --peers")
     parser.add_argument("--fresh", action="store_true", help="do not go on where a run has stopped")
     args = parser.parse_args(argv)
     if args.repeats < 1:
@@ -322,6 +324,8 @@ def command_of(args: argparse.Namespace) -> str:
     words += ["--repeats", str(args.repeats)] if args.repeats != REPEATS else []
     words += ["--deft-recordings", "FOLDER"] if args.deft_recordings else []
     words += ["--peers", ",".join(args.peers)] if args.peers else []
+    for name in CHECKOUTS:
+        words += [f"--{name}", name.upper()] if getattr(args, name) else []
     return shlex.join(words)
 
 
@@ -347,7 +351,10 @@ def setting_of(args: argparse.Namespace) -> Setting:
     if args.deft_recordings is not None:
         check_recordings(args.deft_recordings)
     repeats = 1 if args.tiny else args.repeats
-    return Setting(device, args.tiny, repeats, args.deft_recordings, args.peers, command_of(args))
+    checkouts = tuple((name, getattr(args, name)) for name in CHECKOUTS if getattr(args, name))
+    return Setting(
+        device, args.tiny, repeats, args.deft_recordings, args.peers, checkouts, command_of(args)
+    )
 
 
 def check_recordings(folder: Path) -> None:

@@ -49,7 +49,13 @@ import torch
 from benchmarks.kernel import report
 from benchmarks.peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
 from benchmarks.support.machine_rates import MachineRates, measure_rates
-from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
+from benchmarks.support.program import (
+    CHECKOUTS,
+    add_out,
+    make_parser,
+    one_sentence,
+    recorded_command,
+)
 from benchmarks.support.results import versions, write
 from benchmarks.support.trees import Workload, tree
 from benchmarks.support.workload_sets import WORKLOAD_SETS, workload_set
@@ -402,7 +408,7 @@ def parse(
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--repeats", type=int, default=20, help="timed replays of each kernel")
     parser.add_argument("--quick", action="store_true", help="few workloads of each set")
-    for name in ("fasttree", "deft", "pat"):
+    for name in CHECKOUTS:
         parser.add_argument(f"--{name}", type=Path, help=f"your checkout of {name}")
     parser.add_argument("--deft-data", type=Path, help="folder of DeFT's recorded trees")
     add_out(parser)

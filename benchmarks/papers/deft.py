@@ -1046,9 +1046,10 @@ EXPERIMENTS = (
         "DeFT-Node 2.6 to 1.03, DeFT-Node-Chunk 1.1 to 1.4, Medusa's attention 1.6 to 1.7; with "
         "width 10 Medusa's takes about as long as DeFT-Flatten, Radix Attention twice as long",
         "A token tree is a star of as many requests with one token each, as in DeFT's programs, so "
-        "that all strategies run it, and its own kernel by `--peers deft`. Contexts of the first, "
-        "a middle and the last step of the published runs. Medusa's attention is DeFT's: products "
-        "in PyTorch with a dense mask, keys and values gathered beforehand.",
+        "that all strategies run it, and its own kernel by `--peers deft --deft CHECKOUT`. "
+        "Contexts of the first, a middle and the last step of the published runs. Medusa's "
+        "attention is DeFT's: products in PyTorch with a dense mask, keys and values gathered "
+        "beforehand.",
         GPU,
         time_stars,
         stars_sentence,

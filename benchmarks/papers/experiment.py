@@ -32,7 +32,8 @@ class Setting:
 
     device: "cuda" or "cpu". tiny: miniature workloads, which say nothing but that the program runs.
     repeats: timed replays of each kernel. recordings: folder of DeFT's recorded trees, or None.
-    peers: names of further kernels to time (see ``peers.PEERS``). command: that asked for it.
+    peers: names of further kernels to time (see ``peers.PEERS``). checkouts: the user's folders of
+    some of them, by name. command: that asked for it.
     """
 
     device: str
@@ -40,6 +41,7 @@ class Setting:
     repeats: int = 10
     recordings: Path | None = None
     peers: tuple[str, ...] = ()
+    checkouts: tuple[tuple[str, Path], ...] = ()
     command: str = ""
 
 

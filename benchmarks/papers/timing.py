@@ -5,6 +5,7 @@ with float32 attention before its time counts.
 import argparse
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ from benchmarks.papers.experiment import Figures, Setting
 from benchmarks.papers.methods import Method, Planned
 from benchmarks.peers import Options, Peer, UnavailableError, make
 from benchmarks.support.machine_rates import MachineRates, measure_rates
+from benchmarks.support.program import CHECKOUTS
 from benchmarks.support.trees import Workload
 from vllm_prefixshare.profiling.gpu_timing import GpuTimer
 
@@ -29,9 +31,12 @@ def machine(device: str) -> tuple[GpuTimer | CpuTimer, MachineRates]:
 
 
 @cache
-def _peer(name: str, device: str) -> Peer | UnavailableError:
+def _peer(
+    name: str, device: str, checkouts: tuple[tuple[str, Path], ...]
+) -> Peer | UnavailableError:
+    folders = {**dict.fromkeys(CHECKOUTS), **dict(checkouts)}
     try:
-        return make(name, Options(torch.device(device), dtype_on(device), {}))
+        return make(name, Options(torch.device(device), dtype_on(device), folders))
     except UnavailableError as e:
         return e
 
@@ -52,7 +57,7 @@ def time_methods(
     timer, rates = machine(setting.device)
     options = Options(torch.device(setting.device), dtype_on(setting.device), {})
     peers: dict[str, Peer | UnavailableError] = {m.title: Planned(m, options) for m in methods}
-    peers |= {name: _peer(name, setting.device) for name in setting.peers}
+    peers |= {n: _peer(n, setting.device, setting.checkouts) for n in setting.peers}
     layer = layer_options(setting.device, setting.repeats)
     return run_cell(w, heads, peers, timer, rates, layer)
 

@@ -19,6 +19,8 @@ from vllm_prefixshare.core import PrefixShareError
 
 #: root of the repository
 ROOT = Path(__file__).resolve().parents[2]
+#: kernels of other projects that are taken from the user's own checkouts
+CHECKOUTS = ("fasttree", "deft", "pat")
 
 P = ParamSpec("P")
 

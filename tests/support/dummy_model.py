@@ -76,14 +76,8 @@ def write_small_llama(
         extra["layer_types"] = [ALTERNATING[i % 2] for i in range(num_layers)]
         extra["sliding_window"] = sliding_window
 
-    def sharpen(model: Any) -> None:
-        model.lm_head.weight *= 2
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= 1.5
-            layer.self_attn.k_proj.weight *= 1.5
-
     return _write(
-        folder, "LlamaConfig", "LlamaForCausalLM", "float16", sharpen, seed,
+        folder, "LlamaConfig", "LlamaForCausalLM", "float16", _sharpen, seed,
         **{**SMALL, "num_hidden_layers": num_layers},
         num_attention_heads=8,
         num_key_value_heads=num_kv_heads,
@@ -93,17 +87,19 @@ def write_small_llama(
     )  # fmt: skip
 
 
+def _sharpen(model: Any) -> None:
+    model.lm_head.weight *= 2
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight *= 1.5
+        layer.self_attn.k_proj.weight *= 1.5
+
+
 def write_small_mixtral(folder: Path) -> Path:
     """Write a small Mixtral checkpoint, float16: a mixture of experts, attention as
     ``write_small_llama``. All experts take part, so that rounding selects no other expert.
-
-    Returns:
-        folder, created if missing.
     """
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
+    return _write(
+        folder, "MixtralConfig", "MixtralForCausalLM", "float16", _sharpen,
         **SMALL,
         num_attention_heads=8,
         num_key_value_heads=2,
@@ -112,15 +108,7 @@ def write_small_mixtral(folder: Path) -> Path:
         num_local_experts=4,
         num_experts_per_tok=4,
         tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = MixtralForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 2
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= 1.5
-            layer.self_attn.k_proj.weight *= 1.5
-    return _save(model, folder, torch.float16)
+    )  # fmt: skip
 
 
 def write_small_gpt_oss(folder: Path) -> Path:

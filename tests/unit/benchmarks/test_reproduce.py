@@ -361,6 +361,19 @@ def test_points_of_other_recordings_run_again(tmp_path):
     assert "recordings" not in other, "its points do not depend on them"
 
 
+def test_checkouts_reach_the_peers_and_the_command_without_their_paths(tmp_path):
+    args = reproduce.parse(
+        ["deft-stars", "--tiny", "--peers", "deft", "--deft", str(tmp_path), "--fasttree", "x"]
+    )
+    setting = reproduce.setting_of(args)
+    assert setting.checkouts == (("fasttree", Path("x")), ("deft", tmp_path))
+    assert setting.command.endswith(" --tiny --peers deft --fasttree FASTTREE --deft DEFT")
+    assert str(tmp_path) not in setting.command
+    (point,) = deft.time_stars(setting)
+    found = point.run()["peers"]["deft"]
+    assert found == {"status": "unavailable", "reason": "needs a GPU"}
+
+
 def test_experiments_take_turns_and_nothing_begins_after_the_deadline(tmp_path):
     order: list[str] = []
 

@@ -424,3 +424,9 @@ def test_first_steps_have_only_new_tokens_behind_the_document():
         assert w.name == f"{w.num_reqs} x {w.query_len} new on {document}"
         assert (w.seq_lens == document + w.query_len).all()
         assert (w.block_table[:, : document // 16] == w.block_table[0, : document // 16]).all()
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa3_cascade"])
+def test_flash_attention_peers_need_a_gpu(name):
+    with pytest.raises(UnavailableError, match="needs a GPU"):
+        make(name, Options(torch.device("cpu"), torch.float32, {}))
