@@ -40,14 +40,13 @@ MIN_STEPS = 16
 
 @dataclass(slots=True)
 class PlannerCounters:
-    """Numbers of updates and of plans made, and the total seconds of each.
+    """Numbers of updates and of plans made, and the total seconds of making plans.
 
     fallbacks: plans without sharing, by reason: the plan with sharing exceeded the limits, or
         making it raised an exception.
     """
 
     updates: int = 0
-    update_seconds: float = 0.0
     plans: int = 0
     plan_seconds: float = 0.0
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -162,12 +161,11 @@ class DecodePlanner:
             PrefixShareError: the arguments differ in their number of requests.
         """
         _require_one_per_request(block_table, max_seq_lens, table_rows, row_ids)
-        began = time.perf_counter()
         self.counters.updates += 1
         cached = self._first_that_holds(block_table, max_seq_lens, query_len, row_ids)
         if cached.unchanged is not None:
-            self.counters.update_seconds += time.perf_counter() - began
             return cached.unchanged
+        began = time.perf_counter()
         planned_seq_lens = max_seq_lens.astype(np.int32)
         if slack:
             planned_seq_lens = np.maximum(planned_seq_lens - slack, 1)
@@ -188,7 +186,6 @@ class DecodePlanner:
         seconds = time.perf_counter() - began
         self.counters.plans += 1
         self.counters.plan_seconds += seconds
-        self.counters.update_seconds += time.perf_counter() - began
         return PlanUpdate(plan, True, seconds, unshared)
 
     def without_sharing(

@@ -98,7 +98,7 @@ def _shared_costs(problem: DivisionProblem, tiles_span_nodes: bool) -> tuple[Int
     rows = problem.rows_per_request
     lens = np.maximum(1, problem.planned_seq_lens[forest.request_rows] - forest.private_start)
     if tiles_span_nodes:
-        rates = problem.rates or TileRates.of(problem.cost, config.geometry)
+        rates = problem.rates
         nodes = (forest.node_end - forest.node_start) * rates.memory[1]
         private = lens * rates.memory[0]
         private[:: config.max_tile_requests] += rates.overhead

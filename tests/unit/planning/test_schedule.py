@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.exact_schedules import optimal_division, optimal_makespan
 from tests.support.planning_cases import COSTS, forest_of_ids, gpu_config, quick
+from vllm_prefixshare.planning.costs.rates import TileRates
 from vllm_prefixshare.planning.dividers.flashforge import flashforge
 from vllm_prefixshare.planning.dividers.problem import DivisionProblem
 from vllm_prefixshare.planning.plan import build_plan, longest_first
@@ -125,13 +126,15 @@ def problem(trees: list[tuple[int, int]], tail: int, cost: str, num_workers: int
         for root, (shared, requests) in enumerate(trees)
         for _ in range(requests)
     ]
+    config = gpu_config(num_workers=num_workers, grouping=False)
     return DivisionProblem(
         forest=forest_of_ids(ids, BLOCK_SIZE),
         planned_seq_lens=np.array([(len(i) + tail) * BLOCK_SIZE for i in ids], np.int32),
         cost=COSTS[cost],
+        rates=TileRates.of(COSTS[cost], config.geometry),
         rows_per_request=GQA_GROUP_SIZE,
         block_size=BLOCK_SIZE,
-        config=gpu_config(num_workers=num_workers, grouping=False),
+        config=config,
     )
 
 

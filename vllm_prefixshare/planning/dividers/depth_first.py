@@ -39,9 +39,8 @@ def depth_first(problem: DivisionProblem) -> WorkTiles:
     """
     geometry = problem.config.geometry
     limits = Limits.of(problem)
-    rates = problem.rates or TileRates.of(problem.cost, geometry)
     lens = problem.planned_seq_lens
-    return WorkTiles(*_divide(problem.forest, lens, limits, geometry, rates))
+    return WorkTiles(*_divide(problem.forest, lens, limits, geometry, problem.rates))
 
 
 @compiled

@@ -37,17 +37,17 @@ class DivisionProblem:
 
     planned_seq_lens: ``[num_reqs]`` planned length of each batch row, in tokens.
     rows_per_request: query rows of one request on one KV head.
-    rates: rates of ``cost``, if already known.
+    rates: of ``cost``.
     query_len: maximum number of query tokens of a request.
     """
 
     forest: Forest
     planned_seq_lens: IntArray
     cost: CostModel
+    rates: TileRates
     rows_per_request: int
     block_size: int
     config: PlannerConfig
-    rates: TileRates | None = None
     query_len: int = 1
 
     @property
