@@ -68,7 +68,7 @@ def tree_batch(spec: str, block_size: int) -> Batch:
         node_of.insert(0, node_of[0] * above // below)
     first = counts[level].cumsum() - counts[level]
     ids = np.random.default_rng(0).permutation(counts[level].sum()).astype(np.int32) + 1
-    table = ids[first + np.array(node_of)[level].T]
+    table = np.ascontiguousarray(ids[first + np.array(node_of)[level].T])
     return Batch(f"tree {spec}", table, np.full(num_reqs, ends[-1], np.int32), block_size)
 
 

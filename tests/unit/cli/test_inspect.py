@@ -184,6 +184,7 @@ def test_a_tree_shares_the_blocks_that_a_forest_of_its_nodes_shares(spec, block_
     np.testing.assert_array_equal(batch.seq_lens, work.seq_lens)
     table, expected = batch.block_table, work.block_table
     assert table.dtype == np.int32 and table.shape == expected.shape
+    assert table.flags.c_contiguous, "kernels read rows"
     assert set(np.unique(table)) == {*range(1, int(table.max()) + 1)}
     pairs = set(zip(table.ravel().tolist(), expected.ravel().tolist(), strict=True))
     assert len(pairs) == table.max() == len(np.unique(expected))
