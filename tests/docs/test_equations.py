@@ -6,7 +6,7 @@ import re
 from benchmarks.papers import PAPERS
 from tests.support.documentation import ROOT
 
-PAGE = ROOT / "docs" / "notes" / "equations.md"
+PAGE = ROOT / "benchmarks" / "papers" / "equations.md"
 
 
 def resolve(name: str) -> object:

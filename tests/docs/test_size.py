@@ -21,7 +21,7 @@ def test_the_guide_has_a_dozen_pages():
 
 
 def test_notes_are_few_and_short():
-    assert len(NOTES) <= 11
+    assert len(NOTES) <= 10
     assert size(NOTES) <= 120 * KB
     assert [path.name for path in NOTES if path.stat().st_size > 12 * KB] == []
 
