@@ -1,8 +1,10 @@
 """The hooks on vLLM: each is in force and installed once, and the backend survives pickling."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -76,6 +78,9 @@ def test_every_hook_names_a_real_target_and_why(hook):
 
 #: hooks whose target is not among the signatures, and why
 NOT_SIGNATURES = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.get_current_attn_backends": (
+        "without it NIXL pairs instances with equal backends only"
+    ),
     "vllm.envs.environment_variables": "without it vLLM warns of a variable",
     "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls": "one release has a CPU backend",
 }
@@ -115,6 +120,38 @@ def test_hooks_are_installed_once():
     for function in before:
         assert hasattr(function, "__wrapped__")
         assert not hasattr(function.__wrapped__, "__wrapped__")
+
+
+def test_two_installs_of_the_plugin_are_one(tmp_path):
+    """As in a container with a wheel, and a checkout in front of it: vLLM finds the entry points of
+    both, and Python imports one package.
+    """
+    installed = importlib.metadata.distribution("vllm_prefixshare")
+    second = tmp_path / "vllm_prefixshare-9.dist-info"
+    second.mkdir()
+    for name in ("METADATA", "entry_points.txt"):
+        (second / name).write_text(installed.read_text(name))
+    code = (
+        "import importlib.metadata\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "load_general_plugins()\n"
+        "once = EngineArgs.create_engine_config.__wrapped__\n"
+        "group = importlib.metadata.entry_points(group='vllm.general_plugins')\n"
+        "found = [e for e in group if e.name == 'prefix_share']\n"
+        "print(len(found), hasattr(once, '__wrapped__'))"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    number, twice = done.stdout.split("\n")[-2].split()
+    assert int(number) >= 1, "importlib.metadata may list one distribution of a name"
+    assert twice == "False"
 
 
 def test_a_program_may_import_a_hooked_module_before_plugins_are_loaded():
