@@ -9,7 +9,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.planning.unshared import NO_COMMON_PREFIX, SHARING_OFF, Unshared
 from vllm_prefixshare.settings import settings
-from vllm_prefixshare.vllm_plugin.observability.stats import BackendStats
+from vllm_prefixshare.vllm_plugin.observability.stats import BackendStats, warming_up
 from vllm_prefixshare.vllm_plugin.step import planner
 
 SHAPE = AttentionConfig(4, 2, 64, 16)
@@ -46,3 +46,19 @@ def test_what_the_engine_knows_of_plans_without_sharing_is_counted(monkeypatch, 
 def test_a_measured_table_decides_for_torch_operators(monkeypatch):
     monkeypatch.setattr(planner, "cost_model", lambda *_: LinearCost(launch=1.0))
     assert share(monkeypatch, "auto") == "auto"
+
+
+def test_plans_of_a_warm_up_are_not_traced():
+    class Trace:
+        @property
+        def is_open(self):
+            asked.append(True)
+            return False
+
+    asked: list[bool] = []
+    traced = SimpleNamespace(_trace=(Trace(), None))
+    with warming_up():
+        planner.StepPlanner._record(traced, None, None, None)
+    assert not asked
+    planner.StepPlanner._record(traced, None, None, None)
+    assert asked
