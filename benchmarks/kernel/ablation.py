@@ -9,7 +9,6 @@ replays with the L2 cache flushed before each.
 
 import argparse
 import math
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,10 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
-from benchmarks.support.results import write
+from benchmarks.support.results import versions, write
 from benchmarks.support.trees import tree
 from benchmarks.support.workload_sets import ANCHORS
-from vllm_prefixshare import PrefixShareError, __version__
+from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.geometry import CPU
@@ -323,11 +322,7 @@ def main() -> int:
             "block_size": args.block_size,
             "dtype": args.dtype,
             "repeats": args.repeats,
-            "versions": {
-                "vllm_prefixshare": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions("torch"),
             "slowdown": {name: round(mean, 4) for name, mean in means.items()},
             "trees": dict(zip(args.trees, rows, strict=True)),
         }

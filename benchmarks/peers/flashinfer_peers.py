@@ -19,11 +19,8 @@ def int32(values) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, np.int32))
 
 
-class FlashInfer:
-    """``BatchDecodeWithPagedKVCacheWrapper``, on tensor cores from 4 query heads per KV head on, as
-    its documentation advises. Several queries per request, and token trees, run in
-    ``BatchPrefillWithPagedKVCacheWrapper``.
-    """
+class _Peer:
+    """The library and its workspace."""
 
     def __init__(self, options: Options) -> None:
         if options.device.type != "cuda":
@@ -32,6 +29,13 @@ class FlashInfer:
 
         self.flashinfer = flashinfer
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+class FlashInfer(_Peer):
+    """``BatchDecodeWithPagedKVCacheWrapper``, on tensor cores from 4 query heads per KV head on, as
+    its documentation advises. Several queries per request, and token trees, run in
+    ``BatchPrefillWithPagedKVCacheWrapper``.
+    """
 
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
@@ -85,18 +89,10 @@ def token_tree_mask(case: Case) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-class FlashInferCascade:
+class FlashInferCascade(_Peer):
     """``MultiLevelCascadeAttentionWrapper``: one level for each level of the forest, and the last
     one for the requests' private blocks. A request without a node on a level reads nothing there.
     """
-
-    def __init__(self, options: Options) -> None:
-        if options.device.type != "cuda":
-            raise UnavailableError("needs a GPU")
-        import flashinfer
-
-        self.flashinfer = flashinfer
-        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload

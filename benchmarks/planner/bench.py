@@ -7,19 +7,16 @@ medians of ``--repeats`` calls, the best of five rounds.
     python -m benchmarks.planner --out benchmarks/published/planner.json
 """
 
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 
 from benchmarks.support.program import add_out, make_parser, recorded_command
-from benchmarks.support.results import write
+from benchmarks.support.results import versions, write
 from benchmarks.support.trees import Workload, forest, tree
-from vllm_prefixshare import __version__
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.hopper.launch import HopperKernel
@@ -217,12 +214,7 @@ def main() -> int:
             "command": recorded_command(PROGRAM),
             "repeats": args.repeats,
             "processor": processor(),
-            "versions": {
-                "vllm_prefixshare": __version__,
-                "numba": version("numba"),
-                "numpy": version("numpy"),
-                "python": platform.python_version(),
-            },
+            "versions": versions("numba", "numpy"),
             "rows": rows,
         }
         write(args.out, result)

@@ -13,11 +13,17 @@ from pathlib import Path
 
 from vllm_prefixshare import __version__
 
+ON_GPU = ("torch", "triton", "vllm", "flashinfer-python", "xformers")
 
-def versions() -> dict[str, str]:
-    """Versions of what a figure depends on, of what is installed here."""
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of what a figure depends on, of what is installed here.
+
+    Args:
+        packages: in addition to Python and this one; ``ON_GPU`` by default.
+    """
     found = {"vllm_prefixshare": __version__, "python": platform.python_version()}
-    for name in ("torch", "triton", "vllm", "flashinfer-python", "xformers"):
+    for name in packages or ON_GPU:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
