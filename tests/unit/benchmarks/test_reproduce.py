@@ -852,15 +852,21 @@ def test_a_measuring_program_that_hangs_is_a_failed_point(module, begin, tmp_pat
     assert not reproduce.carry_out(runs, TINY, float("inf")), "which ends in status 1"
 
 
-def test_figure_6_is_counted_in_a_run_for_every_five_workloads(monkeypatch):
-    asked = []
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """The layers of each run of stand-ins for the GPU's counters."""
+    runs = []
 
     def count(layers) -> list[dict]:
-        asked.append(layers)
+        runs.append(layers)
         return [{"read": i, "written": 0} for i in range(len(layers))]
 
     monkeypatch.setattr(counters, "available", lambda: True)
     monkeypatch.setattr(counters, "dram_bytes", count)
+    return runs
+
+
+def test_figure_6_is_counted_in_a_run_for_every_five_workloads(asked):
     points = list(flashforge.count_dram(replace(TINY, device="cuda", tiny=False)))
     assert len(points) == 50
     published = papers_tables.ran("flashforge-figure-6-dram")
@@ -880,15 +886,7 @@ def test_figure_6_is_counted_in_a_run_for_every_five_workloads(monkeypatch):
     assert asked_names <= {w.name for w in sets.flashforge(16)}
 
 
-def test_the_layers_of_all_token_trees_are_counted_in_one_run(monkeypatch):
-    asked = []
-
-    def count(layers) -> list[dict]:
-        asked.append(layers)
-        return [{"read": i, "written": 0} for i in range(len(layers))]
-
-    monkeypatch.setattr(counters, "available", lambda: True)
-    monkeypatch.setattr(counters, "dram_bytes", count)
+def test_the_layers_of_all_token_trees_are_counted_in_one_run(asked):
     points = list(deft.count_walks(replace(TINY, device="cuda", tiny=False)))
     results = {p.name: p.run() for p in points}
     assert len(set(asked)) == 1

@@ -1,7 +1,9 @@
 """The GPU executor's workspace: what is copied, what stays, and that reserved room suffices."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -85,22 +87,28 @@ def test_an_indptr_stays_level_past_its_end():
         assert set(found[name][1:]) == {2}
 
 
-@pytest.mark.parametrize("failing", range(1, RING + 2))
-def test_arrays_are_right_after_memory_ran_out(monkeypatch, failing):
-    arrays, zeros, calls = DeviceArrays(CPU), torch.zeros, []
-    arrays.load({"a": np.full(8, 1, np.int32), "b": np.full(600, 2, np.int32)})
-    before = loaded(arrays)
+@contextmanager
+def memory_runs_out(monkeypatch, name: str, failing: int) -> Iterator[None]:
+    """Let the call of ``torch.name`` with this number, counted from 1, find no memory."""
+    allocate, numbers = getattr(torch, name), count(1)
 
     def runs_out(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == failing:
+        if next(numbers) == failing:
             raise torch.OutOfMemoryError("planted")
-        return zeros(*args, **kwargs)
+        return allocate(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", runs_out)
-        with pytest.raises(torch.OutOfMemoryError):
-            arrays.load({"a": np.full(99, 3, np.int32), "b": np.full(8, 4, np.int32)})
+        patch.setattr(torch, name, runs_out)
+        yield
+
+
+@pytest.mark.parametrize("failing", range(1, RING + 2))
+def test_arrays_are_right_after_memory_ran_out(monkeypatch, failing):
+    arrays = DeviceArrays(CPU)
+    arrays.load({"a": np.full(8, 1, np.int32), "b": np.full(600, 2, np.int32)})
+    before = loaded(arrays)
+    with memory_runs_out(monkeypatch, "zeros", failing), pytest.raises(torch.OutOfMemoryError):
+        arrays.load({"a": np.full(99, 3, np.int32), "b": np.full(8, 4, np.int32)})
     assert loaded(arrays) == before
     arrays.reserve({"a": 500, "b": 800})  # what was in force still is
     assert {name: held[: len(before[name])] for name, held in loaded(arrays).items()} == before
@@ -112,18 +120,9 @@ def test_arrays_are_right_after_memory_ran_out(monkeypatch, failing):
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_partial_results_have_room_after_memory_ran_out(monkeypatch, failing):
-    partials, empty, calls = PartialResults(CPU, (4, 64), query_len=2), torch.empty, []
-
-    def runs_out(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == failing:
-            raise torch.OutOfMemoryError("planted")
-        return empty(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", runs_out)
-        with pytest.raises(torch.OutOfMemoryError):
-            partials.reserve(8)
+    partials = PartialResults(CPU, (4, 64), query_len=2)
+    with memory_runs_out(monkeypatch, "empty", failing), pytest.raises(torch.OutOfMemoryError):
+        partials.reserve(8)
     partials.reserve(8)
     assert min(len(partials.out), len(partials.lse)) >= 16
 
