@@ -8,7 +8,7 @@ PROMPT = "The lighthouse was built in 1874. It is 38 metres high. " * 40 + "The 
 
 
 def main() -> None:
-    llm = LLM(model=MODEL, attention_backend="PREFIX_SHARE", max_logprobs=16)
+    llm = LLM(model=MODEL, attention_backend="PREFIX_SHARE")
     params = BeamSearchParams(beam_width=8, max_tokens=12)
     (output,) = llm.beam_search([{"prompt": PROMPT}], params)
     for beam in output.sequences[:3]:
