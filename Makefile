@@ -18,7 +18,7 @@ INTERPRETER := $(shell for p in $(PYTHON); do $$p -c 'import ensurepip, os, sys;
 
 MAKEFLAGS += --jobs=2  # two steps of the set-up side by side
 
-.PHONY: demo check test docs dist fuzz soak ray releases kernels lint venv model clean
+.PHONY: demo check test docs dist fuzz soak ray releases kernels lint venv model planning clean
 
 demo: model
 	$(PY) examples/document_qa.py $(DEMO_ARGS)
@@ -32,7 +32,7 @@ check: lint
 
 # In several processes of one thread each; a file's tests stay together, for the engines they share,
 # in the order of tests/conftest.py.
-test: lint model $(RAY)/.locked $(TRL)/.locked
+test: lint model planning $(RAY)/.locked $(TRL)/.locked
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The documentation as a site, in site/.
@@ -87,7 +87,12 @@ venv: $(VENV)/.project
 model: venv
 	$(PY) examples/embedded_model.py
 
-# The converted model stays in its cache.
+# Numba's half minute, while pip waits for Ray: the first tests start several processes at once, each
+# of which would compile planning for itself.
+planning: venv
+	$(PY) -m vllm_prefixshare.kernels.aot.fill_caches planning --capability 9.0
+
+# The converted model and the compiled planning stay in their cache.
 clean:
 	rm -rf $(VENV) $(RAY) $(TRL) build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
