@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.vllm_releases import ALL, CHOSEN, USUAL, python_files
+from vllm_prefixshare.settings import settings
 
 ROOT = Path(__file__).parents[3]
 FILES = {path.name: path for path in Path(__file__).parent.rglob("test_*.py")}
@@ -64,9 +65,15 @@ def test_the_backend_on_another_release(version):
     path = os.pathsep.join([str(python_files(version)), str(ROOT)])
     names = [name for name in TESTS if ALL or name not in SELDOM]
     files = [str(FILES[name]) for name in (*names, *PROMPT_TESTS)]
+    environment = {
+        "PYTHONPATH": path,
+        "PREFIXSHARE_EXPECT_VLLM": version,
+        # vLLM keeps what it knows of a model's class for one release only
+        "VLLM_CACHE_ROOT": str(settings().cache / "vllm-caches" / version),
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *files],
-        env={**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_VLLM": version},
+        env={**os.environ, **environment},
         cwd=ROOT,
         capture_output=True,
         text=True,
