@@ -21,6 +21,7 @@ PAGES = (
     "SECURITY.md",
     "examples/README.md",
     "patches/README.md",
+    "benchmarks/papers/equations.md",
     *(f"benchmarks/published/{path.name}" for path in ROOT.glob("benchmarks/published/*.md")),
 )
 #: Markdown's links and images, and the attributes of HTML that hold a path.
