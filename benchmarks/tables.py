@@ -138,6 +138,8 @@ PAGES = {
                 ("Answers with equal tokens", "whole_call", report.equal_answers),
                 ("How host time was measured", "whole_call_host", report.whole_call_how),
                 ("Host time per request by part", "whole_call_host", report.parts_table),
+                ("How it was measured on one CPU", "whole_call_host_cpu", report.whole_call_how),
+                ("Host time on one CPU", "whole_call_host_cpu", report.parts_table),
             )
         ),
     ),

@@ -207,9 +207,17 @@ def serving_table() -> str:
 
 
 def host_table() -> str:
-    """Host time per request, with the address of its run."""
-    result = published.load("whole_call_host")
+    """Host time per request, with the address of its run, and what it is on a quiet machine."""
+    result, quiet = published.load("whole_call_host"), published.load("whole_call_host_cpu")
+    before, after = (
+        f"{quiet['rows'][name]['workloads']['host']['seconds'] * 1e3:.3g}"
+        for name in (quiet["baseline"], "prefix_share")
+    )
     return (
-        f"{result['model']}. [Command](../benchmarks/published/whole_call.md"
-        f"#how-host-time-was-measured).\n\n{parts_table(result)}"
+        f"Next to an H200, of which another engine used the host as well; {result['model']}. "
+        "[Command](../benchmarks/published/whole_call.md#how-host-time-was-measured).\n\n"
+        f"{parts_table(result)}\n\n"
+        f"Alone on a CPU with {quiet['host_cores']} cores, 64 questions take {after} ms per "
+        f"request instead of {before} ([all figures]"
+        "(../benchmarks/published/whole_call.md#host-time-on-one-cpu))."
     )
