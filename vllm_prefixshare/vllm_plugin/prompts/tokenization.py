@@ -15,6 +15,7 @@ text faster than this cache could store it: it is left unchanged.
 """
 
 import itertools
+import os
 import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -313,7 +314,7 @@ def _analyze(tokenizer: Any, result: Future[TextTokenizer | None]) -> None:
         _check_python_side(tokenizer)
         memo = TextTokenizer(_encoding_backend(tokenizer), text_cache())
     except NotExactError as e:
-        report_once(PART, f"{_name(tokenizer)}: {e}")
+        report_once(PART, f"{_name(tokenizer)}: {e}{_advice()}")
     except Exception as e:  # an unknown tokenizer must not stop an engine
         report_once(PART, f"{_name(tokenizer)}: {e!r}"[:300])
     result.set_result(memo)
@@ -324,6 +325,13 @@ def _encoding_backend(tokenizer: Any) -> Tokenizer:
     backend = tokenizer._tokenizer
     pooled = any(c.__name__ == "ThreadSafeHFTokenizerMixin" for c in type(tokenizer).__mro__)
     return deepcopy(backend) if pooled else backend
+
+
+def _advice() -> str:
+    """What else makes tokenization faster, to append to a reason."""
+    if os.environ.get("VLLM_USE_FASTOKENS", "0") != "0":
+        return ""
+    return " (fastokens may be faster: VLLM_USE_FASTOKENS=1)"
 
 
 def _name(tokenizer: Any) -> str:

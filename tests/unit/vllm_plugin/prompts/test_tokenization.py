@@ -275,10 +275,20 @@ def test_tokens_added_later_end_it(python_tokenizer: PythonTokenizer) -> None:
     assert tokenization.text_tokenizer(python_tokenizer, timeout=60) is None
 
 
-def test_a_tokenizer_with_its_own_call_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("fastokens", ["0", "1"])
+def test_a_tokenizer_with_its_own_call_is_refused(
+    fastokens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(tokenization, "report_once", lambda part, reason: messages.append(reason))
+    monkeypatch.setenv("VLLM_USE_FASTOKENS", fastokens)
+
     class Own(PythonTokenizer):
         def __call__(self, text: str) -> None:
             """Tokenize in a way of its own."""
 
     tokenizer = Own(tokenizers.byte_level(tokenizers.LLAMA3))
     assert tokenization.text_tokenizer(tokenizer, timeout=60) is None
+    (message,) = messages
+    assert message.startswith("some/model: Own has its own __call__")
+    assert ("fastokens may be faster" in message) == (fastokens == "0")
