@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_prefixshare.cli.options import add_cache_argument, add_shape_arguments, attention_of
+from vllm_prefixshare.cli.options import (
+    add_cache_argument,
+    add_shape_arguments,
+    attention_of,
+    check_range,
+)
 from vllm_prefixshare.cli.output import print_table, write_file
-from vllm_prefixshare.config import AttentionConfig
+from vllm_prefixshare.config import MAX_TOKENS, MAX_WORKERS, AttentionConfig
 from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
 
 if TYPE_CHECKING:
@@ -197,14 +202,14 @@ def _layer(args: argparse.Namespace, block_size: int) -> "Layer":
     """The layer that the options describe."""
     from vllm_prefixshare.cli.planned import Layer
 
+    check_range(args, "workers", 1, MAX_WORKERS)
+    check_range(args, "tile-rows", 1, MAX_TOKENS)
     attention = replace(attention_of(args), block_size=block_size)
     layer = Layer.on(GPU if args.gpu is None else args.gpu, attention)
     config = layer.config
     if args.workers is not None:
         config = replace(config, num_workers=args.workers)
     if args.tile_rows is not None:
-        if args.tile_rows < 1:
-            raise PrefixShareError(f"--tile-rows must be at least 1, got {args.tile_rows}.")
         requests = max(1, args.tile_rows // attention.gqa_group_size)
         config = replace(config, max_tile_requests=requests)
     return replace(layer, config=config)

@@ -35,7 +35,7 @@ class BackendStats:
         in the last plan for which it expected no gain; None if there was none.
     kernels: names of the kernels in use, in the order in which they were chosen.
     causes: reason of the planner -> its cause in this engine, which is counted instead.
-    is_warming_up: whether steps and plans are not counted, see ``warming_up``.
+    warm_ups: contexts of ``warming_up`` in which steps and plans are not counted.
     """
 
     decode_steps: int = 0
@@ -54,7 +54,12 @@ class BackendStats:
     expected_gain: float | None = None
     kernels: list[str] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
-    is_warming_up: bool = False
+    warm_ups: int = 0
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether a worker of this process warms up."""
+        return self.warm_ups > 0
 
     def note_engine(self, kernel: str, causes: Mapping[str, str]) -> None:
         """Note a kernel in use, and causes that the planner does not know."""
@@ -104,7 +109,7 @@ class BackendStats:
     def as_dict(self) -> dict[str, Any]:
         """Every count, and the derived kv_tokens_saved, share_factor, plans_reused."""
         values = {f.name: copy(getattr(self, f.name)) for f in fields(self)}
-        del values["causes"], values["is_warming_up"]
+        del values["causes"], values["warm_ups"]
         return {
             **values,
             "kv_tokens_saved": self.kv_tokens_stock - self.kv_tokens_read,
@@ -114,9 +119,7 @@ class BackendStats:
 
     def reset(self) -> None:
         """Set every counter to zero; what is known of the engine stays."""
-        fresh = BackendStats(
-            kernels=self.kernels, causes=self.causes, is_warming_up=self.is_warming_up
-        )
+        fresh = BackendStats(kernels=self.kernels, causes=self.causes, warm_ups=self.warm_ups)
         for f in fields(self):
             setattr(self, f.name, getattr(fresh, f.name))
 
@@ -135,16 +138,20 @@ def warming_up() -> Iterator[None]:
     """While a worker warms up: the V2 model runner makes up requests, which it prefills and decodes
     as any other, and steps and plans with them are not counted.
     """
-    before = STATS.is_warming_up
-    STATS.is_warming_up = True
+    STATS.warm_ups += 1
     try:
         yield
     finally:
-        STATS.is_warming_up = before
+        STATS.warm_ups -= 1
 
 
-# A forked engine core or worker starts from zero.
-os.register_at_fork(after_in_child=lambda: STATS.reset())
+def _start_from_zero() -> None:
+    """In a forked engine core or worker, which does not leave its parent's contexts."""
+    STATS.reset()
+    STATS.warm_ups = 0
+
+
+os.register_at_fork(after_in_child=_start_from_zero)
 
 Name = TypeVar("Name")
 

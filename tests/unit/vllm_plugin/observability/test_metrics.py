@@ -623,3 +623,19 @@ def test_a_front_end_and_an_engine_core_that_it_forked_publish_both():
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_warm_ups_may_overlap_and_a_forked_process_is_in_none():
+    first, second = stats.warming_up(), stats.warming_up()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    stats.STATS.note_step(10, 0)
+    assert stats.STATS.decode_steps == 0
+    second.__exit__(None, None, None)
+    stats.STATS.note_step(10, 0)
+    assert stats.STATS.decode_steps == 1
+    with stats.warming_up():
+        stats._start_from_zero()  # what a fork calls
+        assert not stats.STATS.is_warming_up
+        stats.STATS.warm_ups = 1
