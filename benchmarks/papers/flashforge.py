@@ -45,7 +45,7 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64)
 PER_RUN = 10
 #: flash-decoding in the default's kernel and in the portable one; the faster of both
 BASELINES, FASTER = ("flash-decoding", "flash-decoding, portable"), "faster flash-decoding"
-#: each node is a group of its own, as in the paper; users' ``flashforge`` merges short nodes into
+#: each node is one group, as in the paper; users' ``flashforge`` merges short nodes into
 #: their children first (``PlannerConfig.grouping``)
 FORGE, NO_GROUPING = "FlashForge's divider", {"grouping": False}
 BOTH = "tree and division"

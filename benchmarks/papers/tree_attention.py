@@ -318,7 +318,7 @@ EXPERIMENTS = (
         "tree reduction sends what does not depend on the context; 640k tokens on 8 GPUs: about "
         "1e-5 s of attention and 1e-3 s to send a shard",
         "By `benchmarks/kernel/scaling.py`, whose bytes `benchmarks.kernel.scale` compares with "
-        "what ranks send. The last round of the ring, which nobody needs, is not counted; "
+        "what ranks send. The last round of the ring, which no rank needs, is not counted; "
         "numerators are float32.",
         CPU,
         count_volume,

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PromptTree:
-    """Shared texts in a tree, and as many requests with tokens of their own below each leaf.
+    """Shared texts in a tree, and as many requests with private tokens below each leaf.
 
     parents: parent of each text, -1 for a root; parents come first. tokens: of each text.
     own_tokens: tokens of a request's prompt after its texts.

@@ -73,8 +73,8 @@ Entry = dict[str, Any]
 TOGETHER, ALONE = "together", "server_alone"
 NUM_TOGETHER, TOGETHER_TOKENS = 16, 32
 CHOICES = (*OFFLINE, *HOST, SERVER)
-#: Workloads whose batches have the same composition in every row; those of one process, in which
-#: rows of the same backend also give the same tokens. Two servers of stock vLLM do not.
+#: Workloads whose batches have the same composition in every row. In one process, rows of
+#: the same backend also give the same tokens; two servers of unmodified vLLM may not.
 SAME_TOKENS = (TOGETHER, *HOST)
 SAME_BATCHES = (ALONE, *SAME_TOKENS)
 #: Length of the built-in documents in tokens, on a GPU and on a CPU.

@@ -3,7 +3,7 @@
 Prompts must have the same token ids in all rows. Wherever two rows have the same token ids for an
 answer, its text must be the same. Rows with the same attention backend must give the same token
 ids where an offline engine runs batches of the same composition. Elsewhere differences are counted:
-other kernels and other batches round in another way. So do two servers of stock vLLM, even for
+other kernels and other batches round in another way. So do two servers of unmodified vLLM, even for
 requests one by one (on an H200 with vLLM 0.33, 3 of 4 answers differed).
 """
 

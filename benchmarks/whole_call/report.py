@@ -32,7 +32,7 @@ CALLS = ("cached", "cold", "token_ids", "chat", "multi_turn", "agents", "beams4"
 
 def table(result: Result) -> str:
     """Rows by workloads: the measured time, and how many times faster than the baseline. The loads
-    of the server have a table of their own.
+    of the server have a separate table.
     """
     names = list(result["rows"])
     rows = []

@@ -169,7 +169,7 @@ def questions(model: Path, count: int) -> list[list[int]]:
 
 
 def test_the_start_counts_no_step(server, note):
-    """Must be the first test of each server. The V2 runner warms up with requests of its own."""
+    """Must be the first test of each server. The V2 runner warms up with made-up requests."""
     counted = server.counts()
     note(f"{server.case}: {counted}")
     assert all(value == 0 for rank in counted for value in rank.values())

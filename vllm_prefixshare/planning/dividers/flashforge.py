@@ -21,7 +21,7 @@ def flashforge(problem: DivisionProblem) -> WorkTiles:
     finish, merges included, wins.
 
     Deviations: the paper searches the number of splits of every node; here nine thresholds give
-    those of all nodes. Equation 5 is the paper's and may exclude the best division: nodes that
+    the splits of all nodes. Equation 5 is the paper's and may exclude the best division: nodes that
     each cost less than the average load stay whole, however unevenly they fill the workers.
     """
     groups = problem.groups(problem.config.grouping)

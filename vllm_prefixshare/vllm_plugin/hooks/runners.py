@@ -198,7 +198,7 @@ HOOKS = (
     Hook(
         "vllm.v1.worker.gpu_worker",
         "Worker.compile_or_warm_up_model",
-        "the V2 model runner warms up with requests of its own, which look like any other",
+        "the V2 model runner warms up with made-up requests, which look like any other",
         "CommonAttentionMetadata marks them",
         hook_warm_up,
     ),
