@@ -1,11 +1,11 @@
-"""Tokenizers of the families that language models use, trained on this repository's pages, and
+"""Tokenizers of the families that language models use, trained on Python's own help pages, and
 texts that are hard to divide.
 """
 
 import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from pydoc_data.topics import topics
 from random import Random
 from typing import Any
 
@@ -20,8 +20,6 @@ from tokenizers import (
     processors,
     trainers,
 )
-
-ROOT = Path(__file__).parents[2]
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -48,8 +46,7 @@ _HAN_SAMPLE = "\u4e00\u4e2d\u6587\u5b57\u6211\u4eec\u7684\u6a21\u578b\uff0c\u300
 @cache
 def corpus() -> str:
     """English text with code and tables, and some Chinese, Russian, Greek and Korean."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    text = "\n".join(page.read_text() for page in pages)[:200_000]
+    text = "\n".join(topics.values())[:200_000]
     rnd = Random(0)
     others = "".join(rnd.choice(_HAN_SAMPLE) for _ in range(3000))
     return text + others + " \u043f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440" * 20

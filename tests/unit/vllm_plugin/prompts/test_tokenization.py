@@ -165,20 +165,26 @@ def counted() -> tuple[TextTokenizer, CountingEncoder]:
     return memo, encoder
 
 
-def test_a_document_is_encoded_once(counted: tuple[TextTokenizer, CountingEncoder]) -> None:
+@pytest.mark.parametrize("start", range(0, 90_000, 9_001))
+def test_a_document_is_encoded_once(
+    counted: tuple[TextTokenizer, CountingEncoder], start: int
+) -> None:
     memo, encoder = counted
     tokenizer = built("llama3")
-    document = tokenizers.corpus()[:100_000]
+    document = tokenizers.corpus()[start : start + 100_000]
     memo.encode(document + " What is a block?", True)
     assert encoder.chars >= len(document)
+    # A small piece may hold the end of the document and the start of the question. The first of
+    # the longer questions also moves the place after which pieces are small.
+    may_cost = 2 * tokenization.PIECE_CHARS
     for number in range(8):
         question = f" Question {number}: how many keys does each of the windows of a plan read?"
         encoder.chars = 0
         token_ids, known_chars = memo.encode(document + question, True)
         assert token_ids == tokenizer.encode(document + question).ids
-        # A small piece may hold the end of the document and the start of the question.
-        assert encoder.chars < len(question) + 150
-        assert known_chars > len(document) - 150
+        assert encoder.chars < len(question) + 150 + may_cost
+        assert known_chars > len(document) - 150 - may_cost
+        may_cost = 0
 
 
 def test_a_change_in_the_middle_costs_its_surroundings(
