@@ -107,24 +107,29 @@ def test_long_prompts_in_pieces_beside_decodes(both, model):
     assert run.stats["shared_steps"] > 0
 
 
-@pytest.mark.skip(
-    reason="mixed_graphs_refusal rules fp8 caches out: 0.35 nats from the baseline, which is 0.15 "
-    "from the reference"
-)
-def test_a_layer_of_an_fp8_cache(tmp_path, note):
+def test_an_fp8_cache_is_as_near_to_16_bits_as_stocks(tmp_path, note):
+    """The reference has a 16-bit cache: stock's prefill with an fp8 cache rounds the prompts as
+    stock has rounded them for its answers, and so is nearer to these than to any other rounding.
+    """
     model = write_small_llama(tmp_path / "model", head_dim=128)
-    options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
-    with engines(cases.stock(model, **options), ours(model, **QUICK, **options)) as both:
+    plain = {"dtype": "bfloat16"}
+    options = {**plain, "kv_cache_dtype": "fp8"}
+    specs = (
+        cases.stock(model, **options),
+        ours(model, **QUICK, **options),
+        cases.stock(model, **plain),
+    )
+    with engines(*specs) as (stock, engine, reference):
         prompts = Text(model).asking(DOCUMENT, PRIVATE)
         lengths = [{**GREEDY, "max_tokens": n} for n in LENGTHS[: len(prompts)]]
-        both[0].call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
-        expected, run = both[0].call(drive, prompts, lengths), joining(both[1], prompts)
+        stock.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
+        expected, run = stock.call(drive, prompts, lengths), joining(engine, prompts)
         of_stock, own = (
-            np.concatenate(cases.errors(r.completions, both[0])) for r in (expected, run)
+            np.concatenate(cases.errors(r.completions, reference)) for r in (expected, run)
         )
     note(cases.beside_stock(run, expected, own, of_stock))
     assert_shared(run)
-    assert 0 < own.mean() < 1.3 * of_stock.mean() + 1e-3
+    assert 0 < own.mean() < 1.15 * of_stock.mean() + 1e-3
     assert own.max() < 2 * of_stock.max() + 1e-2
 
 
