@@ -43,6 +43,7 @@ FLOORS = {
     "utils.numba_cache": ({"core", "settings", "utils.trusted_files"}, {"numba", "llvmlite"}),
     "settings": ({"core"}, set()),
     "utils.trusted_files": (set(), set()),
+    "utils.garbage": (set(), set()),
     "config": ({"core"}, set()),
     "planning.forest": ({"core", "utils.numba_cache"}, {"numpy"}),
     "planning.costs": (BASE | {"utils.trusted_files"}, {"numpy"}),
@@ -85,14 +86,14 @@ FLOORS = {
     "merging": ({"core", "kernels"}, {"torch"}),
     "distributed": (RUNS | {"wrapper", "merging"}, {"numpy", "torch"}),
     "vllm_plugin": (
-        RUNS | {"planning.costs.lookup", "profiling"},
+        RUNS | {"utils.garbage", "planning.costs.lookup", "profiling"},
         {"numpy", "torch", "vllm", "packaging", "prometheus_client", "ray"}
         | {"cachetools", "msgspec", "tokenizers", "transformers"},  # vLLM requires them
     ),
     "cli": (
         RUNS
         | {"vllm_plugin", "__init__", "planning.costs.lookup", "profiling"}
-        | {"profiling.gpu_timing"},
+        | {"profiling.gpu_timing", "utils.garbage"},
         {"numpy", "matplotlib", "packaging", "pyarrow", "tokenizers", "torch", "transformers"},
     ),
     "__init__": ({"core", "wrapper", "flashinfer_pages", "merging", "vllm_plugin"}, set()),

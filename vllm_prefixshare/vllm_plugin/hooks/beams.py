@@ -1,9 +1,12 @@
-"""Hooks on ``LLM.beam_search``: candidates do not copy the tokens of their beam."""
+"""Hooks on ``LLM.beam_search``: candidates neither copy the tokens of their beam nor start the
+garbage collector.
+"""
 
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
+from vllm_prefixshare.utils.garbage import collection_paused
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, Hook, wrap
 from vllm_prefixshare.vllm_plugin.prompts import beams
 from vllm_prefixshare.vllm_plugin.prompts.copies import PART
@@ -11,7 +14,11 @@ from vllm_prefixshare.vllm_plugin.prompts.parts import is_enabled
 
 
 def hook_step(module: ModuleType) -> None:
-    """Let candidates refer to their beams' lists during a step."""
+    """Let candidates refer to their beams' lists during a step.
+
+    Thousands of candidates would also start the garbage collector, which takes half of the step in
+    this process.
+    """
 
     def wrapper(original: Function) -> Function:
         def step(self: Any, instances_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -20,7 +27,8 @@ def hook_step(module: ModuleType) -> None:
             for instance in instances_batch:
                 beams.extensible(instance.beams)
             try:
-                return original(self, instances_batch, *args, **kwargs)
+                with collection_paused():
+                    return original(self, instances_batch, *args, **kwargs)
             finally:
                 for instance in instances_batch:
                     beams.settled(chain(instance.beams, instance.completed))

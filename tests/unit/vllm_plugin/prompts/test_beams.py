@@ -1,5 +1,7 @@
 """Beam search whose candidates refer to their beams: the same sequences as vLLM's own."""
 
+import gc
+
 import numpy as np
 import pytest
 from vllm.entrypoints.generate.beam_search import offline, utils
@@ -56,6 +58,24 @@ def test_a_failing_step_leaves_lists(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         step(model, [instance], ignore_eos=True)
     assert type(instance.beams[0].tokens) in PLAIN
+
+
+def test_no_garbage_is_collected_within_a_step(monkeypatch):
+    """A collection passes over all objects of the process, and candidates are no garbage."""
+    enabled = []
+    answer = RandomModel._answer
+
+    def noted(self, ids):
+        enabled.append(gc.isenabled())
+        return answer(self, ids)
+
+    monkeypatch.setattr(RandomModel, "_answer", noted)
+    run(monkeypatch, on=True, width=16, num_steps=3, ignore_eos=True)
+    assert enabled and not any(enabled)
+    assert gc.isenabled()
+    enabled.clear()
+    run(monkeypatch, on=False, width=16, num_steps=1, ignore_eos=True)
+    assert all(enabled)
 
 
 def test_candidates_copy_nothing(monkeypatch):
